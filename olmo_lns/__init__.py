@@ -1,0 +1,34 @@
+"""LayerNorm Scaling (arXiv 2502.05795) for existing OLMo and Megatron launches.
+
+``import olmo_lns`` loads neither torch nor a training framework; the public names load what
+they need on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LNSError", "LNSRecord", "__version__", "layer_norm", "lns_scale", "rms_norm"]
+
+_PUBLIC = {
+    "LNSError": "olmo_lns.errors",
+    "LNSRecord": "olmo_lns.record",
+    "layer_norm": "olmo_lns.norm",
+    "lns_scale": "olmo_lns.scale",
+    "rms_norm": "olmo_lns.norm",
+}
+
+if TYPE_CHECKING:
+    from olmo_lns.errors import LNSError
+    from olmo_lns.norm import layer_norm, rms_norm
+    from olmo_lns.record import LNSRecord
+    from olmo_lns.scale import lns_scale
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

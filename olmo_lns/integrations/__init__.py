@@ -1,0 +1,1 @@
+"""Bindings of LayerNorm Scaling to training frameworks."""

@@ -1,0 +1,136 @@
+"""Replace one symbol of somebody else's framework, and only the one that was verified.
+
+Every function that this package replaces is listed with the fingerprints of the sources it was
+read and tested against. Anything else is refused: a wrapper around an unknown function can give
+a model that trains and is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import logging
+import os
+import textwrap
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping
+
+from olmo_lns.errors import UpstreamChangedError
+
+__all__ = ["ALLOW_UNVERIFIED", "MARKER", "Patch", "Target", "fingerprint", "is_patched", "replace"]
+
+log = logging.getLogger(__name__)
+
+#: Environment variable: set to 1 to run on upstream code that was never verified.
+ALLOW_UNVERIFIED = "OLMO_LNS_ALLOW_UNVERIFIED"
+#: Attribute set on every function that this package puts in an upstream's place.
+MARKER = "__olmo_lns_patched__"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One upstream function or method.
+
+    :param path: ``"package.module:Class.method"`` or ``"package.module:function"``.
+    :param verified: fingerprint -> the upstream versions whose source has it.
+    """
+
+    path: str
+    verified: Mapping[str, str]
+
+    def locate(self) -> tuple[Any, str]:
+        """The object that holds the symbol, and the symbol's name there.
+
+        :raises UpstreamChangedError: the module, class or function does not exist.
+        """
+        module_name, _, qualname = self.path.partition(":")
+        *parents, name = qualname.split(".")
+        try:
+            owner: Any = importlib.import_module(module_name)
+            for parent in parents:
+                owner = getattr(owner, parent)
+            inspect.getattr_static(owner, name)
+        except (ImportError, AttributeError) as error:
+            raise UpstreamChangedError(
+                f"{self.path} does not exist ({error}); it was verified in {self.versions}. This upstream "
+                "version has moved or renamed it: install a verified version, or a newer olmo-lns."
+            ) from error
+        return owner, name
+
+    @property
+    def versions(self) -> str:
+        return "; ".join(dict.fromkeys(self.verified.values())) or "no version"
+
+
+@dataclass
+class Patch:
+    """An installed replacement; ``undo()`` puts the upstream function back."""
+
+    target: Target
+    owner: Any
+    name: str
+    original: Any
+
+    def undo(self) -> None:
+        setattr(self.owner, self.name, self.original)
+        log.debug("restored %s", self.target.path)
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """16 hex digits that identify the source of ``function`` (SHA-256; indentation ignored).
+
+    :raises UpstreamChangedError: the source cannot be read (compiled or generated code).
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError) as error:
+        raise UpstreamChangedError(f"cannot read the source of {function!r}: {error}") from error
+    lines = (line.rstrip() for line in textwrap.dedent(source).splitlines())
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
+
+
+def is_patched(function: Any) -> bool:
+    """Whether ``function`` (or the function of a classmethod) is a replacement of ours."""
+    return bool(getattr(getattr(function, "__func__", function), MARKER, False))
+
+
+def replace(target: Target, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch | None:
+    """Replace ``target`` by ``make(original function)``.
+
+    ``make`` gets the plain function (unwrapped from classmethod/staticmethod) and returns one of
+    the same signature. The result keeps name, docstring and ``__wrapped__``.
+
+    :returns: the patch, or None when this symbol was replaced before (nothing is done then).
+    :raises UpstreamChangedError: missing, or its source is not one that was verified.
+    """
+    owner, name = target.locate()
+    original = inspect.getattr_static(owner, name)
+    if is_patched(original):
+        return None
+    wrapper_type = type(original) if isinstance(original, (classmethod, staticmethod)) else None
+    function = original.__func__ if wrapper_type else original
+    verify(target, function)
+    replacement = functools.wraps(function)(make(function))
+    setattr(replacement, MARKER, True)
+    setattr(owner, name, wrapper_type(replacement) if wrapper_type else replacement)
+    log.debug("replaced %s", target.path)
+    return Patch(target, owner, name, original)
+
+
+def verify(target: Target, function: Callable[..., Any]) -> None:
+    """:raises UpstreamChangedError: ``function`` is not a verified version of ``target``."""
+    found = fingerprint(function)
+    if found in target.verified:
+        return
+    message = (
+        f"{target.path} in {inspect.getsourcefile(inspect.unwrap(function))} has fingerprint {found}, which is "
+        f"none of those verified ({', '.join(f'{k}: {v}' for k, v in target.verified.items())})."
+    )
+    if os.environ.get(ALLOW_UNVERIFIED) == "1":
+        log.warning("%s Going on because %s=1.", message, ALLOW_UNVERIFIED)
+        return
+    raise UpstreamChangedError(
+        f"{message} Install a verified version, or set {ALLOW_UNVERIFIED}=1 to go on with code nobody has checked."
+    )

@@ -1,0 +1,36 @@
+"""The LayerNorm Scaling factor: the one place where the formula is written."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+__all__ = ["DEFAULT_EXPONENT", "lns_scale"]
+
+#: The paper's exponent: 1/sqrt(l) (arXiv 2502.05795, section 4).
+DEFAULT_EXPONENT = 0.5
+
+
+def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float:
+    """Factor by which both norms of block ``layer_number`` are multiplied.
+
+    ``s(l) = l ** -exponent``; with the default exponent this is the paper's ``1/sqrt(l)``
+    (arXiv 2502.05795, section 4).
+
+    :param layer_number: 1-based, global index of the transformer block.
+    :param exponent: dimensionless, finite, not negative. 0 gives plain Pre-LN.
+    :returns: a Python float in (0, 1].
+    :raises TypeError: ``layer_number`` is not an integer.
+    :raises ValueError: ``layer_number < 1``, or the exponent is negative or not finite.
+    """
+    if isinstance(layer_number, bool):
+        raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}")
+    try:
+        number = operator.index(layer_number)
+    except TypeError:
+        raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}") from None
+    if number < 1:
+        raise ValueError(f"layer_number is 1-based: expected an integer >= 1, got {number}")
+    if not math.isfinite(exponent) or exponent < 0:
+        raise ValueError(f"exponent must be a finite number >= 0, got {exponent!r}")
+    return float(number**-exponent)
