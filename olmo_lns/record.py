@@ -70,9 +70,7 @@ class LNSRecord:
             )
         for name, kind in expected.items():
             if not isinstance(values[name], (float, int) if kind is float else kind):
-                raise CheckpointMismatchError(
-                    f"{source}: {name!r} must be a {kind.__name__}, found {values[name]!r}"
-                )
+                raise CheckpointMismatchError(f"{source}: {name!r} must be a {kind.__name__}, found {values[name]!r}")
         return cls(**values)
 
     def write(self, folder: str | os.PathLike[str]) -> Path:
@@ -87,8 +85,12 @@ class LNSRecord:
     def read(cls, folder: str | os.PathLike[str]) -> LNSRecord | None:
         """The record in ``folder``, or None when it holds none (a checkpoint made without us)."""
         path = Path(folder) / RECORD_FILE
-        if not path.is_file():
-            return None
+        return cls.from_json(path) if path.is_file() else None
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> LNSRecord:
+        """:raises CheckpointMismatchError: the file is not a record."""
+        path = Path(path)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -108,6 +110,7 @@ _CONSEQUENCE = {
     "norm": "the base norm would change",
     "exponent": "every block would be scaled by another factor",
     "scaled-init": "the run would continue under another initialization policy than it was started with",
+    "missing-record": "its exponent is unknown",
 }
 
 
@@ -142,7 +145,8 @@ def check_match(
     :returns: the differences that were found and explicitly allowed (the caller logs them).
     :raises CheckpointMismatchError: a difference that was not allowed, with both values named.
     """
-    allowed = {a.strip() for a in (allow if allow is not None else os.environ.get(OVERRIDE_VARIABLE, "")).split(",")}
+    text = allow if allow is not None else os.environ.get(OVERRIDE_VARIABLE, "")
+    allowed = {name.strip() for name in text.split(",")}
     if unknown := allowed - set(_CONSEQUENCE) - {""}:
         raise CheckpointMismatchError(
             f"{OVERRIDE_VARIABLE} names {sorted(unknown)}; known differences: {', '.join(sorted(_CONSEQUENCE))}"

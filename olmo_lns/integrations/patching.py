@@ -15,11 +15,11 @@ import logging
 import os
 import textwrap
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 from olmo_lns.errors import UpstreamChangedError
 
-__all__ = ["ALLOW_UNVERIFIED", "MARKER", "Patch", "Target", "fingerprint", "is_patched", "replace"]
+__all__ = ["ALLOW_UNVERIFIED", "MARKER", "Patch", "Target", "fingerprint", "is_patched", "replace", "replace_all"]
 
 log = logging.getLogger(__name__)
 
@@ -105,18 +105,32 @@ def replace(target: Target, make: Callable[[Callable[..., Any]], Callable[..., A
     :returns: the patch, or None when this symbol was replaced before (nothing is done then).
     :raises UpstreamChangedError: missing, or its source is not one that was verified.
     """
-    owner, name = target.locate()
-    original = inspect.getattr_static(owner, name)
+    owner, name, original = _checked(target)
     if is_patched(original):
         return None
     wrapper_type = type(original) if isinstance(original, (classmethod, staticmethod)) else None
     function = original.__func__ if wrapper_type else original
-    verify(target, function)
     replacement = functools.wraps(function)(make(function))
     setattr(replacement, MARKER, True)
     setattr(owner, name, wrapper_type(replacement) if wrapper_type else replacement)
     log.debug("replaced %s", target.path)
     return Patch(target, owner, name, original)
+
+
+def replace_all(pairs: Sequence[tuple[Target, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> list[Patch]:
+    """:func:`replace` each pair, after all of them were verified: an error leaves upstream untouched."""
+    for target, _ in pairs:
+        _checked(target)
+    return [patch for target, make in pairs if (patch := replace(target, make)) is not None]
+
+
+def _checked(target: Target) -> tuple[Any, str, Any]:
+    """Where ``target`` lives and what is there, once verified (a replacement of ours was, earlier)."""
+    owner, name = target.locate()
+    original = inspect.getattr_static(owner, name)
+    if not is_patched(original):
+        verify(target, getattr(original, "__func__", original))
+    return owner, name, original
 
 
 def verify(target: Target, function: Callable[..., Any]) -> None:

@@ -1,0 +1,53 @@
+"""``python -m olmo_lns script.py args…`` (also ``torchrun … -m olmo_lns script.py args…``).
+
+Runs a training script with the plugins active where the start-up hook is not: under ``-S`` or
+``-I``, from a ``pip --target`` folder, or with the hook removed. ``python -m olmo_lns <command>``
+is the same as ``olmo-lns <command>``.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from olmo_lns.cli import COMMANDS
+from olmo_lns.cli import main as run_command
+
+
+def main() -> int:
+    """:returns: the exit code of a command; a script ends with its own."""
+    args = sys.argv[1:]
+    if not args or args[0].startswith("-") or args[0] in COMMANDS:
+        return run_command(args)
+    script = args[0]
+    if not os.path.isfile(script):
+        print(f"olmo_lns: no script {script!r}, and no such command; `olmo-lns --help` lists them", file=sys.stderr)
+        return 2
+    from olmo_lns.errors import LNSError
+    from olmo_lns.integrations import autoload
+
+    try:
+        if any(arg.split("=")[0] == "--lns-config" for arg in args):
+            from olmo_lns.study.megatron_args import expand
+
+            args = [script, *expand(args[1:])]
+    except LNSError as error:
+        print(f"olmo_lns: {error}", file=sys.stderr)
+        return 2
+    if os.environ.get(autoload.DISABLE) == "1":
+        print(
+            f"olmo_lns: {autoload.DISABLE}=1 is set, but the launcher was asked for: unset one of the two",
+            file=sys.stderr,
+        )
+        return 2
+    sys.argv = args
+    # As `python script.py` would: the script's folder comes first, so that a checkout is importable.
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    autoload.activate()
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
