@@ -1,0 +1,149 @@
+"""``olmo-lns doctor``: what is installed here, whether it is supported, and what would run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from olmo_lns import __version__
+from olmo_lns.errors import LNSError
+from olmo_lns.integrations import autoload
+from olmo_lns.settings import Settings
+
+__all__ = ["Finding", "examine", "main"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: ``state`` is ``ok``, ``absent``, ``note`` or ``unsupported`` (the only one that fails)."""
+
+    what: str
+    found: str
+    state: str
+    detail: str
+
+
+def examine() -> list[Finding]:
+    """Look at every part; imports the frameworks that are installed."""
+    return [
+        Finding("Python", platform.python_version(), "ok", "3.10 to 3.12 are supported"),
+        Finding("olmo-lns", __version__, "ok", _settings()),
+        _torch(),
+        _framework("OLMo", "olmo", "ai2-olmo", _register_olmo),
+        _framework("Megatron core", "megatron.core", "megatron-core", _register_megatron),
+        _transformer_engine(),
+        _backend(),
+        _autoload(),
+    ]
+
+
+def _settings() -> str:
+    try:
+        settings = Settings.current()
+    except LNSError as error:
+        return str(error)
+    return f"exponent {settings.exponent:g}, scaled_init {settings.scaled_init}"
+
+
+def _torch() -> Finding:
+    import torch
+
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Finding("torch", torch.__version__, "ok", f"CUDA: {', '.join(devices) or 'no device'}")
+
+
+def _framework(label: str, module: str, distribution: str, register: Callable[[], str]) -> Finding:
+    if not _importable(module):
+        return Finding(label, "-", "absent", f"pip install 'olmo-lns[{module.split('.')[0]}]'")
+    found = _version(distribution)
+    try:
+        return Finding(label, found, "ok", register())
+    except Exception as error:  # whatever a framework raises on import is the answer to report
+        return Finding(label, found, "unsupported", f"{type(error).__name__}: {error}")
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, autoload.PluginError):
+        return importlib.util.find_spec(module.split(".")[0]) is not None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "from a source tree"
+
+
+def _register_olmo() -> str:
+    import olmo
+
+    from olmo_lns.integrations.olmo import register, types
+
+    register()
+    importlib.import_module("olmo.train")
+    return f"layer_norm_type: {', '.join(types.LNS_TYPES)}; in {olmo.__path__[0]}"
+
+
+def _register_megatron() -> str:
+    importlib.import_module("megatron.core")
+    module = importlib.import_module("olmo_lns.integrations.megatron")
+    module.register()
+    return "flags --layernorm-scaling, --no-scaled-init"
+
+
+def _transformer_engine() -> Finding:
+    from olmo_lns.norm import transformer_engine as te
+
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Finding("Transformer Engine", "-", "absent", "pip install --no-build-isolation 'olmo-lns[te]' (CUDA)")
+    reason = te.unavailable_reason()
+    return Finding(
+        "Transformer Engine",
+        _version("transformer_engine"),
+        "note" if reason else "ok",
+        reason or "fused kernels carry the factor",
+    )
+
+
+def _backend() -> Finding:
+    from olmo_lns.norm import choose_backend
+
+    try:
+        backend = choose_backend()
+    except LNSError as error:
+        return Finding("norm backend", "-", "unsupported", str(error))
+    return Finding("norm backend", backend.name, "ok", backend.reason)
+
+
+def _autoload() -> Finding:
+    import os
+
+    if os.environ.get(autoload.DISABLE) == "1":
+        return Finding("autoload", "off", "note", f"{autoload.DISABLE}=1 is set")
+    if autoload.autoload_active():
+        return Finding("autoload", "on", "ok", "unmodified launches load the plugins")
+    return Finding(
+        "autoload", "off", "note", "no start-up hook here (pip --target, PYTHONPATH or -S): python -m olmo_lns <script>"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table. Exit code 1 if an installed framework or an asked-for backend cannot be used."""
+    argparse.ArgumentParser(prog="olmo-lns doctor", description=__doc__).parse_args(argv)
+    findings = examine()
+    table = Table("", "version", "state", "", title="olmo-lns doctor", title_justify="left")
+    colours = {"ok": "green", "absent": "dim", "note": "yellow", "unsupported": "red"}
+    for row in findings:
+        table.add_row(row.what, row.found, f"[{colours[row.state]}]{row.state}[/]", row.detail)
+    Console().print(table)
+    return int(any(row.state == "unsupported" for row in findings))
