@@ -99,10 +99,10 @@ def _candidates(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Lists of at least two modules of one class, outermost only (a block's own lists do not count)."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and not inside and len(module) > 1:
-            if len({type(block) for block in module}) == 1:
-                found[name] = module
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if len(module) > 1 and len({type(block) for block in module}) == 1:
+            found[name] = module
     return found
 
 

@@ -100,9 +100,14 @@ class Moments:
         bad = ~torch.isfinite(self.table()).all(dim=1)
         return int(bad.nonzero()[0]) + 1 if bool(bad.any()) else None
 
-    def result(self) -> VarianceResult:
-        """:raises LNSError: no token was added, or a block's activations are not finite (the first is named)."""
-        if bad := self.first_bad_block():
+    def result(self, *, check: bool = True) -> VarianceResult:
+        """The pooled numbers.
+
+        :param check: False returns NaN for blocks whose activations are not finite instead of raising.
+        :raises LNSError: no token was added, or a block's activations are not finite (the first is named).
+        """
+        bad = self.first_bad_block() if check else None
+        if bad is not None:
             raise LNSError(
                 f"block {bad} is the first whose output holds NaN or infinity: expected finite activations; "
                 "check the checkpoint and the dtype (fp16 overflows where bf16 and fp32 do not)"

@@ -1,0 +1,132 @@
+"""Gradient norm per layer and kind of parameter (the Mix-LN paper's figure).
+
+The gradient is that of the mean loss per token over all the data; norms are Euclidean, over all
+parameters of a block (or of one kind in it). Parameters outside the blocks are listed by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+import torch
+from torch import nn
+
+from olmo_lns.diagnostics.capture import Batches, evaluating, unpack
+from olmo_lns.diagnostics.loss import token_loss
+from olmo_lns.diagnostics.models import find_blocks
+from olmo_lns.errors import LNSError
+
+__all__ = ["KINDS", "GradNormResult", "gradient_norms", "kind_of"]
+
+#: Kind -> pattern on a parameter's name inside its block, first match wins: norms before the part they sit in.
+KINDS = {
+    "norm": re.compile(r"norm|\bln_", re.IGNORECASE),
+    "attention": re.compile(r"att|\b[qkv]_proj|\bq_a|\bkv_"),
+    "mlp": re.compile(r"mlp|\bff|feed_forward|ffn|intermediate|^output\.|fc"),
+}
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class GradNormResult:
+    """Per block (block 1 first): the total norm, by kind, and by parameter; outside: by parameter.
+
+    :param loss: mean loss per token in nats. :param tokens: predicted tokens.
+    """
+
+    total: list[float]
+    kinds: list[dict[str, float]]
+    parameters: list[dict[str, float]]
+    outside: dict[str, float]
+    loss: float
+    tokens: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per block and parameter (block 0 = outside the blocks); kinds and totals as rows of their own."""
+        rows: list[dict[str, Any]] = []
+        for block, (total, kinds, names) in enumerate(zip(self.total, self.kinds, self.parameters, strict=True), 1):
+            rows.append({"block": block, "kind": "all", "parameter": "", "norm": total})
+            rows += [{"block": block, "kind": kind, "parameter": "", "norm": n} for kind, n in kinds.items()]
+            rows += [{"block": block, "kind": kind_of(p), "parameter": p, "norm": n} for p, n in names.items()]
+        return rows + [
+            {"block": 0, "kind": "outside", "parameter": name, "norm": n} for name, n in self.outside.items()
+        ]
+
+
+def kind_of(name: str) -> str:
+    """``norm``, ``attention``, ``mlp`` or ``other``, from a parameter's name inside its block."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER)
+
+
+def gradient_norms(
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None,
+    batches: Batches,
+    device: torch.device | str = "cpu",
+    *,
+    mask_token: int | None = None,
+) -> GradNormResult:
+    """Gradient norms of the mean loss over ``batches``; the model's own gradients are left untouched.
+
+    Needs room for one gradient of every parameter, in its dtype. Dropout is off.
+    :raises LNSError: no token to predict, or a gradient that is not finite (the first such block is named).
+    """
+    blocks = find_blocks(model) if blocks is None else blocks
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = {name: p.grad for name, p in named.items()}
+    loss_of = token_loss(model, mask_token)
+    total, tokens = 0.0, 0
+    try:
+        for parameter in named.values():
+            parameter.grad = None
+        with evaluating(model), torch.enable_grad():
+            for batch in batches:
+                nll, valid = loss_of(*unpack(batch, device))
+                summed = nll.masked_fill(~valid.to(nll.device), 0).sum()
+                summed.backward()  # type: ignore[no-untyped-call]
+                total, tokens = total + float(summed), tokens + int(valid.sum())
+        if not tokens:
+            raise LNSError("the data holds no token to predict: give sequences of at least two tokens")
+        norms = {
+            name: float(torch.linalg.vector_norm(p.grad.float())) / tokens if p.grad is not None else 0.0
+            for name, p in named.items()
+        }
+    finally:
+        for name, parameter in named.items():
+            parameter.grad = kept[name]
+    return _by_block(model, blocks, norms, total / tokens, tokens)
+
+
+def _by_block(
+    model: nn.Module, blocks: Sequence[nn.Module], norms: dict[str, float], loss: float, tokens: int
+) -> GradNormResult:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters, inside = [], set()
+    for number, block in enumerate(blocks, start=1):
+        own = {local: names[p] for local, p in block.named_parameters() if names[p] in norms}
+        inside.update(own.values())
+        parameters.append({local: norms[name] for local, name in own.items()})
+        if not all(map(math.isfinite, parameters[-1].values())):
+            raise LNSError(f"block {number} is the first whose gradient holds NaN or infinity: try fp32 or bf16")
+    return GradNormResult(
+        total=[_norm(block.values()) for block in parameters],
+        kinds=[
+            {
+                kind: _norm(n for p, n in block.items() if kind_of(p) == kind)
+                for kind in (*KINDS, OTHER)
+                if any(kind_of(p) == kind for p in block)
+            }
+            for block in parameters
+        ],
+        parameters=parameters,
+        outside={name: n for name, n in norms.items() if name not in inside},
+        loss=loss,
+        tokens=tokens,
+    )
+
+
+def _norm(parts: Any) -> float:
+    return math.sqrt(sum(part * part for part in parts))

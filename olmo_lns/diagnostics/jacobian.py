@@ -1,0 +1,207 @@
+"""Token-averaged Jacobians of the blocks' residual maps.
+
+For block l and a token at position t, with everything before t held fixed,
+
+    J_t = d h_{l+1, t} / d h_{l, t}   (d x d)        J = mean over tokens of J_t
+
+is the whole residual map ``x -> x + Attn(Norm(x)) + ...``, so a block that does nothing has J = I. Two
+numbers a layer:
+
+* distance to the identity ``|J - I|_F / |I|_F``, 0 for a block that does nothing;
+* diagonal dominance, the mean over rows of ``|J_ii| / sum_j |J_ij|``, 1 for a diagonal J.
+
+A row costs one backward pass through the block. All d rows are taken where d is small (``exact``);
+else a random sample of k coordinates (``projected``): their rows are computed completely, so dominance
+is the mean over a sample of rows and ``d/k * sum`` of their squared distances estimates the full one
+without bias.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run
+from olmo_lns.diagnostics.models import body_forward, find_blocks
+from olmo_lns.errors import LNSError
+
+__all__ = ["EXACT_UP_TO", "JacobianResult", "block_jacobians", "token_jacobian_rows"]
+
+#: Widest model for which all rows are taken, unless asked otherwise.
+EXACT_UP_TO = 512
+#: Rows of a wider model.
+SAMPLED_ROWS = 128
+#: Side of the sub-matrix kept for the heat map.
+HEAT_MAP = 64
+#: Rows differentiated at once.
+CHUNK = 32
+
+
+@dataclass(frozen=True)
+class JacobianResult:
+    """Numbers per block, block 1 first; see the module's text.
+
+    :param method: ``"exact"`` or ``"projected"``. :param coordinates: 0-based rows that were computed.
+    :param heat_maps: per block, the square sub-matrix of J on ``heat_map_coordinates``.
+    :param tokens: tokens averaged over, one random position of each sequence. :param width: d.
+    """
+
+    method: str
+    identity_distance: list[float]
+    diagonal_dominance: list[float]
+    diagonal_mean: list[float]
+    heat_maps: list[list[list[float]]]
+    heat_map_coordinates: list[int]
+    coordinates: list[int]
+    width: int
+    tokens: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per block, ``block`` 1-based."""
+        columns = zip(self.identity_distance, self.diagonal_dominance, self.diagonal_mean, strict=True)
+        shared = {"method": self.method, "rows": len(self.coordinates), "width": self.width, "tokens": self.tokens}
+        return [
+            {"block": i, "identity_distance": a, "diagonal_dominance": b, "diagonal_mean": c, **shared}
+            for i, (a, b, c) in enumerate(columns, start=1)
+        ]
+
+
+def block_jacobians(
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None,
+    batches: Batches,
+    device: torch.device | str = "cpu",
+    *,
+    rows: int | None = None,
+    seed: int = 0,
+) -> JacobianResult:
+    """Average J of every block over one random real position of each sequence in ``batches``.
+
+    :param rows: coordinates to sample; None takes all up to a width of 512 and 128 beyond.
+    :param seed: of the positions and the coordinates.
+    :raises LNSError: no token, or a Jacobian that is not finite (the first such block is named).
+    """
+    blocks = find_blocks(model) if blocks is None else blocks
+    generator = torch.Generator().manual_seed(seed)
+    forward, calls = body_forward(model), _Calls(blocks)
+    coordinates, sums, tokens = torch.empty(0, dtype=torch.long), [torch.zeros(0)] * len(blocks), 0
+
+    def recorded(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        with calls:
+            forward(ids, mask)
+
+    for ids, mask in run(model, batches, device, recorded):
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        real = real[(kept := real.any(dim=1))]
+        positions = torch.multinomial(real.double().cpu(), 1, generator=generator).squeeze(1)
+        if not tokens:
+            coordinates = _coordinates(calls.width, rows, generator)
+        for index, block in enumerate(blocks):
+            summed = token_jacobian_rows(*calls.map(index), positions, coordinates, kept).sum(dim=0).double().cpu()
+            if not bool(torch.isfinite(summed).all()):
+                raise LNSError(f"block {index + 1} is the first whose Jacobian holds NaN or infinity: try fp32 or bf16")
+            sums[index] = sums[index] + summed if tokens else summed
+        tokens += len(positions)
+        calls.clear()
+    return _summary([total / tokens for total in sums], coordinates, tokens)
+
+
+def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> torch.Tensor:
+    wanted = rows if rows is not None else (width if width <= EXACT_UP_TO else SAMPLED_ROWS)
+    if wanted < 1:
+        raise LNSError(f"--rows must be at least 1, found {wanted}")
+    if wanted >= width:
+        return torch.arange(width)
+    return torch.randperm(width, generator=generator)[:wanted].sort().values
+
+
+class _Calls:
+    """Records with what each block was called in a forward pass, so that it can be called again alone."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
+        self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for index, block in enumerate(self._blocks):
+            handle = block.register_forward_pre_hook(
+                lambda _, args, kwargs, index=index: self._calls.update({index: (args, kwargs)}), with_kwargs=True
+            )
+            self._stack.callback(handle.remove)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def width(self) -> int:
+        return block_input(*self._calls[0]).shape[-1]
+
+    def map(self, index: int) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+        """Block ``index`` as a function of its input alone, and the input it was given."""
+        args, kwargs = self._calls[index]
+        hidden = block_input(args, kwargs)
+        names = {name: value for name, value in kwargs.items() if value is not hidden}
+        return lambda x: first_tensor(self._blocks[index](x, *args[1:], **names)), hidden
+
+    def clear(self) -> None:
+        self._calls.clear()
+
+
+def token_jacobian_rows(
+    block: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    coordinates: torch.Tensor,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows ``coordinates`` of J_t for one position of each sequence.
+
+    :param block: maps (batch, sequence, d) to the same shape. :param hidden: where to linearise it.
+    :param positions: (sequences,) position t. :param kept: (batch,) which sequences count, default all.
+    :returns: (sequences, rows, d), float32.
+    """
+    sequences = torch.arange(len(hidden)) if kept is None else kept.cpu().nonzero().squeeze(1)
+    at = (sequences.to(hidden.device), positions.to(hidden.device))
+    # The fused attention kernels have no batched backward; the plain one gives the same values.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        leaf = hidden[at].detach().clone().requires_grad_()
+        output = block(hidden.detach().index_put(at, leaf))[at]
+        parts = []
+        for chunk in coordinates.to(hidden.device).split(CHUNK):
+            seeds = torch.zeros(len(chunk), *output.shape, dtype=output.dtype, device=output.device)
+            seeds[torch.arange(len(chunk), device=seeds.device), :, chunk] = 1
+            (rows,) = torch.autograd.grad(output, leaf, seeds, retain_graph=True, is_grads_batched=True)
+            parts.append(rows.float())
+    return torch.cat(parts).transpose(0, 1)
+
+
+def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> JacobianResult:
+    width = means[0].shape[1]
+    local = torch.linspace(0, len(coordinates) - 1, min(HEAT_MAP, len(coordinates))).round().long()
+    shown = coordinates[local]
+    distance, dominance, diagonal = [], [], []
+    for rows in means:
+        own = rows.gather(1, coordinates.unsqueeze(1)).squeeze(1)
+        # |J_i - e_i|^2 = |J_i|^2 - 2 J_ii + 1 would cancel near the identity.
+        error = rows.scatter_add(1, coordinates.unsqueeze(1), -torch.ones(len(rows), 1, dtype=rows.dtype))
+        distance.append(math.sqrt(float((error**2).sum()) / len(rows)))
+        dominance.append(float((own.abs() / rows.abs().sum(dim=1).clamp_min(1e-300)).mean()))
+        diagonal.append(float(own.mean()))
+    return JacobianResult(
+        method="exact" if len(coordinates) == width else "projected",
+        identity_distance=distance,
+        diagonal_dominance=dominance,
+        diagonal_mean=diagonal,
+        heat_maps=[[[float(f"{v:.4g}") for v in row] for row in rows[local][:, shown].tolist()] for rows in means],
+        heat_map_coordinates=shown.tolist(),
+        coordinates=coordinates.tolist(),
+        width=width,
+        tokens=tokens,
+    )

@@ -1,0 +1,137 @@
+"""Scores of lm-evaluation-harness tasks with each block removed, on the model in memory."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, ContextManager, Sequence
+
+import torch
+
+from olmo_lns.diagnostics.layer_drop import TaskScores, bypassed, removable
+from olmo_lns.diagnostics.loading import LoadedModel, one_line
+from olmo_lns.errors import LNSError
+
+__all__ = ["score_tasks"]
+
+#: Read first, if a task reports several metrics.
+PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
+Scores = dict[str, dict[str, Any]]
+
+
+def score_tasks(
+    loaded: LoadedModel,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    metric: str | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+) -> dict[str, TaskScores]:
+    """Run ``tasks`` on the whole model, then without each block in turn.
+
+    :param include_path: folder with task files of your own. :param metric: by default the first of
+        acc_norm, acc, exact_match and f1 that a task reports, else its first one.
+    :param limit: examples a task, None for all.
+    :raises LNSError: lm-eval is missing, a task is unknown, or it reports no such metric.
+    """
+    lm = _harness_model(loaded, tokenizer, batch_size)
+    evaluate = _evaluator(tasks, include_path, limit, num_fewshot)
+    lengths = removable(loaded.model, loaded.blocks, torch.zeros(1, 2, dtype=torch.long, device=loaded.device))
+    contexts: list[ContextManager[None]] = [nullcontext()]
+    contexts += [bypassed(block, length) for block, length in zip(loaded.blocks, lengths, strict=True)]
+    runs: list[Scores] = []
+    for context in contexts:
+        with context, torch.no_grad():
+            runs.append(evaluate(lm))
+    return {task: _collect(task, [run[task] for run in runs], metric) for task in runs[0]}
+
+
+def _evaluator(tasks: Sequence[str], include_path: str | None, limit: int | None, num_fewshot: int | None) -> Any:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include_path)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise LNSError(f"lm-eval knows no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
+
+    def evaluate(lm: Any) -> Scores:
+        output = simple_evaluate(
+            model=lm,
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+        return {task: values for task, values in output["results"].items() if task in tasks}
+
+    return evaluate
+
+
+def _harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError:
+        raise LNSError("evaluation tasks need lm-eval: pip install 'olmo-lns[eval]'") from None
+    model: Any = _as_huggingface(loaded) if loaded.kind == "olmo" else loaded.model
+    # A removed block would leave its slot of the key-value cache empty, and the cache's length is read from block 1.
+    model.config.use_cache = False
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.use_cache = False
+    try:
+        return HFLM(
+            pretrained=model,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=batch_size,
+            max_length=loaded.max_length,
+            device=str(loaded.device),
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LNSError(f"lm-eval cannot use this model: {one_line(error)}") from error
+
+
+def _as_huggingface(loaded: LoadedModel) -> Any:
+    """OLMo's model behind the few names that the harness reads; nothing is converted or copied."""
+    import transformers
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class OLMoForHarness(transformers.PreTrainedModel, transformers.GenerationMixin):  # type: ignore[misc]
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.olmo = loaded.model
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any) -> Any:
+            if attention_mask is not None and bool(attention_mask.all()):
+                attention_mask = None
+            return CausalLMOutput(logits=self.olmo(input_ids, attention_mask=attention_mask).logits)
+
+    config = transformers.PretrainedConfig(
+        vocab_size=loaded.vocabulary, max_position_embeddings=loaded.max_length, num_hidden_layers=len(loaded.blocks)
+    )
+    return OLMoForHarness(config).eval()
+
+
+def _collect(task: str, runs: Sequence[dict[str, Any]], metric: str | None) -> TaskScores:
+    names = [key for key, value in runs[0].items() if isinstance(value, (int, float)) and "_stderr" not in key]
+    names = [key for key in names if "," in key]
+    wanted = (metric,) if metric else PREFERRED
+    chosen = next((key for want in wanted for key in names if key.split(",")[0] == want), None)
+    if chosen is None and not metric and names:
+        chosen = names[0]
+    if chosen is None:
+        raise LNSError(f"task {task} reports {', '.join(names) or 'no number'}, expected {metric or 'a metric'}")
+    name, _, filtered = chosen.partition(",")
+
+    def stderr(run: dict[str, Any]) -> float | None:
+        value = run.get(f"{name}_stderr,{filtered}")
+        return float(value) if isinstance(value, (int, float)) else None
+
+    scores = [float(run[chosen]) for run in runs]
+    errors = [stderr(run) for run in runs]
+    return TaskScores(name, scores[0], errors[0], scores[1:], errors[1:])

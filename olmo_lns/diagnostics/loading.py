@@ -1,0 +1,176 @@
+"""Loading what ``--model`` names: an OLMo checkpoint, or a Hugging Face folder or hub name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from olmo_lns.diagnostics.models import MASKED_LM, find_blocks, vocabulary_size
+from olmo_lns.errors import LNSError
+
+__all__ = ["LoadedModel", "load_model", "load_tokenizer", "pick_device"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode with what the diagnostics ask of it.
+
+    :param kind: ``"olmo"`` or ``"huggingface"``. :param device: where token ids go.
+    :param max_length: longest sequence it was made for. :param token_dtype: of its raw training data files.
+    :param tokenizer_name: file or name of its own tokenizer, None when unknown.
+    """
+
+    model: nn.Module
+    blocks: list[nn.Module]
+    kind: str
+    device: torch.device
+    vocabulary: int
+    max_length: int
+    tokenizer_name: str | None
+    token_dtype: str = "uint16"
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, e.g. ``float32``."""
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    @property
+    def masked_lm(self) -> bool:
+        return getattr(getattr(self.model, "config", None), "model_type", None) in MASKED_LM
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` takes CUDA, else MPS, else the CPU."""
+    if name != "auto":
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            raise LNSError(f"--device: found {name!r}, expected auto, cpu, cuda, cuda:<n> or mps") from None
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def load_model(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | None = None,
+    blocks: str | None = None,
+) -> LoadedModel:
+    """Load ``source`` for analysis.
+
+    :param dtype: ``fp32``, ``bf16``, ``fp16``, or ``auto``: as saved.
+    :param device_map: passed to Hugging Face, which then places the weights (needs accelerate).
+    :param blocks: dotted path of the block list, for models outside the table.
+    :raises LNSError: a folder without a config, a model that cannot be loaded, or blocks not found.
+    """
+    folder, place = Path(source), pick_device(device)
+    if (folder / "config.yaml").is_file():
+        if device_map is not None:
+            raise LNSError(f"{source} is an OLMo checkpoint: --device-map is for Hugging Face models, use --device")
+        return _load_olmo(folder, DTYPES.get(dtype), place, blocks)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise LNSError(
+            f"{source}: found neither config.yaml (an OLMo checkpoint) nor config.json (a Hugging Face model); "
+            "give the folder that holds one of them"
+        )
+    return _load_huggingface(source, DTYPES.get(dtype), place, device_map, blocks)
+
+
+def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, blocks: str | None) -> LoadedModel:
+    from olmo_lns.integrations.olmo import register
+
+    register()
+    from olmo.config import TrainConfig
+    from olmo.model import OLMo
+
+    try:
+        config = TrainConfig.load(folder / "config.yaml", validate_paths=False)
+        sharded = not (folder / "model.pt").is_file()
+        model = OLMo.from_checkpoint(
+            str(folder), device=str(device), checkpoint_type=_checkpoint_type("sharded" if sharded else "unsharded")
+        )
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise LNSError(f"{folder}: not a loadable OLMo checkpoint: {one_line(error)}") from error
+    if dtype is not None:
+        model = model.to(dtype)
+    return LoadedModel(
+        model=model.eval(),
+        blocks=find_blocks(model, blocks),
+        kind="olmo",
+        device=device,
+        vocabulary=vocabulary_size(model),
+        max_length=int(config.model.max_sequence_length),
+        tokenizer_name=config.tokenizer.identifier or None,
+        token_dtype=str(getattr(config.data, "memmap_dtype", None) or "uint16"),
+    )
+
+
+def _checkpoint_type(name: str) -> Any:
+    from olmo.config import CheckpointType
+
+    return CheckpointType[name]
+
+
+def _load_huggingface(
+    source: str, dtype: torch.dtype | None, device: torch.device, device_map: str | None, blocks: str | None
+) -> LoadedModel:
+    try:
+        import transformers
+    except ImportError:
+        raise LNSError("analysing Hugging Face models needs transformers: pip install 'olmo-lns[analysis]'") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+        masked = config.model_type in MASKED_LM
+        loader = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+        options = {"device_map": device_map} if device_map else {}
+        model = loader.from_pretrained(source, torch_dtype=dtype or "auto", **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise LNSError(f"{source}: not a loadable Hugging Face model: {one_line(error)}") from error
+    if not device_map:
+        model = model.to(device)
+    return LoadedModel(
+        model=model.eval(),
+        blocks=find_blocks(model, blocks),
+        kind="huggingface",
+        device=model.get_input_embeddings().weight.device,
+        vocabulary=vocabulary_size(model),
+        max_length=int(getattr(config, "max_position_embeddings", None) or 2048),
+        tokenizer_name=source,
+    )
+
+
+def load_tokenizer(name: str | None) -> Any:
+    """A tokenizer from a ``tokenizer.json`` file, a folder or a hub name.
+
+    :raises LNSError: none is known, or it cannot be loaded.
+    """
+    if not name:
+        raise LNSError("this needs a tokenizer and the model names none: give one with --tokenizer")
+    try:
+        import transformers
+    except ImportError:
+        raise LNSError("tokenizing text needs transformers: pip install 'olmo-lns[analysis]'") from None
+    try:
+        if Path(name).is_file():
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=name)
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LNSError(
+            f"{name}: no tokenizer could be loaded ({one_line(error)}); give one with --tokenizer, "
+            "or give --data as token ids"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an upstream message, shortened."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

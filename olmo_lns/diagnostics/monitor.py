@@ -1,0 +1,148 @@
+"""Layerwise output variance during OLMo training, for the paper's variance-through-training figure.
+
+``OLMO_LNS_MONITOR=every=100`` (or ``every=100,path=run1.csv``) on any OLMo launch writes a CSV file
+with one row per block every 100 steps. Nothing is hooked in the steps between; in a sampled step the
+blocks are watched during the forward pass only, so the recomputation of activation checkpointing in
+the backward pass is not counted twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+from pathlib import Path
+from typing import Any, Mapping
+
+import torch
+
+from olmo_lns.diagnostics.capture import observe
+from olmo_lns.diagnostics.models import find_blocks
+from olmo_lns.diagnostics.variance import Moments
+from olmo_lns.errors import LNSConfigError
+
+__all__ = ["COLUMNS", "MONITOR_VARIABLE", "Monitor", "install", "maybe_install", "parse_setting"]
+
+log = logging.getLogger(__name__)
+
+#: Switches the monitor on: ``every=<steps>[,path=<csv file>]``.
+MONITOR_VARIABLE = "OLMO_LNS_MONITOR"
+#: Columns of the CSV file; ``block`` is 1-based, the others as in :class:`~.variance.VarianceResult`.
+COLUMNS = ("step", "block", "variance", "rms", "max", "tokens")
+DEFAULT_EVERY = 100
+FILE_NAME = "lns_variance.csv"
+
+
+def parse_setting(value: str) -> dict[str, Any]:
+    """``"every=100,path=x.csv"`` as keyword arguments of :func:`install`.
+
+    :raises LNSConfigError: an unknown key, a repeated one, or ``every`` not a positive integer.
+    """
+    found: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in value.split(","))):
+        key, equals, text = item.partition("=")
+        if key not in ("every", "path") or not equals or not text or key in found:
+            raise LNSConfigError(f"{MONITOR_VARIABLE}: found {item!r}, expected every=<steps>[,path=<csv file>]")
+        found[key] = text
+    if "every" in found:
+        if not found["every"].isdecimal() or int(found["every"]) < 1:
+            raise LNSConfigError(f"{MONITOR_VARIABLE}: every must be an integer >= 1, found {found['every']!r}")
+        found["every"] = int(found["every"])
+    return found
+
+
+def maybe_install(trainer: Any, environ: Mapping[str, str] = os.environ) -> Monitor | None:
+    """Install the monitor that the environment asks for; None when it asks for none."""
+    value = environ.get(MONITOR_VARIABLE, "").strip()
+    return install(trainer, **parse_setting(value)) if value else None
+
+
+def install(trainer: Any, every: int = DEFAULT_EVERY, path: str | os.PathLike[str] | None = None) -> Monitor:
+    """Watch an ``olmo.train.Trainer`` that is about to ``fit()``; installing twice changes nothing.
+
+    :param every: steps between samples; steps ``every``, ``2 * every``, ... of the run are sampled.
+    :param path: CSV file, by default ``lns_variance.csv`` in the run's save folder.
+    """
+    present = getattr(trainer, "_olmo_lns_monitor", None)
+    if present is not None:
+        return present
+    target = Path(path) if path is not None else Path(trainer.cfg.save_folder) / FILE_NAME
+    monitor = Monitor(trainer, every, target)
+    trainer._olmo_lns_monitor = monitor
+    log.info("LNS monitor: output variance of every block to %s every %d steps", target, every)
+    return monitor
+
+
+class Monitor:
+    """Samples ``trainer``'s blocks every ``every`` steps; made by :func:`install`."""
+
+    def __init__(self, trainer: Any, every: int, path: Path) -> None:
+        self.every, self.path = every, path
+        self._trainer = trainer
+        find_blocks(trainer.model)  # fails now rather than at the first sample
+        self._moments: Moments | None = None
+        self._writes = not (torch.distributed.is_initialized() and torch.distributed.get_rank())
+        self._train_step, self._model_forward = trainer.train_step, trainer.model_forward
+        trainer.train_step, trainer.model_forward = self._step, self._forward
+        if self._writes:
+            start_file(path, trainer.global_step)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._trainer.global_step  # counted up by fit() before the step
+        if step % self.every:
+            return self._train_step(*args, **kwargs)
+        # Found anew each time: FSDP and block groups may have been wrapped since the last sample.
+        self._moments = Moments(len(find_blocks(self._trainer.model)))
+        try:
+            metrics = self._train_step(*args, **kwargs)
+            self._write(step, self._moments)
+        finally:
+            self._moments = None
+        return metrics
+
+    def _forward(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        moments = self._moments
+        if moments is None:
+            return self._model_forward(batch, *args, **kwargs)
+        mask = batch.get("attention_mask")
+        mask = None if mask is None else mask.bool()
+        blocks = find_blocks(self._trainer.model)
+        with observe(blocks, on_output=lambda block, hidden: moments.add(block, hidden, mask)):
+            return self._model_forward(batch, *args, **kwargs)
+
+    def _write(self, step: int, moments: Moments) -> None:
+        moments.pool_ranks()
+        if not self._writes:
+            return
+        bad = moments.first_bad_block()
+        if bad is not None:
+            log.warning("step %d: the output of block %d is the first that is not finite", step, bad)
+        rows = moments.result(check=False).rows()
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+            writer.writerows({"step": step, **_short(row)} for row in rows)
+
+
+def _short(row: Mapping[str, float | int]) -> dict[str, Any]:
+    return {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
+
+
+def start_file(path: Path, step: int) -> None:
+    """Write the header, or keep an earlier file's rows up to ``step``: a resumed run measures later ones again."""
+    kept: list[dict[str, str]] = []
+    if path.is_file():
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                raise LNSConfigError(
+                    f"{path}: found columns {reader.fieldnames}, expected {', '.join(COLUMNS)}; "
+                    f"move the file away or give another path in {MONITOR_VARIABLE}"
+                )
+            kept = [row for row in reader if int(row["step"]) <= step]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+    os.replace(temporary, path)
