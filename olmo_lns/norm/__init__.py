@@ -1,7 +1,74 @@
-"""y = s * Norm(x), with the factor folded into the norm."""
+"""``y = s * Norm(x)`` with the factor folded into the norm, not multiplied afterwards.
+
+Two functions and one choice. The functions give the same values and gradients as multiplying the
+norm's output by ``scale``, to the precision of the dtype, for the price of the norm alone.
+"""
 
 from __future__ import annotations
 
-from olmo_lns.norm.torch import layer_norm, rms_norm
+import torch
 
-__all__ = ["layer_norm", "rms_norm"]
+from olmo_lns.norm.backend import ENVIRONMENT_VARIABLE, LAYER_NORMS, RMS_NORMS, Backend, choose_backend
+
+__all__ = ["ENVIRONMENT_VARIABLE", "Backend", "choose_backend", "layer_norm", "rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    *,
+    bias: torch.Tensor | None = None,
+    zero_centered: bool = False,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """``scale * (x / sqrt(mean(x^2) + eps) * weight + bias)``.
+
+    :param x: (..., width), fp64, fp32, bf16 or fp16; need not be contiguous, may be empty.
+    :param weight: (width,) or None for a norm without gain.
+    :param scale: the layer's factor, a Python float, dimensionless (:func:`olmo_lns.lns_scale`).
+    :param bias: (width,) or None.
+    :param zero_centered: the gain is ``weight + 1`` (Megatron's ``apply_layernorm_1p``).
+    :param backend: a :class:`Backend`, a name, or None. A module should choose once, when it is built, and pass the
+        object: a name or None is looked up in the environment and on the machine at its first use only.
+    :returns: shape of ``x``. Statistics are fp32 (fp64 for fp64). dtype: that of ``x * weight + bias`` as in OLMo's
+        RMSLayerNorm; under autocast the autocast dtype instead of fp32, rounded once, so that the linear layer that
+        follows sees the values it would have made itself.
+    :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
+    :raises BackendUnavailableError: ``te`` was asked for and cannot run here.
+    """
+    return RMS_NORMS[_implementation(backend)](x, weight, eps, scale, bias=bias, zero_centered=zero_centered)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    *,
+    zero_centered: bool = False,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """``scale * ((x - mean(x)) / sqrt(var(x) + eps) * weight + bias)``.
+
+    Parameters, errors and statistics as in :func:`rms_norm`. The dtype is that of ``x`` as in
+    ``torch.nn.functional.layer_norm``, under autocast the autocast dtype instead of fp32.
+    """
+    return LAYER_NORMS[_implementation(backend)](x, weight, bias, eps, scale, zero_centered=zero_centered)
+
+
+_chosen: dict[str | None, str] = {}
+
+
+@torch.compiler.assume_constant_result
+def _chosen_for(setting: str | None) -> str:
+    """The implementation's name for a setting, decided at its first use."""
+    if setting not in _chosen:
+        _chosen[setting] = choose_backend(setting).name
+    return _chosen[setting]
+
+
+def _implementation(backend: Backend | str | None) -> str:
+    return backend.name if isinstance(backend, Backend) else _chosen_for(backend)

@@ -1,0 +1,137 @@
+"""Which implementation of the norms runs, decided once, with the reason."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping
+
+import torch
+from packaging.version import Version
+
+from olmo_lns.errors import BackendUnavailableError, LNSConfigError
+from olmo_lns.norm import pytorch
+from olmo_lns.norm import transformer_engine as te
+
+__all__ = ["ENVIRONMENT_VARIABLE", "LAYER_NORMS", "NAMES", "RMS_NORMS", "Backend", "choose_backend"]
+
+ENVIRONMENT_VARIABLE = "OLMO_LNS_NORM_BACKEND"
+#: What may be asked for. "torch" includes PyTorch's own fused kernel where there is one.
+NAMES = ("auto", "te", "torch")
+
+RMS_NORMS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "te": te.rms_norm,
+    "torch-fused": pytorch.fused_rms_norm,
+    "torch": pytorch.rms_norm,
+}
+LAYER_NORMS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "te": te.layer_norm,
+    "torch-fused": pytorch.layer_norm,
+    "torch": pytorch.layer_norm,
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A decision: ``name`` (``te``, ``torch-fused`` or ``torch``) and the ``reason`` for it.
+
+    Plain data: it pickles, copies and compares. A ``te`` or ``torch-fused`` backend still takes
+    tensors that are not on a CUDA device, and hands them to ``torch``.
+    """
+
+    name: str
+    reason: str
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, scale: float, **kwargs: Any
+    ) -> torch.Tensor:
+        """As :func:`olmo_lns.norm.rms_norm`."""
+        return RMS_NORMS[self.name](x, weight, eps, scale, **kwargs)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        scale: float,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As :func:`olmo_lns.norm.layer_norm`."""
+        return LAYER_NORMS[self.name](x, weight, bias, eps, scale, **kwargs)
+
+
+def choose_backend(name: str | None = None, *, device: torch.device | str | None = None) -> Backend:
+    """Choose the implementation for a model that will run on ``device``.
+
+    :param name: ``auto``, ``te`` or ``torch``; None reads ``OLMO_LNS_NORM_BACKEND``, else ``auto``. ``auto`` takes
+        Transformer Engine where it can be imported and the device is CUDA with compute capability 8.0 or more, else
+        PyTorch's fused kernel (CUDA, torch 2.9 or newer), else PyTorch operations.
+    :param device: where the model will run; None means CUDA if this machine has it.
+    :raises LNSConfigError: ``name`` is unknown.
+    :raises BackendUnavailableError: ``te`` was asked for and cannot run; the message holds TE's own failure.
+    """
+    asked, origin = _asked(name)
+    target = (
+        torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
+    if asked == "torch":
+        return _torch_backend(target, f"asked for by {origin}")
+    device_problem = _device_problem(target)
+    if asked == "auto" and device_problem:  # no import of TE where it could not run
+        return _torch_backend(target, device_problem)
+    problem = device_problem or te.status().problem
+    if problem is None:
+        why = f"asked for by {origin}" if asked == "te" else "its fused kernels take the factor in gamma"
+        return Backend("te", f"Transformer Engine {te.status().version}: {why}")
+    if asked == "te":
+        raise BackendUnavailableError(
+            f"the norm backend 'te' was asked for by {origin} and cannot run: {_all_problems(problem)}. Install a "
+            f"supported release (pip install --no-build-isolation 'olmo-lns[te]') on a machine with an NVIDIA GPU, "
+            f"or set {ENVIRONMENT_VARIABLE}=auto."
+        )
+    return _torch_backend(target, problem)
+
+
+def _asked(name: str | None) -> tuple[str, str]:
+    """The setting and where it came from."""
+    origin = "argument"
+    if name is None:
+        name, origin = os.environ.get(ENVIRONMENT_VARIABLE) or "auto", ENVIRONMENT_VARIABLE
+    if name not in NAMES:
+        close = difflib.get_close_matches(str(name).lower(), NAMES, n=1, cutoff=0.3)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise LNSConfigError(f"unknown norm backend {name!r} (from {origin}); allowed: {', '.join(NAMES)}.{hint}")
+    return name, origin
+
+
+def _all_problems(first: str) -> str:
+    """The device's problem and the import's: whoever asked for TE by name wants to know both."""
+    imported = te.status().problem
+    return first if imported is None or imported == first else f"{first}; and {imported}"
+
+
+def _device_problem(device: torch.device) -> str | None:
+    """Why TE's kernels cannot run on ``device``, None if they can."""
+    if device.type not in te.DEVICE_TYPES:
+        return "no CUDA device is visible" if not torch.cuda.is_available() else f"the model's device is {device.type}"
+    if device.type != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"compute capability {major}.{minor} is below 8.0"
+    return None
+
+
+def _torch_backend(device: torch.device, because: str) -> Backend:
+    version = Version(torch.__version__)
+    if device.type == "cuda" and torch.version.hip is None and version >= Version("2.9"):
+        return Backend("torch-fused", f"{because}; torch {version.public} has a fused rms_norm on CUDA")
+    if device.type == "cuda":
+        return Backend("torch", f"{because}; torch {version.public} has no fused rms_norm here (2.9 on CUDA has)")
+    return Backend("torch", because)

@@ -1,0 +1,69 @@
+"""Which dtype goes in, which comes out, and how the factor meets the weight."""
+
+from __future__ import annotations
+
+import torch
+
+from olmo_lns.errors import LNSConfigError
+
+__all__ = ["autocast_dtype", "check_shapes", "compute_dtype", "folded_gain", "kernel_dtype", "output_dtype"]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of statistics and products: fp64 for fp64 input, otherwise fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast uses on this kind of device right now, None where autocast is off."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def output_dtype(base: torch.dtype, device_type: str) -> torch.dtype:
+    """Dtype of the result, given the one that the upstream norm would return without autocast.
+
+    Under autocast an upstream norm returns fp32 and the linear layer behind it rounds that to the
+    autocast dtype. Rounding here, once, gives that layer the same values and saves the cast.
+    """
+    if base == torch.float32:
+        return autocast_dtype(device_type) or base
+    return base
+
+
+def kernel_dtype(x: torch.Tensor, out: torch.dtype) -> torch.dtype:
+    """Dtype in which a fused kernel must read ``x`` so that the result is exact to ``out``."""
+    return torch.promote_types(x.dtype, out)
+
+
+def folded_gain(
+    x: torch.Tensor, weight: torch.Tensor | None, scale: float, *, zero_centered: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """``scale * weight`` (``scale * (weight + 1)`` if zero-centred), formed in fp32 and cast once to ``dtype``.
+
+    Without a weight it is the constant vector of ``scale``. Never kept from one call to the next:
+    the optimizer changes ``weight`` in place.
+    """
+    if weight is None:
+        return torch.full((x.shape[-1],), scale, dtype=dtype, device=x.device)
+    wide = weight.to(compute_dtype(weight.dtype))
+    return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
+
+
+def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    """Refuse what broadcasting would accept in silence.
+
+    :raises LNSConfigError: ``x`` has no last dimension or is not floating point, or a parameter is
+        not one number for each of its channels.
+    """
+    if x.dim() == 0 or not x.is_floating_point():
+        raise LNSConfigError(
+            f"a norm needs a floating-point input of shape (..., width), got {tuple(x.shape)} {x.dtype}"
+        )
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise LNSConfigError(
+                f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[-1]},) for an input of shape "
+                f"{tuple(x.shape)}"
+            )
