@@ -1,0 +1,130 @@
+"""A folder that appears complete or not at all, with checksums.
+
+Everything is written into a hidden sibling of the target and renamed at the end. A process that
+is killed leaves only that sibling: no loader looks there, and the next export to the same target
+removes it (its owner's lock is gone with the process).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import os
+import secrets
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator
+
+from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.export.fold import one_line
+
+__all__ = ["CHECKSUMS", "ExportError", "atomic_folder", "verify_checksums"]
+
+#: Written last into every export, in the format of ``sha256sum -c``.
+CHECKSUMS = "SHA256SUMS"
+
+
+class ExportError(LNSError, OSError):
+    """The output could not be written (disk full, file too large, no permission)."""
+
+
+@contextmanager
+def atomic_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty folder that becomes ``target`` when the body ends without an exception.
+
+    On an exception the folder is removed. On success every file is on disk (fsync) and listed in
+    ``SHA256SUMS`` before the rename.
+
+    :raises LNSConfigError: ``target`` exists, or its parent does not.
+    :raises ExportError: writing failed; nothing is left behind.
+    """
+    target = Path(os.path.abspath(target))
+    if os.path.lexists(target):
+        raise LNSConfigError(f"{target} exists: exports never overwrite; remove it or choose another folder")
+    if not target.parent.is_dir():
+        raise LNSConfigError(f"{target.parent} is not a folder: create it first")
+    _remove_abandoned(target)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY)
+    except OSError as error:
+        raise ExportError(f"cannot write into {target.parent}: {one_line(error)}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield partial
+        _write_checksums(partial)
+        # Renaming onto a folder that somebody filled meanwhile fails, as it should.
+        os.rename(partial, target)
+        _sync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, LNSError):
+            raise ExportError(f"writing {target} failed ({one_line(error)}): nothing was left behind") from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def verify_checksums(folder: str | os.PathLike[str]) -> int:
+    """Compare every file named in ``SHA256SUMS`` with its digest.
+
+    :returns: the number of files checked; 0 when the folder has no list.
+    :raises LNSConfigError: a file is missing or differs.
+    """
+    folder = Path(folder)
+    listing = folder / CHECKSUMS
+    if not listing.is_file():
+        return 0
+    lines = listing.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        if not (folder / name).is_file():
+            raise LNSConfigError(f"{folder}: {name} is missing ({CHECKSUMS} lists it)")
+        if _digest(folder / name) != digest:
+            raise LNSConfigError(f"{folder}: {name} differs from its checksum: the file is damaged or was changed")
+    return len(lines)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what killed exports to the same target left; one still being written holds its lock."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        descriptor = os.open(leftover, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LNSConfigError(f"another export to {target} is running (it writes {leftover.name})") from None
+        else:
+            shutil.rmtree(leftover)
+        finally:
+            os.close(descriptor)
+
+
+def _write_checksums(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = []
+    for path in files:
+        lines.append(f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n")
+        _sync(path)
+    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+    _sync(folder / CHECKSUMS)
+    for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+        _sync(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

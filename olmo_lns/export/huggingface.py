@@ -1,0 +1,200 @@
+"""The stock transformers class that computes exactly what an OLMo model computes, if there is one.
+
+=================  =======================================================================
+LlamaForCausalLM   RMSNorm with or without gain (without: unit gains are written), biases
+OlmoForCausalLM    LayerNorm without gain and bias, eps 1e-5 (a constant of that class), clip_qkv
+StableLmForCausalLM  LayerNorm with gain, with or without bias
+=================  =======================================================================
+
+All three are SwiGLU decoders with RoPE, in the layout that OLMo uses: ``att_proj`` is [q, k, v],
+``ff_proj`` is [up, gate], and the rotation pairs element i with i + head_dim/2.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, Mapping
+
+import torch
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export.architecture import Architecture
+from olmo_lns.export.fold import DTYPES, LazyTensor
+from olmo_lns.export.shards import write_safetensors
+from olmo_lns.record import LNSRecord
+
+__all__ = ["choose_class", "llama_names", "to_huggingface", "transformers_config", "write_huggingface"]
+
+_MODEL_TYPES = {"LlamaForCausalLM": "llama", "OlmoForCausalLM": "olmo", "StableLmForCausalLM": "stablelm"}
+#: OlmoLayerNorm's eps is a constant in its forward.
+_OLMO_EPS = 1e-5
+
+
+def choose_class(model: Architecture) -> tuple[str, str]:
+    """Name of the class and why it.
+
+    :raises LNSConfigError: no class computes the same, with everything that stands in the way.
+    """
+    problems = _problems(model)
+    rms = model.base_norm == "rms"
+    if rms:
+        name, why = "LlamaForCausalLM", "RMSNorm, SwiGLU and RoPE are Llama's"
+        problems += ["biases in RMSNorm"] * model.norm_bias + ["clip_qkv (only Olmo clips)"] * bool(model.clip_qkv)
+    elif not model.layer_norm_with_affine and model.layer_norm_eps == _OLMO_EPS:
+        name, why = "OlmoForCausalLM", "its LayerNorm has no gain and no bias, like this model's"
+        problems += ["biases in the feed-forward layers (Olmo has none)"] * model.include_bias
+    else:
+        name, why = "StableLmForCausalLM", "its LayerNorm has a gain and a bias; Llama's and Olmo's have not"
+        if not model.layer_norm_with_affine:
+            why = f"Olmo's LayerNorm has eps {_OLMO_EPS:g}, not {model.layer_norm_eps:g}; unit gains are written"
+        problems += ["biases in the linear layers (StableLm has none)"] * model.include_bias
+        problems += ["clip_qkv (only Olmo clips)"] * bool(model.clip_qkv)
+    if problems:
+        raise LNSConfigError(
+            f"no stock transformers class computes exactly this model (nearest: {name}): {'; '.join(problems)}. "
+            "Use --format olmo, which keeps the architecture"
+        )
+    return name, why
+
+
+def _problems(model: Architecture) -> list[str]:
+    """What no class of this module can do."""
+    checks = {
+        "norm_after (post-norm blocks)": model.norm_after,
+        "ALiBi instead of RoPE": model.alibi,
+        "learned position embeddings instead of RoPE": not (model.alibi or model.rope),
+        "layer norm on the embeddings": model.embedding_layer_norm,
+        "layer norm on queries and keys over all heads (attention_layer_norm)": model.attention_layer_norm,
+        "scaled logits (scale_logits)": model.scale_logits,
+        f"activation {model.activation_type} instead of SwiGLU": model.activation_type != "swiglu",
+        "a bias in the output layer (include_bias without weight tying)": model.include_bias and not model.weight_tying,
+        f"block type {model.block_type}": model.block_type not in ("sequential", "llama"),
+        f"layer norm type {model.layer_norm_type}": model.base_norm not in ("rms", "default", "low_precision"),
+    }
+    return [problem for problem, found in checks.items() if found]
+
+
+def llama_names(index: int) -> dict[str, str]:
+    """Our names of the two block norms of block ``index`` (0-based) -> transformers' names."""
+    layer = f"model.layers.{index}"
+    return {"attn_norm": f"{layer}.input_layernorm", "ff_norm": f"{layer}.post_attention_layernorm"}
+
+
+def to_huggingface(model: Architecture, weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """OLMo's (already folded) weights under transformers' names, fused projections taken apart."""
+    name, _ = choose_class(model)
+    result = {"model.embed_tokens.weight": weights["transformer.wte.weight"]}
+    for index in range(model.n_layers):
+        block, layer = f"transformer.blocks.{index}", f"model.layers.{index}"
+        for ours, theirs in llama_names(index).items():
+            result.update(_norm(model, name, weights, f"{block}.{ours}", theirs))
+        for kind in ("weight", "bias") if model.include_bias else ("weight",):
+            for part, tensor in _qkv(model, weights, block, kind).items():
+                result[f"{layer}.self_attn.{part}.{kind}"] = tensor
+            result[f"{layer}.self_attn.o_proj.{kind}"] = weights[f"{block}.attn_out.{kind}"]
+            fused = weights[f"{block}.ff_proj.{kind}"]
+            for part, start in (("up_proj", 0), ("gate_proj", model.ff_out_inner)):
+                result[f"{layer}.mlp.{part}.{kind}"] = rows(fused, start, model.ff_out_inner)
+            result[f"{layer}.mlp.down_proj.{kind}"] = weights[f"{block}.ff_out.{kind}"]
+    result.update(_norm(model, name, weights, "transformer.ln_f", "model.norm"))
+    if not model.weight_tying:
+        result["lm_head.weight"] = weights["transformer.ff_out.weight"]
+    return result
+
+
+def rows(tensor: LazyTensor, start: int, count: int) -> LazyTensor:
+    """``tensor[start : start + count]``, in memory of its own."""
+    return tensor.map(lambda t: t[start : start + count].clone(), shape=(count, *tensor.shape[1:]))
+
+
+def _qkv(model: Architecture, weights: Mapping[str, LazyTensor], block: str, kind: str) -> dict[str, LazyTensor]:
+    names = ("q_proj", "k_proj", "v_proj")
+    if model.block_type == "llama":
+        return {name: weights[f"{block}.{name}.{kind}"] for name in names}
+    kv = model.kv_heads * model.head_dim
+    starts, counts = (0, model.d_model, model.d_model + kv), (model.d_model, kv, kv)
+    fused = weights[f"{block}.att_proj.{kind}"]
+    return {name: rows(fused, start, count) for name, start, count in zip(names, starts, counts, strict=True)}
+
+
+def _norm(
+    model: Architecture, class_name: str, weights: Mapping[str, LazyTensor], ours: str, theirs: str
+) -> dict[str, LazyTensor]:
+    """Gain and bias that the class has: the model's, or ones and zeros."""
+    if class_name == "OlmoForCausalLM":
+        return {}
+    shape, dtype = (model.d_model,), weights["transformer.wte.weight"].dtype
+    parts = {"weight": torch.ones} | ({"bias": torch.zeros} if class_name == "StableLmForCausalLM" else {})
+    constants = {part: LazyTensor(shape, dtype, partial(make, shape, dtype=dtype)) for part, make in parts.items()}
+    return {f"{theirs}.{part}": weights.get(f"{ours}.{part}", constant) for part, constant in constants.items()}
+
+
+def transformers_config(model: Architecture, dtype: torch.dtype, record: LNSRecord) -> dict[str, Any]:
+    """``config.json``, in keys that transformers 4 and 5, vLLM and llama.cpp read."""
+    name, _ = choose_class(model)
+    config: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": _MODEL_TYPES[name],
+        "vocab_size": model.embeddings,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.ff_out_inner,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_sequence_length,
+        "initializer_range": model.init_std,
+        "rope_theta": float(model.rope_theta),
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": model.weight_tying,
+        "use_cache": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **special_tokens(model.eos_token_id, model.pad_token_id, model.embeddings),
+    }
+    if name == "LlamaForCausalLM":
+        config |= {"rms_norm_eps": model.layer_norm_eps, "attention_bias": model.include_bias}
+        config |= {"mlp_bias": model.include_bias, "head_dim": model.head_dim}
+    elif name == "OlmoForCausalLM":
+        config |= {"attention_bias": False, "clip_qkv": model.clip_qkv}
+    else:
+        config |= {"layer_norm_eps": model.layer_norm_eps, "use_qkv_bias": False, "partial_rotary_factor": 1.0}
+        config |= {"qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.0}
+    return config | record_keys(record)
+
+
+def record_keys(record: LNSRecord) -> dict[str, Any]:
+    """What tells later readers of a config that the factor is inside; stock code keeps and ignores it."""
+    return {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
+
+
+def special_tokens(eos: Any, pad: Any, vocabulary: int) -> dict[str, Any]:
+    """Token ids for config and generation config; an id outside the vocabulary is left out."""
+    ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
+    return {role: i if isinstance(i, int) and 0 <= i < vocabulary else None for role, i in ids.items()}
+
+
+def write_huggingface(
+    out: Path, weights: Mapping[str, LazyTensor], config: Mapping[str, Any], *, max_shard_bytes: int
+) -> None:
+    """Write weights (transformers' names), generation_config.json and, last, config.json."""
+    write_safetensors(out, weights, max_shard_bytes)
+    generation = {k: config.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"use_cache": True}
+    _write_json(out / "generation_config.json", generation)
+    _write_json(out / "config.json", dict(config))
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def dominant_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
+    """The dtype to name in the config: that of the embedding.
+
+    :raises LNSConfigError: one that weights are not written in.
+    """
+    dtype = weights["model.embed_tokens.weight"].dtype
+    if dtype not in DTYPES.values():
+        raise LNSConfigError(f"the weights are {dtype}: give --dtype fp32, bf16 or fp16")
+    return dtype
