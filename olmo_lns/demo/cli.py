@@ -1,0 +1,202 @@
+"""Command line of the demo: data, then one run after the other, then the report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import shlex
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from olmo_lns.demo.arms import ARMS, DEFAULT_ARMS, Shape, parse_arms, train_config
+from olmo_lns.demo.data import DemoData, build
+from olmo_lns.errors import LNSConfigError
+
+if TYPE_CHECKING:
+    from olmo_lns.demo.runs import Run
+
+__all__ = ["DEFAULT_STEPS", "main", "parser"]
+
+#: About seven minutes for the three arms on two cores.
+DEFAULT_STEPS = 300
+#: Matrices of 128 columns do not keep more cores busy, and a container may own fewer than it shows.
+MOST_THREADS = 4
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def _seeds(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"expected whole numbers >= 0 separated by commas, got {text!r}")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def parser() -> argparse.ArgumentParser:
+    shape = Shape()
+    out = argparse.ArgumentParser(
+        prog="olmo-lns demo",
+        description="Train a deep small OLMo model as Pre-LN, Pre-LN with scaled initialization and LNS; compare.",
+        epilog="Interrupt with Ctrl-C and run the same command again: finished arms are kept, the other continues.",
+    )
+    out.add_argument("--steps", type=_positive, default=DEFAULT_STEPS, help="optimizer steps an arm (%(default)s)")
+    out.add_argument("--arms", default=",".join(DEFAULT_ARMS), help=f"of {', '.join(ARMS)} (default: the first three)")
+    out.add_argument("--seeds", type=_seeds, default=[0], help="comma-separated; every arm under each (0)")
+    out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
+    out.add_argument("--layers", type=_positive, default=shape.layers, help="blocks, at least 2 (%(default)s)")
+    out.add_argument("--d-model", type=_positive, default=shape.d_model, help="width, a multiple of 8 (%(default)s)")
+    out.add_argument("--sequence", type=_positive, default=shape.sequence, help="tokens a sequence (%(default)s)")
+    out.add_argument("--batch", type=_positive, default=shape.batch, help="sequences a step (%(default)s)")
+    out.add_argument("--threads", type=_positive, default=None, help="CPU threads (those there are, at most 4)")
+    out.add_argument("--overwrite", action="store_true", help="replace runs of another configuration in --out")
+    return out
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    if args.layers < 2:
+        raise LNSConfigError(f"--layers {args.layers}: expected at least 2, the arms differ in how blocks compare")
+    if args.d_model % (2 * Shape.heads):
+        raise LNSConfigError(f"--d-model {args.d_model}: expected a multiple of {2 * Shape.heads}")
+    return Shape(layers=args.layers, d_model=args.d_model, sequence=args.sequence, batch=args.batch)
+
+
+def _require_packages() -> None:
+    for name, extra in (("olmo", "olmo"), ("matplotlib", "analysis")):
+        if importlib.util.find_spec(name) is None:
+            raise LNSConfigError(f"the demo needs {name}: pip install 'olmo-lns[olmo,analysis]' ({extra} is missing)")
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(min(available, MOST_THREADS))
+
+
+def _plan(args: argparse.Namespace, arms: list[str], shape: Shape, data: DemoData, device: str) -> list[Run]:
+    from olmo_lns.demo.runs import Run
+
+    runs = []
+    for seed in args.seeds:
+        for arm in arms:
+            folder = args.out.absolute() / arm / f"seed{seed}"
+            config = train_config(arm, seed, args.steps, shape, data, folder)
+            config.model.init_device = device
+            runs.append(Run(arm, seed, config, folder))
+    return runs
+
+
+class _Display:
+    """Progress over all runs; where there is no terminal, a line for every tenth of a run."""
+
+    def __init__(self, console: Console, runs: Sequence[Run]) -> None:
+        self.console, self.runs = console, runs
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[where]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=console, speed_estimate_period=120, disable=not console.is_terminal)
+        self.task: TaskID = self.progress.add_task("demo", total=sum(run.steps for run in runs), where="")
+
+    def step(self, index: int, step: int, loss: float) -> None:
+        run = self.runs[index]
+        done = sum(earlier.steps for earlier in self.runs[:index]) + step
+        shown = "" if math.isnan(loss) else f"loss {loss:.3f}"
+        name = f"{run.arm} ({index + 1}/{len(self.runs)})"
+        self.progress.update(self.task, completed=done, description=name, where=f"step {step}/{run.steps} {shown}")
+        if not self.console.is_terminal and step % max(1, run.steps // 10) == 0 and shown:
+            self.console.print(f"{name}: step {step}/{run.steps} {shown}")
+
+
+def _execute_all(runs: Sequence[Run], console: Console, device: object) -> None:
+    from functools import partial
+
+    from olmo_lns.demo.runs import execute
+
+    display = _Display(console, runs)
+    with display.progress:
+        for index, run in enumerate(runs):
+            if run.result() is None:
+                execute(run, device, partial(display.step, index))  # type: ignore[arg-type]
+            else:
+                display.step(index, run.steps, math.nan)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``olmo-lns demo``. Exit code 130 after Ctrl-C."""
+    args = parser().parse_args(argv)
+    arms, shape = parse_arms(args.arms), _shape(args)
+    _require_packages()
+    console = Console()
+    # OLMo enters CUDA's autocast on every machine, and calls OmegaConf by an old name.
+    for message in (".*CUDA is not available.*", ".*register_new_resolver.*"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    from olmo_lns.integrations.olmo import register
+
+    # The arms are defined by these settings, whatever the environment says.
+    register(exponent=0.5, scaled_init="auto")
+    from olmo_lns.demo.runs import Interrupted
+    from olmo_lns.train import process_group
+
+    _set_threads(args.threads)
+    console.print("Reading Python's library and manual ...")
+    data = build(args.out / "data")
+    console.print(f"{data.train_tokens:,} bytes to train on, {data.heldout_tokens:,} held out.")
+    with process_group() as device:
+        runs = _plan(args, arms, shape, data, device.type)
+        for run in runs:
+            run.claim(overwrite=args.overwrite)
+        try:
+            _execute_all(runs, console, device)
+        except (Interrupted, KeyboardInterrupt):
+            _report(runs, args.out, shape, data, console, complete=False)
+            command = shlex.join(["olmo-lns", "demo", *argv])
+            console.print(f"\nStopped; what was done is kept. To go on, run the same command again: {command}")
+            return 130
+    _report(runs, args.out, shape, data, console, complete=True)
+    return 0
+
+
+def _report(runs: Sequence[Run], out: Path, shape: Shape, data: DemoData, console: Console, *, complete: bool) -> None:
+    from olmo_lns.demo import report
+
+    results = [result for run in runs if (result := run.result()) is not None]
+    console.print("\n".join(f"{run.arm} seed {run.seed}: {_state(run)}" for run in runs))
+    if not results:
+        return
+    paths = report.write(runs, out, shape, data, complete=complete)
+    console.print(report.table(results))
+    for line in report.notes(results, shape):
+        console.print(line, soft_wrap=not console.is_terminal)
+    console.print("\n" + "\n".join(f"{name:<10} {path}" for name, path in paths.items()))
+    finished = [run for run in runs if run.result() is not None]
+    console.print("\nNext:\n" + "\n".join(f"  {line}" for line in report.next_commands(finished, data)), soft_wrap=True)
+
+
+def _state(run: Run) -> str:
+    if (result := run.result()) is not None:
+        return f"finished in {result.seconds:.0f} s"
+    losses = run.losses()
+    return f"at step {losses[-1][0]} of {run.steps}" if losses else "not started"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

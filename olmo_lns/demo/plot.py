@@ -1,0 +1,79 @@
+"""The demo's figure: loss by step and output variance by block, every arm on the same axes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Sequence
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from olmo_lns.demo.runs import Run
+
+__all__ = ["draw", "smooth"]
+
+#: arm -> (label, colour, line, marker). Colours of Okabe and Ito; lines and markers tell them apart without colour.
+STYLES = {
+    "preln": ("Pre-LN", "#D55E00", "-", "o"),
+    "preln_scaled_init": ("Pre-LN, scaled init", "#E69F00", "--", "s"),
+    "lns": ("LNS", "#0072B2", "-.", "^"),
+    "preln_mitchell": ("Pre-LN, mitchell init", "#009E73", ":", "D"),
+}
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean over the last ``window`` values, fewer at the start."""
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+
+
+def draw(runs: Sequence[Run], path: Path, title: str) -> Path:
+    """Draw the finished ``runs`` into ``path`` (PNG, about 1500 × 640 pixels)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    labelled: set[str] = set()
+    for run in runs:
+        label = None if run.arm in labelled else STYLES[run.arm][0]
+        labelled.add(run.arm)
+        _loss(left, run, label)
+        _variance(right, run, label)
+    left.set(xlabel="Step", ylabel="Training loss (nats per byte)", title="Loss by step (faint: every step)")
+    right.set(xlabel="Block", ylabel="Output variance", yscale="log", title="Layerwise output variance after training")
+    left.set_ylim(top=min(left.get_ylim()[1], 4.5))
+    right.margins(x=0.02)
+    for axes in (left, right):
+        axes.grid(alpha=0.25, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False)
+    right.legend(*_at_init_too(right), frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _loss(axes: Axes, run: Run, label: str | None) -> None:
+    _, colour, line, _ = STYLES[run.arm]
+    steps, losses = zip(*run.losses(), strict=True)
+    axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=0.7)
+    axes.plot(steps, smooth(losses, max(1, len(steps) // 30)), line, color=colour, label=label, linewidth=1.8)
+
+
+def _variance(axes: Axes, run: Run, label: str | None) -> None:
+    _, colour, line, marker = STYLES[run.arm]
+    result = run.result()
+    if result is None:
+        return
+    blocks = range(1, len(result.variance) + 1)
+    axes.plot(blocks, result.variance, line, color=colour, marker=marker, markersize=4, label=label)
+    axes.plot(blocks, result.variance_at_init, ":", color=colour, alpha=0.5, linewidth=1)
+    axes.set_xticks([1, *(n for n in blocks if n % max(1, len(blocks) // 6) == 0)])
+
+
+def _at_init_too(axes: Axes) -> tuple[list[object], list[str]]:
+    from matplotlib.lines import Line2D
+
+    handles, labels = axes.get_legend_handles_labels()
+    return [*handles, Line2D([], [], linestyle=":", color="grey", linewidth=1)], [*labels, "at initialization"]
