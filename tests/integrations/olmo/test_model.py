@@ -77,9 +77,7 @@ def test_stock_model_with_output_hooks_gives_the_same_logits_and_gradients(chang
 
 
 def test_only_the_two_norms_of_each_block_are_scaled():
-    model = build(
-        layer_norm_type="lns_rms", attention_layer_norm=True, embedding_layer_norm=True, block_group_size=2
-    )
+    model = build(layer_norm_type="lns_rms", attention_layer_norm=True, embedding_layer_norm=True, block_group_size=2)
     scaled = {n: m.lns_scale for n, m in model.named_modules() if hasattr(m, "lns_scale")}
     expected = {
         f"transformer.block_groups.{i // 2}.{i % 2}.{site}": (i + 1) ** -0.5

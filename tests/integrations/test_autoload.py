@@ -1,0 +1,120 @@
+"""The start-up hook, in interpreters of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import olmo_lns
+
+HOOK = Path(olmo_lns.__file__).parent / "integrations" / "olmo_lns_autoload.pth"
+
+
+def run(code: str, *, path: Path | None = None, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+    """``code`` in an interpreter that has executed the hook the way ``site`` does."""
+    env = {**os.environ, **environment}
+    if path is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
+    boot = f"import sys\nif not any(getattr(f, 'olmo_lns_start_up', 0) for f in sys.meta_path):\n    exec({HOOK.read_text()!r})\n"
+    return subprocess.run(
+        [sys.executable, "-c", boot + textwrap.dedent(code)], capture_output=True, text=True, env=env, check=check
+    )
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """A framework called ``olmo`` and a plugin for it, with real entry-point metadata."""
+
+    def make(body: str = "print('plugin ran')", framework: str = "class OLMo: pass\nclass TrainConfig: pass\n") -> Path:
+        (tmp_path / "olmo").mkdir()
+        (tmp_path / "olmo" / "__init__.py").write_text(framework + "print('framework ran')\n")
+        (tmp_path / "lns_test_plugin.py").write_text(f"def register():\n    {body}\n")
+        info = tmp_path / "lns_test_plugin-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lns-test-plugin\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[olmo.plugins]\nprobe = lns_test_plugin:register\n")
+        return tmp_path
+
+    return make
+
+
+# Only the probe: the real plugin would, rightly, refuse this fake framework.
+ONLY_PROBE = """
+import importlib.metadata as md
+_all = md.entry_points
+md.entry_points = lambda **k: [e for e in _all(**k) if e.name == 'probe']
+"""
+
+
+def test_plugins_run_once_right_after_the_framework(plugin):
+    done = run(ONLY_PROBE + "import olmo, importlib\nimport olmo", path=plugin())
+    assert done.stdout.split("\n")[:3] == ["framework ran", "plugin ran", ""]
+
+
+def test_nothing_but_sys_is_imported_before_the_framework():
+    done = run("print([m for m in sys.modules if m.startswith(('olmo', 'megatron', 'importlib.metadata'))])")
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_failing_plugin_fails_the_import_by_name(plugin):
+    done = run(ONLY_PROBE + "import olmo", path=plugin("raise RuntimeError('out of order')"), check=False)
+    assert done.returncode != 0
+    assert "plugin 'probe' (lns_test_plugin:register, group olmo.plugins) failed: out of order" in done.stderr
+
+
+def test_a_namesake_is_left_alone(plugin):
+    done = run(ONLY_PROBE + "import olmo", path=plugin(framework=""))
+    assert done.stdout == "framework ran\n"
+
+
+def test_opt_out(plugin):
+    done = run(ONLY_PROBE + "import olmo", path=plugin(), OLMO_LNS_DISABLE="1")
+    assert done.stdout == "framework ran\n"
+
+
+def test_an_absent_framework_is_an_ordinary_import_error():
+    code = "try:\n    import olmo\nexcept ModuleNotFoundError as e:\n    print(e.name)"
+    block = "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+    source = f"sys.path.append({str(HOOK.parents[2])!r})\n"
+    assert run(block + source + code).stdout.strip() == "olmo"
+
+
+def test_on_import_runs_now_or_later_and_fails_the_import(tmp_path):
+    (tmp_path / "lns_later.py").write_text("VALUE = 1\n")
+    code = """
+    from olmo_lns.integrations.autoload import on_import
+    seen = []
+    on_import('lns_later', lambda m: seen.append(m.VALUE))
+    assert seen == []
+    import lns_later
+    assert seen == [1]
+    on_import('lns_later', lambda m: seen.append('now'))
+    assert seen == [1, 'now']
+    import inspect
+    assert 'VALUE' in inspect.getsource(lns_later) and type(lns_later.__loader__).__name__ == 'SourceFileLoader'
+    del sys.modules['lns_later']
+    def refuse(module):
+        raise ValueError('no')
+    on_import('lns_later', refuse)
+    try:
+        import lns_later
+    except ValueError:
+        assert 'lns_later' not in sys.modules
+        print('refused')
+    """
+    assert run(code, path=tmp_path).stdout.strip() == "refused"
+
+
+def test_the_real_olmo_is_registered_by_its_import_alone():
+    done = run("from olmo.config import LayerNormType\nprint(LayerNormType('lns'))")
+    assert done.stdout.strip().endswith("lns")
+
+
+def test_the_real_olmo_without_us_does_not_know_the_type():
+    done = run("from olmo.config import LayerNormType\nLayerNormType('lns')", check=False, OLMO_LNS_DISABLE="1")
+    assert "'lns' is not a valid LayerNormType" in done.stderr
