@@ -1,43 +1,66 @@
-"""Print the fingerprint of each symbol that the OLMo plugin replaces, per source tree.
+#!/usr/bin/env python
+"""Print the fingerprints of upstream functions, read from source trees without importing them.
 
-Usage: python scripts/fingerprints.py LABEL=TREE [LABEL=TREE ...], one tree per upstream version
-(a checkout, or the site-packages that holds it). Each tree is read in a process of its own.
-Paste the result into olmo_lns/integrations/olmo/upstream.py after reading what changed.
+    python scripts/fingerprints.py olmo_lns.integrations.megatron.upstream 0.16.1=../Megatron-LM ...
+
+For each target of the module's ``TARGETS`` one line per distinct source, with the versions that
+have it, ready to be pasted into the table. Missing symbols are listed too.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import ast
+import hashlib
+import importlib
 import sys
-from collections import defaultdict
-
-CHILD = """
-import inspect, json
-from olmo_lns.integrations.olmo.upstream import TARGETS
-from olmo_lns.integrations.patching import fingerprint
-out = {}
-for target in TARGETS:
-    owner, name = target.locate()
-    function = inspect.getattr_static(owner, name)
-    out[target.path] = fingerprint(getattr(function, "__func__", function))
-print(json.dumps(out))
-"""
+import textwrap
+from pathlib import Path
 
 
-def main(pairs: list[str]) -> int:
-    table: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for pair in pairs:
-        label, _, tree = pair.partition("=")
-        env = {**os.environ, "PYTHONPATH": tree, "OLMO_LNS_DISABLE": "1"}
-        output = subprocess.run([sys.executable, "-c", CHILD], env=env, check=True, capture_output=True, text=True)
-        for path, digest in json.loads(output.stdout.splitlines()[-1]).items():
-            table[path][digest].append(label)
-    for path, digests in table.items():
-        print(path)
-        for digest, labels in digests.items():
-            print(f'    "{digest}": "{", ".join(labels)}",')
+def source(tree: Path, path: str) -> str | None:
+    """The source of ``package.module:Class.method`` below ``tree``, or None where it is not defined."""
+    module, _, qualname = path.partition(":")
+    file = tree / Path(*module.split(".")).with_suffix(".py")
+    if not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    body: list[ast.stmt] = ast.parse(text).body
+    node: ast.AST | None = None
+    for name in qualname.split("."):
+        node = next((n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == name), None)
+        if node is None:
+            return None
+        body = node.body
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+
+
+def fingerprint(text: str) -> str:
+    """As ``olmo_lns.integrations.patching.fingerprint`` makes it of the imported function."""
+    lines = (line.rstrip() for line in textwrap.dedent(text).splitlines())
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
+
+
+def table(targets: dict[str, str], trees: dict[str, Path]) -> dict[str, dict[str, list[str]]]:
+    """target name -> fingerprint (or "missing") -> versions."""
+    rows: dict[str, dict[str, list[str]]] = {}
+    for name, path in targets.items():
+        for version, tree in trees.items():
+            text = source(tree, path)
+            rows.setdefault(name, {}).setdefault("missing" if text is None else fingerprint(text), []).append(version)
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) < 2 or any("=" not in word for word in argv[1:]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    targets = {name: target.path for name, target in importlib.import_module(argv[0]).TARGETS.items()}
+    trees = {version: Path(tree) for version, _, tree in (word.partition("=") for word in argv[1:])}
+    for name, row in table(targets, trees).items():
+        print(f"{name}: {targets[name]}")
+        for found, versions in row.items():
+            print(f'    "{found}": "{", ".join(versions)}",')
     return 0
 
 

@@ -1,0 +1,117 @@
+"""A tiny GPT of Megatron Core, and a reference for LayerNorm Scaling that shares no code with it.
+
+The reference is the stock model with a forward hook on each norm in front of attention and MLP
+that multiplies its output: slow, and right because autograd differentiates the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+VOCAB, SEQUENCE, BATCH, LAYERS, HIDDEN = 128, 16, 2, 4, 32
+
+
+def config(**changes: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "use_cpu_initialization": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "pipeline_dtype": torch.float32,
+    }
+    if changes.get("num_moe_experts"):
+        values |= {"moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+    return TransformerConfig(**(values | changes))
+
+
+def local_spec(cfg: Any, **kwargs: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(num_experts=cfg.num_moe_experts, normalization=cfg.normalization, **kwargs)
+
+
+def build(cfg: Any, spec: Any = None, *, vp_stage: int | None = None, seed: int = 1234, **kwargs: Any) -> Any:
+    """A GPTModel of this rank's (and chunk's) layers."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    torch.manual_seed(seed)
+    where: dict[str, Any] = {} if vp_stage is None else {"vp_stage": vp_stage}
+    model = GPTModel(
+        config=cfg,
+        transformer_layer_spec=local_spec(cfg) if spec is None else spec,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=vp_stage is None, **where),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=vp_stage is None, **where),
+        share_embeddings_and_output_weights=False,
+        **where,
+        **kwargs,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    return model
+
+
+def batch(seed: int = 7, size: int = BATCH) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (size, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+
+
+def hook_reference(model: Any, exponent: float = 0.5) -> Any:
+    """Turn a stock model with standalone norms into the reference."""
+    for layer in model.decoder.layers:
+        factor = float(layer.layer_number) ** -exponent
+        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+            norm.register_forward_hook(lambda module, inputs, output, factor=factor: output * factor)
+    return model
+
+
+def gradients(model: Any, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss, and the gradient of every parameter."""
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(model, tokens)
+    loss.backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    if missing:
+        raise AssertionError(f"no gradient for {missing}")
+    return float(loss.detach()), {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def train(model: Any, steps: int = 6, lr: float = 3e-3) -> list[float]:
+    """A few Adam steps, each on another batch; the loss of each."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(seed=step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> None:
+    """Relative to the largest element of each gradient, so that no small tensor is lost among others."""
+    assert set(found) == set(expected)
+    for name, reference in expected.items():
+        error = (found[name].double() - reference.double()).abs().max() / reference.double().abs().max()
+        assert error < rtol, f"{name}: gradient off by {error:.2e} of its largest element, expected < {rtol:g}"
