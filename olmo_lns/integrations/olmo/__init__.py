@@ -7,16 +7,13 @@ scaled initialization is off. Parameter names, state-dict keys and optimizer gro
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import Any
+from typing import Any, Callable
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.settings import EXPONENT, SCALED_INIT, Settings
 
 __all__ = ["register"]
-
-log = logging.getLogger("olmo_lns")
 
 
 def register(*, exponent: float | None = None, scaled_init: str | None = None) -> None:
@@ -59,10 +56,23 @@ def register(*, exponent: float | None = None, scaled_init: str | None = None) -
     types.extend_enum(olmo.config.LayerNormType)
     # Not loaded by `import olmo`; a launch imports them later, this hook is then in place.
     on_import("olmo.checkpoint", lambda _: _replace((upstream.SAVE_CONFIG, checkpoint.wrap_save)))
-    on_import("olmo.train", lambda _: _replace((upstream.RESTORE, checkpoint.wrap_restore)))
+    on_import("olmo.train", lambda _: _replace((upstream.RESTORE, checkpoint.wrap_restore), (upstream.FIT, _wrap_fit)))
 
 
 def _replace(*pairs: Any) -> None:
     from olmo_lns.integrations.patching import replace_all
 
     replace_all(pairs)
+
+
+def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Trainer.fit``: the variance monitor, when its environment variable asks for it."""
+
+    def wrapped(self: Any) -> Any:
+        if os.environ.get("OLMO_LNS_MONITOR"):
+            from olmo_lns.diagnostics.monitor import maybe_install
+
+            maybe_install(self)
+        return fit(self)
+
+    return wrapped

@@ -65,7 +65,8 @@ def test_stock_model_with_output_hooks_gives_the_same_logits_and_gradients(chang
     stock.load_state_dict(lns.state_dict())
     for number, block in enumerate(blocks_of(stock), start=1):
         for norm in (block.attn_norm, block.ff_norm):
-            norm.register_forward_hook(lambda _m, _i, out, s=1 / math.sqrt(number): out * s)
+            factor = 1 / math.sqrt(number)
+            norm.register_forward_hook(lambda _m, _i, out, s=factor: out * s)
     outputs = []
     for model in (lns, stock):
         logits = model(ids).logits
