@@ -29,6 +29,7 @@ class DataOptions:
 
     :param sequence_length: tokens a sequence. :param batch_size: sequences a batch.
     :param max_tokens: stop after this many real tokens (the last sequence is cut to fit); None reads everything.
+    :param max_sequences: stop after this many sequences.
     :param pack: join documents into full sequences; False keeps one document a sequence, cut and padded.
     :param token_dtype: of raw token files without a header (OLMo's). :param text_field: of JSON lines and data sets.
     :param rank: of ``world`` processes; batches are dealt out in turn.
@@ -37,6 +38,7 @@ class DataOptions:
     sequence_length: int
     batch_size: int = 8
     max_tokens: int | None = None
+    max_sequences: int | None = None
     pack: bool = True
     token_dtype: str = "uint16"
     text_field: str = "text"
@@ -54,7 +56,7 @@ def read_batches(
     :param tokenizer: called once, only when there is text.
     :raises LNSError: nothing there, no token in it, or an id outside ``vocabulary``.
     """
-    sequences = _limited(_sequences(source, options, tokenizer), options)
+    sequences = itertools.islice(_limited(_sequences(source, options, tokenizer), options), options.max_sequences)
     empty = True
     for number in itertools.count():
         group = list(itertools.islice(sequences, options.batch_size))
@@ -251,3 +253,4 @@ def track(
             progress.advance(task, int(batch["attention_mask"].sum()))
             speed = progress.tasks[0].speed
             progress.update(task, speed=f"{speed:,.0f}/s" if speed else "")
+        progress.update(task, total=progress.tasks[0].completed)  # the data may end early

@@ -78,20 +78,23 @@ def gradient_norms(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in named.items()}
     loss_of = token_loss(model, mask_token)
-    total, tokens = 0.0, 0
+    total, tokens, scale = 0.0, 0, 0
     try:
         for parameter in named.values():
             parameter.grad = None
         with evaluating(model), torch.enable_grad():
             for batch in batches:
                 nll, valid = loss_of(*unpack(batch, device))
+                count = int(valid.sum())
+                scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
                 summed = nll.masked_fill(~valid.to(nll.device), 0).sum()
-                summed.backward()  # type: ignore[no-untyped-call]
-                total, tokens = total + float(summed), tokens + int(valid.sum())
+                if count:
+                    (summed / scale).backward()
+                total, tokens = total + float(summed.detach()), tokens + count
         if not tokens:
             raise LNSError("the data holds no token to predict: give sequences of at least two tokens")
         norms = {
-            name: float(torch.linalg.vector_norm(p.grad.float())) / tokens if p.grad is not None else 0.0
+            name: float(torch.linalg.vector_norm(p.grad.float())) * scale / tokens if p.grad is not None else 0.0
             for name, p in named.items()
         }
     finally:
@@ -104,7 +107,8 @@ def _by_block(
     model: nn.Module, blocks: Sequence[nn.Module], norms: dict[str, float], loss: float, tokens: int
 ) -> GradNormResult:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    parameters, inside = [], set()
+    parameters: list[dict[str, float]] = []
+    inside: set[str] = set()
     for number, block in enumerate(blocks, start=1):
         own = {local: names[p] for local, p in block.named_parameters() if names[p] in norms}
         inside.update(own.values())

@@ -102,7 +102,7 @@ def block_jacobians(
         positions = torch.multinomial(real.double().cpu(), 1, generator=generator).squeeze(1)
         if not tokens:
             coordinates = _coordinates(calls.width, rows, generator)
-        for index, block in enumerate(blocks):
+        for index in range(len(blocks)):
             summed = token_jacobian_rows(*calls.map(index), positions, coordinates, kept).sum(dim=0).double().cpu()
             if not bool(torch.isfinite(summed).all()):
                 raise LNSError(f"block {index + 1} is the first whose Jacobian holds NaN or infinity: try fp32 or bf16")

@@ -99,7 +99,7 @@ def _as_huggingface(loaded: LoadedModel) -> Any:
     import transformers
     from transformers.modeling_outputs import CausalLMOutput
 
-    class OLMoForHarness(transformers.PreTrainedModel, transformers.GenerationMixin):  # type: ignore[misc]
+    class OLMoForHarness(transformers.PreTrainedModel, transformers.GenerationMixin):
         config_class = transformers.PretrainedConfig
 
         def __init__(self, config: Any) -> None:

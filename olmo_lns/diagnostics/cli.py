@@ -1,0 +1,275 @@
+"""``olmo-lns analyze <what>``: run a diagnostic, draw its figure, compare models."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+from olmo_lns.errors import LNSError
+
+__all__ = ["main"]
+
+#: Diagnostic -> (help, tokens read by default, longest default sequence).
+MEASURES = {
+    "variance": ("output variance of every block", 262_144, 2048),
+    "angular": ("angular distance between all pairs of layers", 262_144, 2048),
+    "layer-drop": ("performance drop of removing each block", 65_536, 2048),
+    "jacobian": ("token-averaged Jacobian of every block", None, 256),
+    "gradnorm": ("gradient norm per layer and parameter kind", 65_536, 2048),
+}
+#: Those that pool over the ranks of torchrun.
+DISTRIBUTED = ("variance", "angular")
+#: Sequences of which the Jacobian takes one position each.
+JACOBIAN_SEQUENCES = 64
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one diagnostic. Exit code 0, or 2 for wrong usage; LNSError goes to the caller."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    args = _parser().parse_args(argv)
+    handler = {"plot": _plot, "compare": _compare}.get(args.what, _measure)
+    return handler(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="olmo-lns analyze", description="The papers' diagnostics for your model.")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="what")
+    for what, (text, tokens, length) in MEASURES.items():
+        command = commands.add_parser(what, help=text, description=text.capitalize() + ".")
+        _add_common(command, tokens, length)
+        if what == "angular":
+            command.add_argument("--last-token", action="store_true", help="only the last token of each sequence")
+        if what == "layer-drop":
+            _add_tasks(command)
+        if what == "jacobian":
+            command.add_argument("--rows", type=int, help="rows to compute; default: all up to width 512, else 128")
+            command.add_argument("--sequences", type=int, default=JACOBIAN_SEQUENCES, help="one position of each")
+    plot = commands.add_parser("plot", help="draw the figure of result files (or of the monitor's CSV files)")
+    compare = commands.add_parser("compare", help="two or more models on one figure and table")
+    for command in (plot, compare):
+        command.add_argument("results", nargs="+", type=Path, metavar="results.json")
+        command.add_argument("-o", "--output", type=Path, action="append", help=".png, .svg or .pdf; may be repeated")
+        command.add_argument("--labels", type=lambda text: text.split(","), help="comma-separated names of the models")
+        command.add_argument("--log", action="store_true", help="logarithmic vertical axis")
+    compare.add_argument("--table", type=Path, help="CSV file with the rows of all models")
+    return parser
+
+
+def _add_common(command: argparse.ArgumentParser, tokens: int | None, length: int) -> None:
+    add = command.add_argument
+    add("--model", required=True, help="OLMo checkpoint folder, or Hugging Face folder or name")
+    add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
+    add("-o", "--output", type=Path, help="result file, default <what>.json; a .csv is written beside it")
+    add("--plot", type=Path, action="append", default=[], help="also draw it: .png, .svg or .pdf; may be repeated")
+    add("--label", help="name of the model in figures")
+    add("--tokens", type=_positive, default=tokens, help="tokens to read (default %(default)s)")
+    add("--sequence-length", type=_positive, help=f"default: the model's, at most {length}")
+    add("--batch-size", type=_positive, default=8, help="sequences a batch (default %(default)s)")
+    add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the weights; auto: as saved")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:<n> or mps")
+    add("--device-map", help="Hugging Face placement, e.g. auto (needs accelerate)")
+    add("--blocks", help="dotted path of the list of blocks, for models outside the table")
+    add("--tokenizer", help="tokenizer.json, folder or name; default: the model's own")
+    add("--no-pack", dest="pack", action="store_false", help="one document a sequence, padded, instead of packing")
+    add("--token-dtype", help="of raw token files without a header (default: the checkpoint's, else uint16)")
+    add("--text-field", default="text", help="of JSON lines and data sets (default %(default)s)")
+    add("--seed", type=int, default=0, help="of whatever is sampled (default %(default)s)")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    command.set_defaults(longest=length)
+
+
+def _add_tasks(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--tasks", type=lambda text: text.split(","), default=[], help="lm-evaluation-harness tasks, comma-separated")
+    add("--task-path", help="folder with task files of your own")
+    add("--metric", help="metric of the tasks; default: the first of acc_norm, acc, exact_match, f1 they report")
+    add("--limit", type=_positive, help="examples a task")
+    add("--num-fewshot", type=int, help="examples in the prompt")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text}")
+    return value
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from olmo_lns.diagnostics.data import read_batches, track
+    from olmo_lns.diagnostics.loading import load_model, load_tokenizer
+    from olmo_lns.diagnostics.results import Report
+
+    with _ranks(args.what) as (rank, world):
+        loaded = load_model(
+            args.model, dtype=args.dtype, device=args.device, device_map=args.device_map, blocks=args.blocks
+        )
+        options = _data_options(args, loaded, rank, world)
+
+        def tokenizer() -> Any:
+            return load_tokenizer(args.tokenizer or loaded.tokenizer_name)
+
+        batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
+        if not args.quiet and rank == 0:
+            expected = args.tokens or options.sequence_length * args.sequences
+            batches = track(batches, args.what, expected // world)
+        result = _run(args, loaded, batches, tokenizer, world > 1)
+        if rank:
+            return 0
+    settings = {
+        "dtype": loaded.dtype,
+        "device": str(loaded.device),
+        "sequence_length": options.sequence_length,
+        "ranks": world,
+        "lns": _record(args.model),
+        **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
+    }
+    report = Report(args.what, args.label or _label(args.model), args.model, args.data, result, settings)
+    written = report.write(args.output or Path(f"{args.what}.json"))
+    if args.plot:
+        from olmo_lns.diagnostics import plots
+
+        written += [plots.save(plots.draw([report]), path) for path in args.plot]
+    _say(report, written)
+    return 0
+
+
+def _data_options(args: argparse.Namespace, loaded: Any, rank: int, world: int) -> Any:
+    from olmo_lns.diagnostics.data import DataOptions
+
+    length = args.sequence_length or min(args.longest, loaded.max_length)
+    if length > loaded.max_length:
+        raise LNSError(f"--sequence-length {length}: the model takes at most {loaded.max_length}")
+    return DataOptions(
+        sequence_length=length,
+        batch_size=args.batch_size,
+        max_tokens=args.tokens,
+        max_sequences=getattr(args, "sequences", None),
+        pack=args.pack,
+        token_dtype=args.token_dtype or loaded.token_dtype,
+        text_field=args.text_field,
+        rank=rank,
+        world=world,
+    )
+
+
+def _run(args: argparse.Namespace, loaded: Any, batches: Any, tokenizer: Any, all_ranks: bool) -> Any:
+    import dataclasses
+
+    common = (loaded.model, loaded.blocks, batches, loaded.device)
+    if args.what == "variance":
+        from olmo_lns.diagnostics.variance import block_output_variance
+
+        return block_output_variance(*common, all_ranks=all_ranks)
+    if args.what == "angular":
+        from olmo_lns.diagnostics.angular import angular_distance
+
+        return angular_distance(*common, last_token=args.last_token, all_ranks=all_ranks)
+    if args.what == "jacobian":
+        from olmo_lns.diagnostics.jacobian import block_jacobians
+
+        return block_jacobians(*common, rows=args.rows, seed=args.seed)
+    mask_token = tokenizer().mask_token_id if loaded.masked_lm else None
+    if args.what == "gradnorm":
+        from olmo_lns.diagnostics.gradnorm import gradient_norms
+
+        return gradient_norms(*common, mask_token=mask_token)
+    from olmo_lns.diagnostics.layer_drop import drop_layers
+
+    result = drop_layers(*common, mask_token=mask_token)
+    if not args.tasks:
+        return result
+    from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
+
+    tasks = score_tasks(
+        loaded,
+        tokenizer(),
+        args.tasks,
+        include_path=args.task_path,
+        metric=args.metric,
+        limit=args.limit,
+        num_fewshot=args.num_fewshot,
+        batch_size=args.batch_size,
+    )
+    return dataclasses.replace(result, tasks=tasks)
+
+
+@contextmanager
+def _ranks(what: str) -> Iterator[tuple[int, int]]:
+    """Rank and world size; joins the process group that torchrun announces, if it did."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield 0, 1
+        return
+    if what not in DISTRIBUTED:
+        raise LNSError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield dist.get_rank(), world
+    finally:
+        dist.destroy_process_group()
+
+
+def _record(model: str) -> dict[str, Any] | None:
+    from olmo_lns.record import LNSRecord
+
+    record = LNSRecord.read(model) if Path(model).is_dir() else None
+    return record.as_dict() if record else None
+
+
+def _label(model: str) -> str:
+    parts = Path(model).parts
+    return "/".join(parts[-2:] if Path(model, "config.yaml").is_file() else parts[-1:])
+
+
+def _say(report: Any, written: Sequence[Path]) -> None:
+    from olmo_lns.diagnostics.compare import summary_table
+
+    print(summary_table([report]))
+    if report.what == "jacobian":
+        print(f"\n{report.result.method}: {len(report.result.coordinates)} of {report.result.width} rows")
+    print(f"\n{report.result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from olmo_lns.diagnostics import plots
+    from olmo_lns.diagnostics.compare import relabelled
+    from olmo_lns.diagnostics.results import Report
+
+    outputs = args.output or [args.results[0].with_suffix(".png")]
+    for path in outputs:  # a saved figure is closed, so each file gets its own
+        if any(result.suffix == ".csv" for result in args.results):
+            labels = args.labels or [result.parent.name or result.stem for result in args.results]
+            figure = plots.draw_training(args.results, labels, log=args.log)
+        else:
+            figure = plots.draw(relabelled([Report.read(p) for p in args.results], args.labels), log=args.log)
+        plots.save(figure, path)
+    print(f"Written: {', '.join(map(str, outputs))}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from olmo_lns.diagnostics import plots
+    from olmo_lns.diagnostics.compare import check_comparable, combined_rows, relabelled, summary_table
+    from olmo_lns.diagnostics.results import Report, write_csv
+
+    if len(args.results) < 2:
+        raise LNSError(f"compare needs two or more result files, found {len(args.results)}")
+    reports = relabelled([Report.read(path) for path in args.results], args.labels)
+    check_comparable(reports)
+    print(summary_table(reports))
+    written = [plots.save(plots.draw(reports, log=args.log), path) for path in args.output or []]
+    if args.table:
+        write_csv(args.table, combined_rows(reports))
+        written.append(args.table)
+    if written:
+        print(f"\nWritten: {', '.join(map(str, written))}")
+    return 0

@@ -1,0 +1,256 @@
+"""Figures from result files: labels and units on every axis, 1-based layers, safe for colour-blind readers."""
+
+from __future__ import annotations
+
+import csv
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import numpy as np
+
+from olmo_lns.diagnostics.monitor import COLUMNS
+from olmo_lns.diagnostics.results import Report
+from olmo_lns.errors import LNSError
+
+__all__ = ["FIGURES", "draw", "draw_training", "save"]
+
+#: Okabe and Ito's palette without its yellow, which print loses; marker and dash differ as well.
+STYLES = [
+    {"color": "#0072B2", "marker": "o", "linestyle": "-"},
+    {"color": "#D55E00", "marker": "s", "linestyle": "--"},
+    {"color": "#009E73", "marker": "^", "linestyle": "-."},
+    {"color": "#CC79A7", "marker": "D", "linestyle": ":"},
+    {"color": "#56B4E9", "marker": "v", "linestyle": "-"},
+    {"color": "#000000", "marker": "x", "linestyle": "--"},
+]
+#: Heat maps of a Jacobian that are shown side by side at most.
+SHOWN_BLOCKS = 6
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise LNSError("figures need matplotlib: pip install 'olmo-lns[analysis]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # A fixed salt and no date make the same numbers give the same SVG file.
+    plt.rcParams.update({"svg.hashsalt": "olmo-lns", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
+    plt.rcParams.update({"lines.markersize": 4, "legend.frameon": False, "savefig.dpi": 200})
+    return plt
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write PNG, SVG or PDF, by the suffix."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise LNSError(f"{path}: cannot draw {path.suffix or 'a file without suffix'}: use .png, .svg or .pdf")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
+    _pyplot().close(figure)
+    return path
+
+
+def draw(reports: Sequence[Report], *, log: bool = False) -> Any:
+    """One figure of one diagnostic for one or several models.
+
+    :param log: logarithmic vertical axis for variances and gradient norms.
+    :raises LNSError: no report, or reports of different diagnostics.
+    """
+    kinds = sorted({report.what for report in reports})
+    if len(kinds) != 1:
+        raise LNSError(f"a figure shows one diagnostic: found {', '.join(kinds) or 'no result'}")
+    return FIGURES[kinds[0]](reports, log)
+
+
+def _lines(axis: Any, reports: Sequence[Report], values: Callable[[Any], Sequence[float]], label: str) -> None:
+    longest = 0
+    for style, report in zip(_styles(len(reports)), reports, strict=True):
+        y = values(report.result)
+        longest = max(longest, len(y))
+        axis.plot(range(1, len(y) + 1), y, label=report.label, **style)
+    _layer_axis(axis, longest)
+    axis.set_ylabel(label)
+
+
+def _styles(count: int) -> list[dict[str, Any]]:
+    return [STYLES[i % len(STYLES)] for i in range(count)]
+
+
+def _layer_axis(axis: Any, layers: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_xlabel("block l")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_xlim(0.5, layers + 0.5)
+
+
+def _variance(reports: Sequence[Report], log: bool) -> Any:
+    figure, axes = _pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
+    _lines(axes[0], reports, lambda r: r.variance, "output variance\n(mean over tokens)")
+    _lines(axes[1], reports, lambda r: r.max, "largest |activation|")
+    for axis in axes:
+        axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
+    axes[0].legend()
+    return figure
+
+
+def _angular(reports: Sequence[Report], _: bool) -> Any:
+    plt = _pyplot()
+    count = len(reports)
+    figure, axes = plt.subplots(1, count + 1, figsize=(3 * (count + 1) + 0.6, 3), layout="constrained", squeeze=False)
+    for axis, report in zip(axes[0], reports, strict=False):
+        rows = report.result.distance
+        grid = np.full((len(rows), len(rows)), np.nan)
+        for layer, row in enumerate(rows):
+            grid[: len(row), layer] = row
+        extent = (0.5, len(rows) + 0.5, 0.5, len(rows) + 0.5)
+        image = axis.imshow(grid, origin="lower", extent=extent, vmin=0, vmax=1, cmap="cividis")
+        axis.set_title(f"{report.label} ({report.result.variant})", fontsize=9)
+        axis.grid(False)
+        _layer_axis(axis, len(rows))
+        axis.set_xlabel("state l (input of block l)")
+        axis.yaxis.set_major_locator(plt.MaxNLocator(integer=True, min_n_ticks=1))
+        axis.set_ylabel("n (blocks between)")
+    figure.colorbar(image, ax=list(axes[0][:count]), label="angular distance d(l, l+n)  [fraction of π]")
+    _lines(axes[0][-1], reports, lambda r: r.adjacent, "d(l, l+1)  [fraction of π]")
+    axes[0][-1].set_ylim(bottom=0)
+    axes[0][-1].legend()
+    return figure
+
+
+def _layer_drop(reports: Sequence[Report], _: bool) -> Any:
+    tasks = list(dict.fromkeys(name for report in reports for name in report.result.tasks))
+    width = 4 * (1 + len(tasks))
+    figure, axes = _pyplot().subplots(1, 1 + len(tasks), figsize=(width, 3), layout="constrained", squeeze=False)
+    increase, *others = axes[0]
+    for style, report in zip(_styles(len(reports)), reports, strict=True):
+        result = report.result
+        _errorbar(
+            increase, [loss - result.baseline_loss for loss in result.loss], result.loss_stderr, report.label, style
+        )
+        for axis, task in zip(others, tasks, strict=True):
+            if task in result.tasks:
+                scores = result.tasks[task]
+                _errorbar(axis, scores.drop, scores.without_stderr, report.label, style)
+                axis.set_ylabel(f"drop of {scores.metric} on {task}")
+    increase.set_ylabel("loss increase [nats/token]")
+    for axis in axes[0]:
+        axis.axhline(0, color="black", linewidth=0.6)
+        _layer_axis(axis, max(len(report.result.loss) for report in reports))
+        axis.set_xlabel("removed block l")
+    increase.legend()
+    return figure
+
+
+def _errorbar(axis: Any, y: Sequence[float], errors: Sequence[float | None], label: str, style: dict[str, Any]) -> None:
+    known = None if any(error is None for error in errors) else errors
+    axis.errorbar(range(1, len(y) + 1), y, yerr=known, capsize=2, label=label, **style)
+
+
+def _jacobian(reports: Sequence[Report], _: bool) -> Any:
+    plt = _pyplot()
+    from matplotlib.colors import SymLogNorm
+
+    # Off-diagonal entries are a hundred times smaller than the diagonal's 1 and would not be seen on a linear scale.
+    scale = SymLogNorm(linthresh=0.01, vmin=-1, vmax=1, base=10)
+    shown = [_spread(len(report.result.heat_maps)) for report in reports]
+    columns = max(2, *map(len, shown))
+    figure = plt.figure(figsize=(1.7 * columns + 0.8, 1.9 * len(reports) + 2.8), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1.9 * len(reports), 2.8])
+    axes = top.subplots(len(reports), columns, squeeze=False)
+    for row, report, blocks in zip(axes, reports, shown, strict=True):
+        for axis in row:
+            axis.set_axis_off()
+        for axis, block in zip(row, blocks, strict=False):
+            axis.set_axis_on()
+            axis.grid(False)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            image = axis.imshow(report.result.heat_maps[block], norm=scale, cmap="PuOr", interpolation="nearest")
+            axis.set_title(f"block {block + 1}", fontsize=8)
+        row[0].set_ylabel(f"{report.label}\n({report.result.method})", fontsize=8)
+    top.colorbar(image, ax=list(axes.flat), label="entry of J (symmetric log)", shrink=0.8)
+    distance, dominance = bottom.subplots(1, 2)
+    _lines(distance, reports, lambda r: r.identity_distance, "distance to identity\n|J - I| / |I|")
+    _lines(dominance, reports, lambda r: r.diagonal_dominance, "diagonal dominance\n(1 = diagonal)")
+    distance.set_ylim(bottom=0)
+    dominance.set_ylim(0, 1)
+    distance.legend()
+    return figure
+
+
+def _spread(count: int) -> list[int]:
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, SHOWN_BLOCKS))})
+
+
+def _gradnorm(reports: Sequence[Report], log: bool) -> Any:
+    kinds = list(dict.fromkeys(kind for report in reports for block in report.result.kinds for kind in block))
+    figure, axes = _pyplot().subplots(
+        1, 1 + len(kinds), figsize=(2.7 * (1 + len(kinds)), 2.7), layout="constrained", squeeze=False
+    )
+    _lines(axes[0][0], reports, lambda r: r.total, "gradient norm [nats/token per unit]")
+    axes[0][0].set_title("whole block", fontsize=9)
+    for axis, kind in zip(axes[0][1:], kinds, strict=True):
+        _lines(axis, reports, partial(_kind_norms, kind=kind), "")
+        axis.set_title(kind, fontsize=9)
+    for axis in axes[0]:
+        axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
+    axes[0][0].legend()
+    return figure
+
+
+def _kind_norms(result: Any, kind: str) -> list[float]:
+    return [block.get(kind, math.nan) for block in result.kinds]
+
+
+#: Name of a diagnostic -> its figure for (reports, logarithmic axis).
+FIGURES: dict[str, Callable[[Sequence[Report], bool], Any]] = {
+    "variance": _variance,
+    "angular": _angular,
+    "layer-drop": _layer_drop,
+    "jacobian": _jacobian,
+    "gradnorm": _gradnorm,
+}
+
+
+def draw_training(paths: Sequence[Path], labels: Sequence[str], *, log: bool = False) -> Any:
+    """Variance through training from the monitor's CSV files: one panel a run, one line a block, one scale."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(
+        1, len(paths), figsize=(3.2 * len(paths) + 0.8, 3), sharey=True, layout="constrained", squeeze=False
+    )
+    runs = [read_training(path) for path in paths]
+    deepest = max(max(run) for run in runs)
+    norm = plt.Normalize(1, deepest)
+    for axis, run, label in zip(axes[0], runs, labels, strict=True):
+        for block, points in run.items():
+            axis.plot(*zip(*points, strict=True), color=plt.get_cmap("viridis")(norm(block)), linewidth=1.2)
+        axis.set_title(label, fontsize=9)
+        axis.set_xlabel("training step")
+        axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("output variance (mean over tokens)")
+    mappable = plt.cm.ScalarMappable(norm, "viridis")
+    figure.colorbar(mappable, ax=list(axes[0]), label="block l", ticks=plt.MaxNLocator(integer=True))
+    return figure
+
+
+def read_training(path: Path) -> dict[int, list[tuple[int, float]]]:
+    """Block -> (step, variance) points of a monitor's CSV file."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                raise LNSError(
+                    f"{path}: found columns {reader.fieldnames}, expected the monitor's {', '.join(COLUMNS)}"
+                )
+            points: dict[int, list[tuple[int, float]]] = {}
+            for row in reader:
+                points.setdefault(int(row["block"]), []).append((int(row["step"]), float(row["variance"])))
+    except OSError as error:
+        raise LNSError(f"{path}: {error.strerror or error}") from None
+    if not points:
+        raise LNSError(f"{path} has no rows yet: the run has not reached its first sampled step")
+    return points
