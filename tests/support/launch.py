@@ -1,0 +1,211 @@
+"""Launching OLMo the way a user does: processes of their own, fresh environments, tiny configs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Sequence
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROGRAMS = REPOSITORY / "tests" / "upstream" / "olmo" / "programs"
+#: Environment variable that names an OLMo checkout; without it only the pip package is used.
+OLMO_SRC = "OLMO_SRC"
+
+#: A model and data that train 30 steps on a CPU in seconds. No norm type: tests name their own.
+TINY = {
+    "run_name": "tiny",
+    "seed": 6198,
+    "dry_run": False,
+    "model": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 4,
+        "mlp_hidden_size": 96,
+        "activation_type": "swiglu",
+        "rope": True,
+        "alibi": False,
+        "vocab_size": 256,
+        "embedding_size": 256,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "max_sequence_length": 32,
+        "include_bias": False,
+        "bias_for_layer_norm": False,
+        "layer_norm_eps": 1e-6,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "weight_tying": False,
+        "init_device": "cpu",
+        "init_fn": "normal",
+        "init_std": 0.02,
+    },
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+    "scheduler": {"name": "cosine_with_warmup", "t_warmup": 3, "alpha_f": 0.1},
+    "data": {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None},
+    "max_duration": 4,
+    "stop_at": 4,
+    "global_train_batch_size": 4,
+    "device_train_microbatch_size": 2,
+    "precision": "fp32",
+    "distributed_strategy": "ddp",
+    "ddp": {"grad_sync_mode": "batch", "find_unused_params": False},
+    "max_grad_norm": 1.0,
+    "eval_interval": 10000,
+    "console_log_interval": 1,
+    "save_interval": None,
+    "save_overwrite": True,
+    "gen1_gc_interval": 100,
+}
+
+
+def olmo_source() -> Path:
+    """The checkout of ``OLMO_SRC``; skips the test where there is none."""
+    value = os.environ.get(OLMO_SRC)
+    if not value:
+        pytest.skip(f"{OLMO_SRC} is not set: needs an OLMo checkout")
+    return Path(value).resolve()
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """``config.yaml`` and its data in ``folder``; dotted names change nested keys (``**{"model.x": 1}``)."""
+    import numpy as np
+
+    folder.mkdir(parents=True, exist_ok=True)
+    values = json.loads(json.dumps(TINY))
+    # Not uniform noise: there has to be something to learn, or every run has the same loss.
+    ids = (np.arange(8192) ** 2 % 251 + np.random.default_rng(0).integers(0, 4, 8192)).astype(np.uint16)
+    ids.tofile(folder / "data.npy")
+    values["data"]["paths"] = [str(folder / "data.npy")]
+    values["save_folder"] = str(folder / "run")
+    for name, value in changes.items():
+        *parents, key = name.split(".")
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[key] = value
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended. ``text`` is stdout and stderr together."""
+
+    code: int
+    text: str
+
+    def losses(self) -> list[float]:
+        """The losses of OLMo's console log, as printed (four digits), in order."""
+        return [float(value) for value in re.findall(r"train/CrossEntropyLoss=([0-9.]+)", self.text)]
+
+    def last_line(self) -> str:
+        return self.text.strip().splitlines()[-1] if self.text.strip() else ""
+
+    def ok(self) -> Result:
+        assert self.code == 0, self.text[-4000:]
+        return self
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """The tests' environment without our own variables; None removes a name."""
+    values = {k: v for k, v in os.environ.items() if not k.startswith(("OLMO_LNS_", "PYTHONPATH"))}
+    values.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
+    # A wide console: OLMo's rich handler wraps log lines, and a wrapped number cannot be read back.
+    values.update(COLUMNS="400", PYTHONUNBUFFERED="1")
+    for name, value in changes.items():
+        if value is None:
+            values.pop(name, None)
+        else:
+            values[name] = value
+    return values
+
+
+def run(
+    command: Sequence[str | os.PathLike[str]], *, cwd: Path, timeout: float = 240, env: dict[str, str] | None = None
+) -> Result:
+    """Run ``command`` in ``cwd`` (never the repository: it would put ``olmo_lns`` on the path)."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment() if env is None else env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout)
+
+
+def torchrun(
+    python: str | os.PathLike[str], ranks: int, *command: str | os.PathLike[str], **kwargs: Any
+) -> Result:
+    """``torchrun --standalone`` on this machine; ``command`` starts with a script or ``-m module``."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return run([python, *launcher, *command], **kwargs)
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this repository, built without network."""
+    for name in ("build", "hatchling"):
+        pytest.importorskip(name, reason=f"{name} builds the wheel: pip install 'olmo-lns[dev]'")
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, REPOSITORY], cwd=folder).ok()
+    return next(folder.glob("*.whl"))
+
+
+def fresh_venv(folder: Path, *, packages: Sequence[str] = ()) -> Path:
+    """A new environment that sees the installed torch and OLMo; returns its interpreter.
+
+    The packages of the running environment are a plain line of a ``.pth`` file: ``site`` puts
+    that folder last on the path and does not run the ``.pth`` files in it, so neither an editable
+    install nor a start-up hook of the running environment is active in the new one.
+
+    :param packages: folders to see before the running environment's.
+    """
+    run([sys.executable, "-m", "venv", "--without-pip", folder], cwd=folder.parent).ok()
+    python = folder / "bin" / "python"
+    lines = [*packages, sysconfig.get_paths()["purelib"]]
+    (site_packages(python) / "zz_running_environment.pth").write_text("".join(f"{line}\n" for line in lines))
+    return python
+
+
+def site_packages(python: Path) -> Path:
+    """``lib/pythonX.Y/site-packages`` of a :func:`fresh_venv`."""
+    return next((python.parent.parent / "lib").glob("python*/site-packages"))
+
+
+def pip_install(python: Path, *arguments: str | os.PathLike[str]) -> None:
+    """``pip install`` into another environment; nothing there is ever removed for it."""
+    flags = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--quiet"]
+    run([sys.executable, "-m", "pip", "--python", python, "install", *flags, *arguments], cwd=python.parent).ok()
+
+
+def copy_of_olmo(folder: Path) -> Path:
+    """A copy of the installed ``olmo`` package (and its data) in ``folder``, to be changed."""
+    import importlib.util
+    import shutil
+
+    for name in ("olmo", "olmo_data"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.submodule_search_locations
+        source = spec.submodule_search_locations[0]
+        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def change(path: Path, old: str, new: str) -> None:
+    """Replace ``old``, which must be there, in a copied file."""
+    text = path.read_text()
+    assert old in text, f"{path} has no {old!r}"
+    path.write_text(text.replace(old, new))
