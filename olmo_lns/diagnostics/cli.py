@@ -18,7 +18,7 @@ MEASURES = {
     "variance": ("output variance of every block", 262_144, 2048),
     "angular": ("angular distance between all pairs of layers", 262_144, 2048),
     "layer-drop": ("performance drop of removing each block", 65_536, 2048),
-    "jacobian": ("token-averaged Jacobian of every block", None, 256),
+    "jacobian": ("token-averaged Jacobian of every block", None, 64),
     "gradnorm": ("gradient norm per layer and parameter kind", 65_536, 2048),
 }
 #: Those that pool over the ranks of torchrun.
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         if what == "layer-drop":
             _add_tasks(command)
         if what == "jacobian":
-            command.add_argument("--rows", type=int, help="rows to compute; default: all up to width 512, else 128")
+            command.add_argument("--rows", type=int, help="rows to compute; default: all up to width 256, else 128")
             command.add_argument("--sequences", type=int, default=JACOBIAN_SEQUENCES, help="one position of each")
     plot = commands.add_parser("plot", help="draw the figure of result files (or of the monitor's CSV files)")
     compare = commands.add_parser("compare", help="two or more models on one figure and table")

@@ -25,7 +25,6 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run
 from olmo_lns.diagnostics.models import body_forward, find_blocks
@@ -34,13 +33,11 @@ from olmo_lns.errors import LNSError
 __all__ = ["EXACT_UP_TO", "JacobianResult", "block_jacobians", "token_jacobian_rows"]
 
 #: Widest model for which all rows are taken, unless asked otherwise.
-EXACT_UP_TO = 512
+EXACT_UP_TO = 256
 #: Rows of a wider model.
 SAMPLED_ROWS = 128
 #: Side of the sub-matrix kept for the heat map.
 HEAT_MAP = 64
-#: Rows differentiated at once.
-CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def block_jacobians(
 ) -> JacobianResult:
     """Average J of every block over one random real position of each sequence in ``batches``.
 
-    :param rows: coordinates to sample; None takes all up to a width of 512 and 128 beyond.
+    :param rows: coordinates to sample; None takes all up to a width of 256 and 128 beyond.
     :param seed: of the positions and the coordinates.
     :raises LNSError: no token, or a Jacobian that is not finite (the first such block is named).
     """
@@ -169,17 +166,15 @@ def token_jacobian_rows(
     """
     sequences = torch.arange(len(hidden)) if kept is None else kept.cpu().nonzero().squeeze(1)
     at = (sequences.to(hidden.device), positions.to(hidden.device))
-    # The fused attention kernels have no batched backward; the plain one gives the same values.
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad():
         leaf = hidden[at].detach().clone().requires_grad_()
         output = block(hidden.detach().index_put(at, leaf))[at]
-        parts = []
-        for chunk in coordinates.to(hidden.device).split(CHUNK):
-            seeds = torch.zeros(len(chunk), *output.shape, dtype=output.dtype, device=output.device)
-            seeds[torch.arange(len(chunk), device=seeds.device), :, chunk] = 1
-            (rows,) = torch.autograd.grad(output, leaf, seeds, retain_graph=True, is_grads_batched=True)
-            parts.append(rows.float())
-    return torch.cat(parts).transpose(0, 1)
+        # One row at a time: hand-written backward passes (our norm's, fused attention's) cannot be vectorised.
+        rows = [
+            torch.autograd.grad(output[:, coordinate].sum(), leaf, retain_graph=True)[0].float()
+            for coordinate in coordinates.tolist()
+        ]
+    return torch.stack(rows, dim=1)
 
 
 def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> JacobianResult:

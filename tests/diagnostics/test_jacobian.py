@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+import torch
+from support import olmo_models
+from support.diagnostic_models import Identity, Linear, Mixer, Toy, huggingface, ids, matrices
+
+from olmo_lns.diagnostics.jacobian import _coordinates, block_jacobians, token_jacobian_rows
+from olmo_lns.errors import LNSError
+
+
+def metrics(jacobian):
+    """(distance to the identity, diagonal dominance, mean diagonal) of a full fp64 matrix."""
+    width = len(jacobian)
+    distance = np.linalg.norm(jacobian - np.eye(width)) / np.sqrt(width)
+    dominance = np.mean(np.abs(np.diag(jacobian)) / np.abs(jacobian).sum(1))
+    return distance, dominance, np.diag(jacobian).mean()
+
+
+def test_identity_block():
+    result = block_jacobians(Toy([Identity(), Identity()]), None, [ids()])
+    assert result.identity_distance == [0.0, 0.0] and result.diagonal_dominance == [1.0, 1.0]
+    assert result.heat_maps[0] == np.eye(8).tolist()
+    assert result.method == "exact" and result.tokens == 3
+
+
+def test_linear_block_has_the_jacobian_of_its_matrix():
+    blocks = list(matrices(3))
+    result = block_jacobians(Toy([Linear(m) for m in blocks]), None, [ids(), ids(2, 5)])
+    for index, matrix in enumerate(blocks):
+        reference = np.eye(8) + matrix.double().numpy()
+        found = result.identity_distance[index], result.diagonal_dominance[index], result.diagonal_mean[index]
+        np.testing.assert_allclose(found, metrics(reference), rtol=1e-5)
+        np.testing.assert_allclose(result.heat_maps[index], reference, rtol=1e-3)
+    assert result.tokens == 5
+
+
+def test_against_numpy_of_a_block_that_mixes_tokens():
+    matrix = next(matrices(1))
+    hidden = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([0, 5, 2, 3])
+    rows = token_jacobian_rows(Mixer(matrix), hidden, positions, torch.arange(8))
+    x, a = hidden.double().numpy(), matrix.double().numpy()
+    mean = x.cumsum(1) / np.arange(1, 7)[:, None]
+    for sequence, t in enumerate(positions.tolist()):
+        # d/dx_t of x_t + tanh(mean_t) A^T; the past is fixed, and mean_t holds x_t with weight 1 / (t + 1).
+        slope = (1 - np.tanh(mean[sequence, t]) ** 2) / (t + 1)
+        np.testing.assert_allclose(rows[sequence].detach(), np.eye(8) + a * slope, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lns_rms", "rms"])
+def test_against_finite_differences_of_the_fp64_block(kind):
+    model, tokens = olmo_models.build(layer_norm_type=kind), olmo_models.tokens(2, 5)
+    result = block_jacobians(model, None, [tokens], seed=3)
+    generator = torch.Generator().manual_seed(3)
+    positions = torch.multinomial(torch.ones(2, 5).double(), 1, generator=generator).squeeze(1).tolist()
+    state = {k: v.detach().double().numpy() for k, v in model.state_dict().items()}
+    x = state["transformer.wte.weight"][tokens.numpy()]
+    for index in range(4):
+        scale = (index + 1) ** -0.5 if kind == "lns_rms" else 1.0
+        block = olmo_models._block_state(state, index, 1)
+
+        def run(h, block=block, scale=scale):
+            return olmo_models._block(h, block, model.config, olmo_models._rms, scale)
+
+        jacobian = np.mean([_differences(run, x[[b]], t) for b, t in enumerate(positions)], axis=0)
+        found = result.identity_distance[index], result.diagonal_dominance[index], result.diagonal_mean[index]
+        np.testing.assert_allclose(found, metrics(jacobian), rtol=1e-3)
+        x = run(x)
+
+
+def _differences(run, x, t, step=1e-6):
+    columns = []
+    for j in range(x.shape[-1]):
+        up, down = x.copy(), x.copy()
+        up[0, t, j] += step
+        down[0, t, j] -= step
+        columns.append((run(up)[0, t] - run(down)[0, t]) / (2 * step))
+    return np.array(columns).T
+
+
+def test_projected_rows_are_rows_of_the_exact_one():
+    model, tokens = huggingface("llama"), ids()
+    exact = block_jacobians(model, None, [tokens], seed=1)
+    some = block_jacobians(model, None, [tokens], rows=8, seed=1)
+    assert exact.method == "exact" and some.method == "projected"
+    assert some.coordinates == some.heat_map_coordinates and len(some.coordinates) == 8
+    # The positions are drawn before the coordinates, so both saw the same tokens.
+    whole = np.array(exact.heat_maps[1])
+    np.testing.assert_allclose(
+        np.array(some.heat_maps[1]), whole[np.ix_(some.coordinates, some.coordinates)], rtol=2e-3, atol=1e-5
+    )
+
+
+def test_projected_distance_is_unbiased():
+    model, tokens = huggingface("llama"), ids()
+    exact = block_jacobians(model, None, [tokens, tokens]).identity_distance[0] ** 2
+    hidden = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    block, at = Mixer(next(matrices(1))), torch.tensor([1, 2, 3])
+    full = token_jacobian_rows(block, hidden, at, torch.arange(8)).mean(0).detach() - torch.eye(8)
+    pairs = [(i, j) for i in range(8) for j in range(i)]
+    estimates = [8 / 2 * float((full[[i, j]] ** 2).sum()) for i, j in pairs]
+    assert np.mean(estimates) == pytest.approx(float((full**2).sum()), rel=1e-6)
+    assert exact > 0
+
+
+def test_wide_models_are_projected_by_default():
+    generator = torch.Generator().manual_seed(0)
+    assert len(_coordinates(256, None, generator)) == 256
+    assert len(_coordinates(4096, None, generator)) == 128
+    with pytest.raises(LNSError, match="--rows must be at least 1"):
+        _coordinates(64, 0, generator)
+
+
+def test_padding_is_never_chosen():
+    model = Toy([Mixer(m) for m in matrices(2)])
+    tokens = ids(3, 9)
+    mask = torch.zeros(3, 9, dtype=torch.long)
+    mask[0, :4] = mask[2, :4] = 1  # the second sequence is padding only
+    padded = block_jacobians(model, None, [{"input_ids": tokens, "attention_mask": mask}])
+    assert padded.tokens == 2
+    changed = tokens.clone()
+    changed[:, 4:] = 0
+    changed[1] = 5
+    again = block_jacobians(model, None, [{"input_ids": changed, "attention_mask": mask}])
+    assert padded.identity_distance == again.identity_distance
+
+
+def test_first_bad_block_is_named():
+    model = huggingface("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(LNSError, match="block 2 is the first whose Jacobian"):
+        block_jacobians(model, None, [ids()])

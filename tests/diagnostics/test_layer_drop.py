@@ -1,0 +1,116 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from support import olmo_models
+from support.diagnostic_models import Linear, Toy, huggingface, ids, matrices, numpy_states
+
+from olmo_lns.diagnostics.layer_drop import bypassed, drop_layers, perplexity
+from olmo_lns.diagnostics.models import find_blocks
+from olmo_lns.errors import LNSError
+
+
+def nll(logits, tokens):
+    """Next-token negative log-likelihood (batch, length - 1), fp64, from logits."""
+    logits = logits[:, :-1]
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return -np.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
+
+
+def test_against_numpy_with_padding_and_stderr():
+    blocks = [Linear(m) for m in matrices(3, size=1.0)]
+    model, tokens = Toy(blocks), ids(5, 9)
+    lengths = np.array([9, 4, 7, 1, 2])
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    result = drop_layers(model, None, [{"input_ids": tokens, "attention_mask": mask.long()}])
+    head = model.head.weight.detach().double().numpy()
+
+    def sums(kept):
+        states = numpy_states(_with_blocks(model, kept), tokens)
+        return np.where(mask.numpy()[:, 1:], nll(states[-1] @ head.T, tokens.numpy()), 0).sum(1)
+
+    whole, count = sums(blocks), np.maximum(lengths - 1, 0)
+    assert result.baseline_loss == pytest.approx(whole.sum() / count.sum(), rel=1e-5)
+    assert result.tokens == count.sum()
+    for removed in range(3):
+        without = sums(blocks[:removed] + blocks[removed + 1 :])
+        assert result.loss[removed] == pytest.approx(without.sum() / count.sum(), rel=1e-5)
+        residual = (without - whole) - (without - whole).sum() / count.sum() * count
+        stderr = math.sqrt((residual**2).sum() * 4 / 3) / count.sum()  # four sequences have a target
+        assert result.loss_stderr[removed] == pytest.approx(stderr, rel=1e-3)
+
+
+def _with_blocks(model, blocks):
+    other = Toy(blocks)
+    other.embed, other.head = model.embed, model.head
+    return other
+
+
+def test_batches_do_not_matter():
+    model, tokens = Toy([Linear(m) for m in matrices(2)]), ids(6, 9)
+    whole, pieces = drop_layers(model, None, [tokens]), drop_layers(model, None, tokens.split([1, 3, 2]))
+    np.testing.assert_allclose(whole.loss, pieces.loss, rtol=1e-6)
+    np.testing.assert_allclose(whole.loss_stderr, pieces.loss_stderr, rtol=1e-4)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_layer_numbers_are_kept_so_that_lns_factors_do_not_shift(group):
+    model, tokens = olmo_models.build(layer_norm_type="lns_rms", block_group_size=group), olmo_models.tokens()
+    result = drop_layers(model, None, [tokens])
+    kept = [_reference_loss(model, tokens, [1, 2, 3, 4], removed) for removed in range(4)]
+    np.testing.assert_allclose(result.loss, kept, rtol=1e-4)
+    # What taking the block out of the list would give: blocks 3 and 4 renumbered 2 and 3.
+    shifted = _reference_loss(model, tokens, [1, None, 2, 3], 1)
+    assert abs(result.loss[1] - shifted) > 1e-2
+    assert [round(b.attn_norm.lns_scale, 6) for b in find_blocks(model)] == [1.0, 0.707107, 0.57735, 0.5]
+
+
+def _reference_loss(model, tokens, numbers, removed):
+    state = {k: v.detach().double().numpy() for k, v in model.state_dict().items()}
+    x = state["transformer.wte.weight"][tokens.numpy()]
+    for index, number in enumerate(numbers):
+        if index != removed:
+            block = olmo_models._block_state(state, index, model.config.block_group_size)
+            x = olmo_models._block(x, block, model.config, olmo_models._rms, number**-0.5)
+    x = olmo_models._rms(x, state["transformer.ln_f.weight"], None, model.config.layer_norm_eps)
+    return nll(x @ state["transformer.ff_out.weight"].T, tokens.numpy()).mean()
+
+
+def test_bypass_is_undone_even_after_an_error():
+    model, tokens = huggingface("llama"), ids()
+    with torch.no_grad():
+        before = model(tokens).logits
+        with pytest.raises(RuntimeError, match="stop"), bypassed(model.model.layers[0], 0):
+            assert not torch.equal(model(tokens).logits, before)
+            raise RuntimeError("stop")
+        assert torch.equal(model(tokens).logits, before)
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+def test_encoders_need_their_mask_token():
+    model, tokens = huggingface("bert"), ids(4, 20)
+    with pytest.raises(LNSError, match="predicts masked tokens"):
+        drop_layers(model, None, [tokens])
+    result = drop_layers(model, None, [tokens], mask_token=3)
+    assert result.tokens == 4 * 3 and len(set(result.loss)) == 3  # positions 3, 10 and 17 of 20
+    with torch.no_grad():
+        chosen = torch.arange(20) % 7 == 3
+        logits = model(tokens.masked_fill(chosen, 3)).logits[:, chosen].double()
+        reference = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, chosen].flatten())
+    assert result.baseline_loss == pytest.approx(float(reference), rel=1e-5)
+
+
+def test_rows_and_bad_input():
+    model = Toy([Linear(m) for m in matrices(2)])
+    rows = drop_layers(model, None, [ids()]).rows()
+    assert [row["block"] for row in rows] == [0, 1, 2] and rows[0]["loss_increase"] == 0
+    assert rows[1]["perplexity"] == pytest.approx(math.exp(rows[1]["loss"]))
+    assert math.isfinite(perplexity(1e9))
+    with pytest.raises(LNSError, match="no token to predict"):
+        drop_layers(model, None, [ids(3, 1)])
+    with torch.no_grad():
+        model.embed.weight.fill_(float("nan"))
+    with pytest.raises(LNSError, match="loss of the whole model is not finite"):
+        drop_layers(model, None, [ids()])

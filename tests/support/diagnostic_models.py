@@ -1,0 +1,139 @@
+"""Models for the diagnostics: every architecture of the table built offline, and toys with closed forms."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+VOCABULARY = 97
+LAYERS = 3
+_LLAMA_LIKE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=1,
+)
+_GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
+#: model_type -> (class of the model, class of the config, its arguments).
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA_LIKE),
+    "olmo": ("OlmoForCausalLM", "OlmoConfig", _LLAMA_LIKE),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _LLAMA_LIKE),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", _LLAMA_LIKE),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA_LIKE),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA_LIKE),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _LLAMA_LIKE),
+    "bert": ("BertForMaskedLM", "BertConfig", _LLAMA_LIKE),
+}
+
+
+def huggingface(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model of ``kind`` with weights large enough that its blocks do something."""
+    import transformers
+
+    model_class, config_class, arguments = ARCHITECTURES[kind]
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**arguments, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return model.eval()
+
+
+def ids(batch: int = 3, length: int = 12, vocabulary: int = VOCABULARY, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Identity(nn.Module):
+    """A block that does nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Linear(nn.Module):
+    """x + x A^T: its Jacobian is I + A at every token."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(matrix)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x + x @ self.proj.T, None
+
+
+class Mixer(nn.Module):
+    """x + tanh(cumulative mean of x over positions) A^T: not linear, and tokens see the past."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(matrix)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype).unsqueeze(1)
+        return x + torch.tanh(x.cumsum(1) / count) @ self.proj.T
+
+
+class Toy(nn.Module):
+    """Embedding, a list of blocks, head: what is needed to be found by the generic fallback."""
+
+    def __init__(self, blocks: list[nn.Module], width: int = 8, vocabulary: int = VOCABULARY, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.stack = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.stack:
+            x = block(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return self.head(x)
+
+
+def matrices(count: int, width: int = 8, seed: int = 0, size: float = 0.3) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield size * torch.randn(width, width, generator=generator)
+
+
+def numpy_states(model: Toy, tokens: torch.Tensor) -> list[np.ndarray]:
+    """fp64 states of a Toy of Linear or Mixer blocks: inputs of all blocks, then the last output."""
+    x = model.embed.weight.detach().double().numpy()[tokens.numpy()]
+    states = [x]
+    for block in model.stack:
+        a = block.proj.detach().double().numpy()
+        if isinstance(block, Mixer):
+            x = x + np.tanh(x.cumsum(1) / np.arange(1, x.shape[1] + 1)[:, None]) @ a.T
+        else:
+            x = x + x @ a.T
+        states.append(x)
+    return states
+
+
+def olmo_states(model: Any, tokens: torch.Tensor, *, lns: bool = True) -> list[np.ndarray]:
+    """fp64 states of an OLMo model from its state dict and the paper's formula only."""
+    from support import olmo_models as reference
+
+    state = {k: v.detach().double().numpy() for k, v in model.state_dict().items()}
+    norm = reference._rms if "rms" in str(model.config.layer_norm_type) else reference._layer
+    x = state["transformer.wte.weight"][tokens.numpy()]
+    states = [x]
+    for index in range(model.config.n_layers):
+        block = reference._block_state(state, index, model.config.block_group_size)
+        x = reference._block(x, block, model.config, norm, float(index + 1) ** -0.5 if lns else 1.0)
+        states.append(x)
+    return states
