@@ -26,7 +26,7 @@ from torch import nn
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.upstream import TARGETS
 from olmo_lns.integrations.patching import verify
-from olmo_lns.norm import layer_norm, rms_norm
+from olmo_lns.norm import Backend, choose_backend, layer_norm, rms_norm
 
 __all__ = ["is_fused_linear", "is_scaled", "scale_norm"]
 
@@ -84,7 +84,7 @@ class FoldedStandalone(FoldedParameters):
 class FoldedOp(_Scaled):
     """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
 
-    lns_method = "olmo_lns.norm"
+    lns_backend: Backend
     _returns_residual = False
     _is_te_norm: bool
     _is_rms_norm: bool
@@ -96,17 +96,17 @@ class FoldedOp(_Scaled):
             # TE computes in the dtype of the parameters, or of autocast.
             device = x.device.type
             y = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype)
-        if getattr(self, "zero_centered_gamma", False) and weight is not None:
-            weight = weight.float() + 1
-        eps = getattr(self, "eps", None)
-        eps = torch.finfo(y.dtype).eps if eps is None else eps
-        dtype = y.dtype
+        dtype, eps = y.dtype, getattr(self, "eps", None)
+        eps = torch.finfo(dtype).eps if eps is None else float(eps)
+        how: dict[str, Any] = {
+            "zero_centered": bool(getattr(self, "zero_centered_gamma", False)),
+            "backend": self.lns_backend,
+        }
         if self._is_rms_norm:
-            y = rms_norm(y, weight, eps, self.lns_scale)
+            y = rms_norm(y, weight, eps, self.lns_scale, **how)
         else:
-            y = layer_norm(y, weight, bias, eps, self.lns_scale)
-        y = y.to(dtype)
-        return (y, x) if self._returns_residual else y
+            y = layer_norm(y, weight, bias, eps, self.lns_scale, **how)
+        return (y.to(dtype), x) if self._returns_residual else y.to(dtype)
 
 
 class FoldedOpWithResidual(FoldedOp):
@@ -143,6 +143,9 @@ def scale_norm(module: Any, scale: float, depth: int) -> None:
     module.__class__ = _scaled_class(_mixin_for(module), type(module))
     module.lns_scale = scale
     module.lns_depth = depth
+    if isinstance(module, FoldedOp):
+        module.lns_backend = choose_backend()
+        module.lns_method = f"olmo_lns.norm ({module.lns_backend.name})"
 
 
 def is_scaled(module: object) -> bool:
