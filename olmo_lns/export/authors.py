@@ -1,9 +1,127 @@
+"""LLaMA checkpoints of the paper's authors (github.com/lmsdss/LayerNorm-Scaling) as stock Llama.
+
+Their training script saves a transformers folder (config.json, pytorch_model.bin) of a patched
+``modeling_llama`` that multiplies both norms of layer ``i`` by ``1/sqrt(i+1)``. Nothing in the
+folder says so: a stock Llama loads it and runs without the factor. Saying ``--source authors`` is
+saying that it was trained with ``NORM_TYPE=LNS``.
+"""
+
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Callable, Mapping
 
-def is_megatron(folder):
-    return False
+import torch
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export import huggingface, tokenizer
+from olmo_lns.export.architecture import Architecture
+from olmo_lns.export.archive import check_archive, read_archive
+from olmo_lns.export.fold import LazyTensor, Rounding, check_shapes, one_line, scaled
+from olmo_lns.export.shards import read_safetensors
+from olmo_lns.record import LNSRecord
+from olmo_lns.scale import DEFAULT_EXPONENT, lns_scale
+
+__all__ = ["job", "unfolded"]
 
 
-def job(*a):
-    raise NotImplementedError
+def job(
+    source: Path, args: argparse.Namespace, dtype: torch.dtype | None, rounding: Rounding
+) -> Callable[[Path], list[str]]:
+    """:raises LNSConfigError: not their layout, damaged, or another format than ``hf`` asked for."""
+    if args.format != "hf":
+        raise LNSConfigError("--source authors is a Llama: give --format hf")
+    config = _read_config(source / "config.json")
+    model = _architecture(config, source)
+    weights = _weights(source)
+    check_shapes(weights, _llama_shapes(model), source)
+    exponent = DEFAULT_EXPONENT if args.exponent is None else args.exponent
+    factors = {
+        f"{name}.weight": lns_scale(index + 1, exponent=exponent)
+        for index in range(model.n_layers)
+        for name in huggingface.llama_names(index).values()
+    }
+    folded = scaled(weights, factors, rounding, dtype)
+    record = LNSRecord.lns("lns_rms", exponent, folded=True)
+    target = huggingface.transformers_config(model, huggingface.dominant_dtype(folded), record)
+    tokens = huggingface.special_tokens(config.get("eos_token_id"), config.get("pad_token_id"), model.embeddings)
+    target |= tokens | {"bos_token_id": config.get("bos_token_id")}
+    own = source if any(source.glob("tokenizer*")) else None
+
+    def write(out: Path) -> list[str]:
+        lines = ["LlamaForCausalLM: the authors' LLaMA with the factor 1/sqrt(i+1) of layer i inside its norms"]
+        lines.append("their files do not say which NORM_TYPE they were trained with: LNS is taken on your word")
+        chosen = args.tokenizer or (str(own) if own else tokenizer.NONE)
+        if chosen == tokenizer.NONE:
+            lines.append("no tokenizer: give --tokenizer to include one")
+        else:
+            lines.append(tokenizer.write_tokenizer(out, chosen, config=target, beside=source))
+        huggingface.write_huggingface(out, folded, target, max_shard_bytes=args.max_shard_size)
+        return lines
+
+    return write
+
+
+def unfolded(source: Path) -> tuple[Architecture, dict[str, LazyTensor]]:
+    """Their model and its weights as they are, in transformers' names."""
+    model = _architecture(_read_config(source / "config.json"), source)
+    return model, _weights(source)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LNSConfigError(f"{path} cannot be read: {one_line(error)}") from None
+    if not isinstance(config, dict) or config.get("model_type") != "llama":
+        raise LNSConfigError(f"{path} is not the config of a Llama")
+    if config.get("lns"):
+        raise LNSConfigError(f"{path} says lns: {config['lns']!r}: the factor is inside the weights already")
+    return config
+
+
+def _architecture(config: Mapping[str, Any], source: Path) -> Architecture:
+    try:
+        heads = int(config["num_attention_heads"])
+        return Architecture(
+            d_model=int(config["hidden_size"]),
+            n_heads=heads,
+            n_kv_heads=int(config.get("num_key_value_heads") or heads),
+            n_layers=int(config["num_hidden_layers"]),
+            mlp_hidden_size=2 * int(config["intermediate_size"]),
+            rope=True,
+            rope_theta=float(config.get("rope_theta") or 10_000),
+            layer_norm_type="rms",
+            layer_norm_eps=float(config["rms_norm_eps"]),
+            max_sequence_length=int(config.get("max_position_embeddings") or 2048),
+            include_bias=False,
+            vocab_size=int(config["vocab_size"]),
+            embedding_size=int(config["vocab_size"]),
+            weight_tying=bool(config.get("tie_word_embeddings", False)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise LNSConfigError(f"{source}/config.json: missing or wrong value: {error!r}") from None
+
+
+def _weights(source: Path) -> dict[str, LazyTensor]:
+    """Their weights; RoPE's frequencies, which older transformers saved too, are left out."""
+    path = source / "pytorch_model.bin"
+    if path.is_file():
+        check_archive(path)
+        state = read_archive(path)
+    else:
+        state = read_safetensors(source)
+    if not isinstance(state, dict) or not all(isinstance(tensor, LazyTensor) for tensor in state.values()):
+        raise LNSConfigError(f"{path} is not a state dict of tensors")
+    return {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _llama_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the same model in transformers."""
+    empty = {
+        name: LazyTensor(shape, torch.float32, lambda shape=shape: torch.empty(shape))  # type: ignore[misc]
+        for name, shape in model.shapes().items()
+    }
+    return {name: tensor.shape for name, tensor in huggingface.to_huggingface(model, empty).items()}

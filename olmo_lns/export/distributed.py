@@ -81,6 +81,7 @@ class DistributedCheckpoint:
             raise LNSConfigError(f"{path} does not describe a distributed checkpoint")
         self.metadata = metadata
         self._check_files()
+        self._check_coverage()
 
     @property
     def names(self) -> list[str]:
@@ -88,18 +89,27 @@ class DistributedCheckpoint:
         items = self.metadata.state_dict_metadata.items()
         return [name for name, entry in items if isinstance(entry, TensorStorageMetadata)]
 
-    def tensor(self, name: str) -> LazyTensor:
-        """The whole tensor, put together from its chunks when it is read."""
+    def tensor(self, name: str, row: int | None = None) -> LazyTensor:
+        """The whole tensor, put together from its chunks when it is read.
+
+        :param row: only ``tensor[row]``, for tensors that stack all layers; other rows are not read.
+        """
         entry = self._entry(name)
+        chunks = [c for c in entry.chunks if row is None or c.offsets[0] <= row < c.offsets[0] + c.sizes[0]]
+        shape = tuple(entry.size) if row is None else tuple(entry.size[1:])
 
         def load() -> torch.Tensor:
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-            for chunk in entry.chunks:
+            whole = torch.empty(shape, dtype=entry.properties.dtype)
+            for chunk in chunks:
                 part = self._read_chunk(name, chunk)
-                whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = part
+                place = [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+                if row is None:
+                    whole[tuple(place)] = part
+                else:
+                    whole[tuple(place[1:])] = part[row - chunk.offsets[0]]
             return whole
 
-        return LazyTensor(tuple(entry.size), entry.properties.dtype, load)
+        return LazyTensor(shape, entry.properties.dtype, load)
 
     def rewrite(self, folder: Path, keep: Callable[[str], bool], functions: Mapping[str, ChunkFunction]) -> None:
         """Write a checkpoint of the same chunks into ``folder``, some dropped and some changed.
@@ -145,6 +155,16 @@ class DistributedCheckpoint:
         if not isinstance(entry, TensorStorageMetadata):
             raise LNSConfigError(f"{self.folder} holds no tensor {name}")
         return entry
+
+    def _check_coverage(self) -> None:
+        """The chunks of each tensor must fill it."""
+        for name in self.names:
+            entry = self._entry(name)
+            covered = sum(torch.Size(chunk.sizes).numel() for chunk in entry.chunks)
+            if covered != torch.Size(entry.size).numel():
+                raise LNSConfigError(
+                    f"{self.folder}: the chunks of {name} do not make up its shape {tuple(entry.size)}"
+                )
 
     def _check_files(self) -> None:
         """Every chunk must have its bytes, and every kept file be long enough."""

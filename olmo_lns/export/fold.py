@@ -9,7 +9,7 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 
-__all__ = ["DTYPES", "LazyTensor", "Rounding", "block_factors", "cast", "check_shapes", "one_line"]
+__all__ = ["DTYPES", "LazyTensor", "Rounding", "block_factors", "cast", "check_shapes", "one_line", "scaled"]
 
 #: Names on the command line -> dtypes that weights may be written in.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,6 +88,18 @@ class Rounding:
 def cast(name: str, tensor: LazyTensor, dtype: torch.dtype, rounding: Rounding) -> LazyTensor:
     """``tensor`` in ``dtype``: itself when it has that dtype already."""
     return tensor if tensor.dtype == dtype else rounding.folded(name, tensor, 1.0, dtype)
+
+
+def scaled(
+    tensors: Mapping[str, LazyTensor], factors: Mapping[str, float], rounding: Rounding, dtype: torch.dtype | None
+) -> dict[str, LazyTensor]:
+    """``tensors`` multiplied by ``factors`` where they have one, in ``dtype`` (None: each in its own)."""
+    return {
+        name: rounding.folded(name, tensor, factors[name], dtype or tensor.dtype)
+        if name in factors
+        else cast(name, tensor, dtype or tensor.dtype, rounding)
+        for name, tensor in tensors.items()
+    }
 
 
 def block_factors(

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Mapping
 
 import torch
 import yaml
@@ -14,8 +14,8 @@ import yaml
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.architecture import BASE_NORMS, Architecture
 from olmo_lns.export.archive import check_archive, read_archive, write_archive
-from olmo_lns.export.distributed import DistributedCheckpoint
-from olmo_lns.export.fold import LazyTensor, Rounding, block_factors, cast, check_shapes, one_line
+from olmo_lns.export.distributed import ChunkFunction, DistributedCheckpoint
+from olmo_lns.export.fold import LazyTensor, Rounding, block_factors, check_shapes, one_line, scaled
 from olmo_lns.record import RECORD_FILE, LNSRecord
 from olmo_lns.scale import lns_scale
 
@@ -111,18 +111,6 @@ class OLMoCheckpoint:
         return scaled(self.tensors, self.factors() if self.record.active else {}, rounding, dtype)
 
 
-def scaled(
-    tensors: Mapping[str, LazyTensor], factors: Mapping[str, float], rounding: Rounding, dtype: torch.dtype | None
-) -> dict[str, LazyTensor]:
-    """``tensors`` multiplied by ``factors`` where they have one, in ``dtype`` (None: each in its own)."""
-    return {
-        name: rounding.folded(name, tensor, factors[name], dtype or tensor.dtype)
-        if name in factors
-        else cast(name, tensor, dtype or tensor.dtype, rounding)
-        for name, tensor in tensors.items()
-    }
-
-
 def write_olmo(
     out: Path,
     checkpoint: OLMoCheckpoint,
@@ -133,10 +121,13 @@ def write_olmo(
     rounding: Rounding,
     dtype: torch.dtype | None = None,
     layout: str | None = None,
+    extra: Mapping[str, ChunkFunction] | None = None,
 ) -> None:
     """Write the weights of ``checkpoint`` times ``factors`` into the folder ``out``; config.yaml comes last.
 
     :param layout: ``unsharded`` or ``sharded``; a sharded output needs a sharded source.
+    :param extra: also keep what is not the model in a sharded checkpoint (the optimizer), and do
+        this to its tensors; default: the model alone.
     :raises LNSConfigError: unsharded to sharded was asked for.
     """
     layout = layout or checkpoint.layout
@@ -144,21 +135,20 @@ def write_olmo(
         weights = scaled(checkpoint.tensors, factors, rounding, dtype)
         write_archive(out / "model.pt", {checkpoint.stored_names[name]: weights[name] for name in weights})
     elif checkpoint.layout == "sharded":
-        functions = {}
+        functions: dict[str, ChunkFunction] = {}
         for name, stored in checkpoint.stored_names.items():
             tensor = checkpoint.tensors[name]
             if name in factors or (dtype is not None and dtype != tensor.dtype):
                 functions[stored] = chunk_scaler(name, factors.get(name, 1.0), rounding, dtype)
-        checkpoint.sharded.rewrite(out / SHARDED, lambda name: name.startswith("model."), functions)
+        functions.update(extra or {})
+        checkpoint.sharded.rewrite(out / SHARDED, lambda n: extra is not None or n.startswith("model."), functions)
     else:
         raise LNSConfigError(f"{checkpoint.folder} is unsharded: a sharded one can only be made of a sharded one")
     record.write(out)
     write_config(out / "config.yaml", checkpoint, layer_norm_type, record)
 
 
-def chunk_scaler(
-    name: str, factor: float, rounding: Rounding, dtype: torch.dtype | None
-) -> Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]:
+def chunk_scaler(name: str, factor: float, rounding: Rounding, dtype: torch.dtype | None) -> ChunkFunction:
     """A function for :meth:`DistributedCheckpoint.rewrite` that scales every chunk alike."""
     return lambda _, offsets, chunk: rounding.scale(name, chunk, factor, dtype or chunk.dtype)
 

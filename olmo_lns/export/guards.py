@@ -1,0 +1,128 @@
+"""OLMo's own converters to Hugging Face, stopped before they lose the factor.
+
+``scripts/convert_olmo_to_hf_new.py`` never looks at the norms: it writes an ``OlmoForCausalLM``,
+whose norms have neither factor nor gain, whatever the checkpoint holds. ``hf_olmo`` keeps the
+name of the norm but not the exponent. A script runs as ``__main__`` and imports neither OLMo nor
+this package, so the first is recognised by its file name when it imports transformers' Olmo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable
+
+from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.integrations.autoload import on_import
+from olmo_lns.integrations.patching import MARKER, Target, replace
+from olmo_lns.record import LNSRecord, check_match
+
+__all__ = ["CONVERTERS", "TRIGGER", "check_conversion", "install"]
+
+log = logging.getLogger("olmo_lns")
+
+#: The module whose import betrays a converter script; imported by nothing else but Olmo's users.
+TRIGGER = "transformers.models.olmo.configuration_olmo"
+#: OLMo's script, and the copy of it that transformers ships.
+CONVERTERS = ("convert_olmo_to_hf_new", "convert_olmo_weights_to_hf")
+_VERIFIED = {"01810dd1b8a5ed6b": "ai2-olmo 0.5.0 to main (2025-09)"}
+
+
+def install() -> None:
+    """Guard the converters that are imported from now on, or already are. Idempotent and inert.
+
+    Call it when ``olmo`` or :data:`TRIGGER` is imported. Nothing happens unless a checkpoint
+    that was trained with LNS is about to be converted.
+
+    :raises CheckpointMismatchError: (in the converter) the conversion would lose the factor.
+    """
+    on_import(TRIGGER, lambda module: _check_script())
+    on_import("hf_olmo.configuration_olmo", _guard_hf_olmo)
+    for name in CONVERTERS[:1]:
+        for module in (name, f"scripts.{name}"):
+            on_import(module, lambda m: _guard_function(Target(f"{m.__name__}:write_model", _VERIFIED)))
+
+
+def check_conversion(folder: str | Path, *, keeps_gains: bool) -> None:
+    """Refuse to convert the checkpoint in ``folder`` without its factor.
+
+    :param keeps_gains: whether the converter writes the gains of the norms; one that does not
+        loses also a factor that was folded into them.
+    :raises CheckpointMismatchError: it would, and the difference was not allowed.
+    """
+    model = _model_section(Path(folder))
+    name = str(model.get("layer_norm_type", ""))
+    record = LNSRecord.read(folder) or (LNSRecord.lns(name) if name.startswith("lns") else LNSRecord())
+    in_gains = record.folded and model.get("layer_norm_with_affine", True) and not keeps_gains
+    if in_gains:
+        record = LNSRecord.lns(record.type, record.exponent, scaled_init=record.scaled_init)
+    try:
+        allowed = check_match(record, LNSRecord(scaled_init=record.scaled_init), source=folder, training=False)
+    except CheckpointMismatchError as error:
+        why = "this converter drops the gains into which its factor was folded. " if in_gains else ""
+        raise CheckpointMismatchError(f"{why}{error} Or: olmo-lns export {folder} OUT --format hf") from None
+    for difference in allowed:
+        log.warning("converting %s although its factor is lost (%s was allowed)", folder, difference)
+
+
+def _check_script() -> None:
+    """If the running script is one of the converters: check the checkpoint it was told to convert."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not {Path(p).stem for p in (main, sys.argv[0] if sys.argv else None) if p} & set(CONVERTERS):
+        return
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--input_dir")
+    folder = parser.parse_known_args(sys.argv[1:])[0].input_dir
+    if folder:
+        check_conversion(folder, keeps_gains=False)
+
+
+def _guard_function(target: Target) -> None:
+    def make(write_model: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(model_path: Any, input_base_path: Any, *args: Any, **kwargs: Any) -> Any:
+            check_conversion(input_base_path, keeps_gains=False)
+            return write_model(model_path, input_base_path, *args, **kwargs)
+
+        return wrapped
+
+    replace(target, make)
+
+
+def _guard_hf_olmo(module: ModuleType) -> None:
+    """``OLMoConfig.save_pretrained`` is what its converter calls first, with the checkpoint's folder."""
+    config_class: Any = module.OLMoConfig
+    original = config_class.save_pretrained
+    if getattr(original, MARKER, False):
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(self.layer_norm_type).startswith("lns"):
+            folder = Path(save_directory)
+            if not (folder / "config.yaml").is_file():
+                _refuse_type(str(self.layer_norm_type), folder)
+            check_conversion(folder, keeps_gains=True)
+        return original(self, save_directory, *args, **kwargs)
+
+    setattr(save_pretrained, MARKER, True)
+    config_class.save_pretrained = save_pretrained
+
+
+def _refuse_type(name: str, folder: Path) -> None:
+    """A model in memory, saved elsewhere: its config names the norm and loses the exponent."""
+    check_match(LNSRecord.lns(name), LNSRecord(), source=f"the model to be saved in {folder}", training=False)
+
+
+def _model_section(folder: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}  # the converter itself says what is wrong with it
+    model = config.get("model") if isinstance(config, dict) else None
+    return model if isinstance(model, dict) else {}
