@@ -1,0 +1,143 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from olmo_lns.diagnostics.data import DataOptions, read_batches, track
+from olmo_lns.errors import LNSError
+
+
+def refuse():
+    raise AssertionError("token ids need no tokenizer")
+
+
+class Letters:
+    """a, b, c, ... as 1, 2, 3, ...; document end 0."""
+
+    eos_token_id = 0
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(c) - ord("a") + 1 for c in text if c.isalpha()]}
+
+
+def read(source, length, *, tokenizer=Letters, vocabulary=256, **options):
+    batches = list(
+        read_batches(str(source), DataOptions(length, **options), vocabulary=vocabulary, tokenizer=tokenizer)
+    )
+    return [
+        [row[: int(n)].tolist() for row, n in zip(b["input_ids"], b["attention_mask"].sum(1), strict=True)]
+        for b in batches
+    ]
+
+
+def test_raw_and_numpy_token_files(tmp_path):
+    values = np.arange(20)
+    values.astype(np.uint16).tofile(tmp_path / "raw.npy")
+    np.save(tmp_path / "flat.npy", values)
+    np.save(tmp_path / "rows.npy", values.reshape(4, 5))
+    expected = [[[*range(8)], [*range(8, 16)]], [[16, 17, 18, 19]]]
+    assert read(tmp_path / "raw.npy", 8, batch_size=2, tokenizer=refuse) == expected
+    assert read(tmp_path / "flat.npy", 8, batch_size=2, tokenizer=refuse) == expected
+    assert read(tmp_path / "rows.npy", 8, batch_size=4) == [values.reshape(4, 5).tolist()]
+    values.astype(np.uint32).tofile(tmp_path / "wide.npy")
+    assert read(tmp_path / "wide.npy", 20, token_dtype="uint32") == [[values.tolist()]]
+
+
+@given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 4), st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_token_budget_is_exact(tmp_path_factory, size, length, batch, budget):
+    path = tmp_path_factory.mktemp("d") / "x.npy"
+    np.save(path, np.arange(size))
+    batches = read(path, length, batch_size=batch, max_tokens=budget)
+    assert [i for b in batches for row in b for i in row] == list(range(min(size, budget)))
+    assert all(len(row) <= length for b in batches for row in b) and all(len(b) <= batch for b in batches)
+
+
+def test_sequence_limit_and_ranks(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(24))
+    assert read(tmp_path / "x.npy", 4, max_sequences=2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    mine = [read(tmp_path / "x.npy", 4, batch_size=2, rank=rank, world=2) for rank in range(2)]
+    assert sorted(mine[0] + mine[1]) == read(tmp_path / "x.npy", 4, batch_size=2)
+
+
+def test_text_is_packed_without_document_ends(tmp_path):
+    (tmp_path / "x.txt").write_text("abc\nde\n")
+    assert read(tmp_path / "x.txt", 4) == [[[1, 2, 3, 4], [5]]]
+
+
+def test_json_lines_packed_and_padded(tmp_path):
+    lines = [{"text": "abc"}, {"text": "de"}, {"text": "fghij"}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert read(tmp_path / "x.jsonl", 4) == [[[1, 2, 3, 0], [4, 5, 0, 6], [7, 8, 9, 10], [0]]]
+    assert read(tmp_path / "x.jsonl", 4, pack=False) == [[[1, 2, 3], [4, 5], [6, 7, 8, 9]]]
+    batch = next(read_batches(str(tmp_path / "x.jsonl"), DataOptions(4, pack=False), vocabulary=99, tokenizer=Letters))
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch["input_ids"].dtype == torch.int64
+
+
+def test_json_lines_with_ids_and_other_fields(tmp_path):
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6]}\n{"tokens": [7]}\n')
+    assert read(tmp_path / "ids.jsonl", 8, pack=False, tokenizer=refuse) == [[[5, 6], [7]]]
+    (tmp_path / "body.jsonl").write_text('{"body": "ab"}\n')
+    assert read(tmp_path / "body.jsonl", 8, text_field="body") == [[[1, 2, 0]]]
+    with pytest.raises(LNSError, match=r"found a record with \['body'\], expected text in 'text'"):
+        read(tmp_path / "body.jsonl", 8)
+
+
+def test_hugging_face_data_set(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "abc"}\n')
+    (tmp_path / "set" / "validation.jsonl").write_text('{"text": "xyz"}\n')
+    assert read(tmp_path / "set", 8) == [[[1, 2, 3, 0]]]
+    assert read(f"{tmp_path / 'set'}:validation", 8) == [[[24, 25, 26, 0]]]
+    with pytest.raises(LNSError, match="neither a file nor a data set"):
+        read(tmp_path / "nothing", 8)
+
+
+@pytest.mark.parametrize("name, content", [("x.npy", b""), ("x.txt", b""), ("x.jsonl", b"\n"), ("y.npy", None)])
+def test_empty_data(tmp_path, name, content):
+    if content is None:
+        np.save(tmp_path / name, np.empty(0, np.int64))
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(LNSError, match="holds no token"):
+        read(tmp_path / name, 8)
+
+
+@pytest.mark.parametrize("bad", [100, 70_000, -1])
+def test_ids_outside_the_vocabulary(tmp_path, bad):
+    np.save(tmp_path / "x.npy", np.array([1, bad, 3]))
+    with pytest.raises(LNSError, match=rf"found token id {bad}, expected 0..99: the data was tokenised with another"):
+        read(tmp_path / "x.npy", 8, vocabulary=100)
+
+
+def test_other_bad_files(tmp_path):
+    with pytest.raises(LNSError, match="no such file"):
+        read(tmp_path / "missing.npy", 8)
+    with pytest.raises(LNSError, match="no such file"):
+        read(tmp_path / "missing.jsonl", 8)
+    np.save(tmp_path / "float.npy", np.zeros(3))
+    with pytest.raises(LNSError, match="expected integer token ids"):
+        read(tmp_path / "float.npy", 8)
+    (tmp_path / "odd.npy").write_bytes(b"abc")
+    with pytest.raises(LNSError, match="no whole number of uint16"):
+        read(tmp_path / "odd.npy", 8)
+    (tmp_path / "x.jsonl").write_text('{"text": "ab"}\nnot json\n')
+    with pytest.raises(LNSError, match=r"x.jsonl:2: not JSON"):
+        read(tmp_path / "x.jsonl", 8)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LNSError, match="not UTF-8 text"):
+        read(tmp_path / "binary.txt", 8)
+
+
+def test_progress_passes_batches_through_and_says_what_is_left(tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.arange(20))
+    batches = read_batches(str(tmp_path / "x.npy"), DataOptions(4, 1), vocabulary=99, tokenizer=refuse)
+    assert len(list(track(batches, "variance", 100))) == 5
+    shown = capsys.readouterr().err
+    assert "variance" in shown and "20 tokens" in shown and "left" in shown
