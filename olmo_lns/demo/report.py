@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
+from rich import box
 from rich.table import Table
 
 from olmo_lns import __version__
@@ -40,20 +41,25 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def _significant(values: Sequence[float]) -> str:
-    mean = sum(values) / len(values)
-    text = f"{mean:.3g}"
-    return text if len(values) == 1 else f"{text} ({min(values):.3g}–{max(values):.3g})"
+def _variances(values: Sequence[float]) -> str:
+    """As :func:`_spread`, for numbers of any size."""
+
+    def short(value: float) -> str:
+        return f"{value:.3g}" if value >= 0.01 else f"{value:.1e}"
+
+    mean = short(sum(values) / len(values))
+    return mean if len(values) == 1 else f"{mean} ({short(min(values))}–{short(max(values))})"
 
 
 def table(results: Sequence[Result]) -> Table:
     """Arm, losses, output variance of four blocks, growth V."""
     layers = len(results[0].variance)
-    out = Table(caption="train, held-out: loss; b…: output variance of that block; V: growth from block L/4 to L")
-    for name in ("arm", "train", "held-out", *(f"b{block}" for block in _reported_blocks(layers)), "V"):
-        out.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+    out = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    out.add_column("arm", no_wrap=True)
+    for name in ("train", "held-out", *(f"var b{block}" for block in _reported_blocks(layers)), "V"):
+        out.add_column(name, justify="right")
     for arm, group in _by_arm(results).items():
-        variances = [_significant([r.variance[b - 1] for r in group]) for b in _reported_blocks(layers)]
+        variances = [_variances([r.variance[b - 1] for r in group]) for b in _reported_blocks(layers)]
         losses = [_spread([r.train_loss for r in group], 3), _spread([r.heldout_loss for r in group], 3)]
         out.add_row(arm, *losses, *variances, _spread([r.growth for r in group], 1))
     return out
@@ -78,8 +84,8 @@ def notes(results: Sequence[Result], shape: Shape) -> list[str]:
     growth = {arm: sum(r.growth for r in group) / len(group) for arm, group in arms.items()}
     lowest = min(mean, key=lambda arm: mean[arm])
     lines = [
-        "Losses are in nats per byte; train is the mean of the last tenth of the steps. Variance is over features, "
-        "averaged over held-out tokens.",
+        "train, held-out: loss in nats per byte (train: mean of the last tenth of the steps). var b1 ...: variance of "
+        "that block's output over its features, mean over held-out tokens. V: growth from block L/4 to block L.",
         "The paper (arXiv 2502.05795) claims, at 20B tokens and 60M to 7B parameters: LNS ends below Pre-LN at every "
         "size, and at 1B also below OLMo's scaled initialization.",
         f"This run has {results[0].parameters / 1e6:.1f}M parameters and {tokens / 1e6:.2f}M tokens an arm, about "

@@ -1,0 +1,93 @@
+"""The demo's data: the same bytes every time, split by document, readable by OLMo."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from olmo_lns.demo import data as demo_data
+from olmo_lns.demo.data import DemoData, build, documents
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
+    return build(tmp_path_factory.mktemp("data"))
+
+
+def test_two_builds_are_identical(data: DemoData, tmp_path):
+    other = build(tmp_path)
+    assert other.digest == data.digest
+    assert other.train.read_bytes() == data.train.read_bytes()
+    assert other.heldout.read_bytes() == data.heldout.read_bytes()
+
+
+def test_is_text_and_code_as_bytes_with_ends_of_documents(data: DemoData):
+    tokens = np.memmap(data.train, dtype=np.uint16, mode="r")
+    assert len(tokens) == data.train_tokens > 5_000_000
+    assert tokens.max() == data.eos_token_id == 256
+    assert tokens[-1] == data.eos_token_id
+    first_name, first_text = next(documents())
+    assert first_name.startswith("pydoc_data/")
+    assert bytes(tokens[: len(first_text)].astype(np.uint8)) == first_text
+
+
+def test_split_is_by_document_and_complete(data: DemoData):
+    everything = [text for _, text in documents()]
+    ends = {path: np.flatnonzero(np.fromfile(path, np.uint16) == 256) for path in (data.train, data.heldout)}
+    assert len(ends[data.train]) + len(ends[data.heldout]) == len(everything)
+    assert len(ends[data.heldout]) == len(everything) // demo_data.HELDOUT_EVERY
+    assert data.train_tokens + data.heldout_tokens == sum(map(len, everything)) + len(everything)
+    # The sixteenth document is the first that is held out.
+    held_out = np.fromfile(data.heldout, np.uint16)[: ends[data.heldout][0]]
+    assert bytes(held_out.astype(np.uint8)) == everything[15]
+
+
+def test_leaves_out_what_differs_between_machines():
+    names = [name for name, _ in documents()]
+    library = [name for name in names if not name.startswith("pydoc_data/")]
+    assert library == sorted(library) and names[-len(library) :] == library
+    for part in ("site-packages", "/test/", "_sysconfigdata", "__pycache__"):
+        assert not any(part in f"/{name}" for name in names), part
+    assert "ast.py" in names and "json/decoder.py" in names
+
+
+def test_existing_files_are_kept_and_damaged_ones_rebuilt(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo_data, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
+    built = build(tmp_path)
+    content, before = built.train.read_bytes(), built.train.stat().st_mtime_ns
+    assert build(tmp_path) == built
+    assert built.train.stat().st_mtime_ns == before
+    with built.train.open("r+b") as file:
+        file.truncate(100)
+    assert build(tmp_path).train.read_bytes() == content
+    manifest = tmp_path / "data.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"python": "3.0.0"}))
+    assert build(tmp_path) == built
+
+
+def test_a_python_without_sources_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo_data.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(demo_data.LNSConfigError, match=r"found \d+ documents under .*expected the standard library"):
+        build(tmp_path / "out")
+
+
+def test_tokenizer_gives_the_bytes(data: DemoData):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(data.tokenizer))
+    text = "def naïve(x):\n\treturn '→ \x00 ' + \"x\"  # 1\r\n"
+    assert tokenizer.encode(text).ids == list(text.encode("utf-8"))
+    assert tokenizer.decode(list(text.encode("utf-8"))) == text
+    assert tokenizer.get_vocab_size() == data.vocab_size == 257
+    assert tokenizer.encode("<|endoftext|>").ids == [data.eos_token_id]
+
+
+def test_olmo_reads_it(data: DemoData):
+    from olmo.data import MemMapDataset
+
+    dataset = MemMapDataset(data.heldout, chunk_size=256, memmap_dtype=np.uint16)
+    assert len(dataset) == data.heldout_tokens // 256
+    expected = np.memmap(data.heldout, dtype=np.uint16, mode="r")[256:512]
+    assert dataset[1]["input_ids"].tolist() == expected.tolist()
