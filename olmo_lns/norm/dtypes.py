@@ -47,7 +47,7 @@ def folded_gain(
     """
     if weight is None:
         return torch.full((x.shape[-1],), scale, dtype=dtype, device=x.device)
-    wide = weight.to(compute_dtype(weight.dtype))
+    wide = weight.to(compute_dtype(dtype))
     return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
 
 
