@@ -1,0 +1,1 @@
+"""The scaling study: config pack checks, plan, launch, collect and report."""

@@ -1,0 +1,237 @@
+"""``olmo-lns config check``: load OLMo and Megatron configs as their frameworks do, and say what they are."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Iterable, Sequence
+
+import yaml
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import megatron_args, olmo_config
+from olmo_lns.study.arms import ARMS, arm_problems, init_problems, is_lns
+from olmo_lns.study.shape import GPUS, Shape
+
+__all__ = ["Checked", "check", "find", "main"]
+
+
+@dataclass
+class Checked:
+    """One file. ``problems`` make the exit code 1, ``notes`` do not."""
+
+    path: Path
+    kind: str
+    arm: str = "–"
+    shape: Shape | None = None
+    parameters: int = 0
+    memory: float = 0.0
+    strategy: str = ""
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """The files themselves, and every ``*.yaml``/``*.yml`` under a folder, recursively.
+
+    :raises LNSConfigError: a path that does not exist, or nothing found.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise LNSConfigError(f"{path}: no such file or folder")
+        found += sorted(p for p in path.rglob("*.y*ml") if p.is_file()) if path.is_dir() else [path]
+    if not found:
+        raise LNSConfigError("no *.yaml file found")
+    return found
+
+
+def check(path: Path, *, gpus: int, gpu: str, budget: float | None) -> Checked:
+    """Check one file. Everything wrong with it is in ``problems``; nothing is raised for a bad file."""
+    try:
+        kind = _kind(path)
+        result = Checked(path, kind)
+        {"olmo": _olmo, "megatron": _megatron, "study": _study}[kind](result, gpus)
+    except LNSConfigError as error:
+        message = str(error).removeprefix(f"{path}: ")
+        return Checked(path, "?", problems=[message])
+    if result.shape is not None:
+        _budget(result, budget)
+        if result.memory > GPUS[gpu].memory:
+            result.notes.append(f"estimated {result.memory / 1e9:.0f} GB on a GPU is more than {gpu} has")
+    return result
+
+
+def _kind(path: Path) -> str:
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LNSConfigError(f"not YAML: {' '.join(str(error).split())}") from error
+    if isinstance(raw, dict):
+        for kind, key in (("olmo", "model"), ("megatron", "num-layers"), ("study", "arms")):
+            if key in raw:
+                return kind
+    raise LNSConfigError("neither an OLMo config (model:), a Megatron one (num-layers:) nor a study (arms:)")
+
+
+def _arm(result: Checked, settings: dict[str, Any]) -> None:
+    """The arm is the part of the file's name after the size; a file named otherwise has none to check."""
+    _, _, name = result.path.stem.partition("-")
+    if name in ARMS:
+        result.arm = name
+        result.problems += arm_problems(name, settings, result.kind)
+    elif is_lns(settings, result.kind):
+        result.arm = "(lns)"
+    result.problems += init_problems(settings, result.kind)
+
+
+def _olmo(result: Checked, gpus: int) -> None:
+    config = olmo_config.load(result.path)
+    settings = olmo_config.flatten(config)
+    shape = result.shape = Shape.of(settings, "olmo")
+    _arm(result, settings)
+    result.parameters, _ = olmo_config.count(config)
+    result.strategy = str(settings["distributed_strategy"])
+    recompute = settings["activation_checkpointing"] is not None
+    micro = int(settings["device_train_microbatch_size"])
+    if result.strategy in ("ddp", "fsdp"):
+        result.memory = shape.memory(result.strategy, gpus, micro, recompute=recompute)["total"]
+    stop = settings["stop_at"]
+    if stop is None:
+        result.problems.append(f"stop_at is not set: OLMo would run {shape.steps + 10} steps; expected {shape.steps}")
+    elif stop != shape.steps:
+        result.problems.append(f"stop_at {stop} is not max_duration {shape.steps}: the schedule would be cut or idle")
+    if result.strategy == "ddp" and settings["model.init_device"] == "meta":
+        result.problems.append("distributed_strategy ddp needs model.init_device cuda, found meta")
+    _batch(result, shape.batch, gpus, micro)
+
+
+def _megatron(result: Checked, gpus: int) -> None:
+    settings = megatron_args.read(result.path)
+    shape = result.shape = Shape.of(settings, "megatron")
+    _arm(result, settings)
+    result.parameters = shape.parameters
+    result.strategy = "distributed_optimizer" if settings.get("use_distributed_optimizer") else "ddp"
+    micro = int(settings.get("micro_batch_size") or 1)
+    parallel = int(settings.get("tensor_model_parallel_size") or 1)
+    result.memory = shape.memory(result.strategy, max(1, gpus // parallel), micro)["total"] / parallel
+    decay = settings.get("lr_decay_iters")
+    if decay not in (None, shape.steps):
+        result.problems.append(f"lr-decay-iters {decay} is not train-iters {shape.steps}")
+    _batch(result, shape.batch, gpus // parallel, micro)
+    _parse_megatron(result, settings, gpus)
+
+
+def _parse_megatron(result: Checked, settings: dict[str, Any], gpus: int) -> None:
+    """Megatron's own parser and validation, where there is a Megatron; else a note."""
+    flags = megatron_args.to_flags(settings, placeholder=True)
+    if not megatron_args.available():
+        result.notes.append("not parsed by Megatron: set MEGATRON_LM_SRC to a checkout")
+        return
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update(RANK="0", WORLD_SIZE=str(gpus))  # validate_args derives data parallelism from them
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            megatron_args.parse(flags)
+    except LNSConfigError as error:
+        lines = [line for line in printed.getvalue().splitlines() if "error:" in line]
+        result.problems.append(lines[-1].strip() if lines else str(error))
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _study(result: Checked, gpus: int) -> None:
+    from olmo_lns.study.collect import compare_planned
+    from olmo_lns.study.spec import Study
+
+    study = Study.load(result.path)
+    compare_planned(study)
+    result.notes.append(f"{len(study.runs)} runs: {', '.join(study.sizes)} × {', '.join(study.arms)}")
+
+
+def _batch(result: Checked, batch: int, gpus: int, micro: int) -> None:
+    if batch % micro:
+        result.problems.append(f"the batch of {batch} is not a multiple of the micro-batch of {micro}")
+    elif batch % (gpus * micro):
+        result.notes.append(
+            f"{gpus} GPUs × micro-batch {micro} do not divide the batch of {batch}: use fewer or a smaller one"
+        )
+
+
+def _budget(result: Checked, budget: float | None) -> None:
+    shape = result.shape
+    assert shape is not None
+    if shape.warmup >= shape.steps:
+        result.problems.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: it never ends")
+    if budget is None:
+        return
+    fewest = -(-int(budget) // shape.tokens_per_step)
+    if shape.steps != fewest:
+        result.problems.append(
+            f"{shape.steps} steps of {shape.tokens_per_step:,} tokens: expected {fewest}, the fewest for {budget:.3g}"
+        )
+
+
+def _row(result: Checked) -> list[str]:
+    verdict = "ok" if not result.problems else f"{len(result.problems)} problem{'s' * (len(result.problems) > 1)}"
+    if result.shape is None:
+        return [str(result.path), result.kind, result.arm, "–", "–", "–", "–", "–", verdict]
+    memory = f"{result.memory / 1e9:.0f} GB {result.strategy}" if result.memory else "–"
+    shape = result.shape
+    return [
+        str(result.path),
+        result.kind,
+        result.arm,
+        f"{result.parameters:,}",
+        f"{shape.tokens:,}",
+        f"{shape.steps:,}",
+        f"{shape.warmup_share:.1%}",
+        memory,
+        verdict,
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """:returns: 1 when a file has a problem."""
+    parser = argparse.ArgumentParser(prog="olmo-lns config", description="Check OLMo and Megatron training configs.")
+    command = parser.add_subparsers(required=True, metavar="check").add_parser(
+        "check", help="load, count, estimate; exit code 1 when something is wrong"
+    )
+    command.add_argument("paths", nargs="+", type=Path, help="files, or folders searched recursively")
+    command.add_argument("--gpus", type=int, default=8, help="GPUs for the memory estimate (default 8)")
+    command.add_argument("--gpu", choices=sorted(GPUS), default="H100")
+    command.add_argument("--budget", type=float, help="tokens a run must reach in the fewest steps, such as 20e9")
+    args = parser.parse_args(argv)
+    if args.gpus < 1:
+        parser.error("--gpus must be at least 1")
+    results = [check(path, gpus=args.gpus, gpu=args.gpu, budget=args.budget) for path in find(args.paths)]
+    head = [
+        "file",
+        "kind",
+        "arm",
+        "parameters",
+        "tokens",
+        "steps",
+        "warm-up",
+        f"memory on 1 of {args.gpus} (est.)",
+        "check",
+    ]
+    table = [head, *map(_row, results)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    for row in table:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for result in results:
+        for text in result.problems:
+            print(f"{result.path}: PROBLEM: {text}")
+    for text in dict.fromkeys(text for result in results for text in result.notes):
+        files = [result.path.name for result in results if text in result.notes]
+        print(f"note ({files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}): {text}")
+    bad = sum(bool(result.problems) for result in results)
+    print(f"{len(results)} files, {bad} with problems")
+    return int(bad > 0)

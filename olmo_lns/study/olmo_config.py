@@ -1,0 +1,88 @@
+"""Loading OLMo's ``TrainConfig`` as a launch would, flattening it, and building its model on the meta device."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Sequence
+
+from olmo_lns.errors import LNSConfigError
+
+__all__ = ["count", "flatten", "load", "overrides_to_args"]
+
+ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+@contextmanager
+def placeholders(path: Path) -> Iterator[None]:
+    """Set what ``${oc.env:NAME}`` of this file needs and is not set, so that it can be checked anywhere."""
+    missing = [name for name in ENVIRONMENT.findall(path.read_text()) if name not in os.environ]
+    os.environ.update({name: f"/{name}-is-not-set" for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+def overrides_to_args(overrides: Mapping[str, Any]) -> list[str]:
+    """``{"model.d_model": 64}`` → ``["model.d_model=64"]``, OLMo's dot list (a launch adds ``--``)."""
+    words = {None: "null", True: "true", False: "false"}
+    return [f"{k}={words[v] if v is None or isinstance(v, bool) else v}" for k, v in overrides.items()]
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
+    """The ``TrainConfig`` of a file as ``scripts/train.py file --key=value`` gets it, data paths not required to exist.
+
+    :raises LNSConfigError: OLMo's own complaint, with the file's name.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+
+    from olmo_lns.integrations.olmo import register
+
+    register()
+    from olmo.config import TrainConfig
+    from olmo.exceptions import OLMoConfigurationError
+
+    if not path.is_file():
+        raise LNSConfigError(f"{path}: no such file")
+    with placeholders(path):
+        try:
+            return TrainConfig.load(str(path), overrides_to_args(overrides or {}), validate_paths=False)
+        except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
+            raise LNSConfigError(f"{path}: OLMo refuses it: {str(error).splitlines()[0]}") from error
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """A ``TrainConfig`` (or nested mapping) as ``{"model.d_model": 512, …}``; enums as their values."""
+    tree = config.asdict() if hasattr(config, "asdict") else config
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, node: Any) -> None:
+        if isinstance(node, Mapping):
+            for key, value in node.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), value)
+        else:
+            flat[prefix] = _plain(node)
+
+    walk("", tree)
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def count(config: Any) -> tuple[int, float]:
+    """``(parameters, OLMo's training FLOPs per token)`` of the config's model, built on the meta device."""
+    from olmo.model import OLMo
+
+    model = OLMo(config.model.update_with(init_device="meta"), init_params=False)
+    return model.num_params(), float(model.num_fwd_flops + model.num_bck_flops)
