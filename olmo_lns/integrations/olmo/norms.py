@@ -27,7 +27,7 @@ class LNSRMSLayerNorm(RMSLayerNorm):
     lns_backend: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lns_backend.rms_norm(x, self.weight, self.eps, self.lns_scale, bias=self.bias)
+        return self.lns_backend.rms_norm(x, self.weight, self.eps, _factor(self), bias=self.bias)
 
     def extra_repr(self) -> str:
         return f"layer_number={self.layer_number}, lns_scale={self.lns_scale:.6g}"
@@ -42,14 +42,27 @@ class LNSLayerNorm(LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.low_precision:
-            return self.lns_backend.layer_norm(x, self.weight, self.bias, self.eps, self.lns_scale)
+            return self.lns_backend.layer_norm(x, self.weight, self.bias, self.eps, _factor(self))
         x = self._cast_if_autocast_enabled(x)
         weight = self._cast_if_autocast_enabled(self.weight) if self.weight is not None else None
         bias = self._cast_if_autocast_enabled(self.bias) if self.bias is not None else None
         with torch.autocast(enabled=False, device_type=x.device.type):
-            return self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_scale)
+            return self.lns_backend.layer_norm(x, weight, bias, self.eps, _factor(self))
 
     extra_repr = LNSRMSLayerNorm.extra_repr
+
+
+def _factor(norm: Any) -> Any:
+    """The factor as the backend takes it: the float, or for torch.compile an equal 0-d CPU tensor.
+
+    Dynamo burns the first block's float into its graph and makes the second block's an input. The
+    recomputation of a checkpointed first block then runs the other graph, which saves other
+    tensors, and torch stops with a CheckpointError. A tensor is an input from the start: one
+    graph for all blocks. It is no buffer, so state dicts, meta device and FSDP do not know it.
+    """
+    if torch.compiler.is_compiling() and norm.lns_backend.name != "te":
+        return norm.lns_scale_tensor
+    return norm.lns_scale
 
 
 _SCALED: dict[type, type] = {RMSLayerNorm: LNSRMSLayerNorm, LayerNorm: LNSLayerNorm}
@@ -74,6 +87,7 @@ def bind(norm: LayerNormBase, layer_number: int, exponent: float) -> None:
         raise TypeError(f"cannot scale a {type(norm).__name__}; expected OLMo's RMSLayerNorm or LayerNorm")
     norm.__class__ = scaled
     norm.lns_scale = lns_scale(layer_number, exponent=exponent)
+    norm.lns_scale_tensor = torch.tensor(norm.lns_scale, dtype=torch.float64, device="cpu")
     norm.layer_number = layer_number
     norm.lns_backend = choose_backend()
 

@@ -1,0 +1,146 @@
+"""One forward, backward and SGD step of an OLMo model under each given strategy, against one process.
+
+Usage: ``torchrun … strategies.py cases.json results.json``. Every case runs with the lns type and
+with the stock type of the same norm; a result holds the loss, the reference's loss, the largest
+gradient error relative to the largest gradient, or the error that the strategy raised.
+"""
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.olmo_models import build, model_config, tokens
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from olmo_lns.integrations.olmo import register
+
+BATCH, LENGTH, RATE = 4, 16, 1.0
+
+
+def precision(case):
+    """CPU autocast: OLMo's own is hard-wired to CUDA."""
+    return torch.autocast("cpu", torch.bfloat16) if case.get("autocast") else nullcontext()
+
+
+def loss_of(model, ids, case):
+    with precision(case):
+        logits = model(ids).logits[:, :-1].float()
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+
+
+def prepared(kind, case):
+    """The same weights on every rank, with what OLMo's launcher does before it wraps."""
+    from olmo.config import ActivationCheckpointingStrategy
+
+    model = build(layer_norm_type=kind, **case.get("model", {})).train()
+    if case.get("compile"):
+        for block in model.transformer.blocks:
+            block.compile(backend=case["compile"])
+    if case.get("checkpointing"):
+        model.set_activation_checkpointing(ActivationCheckpointingStrategy(case["checkpointing"]))
+    return model
+
+
+def wrap(model, case, param_init_fn=None):
+    from olmo.config import FSDPConfig, FSDPPrecision, FSDPWrapStrategy, TrainConfig
+
+    if case["strategy"] == "ddp":
+        return DDP(model)
+    fsdp = FSDPConfig(
+        use_orig_params=case["use_orig_params"],
+        wrapping_strategy=FSDPWrapStrategy(case["wrap"]) if case["wrap"] else None,
+        precision=FSDPPrecision(case["precision"]) if case.get("precision") else None,
+    )
+    train = TrainConfig(fsdp=fsdp, precision="amp_bf16")
+    return FSDP(
+        model,
+        sharding_strategy=fsdp.sharding_strategy,
+        mixed_precision=train.fsdp_precision,
+        auto_wrap_policy=model.get_fsdp_wrap_policy(fsdp.wrapping_strategy),
+        use_orig_params=fsdp.use_orig_params,
+        limit_all_gathers=True,
+        device_id=torch.device("cpu"),
+        param_init_fn=param_init_fn,
+    )
+
+
+def full_parameters(model, case):
+    whole = FSDP.summon_full_params(model, writeback=False) if case["strategy"] == "fsdp" else nullcontext()
+    with whole:
+        clean = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
+        return {name.removeprefix("module."): p.detach().clone() for name, p in clean}
+
+
+def compare(kind, case):
+    ids = tokens(BATCH, LENGTH)
+    single = prepared(kind, {**case, "compile": None, "checkpointing": None})
+    expected_loss = loss_of(single, ids, case)
+    expected_loss.backward()
+    gradients = {name: p.grad for name, p in single.named_parameters()}
+
+    model = wrap(prepared(kind, case), case)
+    before = full_parameters(model, case)
+    optim = torch.optim.SGD(model.parameters(), lr=RATE)
+    mine = ids.chunk(dist.get_world_size())[dist.get_rank()]
+    loss = loss_of(model, mine, case)
+    loss.backward()
+    optim.step()
+    after = full_parameters(model, case)
+    assert set(before) == set(gradients), sorted(set(before) ^ set(gradients))
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    largest = max(g.abs().max() for g in gradients.values())
+    errors = [((before[n] - after[n]) / RATE - gradients[n]).abs().max() / largest for n in gradients]
+    return {
+        "loss": mean.item() / dist.get_world_size(),
+        "expected": expected_loss.item(),
+        "gradient_error": max(errors).item(),
+    }
+
+
+def initialize(kind, case):
+    """Meta device, FSDP, ``reset_parameters`` as in OLMo's launcher; the std of each residual weight."""
+    from olmo.model import OLMo
+    from olmo.torch_util import seed_all
+
+    seed_all(1)
+    model = OLMo(model_config(layer_norm_type=kind, init_device="meta", d_model=64, **case["model"]))
+    wrapped = wrap(model, case, lambda module: module.to_empty(device="cpu"))
+    model.reset_parameters()
+    weights = full_parameters(wrapped, case)
+    residual = {name: w for name, w in weights.items() if "attn_out" in name or ".ff_out" in name and "blocks" in name}
+    return {"std": {name: w.std().item() for name, w in residual.items()}}
+
+
+def main():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    register()
+    with open(sys.argv[1]) as file:
+        cases = json.load(file)
+    results = {}
+    for name, case in cases.items():
+        for kind in ("lns_rms", "rms"):
+            torch._dynamo.reset()
+            try:
+                result = (initialize if case.get("initialize") else compare)(kind, case)
+            except Exception as error:  # what a strategy raises is the result; the test knows which may
+                result = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+            results.setdefault(name, {})[kind] = result
+            dist.barrier()
+    if dist.get_rank() == 0:
+        with open(sys.argv[2], "w") as file:
+            json.dump(results, file, indent=1)
+    dist.destroy_process_group()
+    # Compiled graphs and gloo threads can end in the wrong order at exit; the results are written.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
