@@ -1,0 +1,210 @@
+import csv
+import logging
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support import launch
+from support.diagnostic_models import Linear, Toy, ids, matrices, olmo_states
+
+from olmo_lns import train
+from olmo_lns.diagnostics.monitor import COLUMNS, install, maybe_install, parse_setting, start_file
+from olmo_lns.errors import LNSConfigError, LNSError
+
+
+class Recorder:
+    """Keeps batch and weights of the steps that are to be checked, taken before the step."""
+
+    def __init__(self, steps):
+        self.steps, self.seen, self.losses = steps, {}, []
+
+    def on_start(self, trainer):
+        step_function = trainer.train_step
+
+        def train_step(batch, **kwargs):
+            if trainer.global_step in self.steps:
+                weights = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+                self.seen[trainer.global_step] = (batch["input_ids"].clone(), weights)
+            return step_function(batch, **kwargs)
+
+        trainer.train_step, self.trainer = train_step, trainer
+
+    def on_step(self, step, loss):
+        self.losses.append(loss)
+
+    def on_eval(self, step, metrics):
+        pass
+
+
+def run(config, recorder):
+    cfg = train.load_config(str(config))
+    with train.process_group() as device:
+        train.prepare(cfg, device)
+        from olmo_lns.trainer import run
+
+        run(cfg, device, observer=recorder)
+    return recorder
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+VARIANTS = {
+    "plain": {},
+    "checkpointed": {"activation_checkpointing": "whole_layer"},
+    "grouped": {"model.block_group_size": 2, "activation_checkpointing": "whole_layer"},
+    "compiled": {"compile": {"mode": None, "backend": "eager"}, "activation_checkpointing": "one_in_two"},
+    "preln": {"model.layer_norm_type": "rms"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_are_those_of_the_fp64_formula(variant, tmp_path, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_MONITOR", "every=2")
+    changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True, **VARIANTS[variant]}
+    recorder = run(launch.write_config(tmp_path, **changes), Recorder({2, 4}))
+    rows = read(tmp_path / "run" / "lns_variance.csv")
+    assert [(row["step"], row["block"]) for row in rows] == [(s, b) for s in (2, 4) for b in (1, 2, 3, 4)]
+    assert all(row["tokens"] == 4 * 32 for row in rows), "all micro-batches, each once"
+    for step, (batch, weights) in recorder.seen.items():
+        model = recorder.trainer.model
+        model.load_state_dict(weights)
+        states = olmo_states(model, batch, lns=variant != "preln")
+        for row, state in zip([row for row in rows if row["step"] == step], states[1:], strict=True):
+            assert row["variance"] == pytest.approx(state.var(-1).mean(), rel=1e-4)
+            assert row["rms"] == pytest.approx(np.sqrt((state**2).mean()), rel=1e-4)
+            assert row["max"] == pytest.approx(np.abs(state).max(), rel=1e-4)
+
+
+def test_training_is_bit_for_bit_the_same(tmp_path, monkeypatch):
+    config = launch.write_config(tmp_path, **{"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True})
+    monkeypatch.delenv("OLMO_LNS_MONITOR", raising=False)
+    plain = run(config, Recorder(set()))
+    assert getattr(plain.trainer, "_olmo_lns_monitor", None) is None
+    monkeypatch.setenv("OLMO_LNS_MONITOR", f"every=1,path={tmp_path / 'rows.csv'}")
+    watched = run(config, Recorder(set()))
+    assert watched.losses == plain.losses
+    assert len(read(tmp_path / "rows.csv")) == 4 * 4
+    for one, two in zip(plain.trainer.model.parameters(), watched.trainer.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def launched(folder, ranks, **changes):
+    """Rows of a run of ``ranks`` processes with four sequences a step in all."""
+    changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True, **changes}
+    config, rows = launch.write_config(folder, **changes), folder / "rows.csv"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = launch.environment(OLMO_LNS_MONITOR=f"every=2,path={rows}")
+    launch.run([sys.executable, *torchrun, "-m", "olmo_lns.train", config], cwd=folder, env=environment).ok()
+    return read(rows)
+
+
+def assert_same(one, two):
+    assert [row["tokens"] for row in two] == [128.0] * 8
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_two_ddp_ranks_are_pooled(tmp_path):
+    assert_same(launched(tmp_path / "1", 1), launched(tmp_path / "2", 2))
+
+
+@pytest.mark.slow
+def test_two_fsdp_ranks_with_and_without_checkpointing(tmp_path):
+    """FSDP draws other weights on two ranks than on one, so both runs have two."""
+    changes = {"distributed_strategy": "fsdp", "save_num_checkpoints_to_keep": 1}
+    changes["fsdp"] = {"wrapping_strategy": "by_block", "precision": "pure"}
+    recomputed = launched(tmp_path / "b", 2, activation_checkpointing="whole_layer", **changes)
+    assert_same(launched(tmp_path / "a", 2, **changes), recomputed)
+
+
+class FakeTrainer(SimpleNamespace):
+    """What the monitor reads of a Trainer, with a step that fails on demand."""
+
+    def __init__(self, folder, model):
+        super().__init__(model=model, global_step=0, cfg=SimpleNamespace(save_folder=str(folder)), fail=False)
+
+    def train_step(self, batch):
+        self.model_forward(batch)
+        if self.fail:
+            raise ValueError("nan loss encountered")
+        return {"ok": 1}
+
+    def model_forward(self, batch):
+        return self.model(batch["input_ids"])
+
+    def step(self, batch):
+        self.global_step += 1
+        return self.train_step(batch)
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return FakeTrainer(tmp_path, Toy([Linear(m) for m in matrices(3)]))
+
+
+def test_nothing_is_hooked_between_samples_and_after_a_failure(trainer):
+    assert maybe_install(trainer, {}) is None and maybe_install(trainer, {"OLMO_LNS_MONITOR": " "}) is None
+    monitor = install(trainer, every=3)
+    assert install(trainer, every=1) is monitor, "installing twice is harmless"
+    batch = {"input_ids": ids()}
+
+    def hooks():
+        return sum(len(block._forward_hooks) + len(block._forward_pre_hooks) for block in trainer.model.stack)
+
+    during = []
+    trainer.model.head.register_forward_hook(lambda *_: during.append(hooks()))
+    for _ in range(6):
+        assert trainer.step(batch) == {"ok": 1}
+    assert during == [0, 0, 6, 0, 0, 6] and hooks() == 0
+    trainer.global_step, trainer.fail = 8, True
+    with pytest.raises(ValueError, match="nan loss"):
+        trainer.step(batch)
+    trainer.model_forward(batch)
+    assert hooks() == 0 and {row["step"] for row in read(monitor.path)} == {3, 6}
+
+
+def test_padding_is_excluded(trainer):
+    monitor = install(trainer, every=1)
+    trainer.step({"input_ids": ids(), "attention_mask": torch.ones(3, 12).tril()})
+    assert [row["tokens"] for row in read(monitor.path)] == [6.0] * 3
+
+
+def test_nan_is_written_and_said_but_does_not_stop_training(trainer, caplog):
+    monitor = install(trainer, every=1)
+    with torch.no_grad():
+        trainer.model.stack[1].proj[0, 0] = float("nan")
+    with caplog.at_level(logging.WARNING):
+        trainer.step({"input_ids": ids()})
+    rows = read(monitor.path)
+    assert np.isfinite(rows[0]["variance"]) and np.isnan(rows[1]["variance"]) and np.isnan(rows[2]["variance"])
+    assert "step 1: the output of block 2 is the first that is not finite" in caplog.text
+
+
+def test_a_resumed_run_replaces_only_later_rows(tmp_path, trainer):
+    path = tmp_path / "lns_variance.csv"
+    path.write_text(",".join(COLUMNS) + "\n" + "".join(f"{s},1,0.5,0.7,2,10\n" for s in (5, 10, 15)))
+    trainer.global_step = 10
+    install(trainer, every=5)
+    assert [row["step"] for row in read(path)] == [5, 10]
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(LNSConfigError, match=r"found columns \['a', 'b'\], expected step, block"):
+        start_file(path, 0)
+
+
+def test_unknown_model_fails_at_the_start(tmp_path):
+    with pytest.raises(LNSError, match="not sure where the transformer blocks"):
+        install(FakeTrainer(tmp_path, torch.nn.Linear(2, 2)), every=100)
+
+
+def test_settings():
+    assert parse_setting("every=100") == {"every": 100}
+    assert parse_setting(" every=5 , path=a/b.csv ") == {"every": 5, "path": "a/b.csv"}
+    for bad in ("100", "every=0", "every=-1", "every=x", "every=", "every=1,every=2", "evry=1"):
+        with pytest.raises(LNSConfigError, match="OLMO_LNS_MONITOR"):
+            parse_setting(bad)
