@@ -1,0 +1,120 @@
+"""What the benchmark scripts share: interleaved rounds, medians with spread, the machine, JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+
+Timer = Callable[[Callable[[], object]], float]
+
+
+def require_device(name: str) -> torch.device:
+    """The device asked for; ends the program with one line where there is none."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: torch.cuda.is_available() is False here; use --device cpu, or a GPU machine")
+    return device
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def cuda_seconds(work: Callable[[], object]) -> float:
+    """GPU time of ``work`` between two events on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def interleaved(
+    works: Mapping[str, Callable[[], object]], timer: Timer, rounds: int, warmup: int
+) -> dict[str, list[float]]:
+    """Seconds of each work in each round. Within a round all run, in random order: slow drifts hit all alike."""
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(warmup + rounds):
+        names = list(works)
+        order.shuffle(names)
+        for name in names:
+            took = timer(works[name])
+            if i >= warmup:
+                seconds[name].append(took)
+    return seconds
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "q25": low, "q75": high}
+
+
+def ratio(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Spread of the ratios within each round."""
+    return spread([a / b for a, b in zip(values, base, strict=True)])
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to judge the numbers."""
+    facts: dict[str, Any] = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": {name: _version(name) for name in ("olmo-lns", "ai2-olmo", "transformer-engine")},
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": [round(value, 1) for value in os.getloadavg()],
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": properties.name, "cuda": torch.version.cuda, "gpu_memory_gib": properties.total_memory >> 30}
+    return facts
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def show(value: Mapping[str, float], unit: float = 1.0, digits: int = 2) -> str:
+    """``median (q25-q75)``."""
+    median, low, high = (f"{value[key] * unit:.{digits}f}" for key in ("median", "q25", "q75"))
+    return f"{median} ({low}-{high})"
+
+
+def write(report: Mapping[str, Any], path: Path | None) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
