@@ -23,6 +23,7 @@ __all__ = ["LAYOUTS", "SHARDED", "OLMoCheckpoint", "is_olmo", "write_config", "w
 
 #: Folder of a sharded (``torch_new``) checkpoint.
 SHARDED = "model_and_optim"
+_NOTE = "# LayerNorm Scaling"
 LAYOUTS = ("unsharded", "sharded")
 
 
@@ -133,7 +134,9 @@ def write_olmo(
     layout = layout or checkpoint.layout
     if layout == "unsharded":
         weights = scaled(checkpoint.tensors, factors, rounding, dtype)
-        write_archive(out / "model.pt", {checkpoint.stored_names[name]: weights[name] for name in weights})
+        # A distributed checkpoint stores the model's names under "model."; a state dict does not.
+        names = {name: stored.removeprefix("model.") for name, stored in checkpoint.stored_names.items()}
+        write_archive(out / "model.pt", {names[name]: weights[name] for name in weights})
     elif checkpoint.layout == "sharded":
         functions: dict[str, ChunkFunction] = {}
         for name, stored in checkpoint.stored_names.items():
@@ -162,7 +165,8 @@ def write_config(path: Path, checkpoint: OLMoCheckpoint, layer_norm_type: str, r
         # An unusual spelling of the file: its comments are lost, its content is not.
         text = yaml.safe_dump(wanted, sort_keys=False)
     state = "is folded into the weights" if record.folded else "is active"
-    note = f"# LayerNorm Scaling (exponent {record.exponent:g}) {state}; see {RECORD_FILE}.\n"
+    note = f"{_NOTE} (exponent {record.exponent:g}) {state}; see {RECORD_FILE}.\n"
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_NOTE))
     path.write_text(note + text, encoding="utf-8")
 
 

@@ -11,10 +11,13 @@ fp16 export, by more than twice what running the checkpoint itself in that dtype
 from __future__ import annotations
 
 import argparse
+import copy
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
+from unittest import mock
 
 from olmo_lns.errors import LNSConfigError
 
@@ -73,26 +76,26 @@ def main(argv: Sequence[str]) -> int:
 def compare(source: Any, exported: Any, batches: Any) -> Comparison:
     """Run both on ``batches`` (int64, (count, length)), one prompt at a time.
 
-    :param source: a module in fp32; it is converted to the export's dtype and back.
+    :param source: a module in fp32.
     :param exported: a module in the dtype to judge.
     """
     import torch
 
     dtype = next(exported.parameters()).dtype
+    low = None if dtype == torch.float32 else copy.deepcopy(source).to(dtype)
     difference = gap = largest = 0.0
     agree, losses, count = 0, [0.0, 0.0], 0
     for ids in batches.split(1):
         expected, found = _logits(source, ids), _logits(exported, ids)
         difference = max(difference, _max(expected - found))
         largest = max(largest, _max(expected))
-        if dtype != torch.float32:
-            gap = max(gap, _max(_logits(source.to(dtype), ids) - expected))
-            source.to(torch.float32)
+        if low is not None:
+            gap = max(gap, _max(_logits(low, ids) - expected))
         agree += int((expected.argmax(-1) == found.argmax(-1)).sum())
         for index, logits in enumerate((expected, found)):
             losses[index] += _loss(logits, ids)
         count += ids.numel()
-    allowed = TOLERANCE * largest if dtype == torch.float32 else 2 * gap
+    allowed = TOLERANCE * largest if low is None else 2 * gap
     predicted = count - len(batches)
     before, after = (math.exp(min(loss / predicted, 700.0)) for loss in losses)
     return Comparison(difference, allowed, agree / count, (before, after), count)
@@ -121,8 +124,7 @@ def _export_model(folder: Path) -> tuple[Any, int]:
         model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto").eval()
         return model, model.config.vocab_size
     if (folder / "config.yaml").is_file():
-        model = _olmo(folder)
-        dtype = _stored_dtype(folder)
+        model, dtype = _olmo(folder)
         return model.to(dtype), model.config.vocab_size
     raise LNSConfigError(
         f"{folder} holds neither config.json nor config.yaml: verify reads Hugging Face and OLMo exports "
@@ -130,31 +132,28 @@ def _export_model(folder: Path) -> tuple[Any, int]:
     )
 
 
-def _stored_dtype(folder: Path) -> Any:
-    from olmo_lns.export.olmo import OLMoCheckpoint
-
-    return next(iter(OLMoCheckpoint.open(folder).tensors.values())).dtype
-
-
-def _olmo(folder: Path) -> Any:
-    """Load with OLMo and this plugin, which runs a folded checkpoint as the Pre-LN model it is.
+def _olmo(folder: Path) -> tuple[Any, Any]:
+    """OLMo's model in fp32 and the dtype of its file; a folded checkpoint becomes the Pre-LN model it is.
 
     The exponent comes from the checkpoint's record, whatever this process is set to.
     """
-    import os
-    from unittest import mock
-
     from olmo_lns.export.olmo import OLMoCheckpoint
     from olmo_lns.integrations.olmo import register
     from olmo_lns.settings import EXPONENT
 
-    record = OLMoCheckpoint.open(folder).record
-    settings = {EXPONENT: repr(record.exponent)} if record.active else {}
+    checkpoint = OLMoCheckpoint.open(folder)
+    settings = {EXPONENT: repr(checkpoint.record.exponent)} if checkpoint.record.active else {}
     with mock.patch.dict(os.environ, settings):
         register()
+        from olmo.config import ModelConfig
         from olmo.model import OLMo
 
-        return OLMo.from_checkpoint(str(folder)).float().eval()
+        config = ModelConfig.load(folder / "config.yaml", key="model", validate_paths=False)
+        config.init_device, config.block_group_size = "cpu", 1
+        model = OLMo(config, init_params=False)
+    # Not OLMo.from_checkpoint: it cannot read sharded checkpoints under newer versions of torch.
+    model.load_state_dict({name: tensor.load().float() for name, tensor in checkpoint.tensors.items()})
+    return model.float().eval(), next(iter(checkpoint.tensors.values())).dtype
 
 
 def _source_model(folder: Path, args: argparse.Namespace) -> Any:
@@ -166,7 +165,7 @@ def _source_model(folder: Path, args: argparse.Namespace) -> Any:
     if args.source == "authors":
         return hooked_llama(*authors.unfolded(folder), exponent=0.5)
     if is_olmo(folder):
-        return _olmo(folder)
+        return _olmo(folder)[0]
     if megatron.is_megatron(folder):
         checkpoint = megatron.MegatronCheckpoint.open(folder)
         exponent = checkpoint.record.exponent if checkpoint.record.active else 0.0

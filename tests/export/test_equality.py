@@ -1,0 +1,170 @@
+"""The point of the package: the export in stock code computes what the LNS model computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.exports import export, greedy, load_hf, load_olmo, logits, relative, save_olmo
+from support.olmo_models import reference_logits, tokens
+
+#: Name -> model, and the class that its Hugging Face export must have.
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "rms": (dict(layer_norm_type="lns_rms"), "LlamaForCausalLM"),
+    "rms_tied": (dict(layer_norm_type="lns_rms", weight_tying=True), "LlamaForCausalLM"),
+    "rms_gqa": (dict(layer_norm_type="lns_rms", n_kv_heads=2), "LlamaForCausalLM"),
+    "rms_multi_query": (dict(layer_norm_type="lns_rms", multi_query_attention=True), "LlamaForCausalLM"),
+    "rms_biases": (dict(layer_norm_type="lns_rms", include_bias=True, weight_tying=True), "LlamaForCausalLM"),
+    "rms_no_gain": (dict(layer_norm_type="lns_rms", layer_norm_with_affine=False), "LlamaForCausalLM"),
+    "rms_no_gain_biases": (
+        dict(layer_norm_type="lns_rms", layer_norm_with_affine=False, include_bias=True, weight_tying=True),
+        "LlamaForCausalLM",
+    ),
+    "rms_llama_block": (dict(layer_norm_type="lns_rms", block_type="llama"), "LlamaForCausalLM"),
+    "rms_llama_block_no_gain": (
+        dict(layer_norm_type="lns_rms", block_type="llama", layer_norm_with_affine=False),
+        "LlamaForCausalLM",
+    ),
+    "rms_groups": (dict(layer_norm_type="lns_rms", block_group_size=2), "LlamaForCausalLM"),
+    "default": (dict(layer_norm_type="lns_default"), "StableLmForCausalLM"),
+    "default_bias": (dict(layer_norm_type="lns_default", bias_for_layer_norm=True), "StableLmForCausalLM"),
+    "default_no_gain": (
+        dict(layer_norm_type="lns_default", layer_norm_with_affine=False, layer_norm_eps=1e-5),
+        "OlmoForCausalLM",
+    ),
+    "default_no_gain_tied_clipped": (
+        dict(
+            layer_norm_type="lns_default",
+            layer_norm_with_affine=False,
+            layer_norm_eps=1e-5,
+            weight_tying=True,
+            clip_qkv=0.5,
+        ),
+        "OlmoForCausalLM",
+    ),
+    "low_precision": (dict(layer_norm_type="lns_low_precision"), "StableLmForCausalLM"),
+}
+IDS = tokens(batch=2, length=16)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
+    """(model, its checkpoint, expected class)."""
+    changes, class_name = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(request.param) / "checkpoint"
+    return save_olmo(folder, **changes), folder, class_name
+
+
+def test_stock_olmo_computes_the_same(case: tuple[Any, Path, str]) -> None:
+    model, folder, _ = case
+    out = folder.with_name("olmo")
+    assert export(folder, out, "--format", "olmo") == 0
+    stock = load_olmo(out)
+    assert not str(stock.config.layer_norm_type).startswith("lns")
+    assert relative(logits(stock, IDS), logits(model, IDS)) <= 1e-5
+    assert greedy(stock, IDS[:, :4]) == greedy(model, IDS[:, :4])
+    lost = load_olmo_weights_without_factor(folder)
+    assert relative(logits(lost, IDS), logits(model, IDS)) > 1e-2, "the factor makes no difference: no test"
+
+
+def load_olmo_weights_without_factor(folder: Path) -> Any:
+    """What a stock OLMo would make of the unfolded weights."""
+    from olmo.config import ModelConfig
+    from olmo.model import OLMo
+
+    config = ModelConfig.load(folder / "config.yaml", key="model")
+    config.layer_norm_type = str(config.layer_norm_type).removeprefix("lns_")
+    model = OLMo(ModelConfig.new(**config.asdict()))
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    return model.eval()
+
+
+def test_transformers_computes_the_same(case: tuple[Any, Path, str]) -> None:
+    model, folder, class_name = case
+    out = folder.with_name("hf")
+    assert export(folder, out, "--format", "hf", "--tokenizer", "none", "--max-shard-size", "60KB") == 0
+    stock = load_hf(out)
+    assert type(stock).__name__ == class_name
+    assert stock.dtype == torch.float32
+    assert relative(logits(stock, IDS), logits(model, IDS)) <= 1e-5
+    assert greedy(stock, IDS[:, :4]) == greedy(model, IDS[:, :4])
+    cached = stock.generate(IDS[:, :4], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert cached.tolist() == greedy(model, IDS[:, :4])
+    assert json.loads((out / "config.json").read_text())["lns"] == "folded"
+
+
+def test_bf16_is_rounded_once_and_close(case: tuple[Any, Path, str]) -> None:
+    model, folder, _ = case
+    out = folder.with_name("bf16")
+    assert export(folder, out, "--format", "hf", "--dtype", "bf16", "--tokenizer", "none") == 0
+    stock = load_hf(out)
+    assert stock.dtype == torch.bfloat16
+    expected = logits(model, IDS)
+    own_gap = (logits(model.to(torch.bfloat16), IDS) - expected).abs().max()
+    model.to(torch.float32).load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    assert (logits(stock, IDS) - expected).abs().max() <= 2 * own_gap
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"rms_gqa", "rms_multi_query", "default_no_gain_tied_clipped"}))
+def test_the_reference_is_the_papers_formula(name: str, tmp_path: Path) -> None:
+    """The model that the exports are compared with is itself compared with fp64 NumPy (no clipping, no groups)."""
+    model = save_olmo(tmp_path / "checkpoint", **MODELS[name][0])
+    expected = reference_logits(model, IDS)
+    assert np.abs(logits(model, IDS).numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("exponent", [0.25, 1.0])
+def test_other_exponents(tmp_path: Path, exponent: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLMO_LNS_EXPONENT", str(exponent))
+    model = save_olmo(tmp_path / "checkpoint", layer_norm_type="lns_rms", exponent=exponent)
+    assert export(tmp_path / "checkpoint", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
+    assert relative(logits(load_hf(tmp_path / "hf"), IDS), logits(model, IDS)) <= 1e-5
+
+
+@pytest.mark.parametrize("form", ["olmo", "olmo-unsharded", "hf"])
+def test_sharded_checkpoint(tmp_path: Path, form: str) -> None:
+    model = save_olmo(tmp_path / "checkpoint", sharded=True, optimizer=True, layer_norm_type="lns_rms")
+    out = tmp_path / "out"
+    assert export(tmp_path / "checkpoint", out, "--format", form, "--tokenizer", "none") == 0
+    assert (out / "model_and_optim").is_dir() == (form == "olmo")
+    assert not list(out.rglob("optim*")) and not list(out.rglob("train*"))
+    stock = (
+        load_hf(out) if form == "hf" else load_olmo(out) if form == "olmo-unsharded" else load_distributed(out, model)
+    )
+    assert relative(logits(stock, IDS), logits(model, IDS)) <= 1e-5
+
+
+def load_distributed(folder: Path, like: Any) -> Any:
+    """A stock model with the weights that torch's own loader reads (OLMo's is broken under torch 2.13)."""
+    import torch.distributed.checkpoint as dcp
+    from olmo.config import ModelConfig
+    from olmo.model import OLMo
+
+    model = OLMo(ModelConfig.load(folder / "config.yaml", key="model")).eval()
+    assert str(model.config.layer_norm_type) == "rms"
+    state = {"model": {name: torch.full_like(value, torch.nan) for name, value in like.state_dict().items()}}
+    dcp.load(state, checkpoint_id=folder / "model_and_optim", no_dist=True)
+    model.load_state_dict(state["model"])
+    return model
+
+
+def test_bf16_checkpoint_weights_within_half_a_unit(tmp_path: Path) -> None:
+    """Every folded bf16 weight is the bf16 number nearest to the exact product."""
+    model = save_olmo(tmp_path / "checkpoint", layer_norm_type="lns_rms")
+    state = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    torch.save(state, tmp_path / "checkpoint" / "model.pt")
+    assert export(tmp_path / "checkpoint", tmp_path / "out", "--format", "olmo") == 0
+    folded = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    for number in range(1, 5):
+        for norm in ("attn_norm", "ff_norm"):
+            name = f"transformer.blocks.{number - 1}.{norm}.weight"
+            exact = state[name].double() / number**0.5
+            unit = torch.exp2(torch.floor(torch.log2(exact.abs())) - 7)
+            assert folded[name].dtype == torch.bfloat16
+            assert ((folded[name].double() - exact).abs() <= unit * (0.5 + 1e-5)).all()
+    untouched = "transformer.blocks.3.ff_out.weight"
+    assert torch.equal(folded[untouched], state[untouched])

@@ -1,0 +1,249 @@
+"""Megatron's distributed checkpoints, written by Megatron Core itself, folded and converted."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Iterator
+
+import pytest
+import torch
+from support import megatron_tiny as tiny
+from support.exports import export, load_hf, relative
+from support.megatron_cpu import single_process
+
+from olmo_lns.cli import main
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export.megatron import MegatronCheckpoint
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with psutil")
+
+TOKENS = tiny.batch()[:, :-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    with single_process():
+        yield
+
+
+def arguments(config: Any, **changes: Any) -> argparse.Namespace:
+    """What Megatron saves beside a model: its command line."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    values = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "group_query_attention": config.num_query_groups != config.num_attention_heads,
+        "num_query_groups": config.num_query_groups,
+        "kv_channels": config.kv_channels,
+        "normalization": config.normalization,
+        "norm_epsilon": config.layernorm_epsilon,
+        "apply_layernorm_1p": config.layernorm_zero_centered_gamma,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "rotary_base": 10000,
+        "rotary_percent": 1.0,
+        "max_position_embeddings": tiny.SEQUENCE,
+        "untie_embeddings_and_output_weights": True,
+        "num_experts": None,
+        "attention_backend": AttnBackend.auto,
+        "layernorm_scaling": True,
+        "layernorm_scaling_exponent": 0.5,
+    }
+    return argparse.Namespace(**values | changes)
+
+
+def perturbed(config: Any) -> Any:
+    model = tiny.build(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * noise)
+            else:
+                parameter.copy_(0.1 * noise)
+    return model.eval()
+
+
+def save(root: Path, model: Any, args: Any, stacked: bool = True) -> Path:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    folder = root / "iter_0000010"
+    folder.mkdir(parents=True)
+    metadata = None if stacked else {"non_homogeneous_layers": True, "singleton_local_shards": False}
+    moment = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.decoder.final_layernorm.weight", torch.ones(32))
+    state = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 10,
+        "model": model.sharded_state_dict(metadata=metadata),
+        "optimizer": {"state": moment, "param_groups": [{"lr": 1.0}]},
+    }
+    dist_checkpointing.save(state, str(folder))
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    return root
+
+
+def load(root: Path, model: Any) -> Any:
+    """Load with Megatron Core's own loader."""
+    from megatron.core import dist_checkpointing
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    stacked = "decoder.layers.mlp.linear_fc2.weight" in MegatronCheckpoint.open(root).names
+    metadata = None if stacked else {"non_homogeneous_layers": True, "singleton_local_shards": False}
+    state = {"model": model.sharded_state_dict(metadata=metadata)}
+    model.load_state_dict(dist_checkpointing.load(state, str(root / "iter_0000010"))["model"], strict=False)
+    return model
+
+
+def run(model: Any) -> torch.Tensor:
+    positions = torch.arange(tiny.SEQUENCE).expand(len(TOKENS), -1)
+    mask = torch.triu(torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, dtype=torch.bool), 1)
+    with torch.no_grad():
+        return model(TOKENS, positions, mask).double()
+
+
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "stacked": ({}, True),
+    "numbered_gqa": ({"num_query_groups": 2}, False),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, torch.Tensor]:
+    """(checkpoint, config, logits of the model with its factor, by hooks)."""
+    changes, stacked = CASES[request.param]
+    config = tiny.config(**changes)
+    model = perturbed(config)
+    root = save(tmp_path_factory.mktemp(request.param) / "run", model, arguments(config), stacked)
+    return root, config, run(tiny.hook_reference(model))
+
+
+def test_folded_checkpoint_in_stock_megatron(case: tuple[Path, Any, torch.Tensor]) -> None:
+    root, config, expected = case
+    out = root.with_name("folded")
+    assert export(root, out, "--format", "megatron") == 0
+    assert relative(run(load(out, tiny.build(config))), expected) <= 1e-5
+    assert relative(run(load(root, tiny.build(config))), expected) > 1e-2, "without folding it must differ"
+    args = MegatronCheckpoint.open(out).args
+    assert (args.layernorm_scaling, args.layernorm_scaling_folded, args.layernorm_scaling_exponent) == (
+        False,
+        True,
+        0.5,
+    )
+    assert not any("optimizer" in name for name in MegatronCheckpoint.open(out).state.metadata.state_dict_metadata)
+    with pytest.raises(LNSConfigError, match="folded already"):
+        export_in_process(out, root.with_name("again"))
+
+
+def export_in_process(source: Path, out: Path, *options: str) -> None:
+    from olmo_lns.export.cli import main as export_main
+
+    export_main([str(source), str(out), "--format", "megatron", *options])
+
+
+def test_hugging_face_llama(case: tuple[Path, Any, torch.Tensor], capsys: pytest.CaptureFixture[str]) -> None:
+    root, _, expected = case
+    out = root.with_name("hf")
+    assert export(root, out, "--format", "hf") == 0
+    model = load_hf(out)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        assert relative(model(TOKENS).logits.double(), expected) <= 1e-5
+    assert main(["verify", str(root), str(out), "--length", "16"]) == 0
+    assert "PASS" in capsys.readouterr().out
+
+
+def test_unfolded_again(case: tuple[Path, Any, torch.Tensor]) -> None:
+    root, config, expected = case
+    folded, again = root.with_name("folded-2"), root.with_name("unfolded")
+    assert export(root, folded, "--format", "megatron") == 0
+    assert export(folded, again, "--format", "megatron", "--unfold") == 0
+    assert relative(run(tiny.hook_reference(load(again, tiny.build(config)))), expected) <= 1e-5
+    args = MegatronCheckpoint.open(again).args
+    assert args.layernorm_scaling and not args.layernorm_scaling_folded
+
+
+def test_zero_centred_gains_become_plain(tmp_path: Path) -> None:
+    """The file holds gain - 1; the export holds s·gain, and the argument is switched off."""
+    config = tiny.config()
+    plain = perturbed(config)
+    expected = run(tiny.hook_reference(plain))
+    centred = perturbed(config)
+    with torch.no_grad():
+        for name, parameter in centred.named_parameters():
+            if "norm" in name:
+                parameter.sub_(1)
+    root = save(tmp_path / "run", centred, arguments(config, apply_layernorm_1p=True))
+    assert export(root, tmp_path / "folded", "--format", "megatron") == 0
+    assert not MegatronCheckpoint.open(tmp_path / "folded").args.apply_layernorm_1p
+    assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
+    assert export(root, tmp_path / "hf", "--format", "hf") == 0
+    with torch.no_grad():
+        assert relative(load_hf(tmp_path / "hf")(TOKENS).logits.double(), expected) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"qk_layernorm": True}, "qk_layernorm=True"),
+        ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
+        ({"num_experts": 8}, "num_experts=8"),
+        ({"kv_channels": 99}, "kv_channels=99"),
+    ],
+)
+def test_what_llama_cannot_hold_is_refused(
+    case: tuple[Path, Any, torch.Tensor],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root, _, _ = case
+    copy = copy_with(root, tmp_path / "run", lambda common: vars(common["args"]).update(changes))
+    assert export(copy, tmp_path / "hf", "--format", "hf") == 1
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def copy_with(root: Path, target: Path, change: Any) -> Path:
+    """A copy of a checkpoint whose common.pt was changed."""
+    import shutil
+
+    shutil.copytree(root, target)
+    path = target / "iter_0000010" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    change(common)
+    torch.save(common, path)
+    return target
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return print, ("this must never run",)
+
+
+def test_arguments_run_no_code(
+    case: tuple[Path, Any, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copy_with(case[0], tmp_path / "run", lambda common: common.update(extra=Hostile()))
+    assert export(copy, tmp_path / "out", "--format", "megatron") == 1
+    captured = capsys.readouterr()
+    assert "names the class" in captured.err and "must never run" not in captured.out
+
+
+def test_checkpoint_without_arguments_is_refused(
+    case: tuple[Path, Any, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copy_with(case[0], tmp_path / "run", lambda common: common.pop("args"))
+    assert export(copy, tmp_path / "out", "--format", "megatron") == 1
+    assert "holds no arguments" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Checkpoints to export: small OLMo models saved as OLMo saves them, and the CLI in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from olmo_lns.record import LNSRecord
+from support.olmo_models import build
+
+
+def save_olmo(
+    folder: Path,
+    *,
+    sharded: bool = False,
+    optimizer: bool = False,
+    exponent: float = 0.5,
+    tokenizer: Path | None = None,
+    **changes: Any,
+) -> Any:
+    """Save a perturbed model under ``folder`` as OLMo would; returns the model."""
+    import torch
+    from olmo.config import TrainConfig
+    from omegaconf import OmegaConf
+
+    from olmo_lns.integrations.olmo import register
+
+    register()
+    model = build(**changes)
+    folder.mkdir(parents=True)
+    config = TrainConfig(model=model.config)
+    if tokenizer is not None:
+        config.tokenizer.identifier = str(tokenizer)
+    OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
+    kind = str(model.config.layer_norm_type)
+    if kind.startswith("lns"):
+        LNSRecord.lns(kind, exponent).write(folder)
+    optim = adam_state(model) if optimizer else None
+    if sharded:
+        save_distributed(folder / "model_and_optim", model, optim)
+    else:
+        torch.save(model.state_dict(), folder / "model.pt")
+        if optim is not None:
+            torch.save(optim, folder / "optim.pt")
+            torch.save({"global_step": 3, "path": Path("x")}, folder / "train.pt")
+    return model
+
+
+def save_distributed(folder: Path, model: Any, optim: Any = None) -> None:
+    """One process' distributed checkpoint, with OLMo's names."""
+    import torch.distributed.checkpoint as dcp
+
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optim is not None:
+        names = optim["param_groups"][0]["param_names"]
+        state["optim"] = {"state": {names[i]: value for i, value in optim["state"].items()}}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def adam_state(model: Any) -> dict[str, Any]:
+    """The state of OLMo's AdamW after one step, in its form: numbers with names beside them."""
+    import torch
+
+    names = [name for name, _ in model.named_parameters()]
+    generator = torch.Generator().manual_seed(3)
+    state = {
+        index: {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.randn(p.shape, generator=generator),
+            "exp_avg_sq": torch.rand(p.shape, generator=generator),
+        }
+        for index, (_, p) in enumerate(model.named_parameters())
+    }
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "params": list(range(len(names))), "param_names": names}
+    return {"state": state, "param_groups": [group]}
+
+
+def export(*args: Any) -> int:
+    """``olmo-lns export …`` in this process."""
+    from olmo_lns.cli import main
+
+    return main(["export", *map(str, args)])
+
+
+def logits(model: Any, ids: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(ids).logits.double()
+
+
+def relative(found: Any, expected: Any) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def greedy(model: Any, ids: Any, steps: int = 12) -> list[list[int]]:
+    """Greedy continuation by repeated full forward passes: the same for every class."""
+    import torch
+
+    for _ in range(steps):
+        following = logits(model, ids)[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, following], dim=1)
+    return ids.tolist()
+
+
+def load_hf(folder: Path, **kwargs: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
+
+
+def load_olmo(folder: Path) -> Any:
+    from olmo.model import OLMo
+
+    return OLMo.from_checkpoint(str(folder))
+
+
+def byte_tokenizer(path: Path, size: int = 64) -> Path:
+    """A tokenizer.json of ``size`` single-character tokens."""
+    characters = [chr(32 + index) for index in range(size - 1)]
+    vocabulary = {token: index for index, token in enumerate(["<eos>", *characters])}
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": 0,
+                "content": "<eos>",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": None},
+    }
+    path.write_text(json.dumps(content))
+    return path
