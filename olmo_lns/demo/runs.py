@@ -92,27 +92,35 @@ class Run:
         return [(int(row["step"]), float(row["loss"])) for row in _read(self.folder / "losses.csv")]
 
     def claim(self, *, overwrite: bool) -> None:
-        """Take the folder for this configuration.
+        """Take the folder for this configuration, or keep it where it is this run's already.
 
-        :raises LNSConfigError: it holds a run of another configuration; the first difference is named.
+        :param overwrite: remove a run of another configuration.
+        :raises LNSConfigError: there is one, and no leave to remove it; the first difference is named.
         """
         path = self.folder / "config.yaml"
-        if overwrite and path.is_file():
+        if path.is_file() and (difference := self._difference(path)) is not None:
+            if not overwrite:
+                raise LNSConfigError(
+                    f"{self.folder} holds another run: {difference}; "
+                    "use --out for another folder, or --overwrite to replace it"
+                )
             shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.config.save(path)
-            return
-        self.config.save(wanted := self.folder / "wanted.yaml")
-        there, asked = (_flat(yaml.safe_load(p.read_text(encoding="utf-8"))) for p in (path, wanted))
-        wanted.unlink()
-        differing = [key for key in sorted({*there, *asked}) if there.get(key) != asked.get(key)]
-        # The size of the run says more than the intervals derived from it.
-        for key in sorted(differing, key=lambda name: name != "max_duration"):
-            raise LNSConfigError(
-                f"{self.folder} holds another run: {key} is {there.get(key)} there and {asked.get(key)} here; "
-                "use --out for another folder, or --overwrite to replace it"
-            )
+
+    def _difference(self, path: Path) -> str | None:
+        """How this run differs from the config in ``path``, in its most telling key."""
+        from omegaconf import OmegaConf
+
+        there = _flat(yaml.safe_load(path.read_text(encoding="utf-8")))
+        here = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(self.config))))
+        differing = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+        if not differing:
+            return None
+        # The length of the run says more than the intervals that follow from it.
+        key = min(differing, key=lambda name: name != "max_duration")
+        return f"{key} is {there.get(key)} there and {here.get(key)} here"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
