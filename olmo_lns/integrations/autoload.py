@@ -31,6 +31,7 @@ PLUGIN_GROUPS = {
 
 _callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
 _loaded_groups: set[str] = set()
+_started_up = False
 
 
 class PluginError(LNSError):
@@ -122,15 +123,16 @@ def _is_namesake(group: str) -> bool:
 
 def autoload_active() -> bool:
     """Whether the start-up hook ran in this interpreter (it does not under ``-S`` or ``-I -S``)."""
-    return any(_is_start_up_finder(finder) for finder in sys.meta_path) or any(
-        isinstance(finder, _PostImportFinder) for finder in sys.meta_path
-    )
+    # The post-import finder is no sign of it: a plugin that is registered by hand brings one too.
+    return _started_up or any(_is_start_up_finder(finder) for finder in sys.meta_path)
 
 
 def start_up_find_spec(
     name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
 ) -> ModuleSpec | None:
     """What the start-up finder calls when it sees ``olmo`` or ``megatron`` for the first time."""
+    global _started_up
+    _started_up = True
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_start_up_finder(finder)]
     if os.environ.get(DISABLE) == "1":
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -148,9 +149,7 @@ def run(
     return Result(done.returncode, done.stdout)
 
 
-def torchrun(
-    python: str | os.PathLike[str], ranks: int, *command: str | os.PathLike[str], **kwargs: Any
-) -> Result:
+def torchrun(python: str | os.PathLike[str], ranks: int, *command: str | os.PathLike[str], **kwargs: Any) -> Result:
     """``torchrun --standalone`` on this machine; ``command`` starts with a script or ``-m module``."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return run([python, *launcher, *command], **kwargs)
@@ -164,7 +163,7 @@ def build_wheel(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def fresh_venv(folder: Path, *, packages: Sequence[str] = ()) -> Path:
+def fresh_venv(folder: Path, *, packages: Sequence[str] = (), hidden: Sequence[str] = ()) -> Path:
     """A new environment that sees the installed torch and OLMo; returns its interpreter.
 
     The packages of the running environment are a plain line of a ``.pth`` file: ``site`` puts
@@ -172,10 +171,19 @@ def fresh_venv(folder: Path, *, packages: Sequence[str] = ()) -> Path:
     install nor a start-up hook of the running environment is active in the new one.
 
     :param packages: folders to see before the running environment's.
+    :param hidden: beginnings of names in the running environment that the new one must not see.
     """
     run([sys.executable, "-m", "venv", "--without-pip", folder], cwd=folder.parent).ok()
     python = folder / "bin" / "python"
-    lines = [*packages, sysconfig.get_paths()["purelib"]]
+    seen = Path(sysconfig.get_paths()["purelib"])
+    if hidden:
+        links = folder / "packages"
+        links.mkdir()
+        for entry in seen.iterdir():
+            if not entry.name.startswith(tuple(hidden)):
+                (links / entry.name).symlink_to(entry)
+        seen = links
+    lines = [*packages, str(seen)]
     (site_packages(python) / "zz_running_environment.pth").write_text("".join(f"{line}\n" for line in lines))
     return python
 
@@ -202,6 +210,26 @@ def copy_of_olmo(folder: Path) -> Path:
         source = spec.submodule_search_locations[0]
         shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer of the 256 bytes, so that OLMo's evaluators need no hub."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    path = folder / "bytes.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def free_port() -> int:
+    """A port that nothing listens on, for the rendezvous of one process."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def change(path: Path, old: str, new: str) -> None:

@@ -32,6 +32,25 @@ class RecordingTrainer(Trainer):
         return metrics
 
 
+def end_of(trainer):
+    """Everything a training leaves behind, as tensors by name, in OLMo's own order."""
+    model = trainer.model
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    moments = {
+        f"{names[p]}.{key}": torch.as_tensor(value)
+        for p, state in trainer.optim.state.items()
+        for key, value in state.items()
+    }
+    with torch.no_grad():
+        logits = model(torch.arange(trainer.cfg.model.max_sequence_length)[None]).logits
+    return {
+        "logits": {"logits": logits},
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "parameters": model.state_dict(),
+        "optimizer": moments,
+    }
+
+
 def main(cfg):
     cfg.model.precision = cfg.precision
     cfg.device_train_batch_size = cfg.global_train_batch_size // get_world_size()
@@ -63,11 +82,11 @@ def main(cfg):
                 "losses": trainer.losses,
                 "type": str(cfg.model.layer_norm_type),
                 "scales": {name: scale for name, scale in scales.items() if scale is not None},
-                "plugin": getattr(sys.modules.get("olmo_lns"), "__file__", None),
+                "plugin": getattr(sys.modules.get("olmo_lns.integrations.olmo"), "__file__", None),
                 "olmo": sys.modules["olmo"].__file__,
             }
             (folder / "result.json").write_text(json.dumps(result))
-            torch.save(model.state_dict(), folder / "model.pt")
+            torch.save(end_of(trainer), folder / "state.pt")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ def initialize(kind, case):
     wrapped = wrap(model, case, lambda module: module.to_empty(device="cpu"))
     model.reset_parameters()
     weights = full_parameters(wrapped, case)
-    residual = {name: w for name, w in weights.items() if "attn_out" in name or ".ff_out" in name and "blocks" in name}
+    residual = {
+        name: w for name, w in weights.items() if "attn_out" in name or (".ff_out" in name and "blocks" in name)
+    }
     return {"std": {name: w.std().item() for name, w in residual.items()}}
 
 

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# OLMo's own test suite three times: stock, with olmo-lns registered, and with LNS as the default norm.
+#
+#   OLMO_SRC=path/to/OLMo scripts/upstream_olmo_tests.sh [options] [-- pytest arguments]
+#     --out DIR      where the JUnit files and report.md go (default build/upstream-olmo/<version>)
+#     --python PATH  interpreter of an environment with OLMo's requirements, pytest and olmo-lns (default python)
+#     --hub          use the Hugging Face hub; without it a tokenizer of the checkout stands in for gpt2
+#
+# Exit code 1 if a test that passes in stock OLMo does not with olmo-lns, unless
+# scripts/upstream_olmo_report.py lists it with a reason and a version. Nothing is written to the checkout.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+repository=$(dirname "$here")
+python=python out="" hub=0
+while [ $# -gt 0 ]; do
+    case $1 in
+        --out) out=$2; shift 2 ;;
+        --python) python=$2; shift 2 ;;
+        --hub) hub=1; shift ;;
+        --) shift; break ;;
+        -h|--help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        *) echo "upstream_olmo_tests.sh: unknown option $1 (see --help)" >&2; exit 2 ;;
+    esac
+done
+if [ ! -f "${OLMO_SRC:-}/olmo/model.py" ] || [ ! -d "$OLMO_SRC/tests" ]; then
+    echo "upstream_olmo_tests.sh: OLMO_SRC must name an OLMo checkout with olmo/ and tests/" >&2
+    exit 2
+fi
+source=$(cd "$OLMO_SRC" && pwd)
+out=${out:-$repository/build/upstream-olmo/$(basename "$source")}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH=$source:$here${PYTHONPATH:+:$PYTHONPATH}
+if [ "$hub" = 0 ]; then
+    export HF_HUB_OFFLINE=1 UPSTREAM_TOKENIZER=$source/test_fixtures/test-olmo-model/tokenizer.json
+fi
+
+for mode in stock registered lns; do
+    rm -f "$out/$mode.xml"
+    disable=0
+    [ "$mode" = stock ] && disable=1
+    # From the checkout: its tests name their fixtures by relative paths. A failing test is a result, not an error.
+    (cd "$source" && UPSTREAM_MODE=$mode OLMO_LNS_DISABLE=$disable "$python" -m pytest -q -p no:cacheprovider \
+        -p upstream_olmo_plugin --continue-on-collection-errors --junitxml "$out/$mode.xml" "$@" tests) \
+        > "$out/$mode.log" 2>&1 || true
+    if [ ! -s "$out/$mode.xml" ]; then
+        echo "upstream_olmo_tests.sh: the $mode run gave no result; see $out/$mode.log" >&2
+        tail -n 20 "$out/$mode.log" >&2
+        exit 2
+    fi
+    printf '%-11s %s\n' "$mode" "$(tail -n 1 "$out/$mode.log")"
+done
+"$python" "$here/upstream_olmo_report.py" "$out" --name "$(basename "$source")"
