@@ -55,7 +55,7 @@ def fused_rms_norm(
         gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
         y = F.rms_norm(x.to(dtype), x.shape[-1:], gain, eps)
         if bias is not None:
-            y = y + bias * scale
+            y = y + folded_gain(x, bias, scale, zero_centered=False, dtype=compute_dtype(dtype))
         return y.to(out)
 
 
@@ -77,7 +77,7 @@ def layer_norm(
     dtype = compute_dtype(x.dtype) if x.device.type == "cpu" else x.dtype  # CUDA's kernel takes one dtype only
     with torch.autocast(x.device.type, enabled=False):
         gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-        shift = None if bias is None else (bias.to(compute_dtype(dtype)) * scale).to(dtype)
+        shift = None if bias is None else folded_gain(x, bias, scale, zero_centered=False, dtype=dtype)
         return F.layer_norm(x, x.shape[-1:], gain, shift, eps).to(out)
 
 

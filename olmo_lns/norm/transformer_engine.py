@@ -115,7 +115,9 @@ def rms_norm(
     gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
     y, _ = _rms_norm_op(_as_rows(x, dtype), gain, eps, out)
     y = y.view(x.shape)
-    return y if bias is None else (y + bias * scale).to(out)
+    if bias is not None:  # no kernel adds one to an RMSNorm
+        y = (y + folded_gain(x, bias, scale, zero_centered=False, dtype=torch.float32)).to(out)
+    return y
 
 
 def layer_norm(

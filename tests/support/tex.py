@@ -140,13 +140,14 @@ def installed(version: str = "2.11.0") -> Iterator[types.ModuleType]:
     modules = {package.__name__: package, framework.__name__: framework, "transformer_engine_torch": module()}
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
+    devices = set(te.DEVICE_TYPES)
     te.DEVICE_TYPES.add("cpu")
     CALLS.clear()
     _clear_caches()
     try:
         yield modules["transformer_engine_torch"]
     finally:
-        te.DEVICE_TYPES.discard("cpu")
+        te.DEVICE_TYPES.intersection_update(devices)
         for name, old in before.items():
             if old is None:
                 del sys.modules[name]

@@ -1,0 +1,77 @@
+"""torch.compile: whole graph, the same values, and no graph for each layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import norm_reference as reference
+from support import tex
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from olmo_lns import lns_scale
+from olmo_lns.norm import Backend, choose_backend, layer_norm, rms_norm
+
+WIDTH, EPS, LAYERS = 16, 1e-6, 24
+
+
+class Block(torch.nn.Module):
+    """A norm with its factor as a float attribute, then a linear layer, as in a transformer block."""
+
+    def __init__(self, layer_number, kind, backend):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.lns_scale = lns_scale(layer_number)
+        self.kind = kind
+        self.backend = backend
+
+    def forward(self, x):
+        if self.kind == "rms":
+            y = rms_norm(x, self.weight, EPS, self.lns_scale, backend=self.backend)
+        else:
+            y = layer_norm(x, self.weight, None, EPS, self.lns_scale, backend=self.backend)
+        return x + self.linear(y)
+
+
+@pytest.fixture(params=["torch", "te", None])
+def backend(request):
+    torch._dynamo.reset()
+    with tex.installed():
+        yield None if request.param is None else choose_backend(request.param)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_24_layers_compiled_one_by_one_share_their_graphs(kind, autocast, backend):
+    torch.manual_seed(0)
+    blocks = [Block(number, kind, backend) for number in range(1, LAYERS + 1)]
+    counter = CompileCounterWithBackend("aot_eager")
+    x = torch.randn(3, WIDTH)
+
+    def run(layers):
+        h = x.clone().requires_grad_()
+        y = h
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            for layer in layers:
+                y = layer(y)
+        return y, *torch.autograd.grad(y.square().sum(), [h, blocks[0].weight, blocks[-1].weight])
+
+    eager = run(blocks)
+    compiled = run([torch.compile(block, fullgraph=True, backend=counter) for block in blocks])
+    assert 1 <= counter.frame_count <= 2  # one for the first float, one for any float
+    tolerance = 2e-2 if autocast else 1e-5
+    for got, want in zip(compiled, eager, strict=True):
+        assert reference.relative_error(got, want) < tolerance
+
+
+def test_inductor_gives_the_same_values():
+    torch._dynamo.reset()
+    block = Block(5, "rms", Backend("torch", "test"))
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    got, want = torch.compile(block, fullgraph=True)(x), block(x)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(want)
+    inputs = (x, block.weight, block.linear.weight)
+    for a, b in zip(torch.autograd.grad(got, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True):
+        torch.testing.assert_close(a, b)

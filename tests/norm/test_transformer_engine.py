@@ -1,0 +1,188 @@
+"""The Transformer Engine operators over a strict CPU stand-in: wiring, dtypes and gradients, not the real kernels."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support import norm_reference as reference
+from support import tex
+from torch.utils.checkpoint import checkpoint
+
+from olmo_lns import lns_scale
+from olmo_lns.norm import layer_norm, rms_norm
+from olmo_lns.norm import transformer_engine as te
+from olmo_lns.norm.backend import choose_backend
+
+EPS, SCALE = 1e-6, lns_scale(58)  # 58: where rounding 1/sqrt(l) itself to bf16 would cost most
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIGNATURES = json.loads((Path(tex.__file__).parent / "te_signatures.json").read_text())["versions"]
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    with tex.installed():
+        yield choose_backend("te")
+
+
+def make(x_dtype, p_dtype, affine, shape=(3, 7, 71)):
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 2).to(x_dtype).requires_grad_()
+    weight = (torch.rand(shape[-1]) + 0.5).to(p_dtype).requires_grad_() if "weight" in affine else None
+    bias = torch.randn(shape[-1]).to(p_dtype).requires_grad_() if "bias" in affine else None
+    return x, weight, bias
+
+
+@pytest.mark.parametrize("version", list(SIGNATURES))
+@pytest.mark.parametrize("name", tex.NAMES)
+def test_the_stand_in_has_the_signatures_of_the_releases(version, name):
+    real = SIGNATURES[version][name]
+    ours = inspect.signature(getattr(tex, name)).parameters
+    assert list(ours) == real["parameters"]
+    if not real["keywords"]:
+        assert all(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in ours.values())
+
+
+def test_the_signatures_cover_the_oldest_and_newest_supported_release():
+    found = sorted(tuple(int(part) for part in version.split(".")[:2]) for version in SIGNATURES)
+    assert found[0] == te.SUPPORTED[0].release and found[-1] == (te.SUPPORTED[1].major, te.SUPPORTED[1].minor - 1)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("affine", ["none", "weight", "weight+bias"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("x_dtype", "p_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_values_and_gradients(kind, x_dtype, p_dtype, autocast, affine, zero_centered, backend):
+    x, weight, bias = make(x_dtype, p_dtype, affine)
+    settings = {"zero_centered": zero_centered}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        if kind == "rms":
+            y = rms_norm(x, weight, EPS, SCALE, bias=bias, backend=backend, **settings)
+            plain = rms_norm(x, weight, EPS, SCALE, bias=bias, backend="torch", **settings)
+            expected = reference.rms_norm(x, weight, EPS, SCALE, bias, zero_centered)
+        else:
+            y = layer_norm(x, weight, bias, EPS, SCALE, backend=backend, **settings)
+            plain = layer_norm(x, weight, bias, EPS, SCALE, backend="torch", **settings)
+            expected = reference.layer_norm(x, weight, bias, EPS, SCALE, zero_centered)
+    assert y.dtype == plain.dtype and y.shape == x.shape
+    assert tex.CALLS[0][0] == f"{kind}norm_fwd"
+    coarsest = max(torch.finfo(y.dtype).eps, torch.finfo(x_dtype).eps)  # gamma's own rounding included
+    assert reference.relative_error(y, expected) < max(0.75 * coarsest, 1e-6)
+    dy = torch.randn(x.shape).to(y.dtype)
+    inputs = (x, weight, bias)
+    got, want = reference.grads(y, inputs, dy), reference.grads(expected, inputs, dy)
+    for a, b, tensor in zip(got, want, [t for t in inputs if t is not None], strict=True):
+        assert reference.relative_error(a, b) < max(coarsest, torch.finfo(tensor.dtype).eps, 1e-6)
+
+
+def test_gamma_is_rounded_once_from_the_product_in_fp32(backend):
+    """bf16(s) * bf16(w), rounded, would be up to 0.34 % off in every channel alike."""
+    x, weight, _ = make(torch.bfloat16, torch.bfloat16, "weight", shape=(64, 512))
+    y = rms_norm(x, weight, EPS, SCALE, backend=backend)
+    gamma = (weight.double() * SCALE).to(torch.bfloat16)
+    exact = reference.rms_norm(x, gamma, EPS, 1.0)
+    assert reference.worst_rounding(y, exact) <= 1.01
+
+
+def test_gamma_is_never_kept(backend):
+    x, weight, _ = make(torch.float32, torch.float32, "weight")
+    before = rms_norm(x, weight, EPS, SCALE, backend=backend)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    torch.testing.assert_close(rms_norm(x, weight, EPS, SCALE, backend=backend), 2.0 * before)
+
+
+def test_the_backward_uses_the_weight_of_the_forward(backend):
+    """TE's own modules read the weight again; the operator keeps the gamma that it used."""
+    x, weight, _ = make(torch.float32, torch.float32, "weight")
+    y = rms_norm(x, weight, EPS, SCALE, backend=backend)
+    expected = torch.autograd.grad(reference.rms_norm(x, weight, EPS, SCALE).sum(), x)[0]
+    with torch.no_grad():
+        weight.add_(5.0)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_inputs_that_are_not_contiguous_are_made_so(kind, backend):
+    base = torch.randn(16, 4, 6)
+    for x in (
+        base.transpose(0, 2),
+        base.permute(1, 2, 0),
+        torch.randn(1, 16).expand(5, 16),
+        base[0, 0, 0].expand(3, 16),
+    ):
+        function = rms_norm if kind == "rms" else lambda x, w, e, s, **k: layer_norm(x, w, None, e, s, **k)
+        y = function(x, None, EPS, SCALE, backend=backend)
+        torch.testing.assert_close(y, function(x.contiguous(), None, EPS, SCALE, backend="torch"))
+    x = torch.randn(4, 16, requires_grad=True)
+    function(x, None, EPS, SCALE, backend=backend).sum().backward()  # an expanded incoming gradient
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
+def test_no_elements_never_reach_the_kernel(shape, backend):
+    x = torch.empty(shape, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    y = rms_norm(x, weight, EPS, SCALE, backend=backend) + layer_norm(x, weight, None, EPS, SCALE, backend=backend)
+    y.sum().backward()
+    assert y.shape == shape and not tex.CALLS
+
+
+def test_fp64_has_no_kernel_and_is_exact_all_the_same(backend):
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, 1e-3, SCALE, backend=backend), (x,))
+    assert not tex.CALLS
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_operators_pass_opcheck(dtype, low):
+    out = low if low is not None and dtype == torch.float32 else dtype
+    x, gamma, beta = (torch.randn(s).to(dtype).requires_grad_() for s in ((6, 16), (16,), (16,)))
+    torch.library.opcheck(te._rms_norm_op, (x, gamma, EPS, out))
+    torch.library.opcheck(te._layer_norm_op, (x, gamma, beta, EPS, out))
+    row = torch.rand(6)
+    torch.library.opcheck(te._rms_norm_backward_op, (x.detach().to(out), x.detach(), row, gamma.detach()))
+    torch.library.opcheck(te._layer_norm_backward_op, (x.detach().to(out), x.detach(), row, row, gamma.detach()))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant, backend):
+    weight = torch.rand(16, requires_grad=True)
+    block = lambda x: rms_norm(x, weight, EPS, SCALE, backend=backend).sin()  # noqa: E731
+    results = []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
+        weight.grad = None
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        run(x).sum().backward()
+        results.append((x.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_stand_in_refuses_what_the_kernels_cannot_do():
+    x, gamma, dtype = torch.randn(4, 8), torch.ones(8), tex.DType.kFloat32
+    for bad_x, bad_gamma, bad_dtype in (
+        (torch.randn(2, 4, 8), gamma, dtype),
+        (torch.randn(8, 4).t(), gamma, dtype),
+        (x.bfloat16(), gamma, tex.DType.kBFloat16),  # 16-bit input with an fp32 gamma
+        (x.bfloat16(), gamma.bfloat16(), dtype),
+        (x, torch.ones(4), dtype),
+        (x[:0], gamma, dtype),
+    ):
+        with pytest.raises(RuntimeError):
+            tex.rmsnorm_fwd(bad_x, bad_gamma, EPS, None, None, bad_dtype, 0, False)
+    with pytest.raises(TypeError):
+        tex.rmsnorm_bwd(dz=x, x=x, rsigma=torch.ones(4), gamma=gamma, sm_margin=0, zero_centered_gamma=False)
+    with pytest.raises(RuntimeError, match=r"dz\.data\.dtype == gamma\.data\.dtype"):
+        tex.rmsnorm_bwd(x.bfloat16(), x, torch.ones(4), gamma, 0, False)
+
+
+def test_everything_is_as_before_afterwards():
+    with tex.installed("2.5.0"):
+        assert te.status().version == "2.5.0"
+    assert te.status().version == "2.11.0"  # the stand-in around this test again
