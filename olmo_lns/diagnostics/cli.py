@@ -110,7 +110,7 @@ def _measure(args: argparse.Namespace) -> int:
         options = _data_options(args, loaded, rank, world)
 
         def tokenizer() -> Any:
-            return load_tokenizer(args.tokenizer or loaded.tokenizer_name)
+            return load_tokenizer(args.tokenizer or loaded.tokenizer_name, loaded.eos_token_id)
 
         batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
         if not args.quiet and rank == 0:

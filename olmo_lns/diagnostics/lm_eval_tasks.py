@@ -36,6 +36,8 @@ def score_tasks(
     :param limit: examples a task, None for all.
     :raises LNSError: lm-eval is missing, a task is unknown, or it reports no such metric.
     """
+    if tokenizer.eos_token_id is None:
+        raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
     lm = _harness_model(loaded, tokenizer, batch_size)
     evaluate = _evaluator(tasks, include_path, limit, num_fewshot)
     lengths = removable(loaded.model, loaded.blocks, torch.zeros(1, 2, dtype=torch.long, device=loaded.device))
@@ -52,7 +54,10 @@ def _evaluator(tasks: Sequence[str], include_path: str | None, limit: int | None
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include_path)
+    # Indexing the harness's thousands of task files takes a minute: only for tasks that are not the user's own.
+    manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
+    if manager is None or any(task not in manager.all_tasks for task in tasks):
+        manager = TaskManager(include_path=include_path)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise LNSError(f"lm-eval knows no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
 
@@ -74,8 +79,10 @@ def _evaluator(tasks: Sequence[str], include_path: str | None, limit: int | None
 def _harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
     try:
         from lm_eval.models.huggingface import HFLM
-    except ImportError:
-        raise LNSError("evaluation tasks need lm-eval: pip install 'olmo-lns[eval]'") from None
+    except ImportError as error:
+        raise LNSError(
+            f"evaluation tasks need lm-eval and accelerate: pip install 'olmo-lns[eval]' ({error})"
+        ) from None
     model: Any = _as_huggingface(loaded) if loaded.kind == "olmo" else loaded.model
     # A removed block would leave its slot of the key-value cache empty, and the cache's length is read from block 1.
     model.config.use_cache = False

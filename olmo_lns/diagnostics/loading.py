@@ -24,6 +24,7 @@ class LoadedModel:
     :param kind: ``"olmo"`` or ``"huggingface"``. :param device: where token ids go.
     :param max_length: longest sequence it was made for. :param token_dtype: of its raw training data files.
     :param tokenizer_name: file or name of its own tokenizer, None when unknown.
+    :param eos_token_id: its document end, for tokenizer files that do not say which token that is.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class LoadedModel:
     max_length: int
     tokenizer_name: str | None
     token_dtype: str = "uint16"
+    eos_token_id: int | None = None
 
     @property
     def dtype(self) -> str:
@@ -111,6 +113,7 @@ def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, bl
         max_length=int(config.model.max_sequence_length),
         tokenizer_name=config.tokenizer.identifier or None,
         token_dtype=str(getattr(config.data, "memmap_dtype", None) or "uint16"),
+        eos_token_id=config.model.eos_token_id,
     )
 
 
@@ -148,9 +151,10 @@ def _load_huggingface(
     )
 
 
-def load_tokenizer(name: str | None) -> Any:
+def load_tokenizer(name: str | None, eos_token_id: int | None = None) -> Any:
     """A tokenizer from a ``tokenizer.json`` file, a folder or a hub name.
 
+    :param eos_token_id: document end of a ``tokenizer.json`` file, which does not name it.
     :raises LNSError: none is known, or it cannot be loaded.
     """
     if not name:
@@ -161,7 +165,10 @@ def load_tokenizer(name: str | None) -> Any:
         raise LNSError("tokenizing text needs transformers: pip install 'olmo-lns[analysis]'") from None
     try:
         if Path(name).is_file():
-            return transformers.PreTrainedTokenizerFast(tokenizer_file=name)
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=name)
+            if eos_token_id is not None and eos_token_id < len(tokenizer):
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos_token_id)
+            return tokenizer
         return transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LNSError(

@@ -1,0 +1,102 @@
+import json
+
+import numpy as np
+import pytest
+from support.diagnostic_models import huggingface
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory):
+    """A tokenizer of 97 entries made here: special tokens, then words w4 ... w96."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"[PAD]": 0, "[EOS]": 1, "[UNK]": 2, "[MASK]": 3} | {f"w{i}": i for i in range(4, 97)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def save_huggingface(folder, tokenizer_file, kind, **changes):
+    from transformers import PreTrainedTokenizerFast
+
+    huggingface(kind, **changes).save_pretrained(folder)
+    special = dict(pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]", mask_token="[MASK]")
+    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), **special).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory, tokenizer_file):
+    return save_huggingface(tmp_path_factory.mktemp("models") / "llama", tokenizer_file, "llama")
+
+
+@pytest.fixture(scope="session")
+def bert_folder(tmp_path_factory, tokenizer_file):
+    return save_huggingface(tmp_path_factory.mktemp("models") / "bert", tokenizer_file, "bert")
+
+
+@pytest.fixture(scope="session")
+def olmo_folder(tmp_path_factory, tokenizer_file):
+    """An unsharded OLMo checkpoint with LNS, as the Trainer writes it: config.yaml, lns.json, model.pt."""
+    import torch
+    from olmo.config import ModelConfig, TokenizerConfig, TrainConfig
+    from olmo.model import OLMo
+    from support.olmo_models import build
+
+    from olmo_lns.record import LNSRecord
+
+    folder = tmp_path_factory.mktemp("models") / "step4-unsharded"
+    folder.mkdir()
+    model: OLMo = build(layer_norm_type="lns_rms", vocab_size=97, max_sequence_length=32, eos_token_id=1)
+    assert isinstance(model.config, ModelConfig)
+    config = TrainConfig.new(model=model.config, tokenizer=TokenizerConfig(identifier=str(tokenizer_file)))
+    config.run_name, config.save_folder = "tiny", str(folder)
+    config.save(folder / "config.yaml")
+    LNSRecord.lns("lns_rms").write(folder)
+    torch.save(model.state_dict(), folder / "model.pt")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "tokens.npy"
+    np.random.default_rng(0).integers(4, 97, 600).astype(np.uint16).tofile(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def task_folder(tmp_path_factory):
+    """A local lm-evaluation-harness task: which of two words comes next."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(0)
+    documents = [
+        {
+            "question": " ".join(f"w{i}" for i in rng.integers(4, 97, 6)),
+            "choices": [f"w{a}", f"w{b}"],
+            "answer": int(c),
+        }
+        for a, b, c in zip(rng.integers(4, 50, 24), rng.integers(50, 97, 24), rng.integers(0, 2, 24), strict=True)
+    ]
+    (folder / "words.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    (folder / "words.yaml").write_text(
+        f"""task: local_words
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder / "words.jsonl"}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: 1.0
+"""
+    )
+    return folder

@@ -1,0 +1,81 @@
+"""One local, offline task of lm-evaluation-harness, against accuracies computed here from the logits."""
+
+import json
+import math
+
+import pytest
+import torch
+from support.diagnostic_models import huggingface
+
+from olmo_lns.diagnostics.layer_drop import bypassed, removable
+from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
+from olmo_lns.diagnostics.loading import load_model, load_tokenizer
+from olmo_lns.errors import LNSError
+
+pytest.importorskip("lm_eval")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def accuracy(model, documents):
+    """Right answers, one forward pass a choice: no padding, no cache, nothing of the harness."""
+    right = []
+    for document in documents:
+        scores = []
+        for choice in document["choices"]:
+            words = [int(word[1:]) for word in [*document["question"].split(), choice]]
+            logits = model(torch.tensor([words[:-1]])).logits[0, -1].double()
+            scores.append(float(torch.log_softmax(logits, -1)[words[-1]]))
+        right.append(scores.index(max(scores)) == document["answer"])
+    return sum(right) / len(right)
+
+
+@pytest.mark.parametrize("folder", ["llama_folder", "olmo_folder"])
+def test_scores_with_each_block_removed(folder, task_folder, request):
+    loaded = load_model(str(request.getfixturevalue(folder)), device="cpu")
+    documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
+    tokenizer = load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id)
+    scores = score_tasks(loaded, tokenizer, ["local_words"], include_path=str(task_folder))["local_words"]
+    assert scores.metric == "acc"
+    with torch.no_grad():
+        assert scores.baseline == pytest.approx(accuracy(loaded.model, documents))
+        lengths = removable(loaded.model, loaded.blocks, torch.zeros(1, 2, dtype=torch.long))
+        for block, length, found, drop in zip(loaded.blocks, lengths, scores.without, scores.drop, strict=True):
+            with bypassed(block, length):
+                assert found == pytest.approx(accuracy(loaded.model, documents))
+            assert drop == pytest.approx(scores.baseline - found)
+    for score, stderr in zip(scores.without, scores.without_stderr, strict=True):
+        assert stderr == pytest.approx(math.sqrt(score * (1 - score) / 23))
+    assert len({scores.baseline, *scores.without}) > 1, "removing a block must be seen"
+
+
+@pytest.mark.slow  # indexes the harness's own tasks
+def test_unknown_task(llama_folder, task_folder):
+    loaded = load_model(str(llama_folder), device="cpu")
+    with pytest.raises(LNSError, match="lm-eval knows no task nothing_like_it"):
+        score_tasks(loaded, load_tokenizer(loaded.tokenizer_name), ["nothing_like_it"], include_path=str(task_folder))
+
+
+def test_unknown_metric_and_no_document_end(llama_folder, task_folder, tokenizer_file):
+    loaded = load_model(str(llama_folder), device="cpu")
+    tokenizer = load_tokenizer(loaded.tokenizer_name)
+    with pytest.raises(LNSError, match="end-of-text token: found none"):
+        score_tasks(loaded, load_tokenizer(str(tokenizer_file)), ["local_words"], include_path=str(task_folder))
+    with pytest.raises(LNSError, match="task local_words reports acc,none, expected f1"):
+        score_tasks(loaded, tokenizer, ["local_words"], include_path=str(task_folder), metric="f1", limit=2)
+
+
+def test_generation_needs_no_cache(llama_folder):
+    """With block 1 bypassed its cache slot stays empty, and its length is what positions are counted from."""
+    model, ids = huggingface("llama"), torch.tensor([[5, 6, 7]])
+    model.config.use_cache = model.generation_config.use_cache = False
+    with bypassed(model.model.layers[0], 0), torch.no_grad():
+        generated = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+        by_hand = ids
+        for _ in range(4):
+            by_hand = torch.cat([by_hand, model(by_hand, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generated, by_hand)
