@@ -15,7 +15,6 @@ import types
 from pathlib import Path
 from typing import Any, Callable
 
-
 _kept: list[Any] = []  # a context manager that is collected, ends
 
 

@@ -1,0 +1,144 @@
+"""The guards: which Megatron is known, and what happens with another one."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations import patching
+from olmo_lns.integrations.megatron import install, register, upstream
+from olmo_lns.integrations.patching import Target, fingerprint, is_patched
+
+ROOT = Path(__file__).parents[3]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def core_targets() -> dict[str, Target]:
+    """Targets in ``megatron.core`` that the installed version has according to the table."""
+    from megatron.core import __version__ as version
+
+    found = {
+        name: target
+        for name, target in upstream.TARGETS.items()
+        if target.path.startswith("megatron.core.")
+        and any(version in versions.split(", ") for versions in target.verified.values())
+    }
+    assert len(found) >= 5, f"megatron-core {version} is not in the table"
+    return found
+
+
+def test_the_installed_core_is_verified_symbol_by_symbol() -> None:
+    import megatron.core
+
+    for name, target in core_targets().items():
+        owner, attribute = target.locate()
+        function = inspect.getattr_static(owner, attribute)
+        assert megatron.core.__version__ in target.verified[fingerprint(function)].split(", "), name
+
+
+def test_fingerprints_read_from_files_are_those_of_the_imported_functions() -> None:
+    import megatron.core
+
+    tree = Path(inspect.getfile(megatron.core)).parents[2]
+    fingerprints = script("fingerprints")
+    for name, target in core_targets().items():
+        owner, attribute = target.locate()
+        text = fingerprints.source(tree, target.path)
+        assert fingerprints.fingerprint(text) == fingerprint(inspect.getattr_static(owner, attribute)), name
+
+
+def test_every_version_has_every_symbol_once() -> None:
+    may_miss = {"mamba_stack", "hybrid_stack", "config", "config_until_0_17"}
+    for name, target in upstream.TARGETS.items():
+        versions = [v for text in target.verified.values() for v in text.split(", ")]
+        assert len(versions) == len(set(versions))
+        assert set(versions) <= set(upstream.VERSIONS)
+        if name not in may_miss:
+            assert set(versions) == set(upstream.VERSIONS), name
+    for one, other in (("mamba_stack", "hybrid_stack"), ("config", "config_until_0_17")):
+        both = [v for key in (one, other) for t in upstream.TARGETS[key].verified.values() for v in t.split(", ")]
+        assert sorted(both) == sorted(upstream.VERSIONS)
+
+
+def test_the_checkout_is_verified() -> None:
+    if not (tree := os.environ.get("MEGATRON_LM_SRC")):
+        pytest.skip("MEGATRON_LM_SRC names no Megatron-LM checkout")
+    fingerprints = script("fingerprints")
+    found = {}
+    for name, target in upstream.TARGETS.items():
+        text = fingerprints.source(Path(tree), target.path)
+        if text is not None:
+            found[name] = target.verified.get(fingerprints.fingerprint(text), "unknown")
+    assert len(found) == len(upstream.TARGETS) - 2
+    common = set.intersection(*(set(versions.split(", ")) for versions in found.values()))
+    assert common, found
+
+
+def test_registered_once_and_replaced_once() -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    before = TransformerLayer.__init__
+    assert is_patched(before)
+    register()
+    assert TransformerLayer.__init__ is before
+    assert not is_patched(before.__wrapped__)
+
+
+def test_an_unknown_megatron_is_refused_with_the_override_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import transformer_layer
+
+    class TransformerLayer:
+        def __init__(self, config: object) -> None:
+            self.config = config
+
+    monkeypatch.setattr(transformer_layer, "TransformerLayer", TransformerLayer)
+    with pytest.raises(UpstreamChangedError) as caught:
+        install._extend(transformer_layer)
+    message = str(caught.value)
+    assert "transformer_layer:TransformerLayer.__init__" in message
+    assert patching.ALLOW_UNVERIFIED in message and "0.16.1" in message
+    monkeypatch.setenv(patching.ALLOW_UNVERIFIED, "1")
+    install._extend(transformer_layer)
+    assert is_patched(transformer_layer.TransformerLayer.__init__)
+
+
+def test_a_missing_symbol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import transformer_block
+
+    monkeypatch.delattr(transformer_block, "TransformerBlock")
+    with pytest.raises(UpstreamChangedError, match="TransformerBlock.__init__ does not exist"):
+        install._extend(transformer_block)
+
+
+def test_registration_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "megatron.training.arguments"
+    monkeypatch.setattr(install, "_installed", install._installed - {name})
+    late = ModuleType(name)
+    late.__spec__ = importlib.util.spec_from_loader(name, None)
+    monkeypatch.setitem(sys.modules, name, late)
+    with pytest.raises(LNSConfigError, match="came after the import of megatron.training.arguments"):
+        register()
+
+
+def test_import_of_the_package_loads_no_framework() -> None:
+    code = (
+        "import sys; import olmo_lns.integrations.megatron as m; m.register(); "
+        "print([n for n in ('torch', 'megatron') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

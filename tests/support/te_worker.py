@@ -1,0 +1,238 @@
+"""The Transformer Engine cases, in a process of their own; prints one JSON object.
+
+    PYTHONOPTIMIZE=1 python -m support.te_worker      (TE asserts that there is a GPU)
+
+Each case builds a GPT of the TE spec with LayerNorm Scaling and compares it with the hooked stock
+model of the local spec that has the same weights: two implementations that share no norm.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from typing import Any, Callable
+
+from support import te_python
+from support.megatron_cpu import single_process
+
+te_python.install()
+
+import torch
+
+from support import megatron_tiny as tiny
+
+#: Where the TE spec keeps what the local spec calls by the second name.
+NAMES = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+class NoCore(torch.nn.Module):
+    """An attention core for models that are built, not run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+def te_spec(cfg: Any, *, core: type | None = None, **kwargs: Any) -> Any:
+    """The TE spec; the attention core, which runs on GPUs only, is Megatron's own or ``core``."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=cfg.num_moe_experts, moe_grouped_gemm=False, **kwargs)
+    spec.submodules.self_attention.submodules.core_attention = core or DotProductAttention
+    return spec
+
+
+def local_name(name: str) -> str:
+    for te, local in NAMES:
+        name = name.replace(te, local)
+    return name
+
+
+def perturbed(model: Any, seed: int = 3) -> Any:
+    """Gains that are not all one, so that a wrong gradient cannot hide."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            with torch.no_grad():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def compare(normalization: str = "RMSNorm", **changes: Any) -> dict[str, Any]:
+    """Largest relative error of any gradient, and both losses."""
+    from olmo_lns.integrations.megatron import apply
+    from olmo_lns.integrations.megatron.layers import scaled_norms
+
+    reference_changes = {k: v for k, v in changes.items() if k not in ("recompute_modules", "recompute_granularity")}
+    cfg = tiny.config(normalization=normalization, **changes)
+    apply(cfg)
+    model = perturbed(tiny.build(cfg, te_spec(cfg)))
+    centered = reference_changes.pop("layernorm_zero_centered_gamma", False)
+    plain = tiny.config(normalization=normalization, **reference_changes)
+    stock = tiny.build(plain, tiny.local_spec(plain))
+    values = {local_name(k): v for k, v in model.state_dict().items() if v is not None}
+    block_gains = [k for k in values if "layernorm.weight" in k]
+    if centered:
+        values |= {k: values[k] + 1 for k in block_gains}
+    stock.load_state_dict({k: v for k, v in values.items() if not k.endswith("_extra_state")}, strict=False)
+    loss, grads = tiny.gradients(model, tiny.batch())
+    right, right_grads = tiny.gradients(tiny.hook_reference(stock), tiny.batch())
+    grads = {local_name(k): v for k, v in grads.items()}
+    errors = {k: _error(grads[k], v) for k, v in right_grads.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return {
+        "loss": loss,
+        "reference": right,
+        "same_parameters": set(grads) == set(right_grads),
+        "worst": worst,
+        "error": errors[worst],
+        "sites": [(type(m).__name__, m.lns_depth, m.lns_method) for m in scaled_norms(model)],
+    }
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-12))
+
+
+def naive_standalone() -> dict[str, float]:
+    """TE's RMSNorm with its weight swapped for the forward only: what the plugin must not do."""
+    import transformer_engine.pytorch as te
+
+    from olmo_lns.integrations.megatron.norms import FoldedStandalone, _scaled_class, scale_norm
+
+    x = torch.randn(8, tiny.HIDDEN, generator=torch.Generator().manual_seed(0))
+    upstream = torch.randn(8, tiny.HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    def run(prepare: Callable[[Any], None], factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        norm = te.RMSNorm(tiny.HIDDEN, eps=1e-6, device="cpu")
+        prepare(norm)
+        leaf = x.clone().requires_grad_()
+        y = norm(leaf) * factor
+        y.backward(upstream)
+        return y.detach(), leaf.grad, norm.weight.grad  # type: ignore[return-value]
+
+    def swap(norm: Any) -> None:
+        norm.__class__ = _scaled_class(FoldedStandalone, type(norm))
+        norm.lns_scale = 0.5
+
+    right = run(lambda norm: None, factor=0.5)
+    naive, ours = run(swap), run(lambda norm: scale_norm(norm, 0.5, 4))
+    found = {}
+    for kind, result in (("naive", naive), ("ours", ours)):
+        for what, one, other in zip(("y", "dx", "dgain"), result, right, strict=True):
+            found[f"{kind} {what}"] = _error(one, other)
+    return found
+
+
+def keys() -> dict[str, Any]:
+    """Parameter names and checkpoint keys with and without LNS."""
+    from olmo_lns.integrations.megatron import apply
+
+    stock_cfg, cfg = tiny.config(), tiny.config()
+    apply(cfg)
+    stock, model = tiny.build(stock_cfg, te_spec(stock_cfg)), tiny.build(cfg, te_spec(cfg))
+
+    def sharded(m: Any) -> list[str]:
+        return sorted(f"{k}: {getattr(v, 'key', '')}" for k, v in m.sharded_state_dict().items())
+
+    return {
+        "state_dict": list(stock.state_dict()) == list(model.state_dict()),
+        "sharded": sharded(stock) == sharded(model),
+        "std": {
+            name: float(torch.cat([p.flatten() for k, p in m.named_parameters() if "linear_fc2.weight" in k]).std())
+            for name, m in (("stock", stock), ("lns", model))
+        },
+    }
+
+
+def mtp() -> list[Any]:
+    """Depths in a model with two MTP modules."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from olmo_lns.integrations.megatron import apply
+    from olmo_lns.integrations.megatron.layers import scaled_norms
+
+    cfg = tiny.config(mtp_num_layers=2)
+    apply(cfg)
+    spec = te_spec(cfg)
+    model = tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=True))
+    return [m.lns_depth for m in scaled_norms(model)]
+
+
+def fused_accumulation() -> float:
+    """Two micro-batches into ``main_grad``: the gain's gradient comes from autograd, as before."""
+    from olmo_lns.integrations.megatron import apply
+
+    cfg = tiny.config()
+    apply(cfg)
+    model = perturbed(tiny.build(cfg, te_spec(cfg)))
+    one = tiny.gradients(model, tiny.batch(1))[1]
+    two = tiny.gradients(model, tiny.batch(2))[1]
+    model.zero_grad(set_to_none=True)
+    for seed in (1, 2):
+        tiny.loss_of(model, tiny.batch(seed)).backward()
+    return max(_error(p.grad, one[n] + two[n]) for n, p in model.named_parameters())
+
+
+def mla() -> dict[str, Any]:
+    """Sites of an MLA layer: neither the q nor the kv norm, though both are fused linears with a gain."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    from olmo_lns.integrations.megatron import apply
+    from olmo_lns.integrations.megatron.layers import scaled_norms
+
+    base = {
+        f: getattr(tiny.config(), f) for f in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+    }
+    cfg = MLATransformerConfig(
+        **base, use_cpu_initialization=True, normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8,
+        qk_pos_emb_head_dim=8, v_head_dim=8, rope_type="rope", apply_rope_fusion=False, qk_layernorm=True,
+    )  # fmt: skip
+    apply(cfg)
+    model = tiny.build(cfg, te_spec(cfg, core=NoCore, multi_latent_attention=True, qk_layernorm=True))
+    scaled = {id(m) for m in scaled_norms(model)}
+    names = [name.split(".", 3)[-1] for name, m in model.named_modules() if id(m) in scaled]
+    return {"sites": names, "others": sorted({
+        name.split(".")[-1] for name, m in model.named_modules()
+        if getattr(m, "layer_norm_weight", None) is not None and id(m) not in scaled
+    })}  # fmt: skip
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "RMSNorm": compare,
+    "LayerNorm": lambda: compare("LayerNorm"),
+    "zero-centred gain": lambda: compare(layernorm_zero_centered_gamma=True),
+    "MoE": lambda: compare(num_moe_experts=4),
+    "selective recompute": lambda: compare(
+        num_moe_experts=4, recompute_granularity="selective", recompute_modules=["layernorm"]
+    ),
+    "naive standalone": naive_standalone,
+    "keys": keys,
+    "MTP": mtp,
+    "accumulation": fused_accumulation,
+    "MLA": mla,
+}
+
+
+def main() -> int:
+    from olmo_lns.integrations.megatron import register
+
+    results: dict[str, Any] = {}
+    register()
+    with single_process():
+        for name in sys.argv[1:] or CASES:
+            try:
+                results[name] = CASES[name]()
+            except Exception:  # one broken case must not hide the others; its test shows this
+                results[name] = {"failed": traceback.format_exc()}
+    print("RESULTS " + json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
