@@ -1,0 +1,154 @@
+"""The real kernels on a CUDA device against fp64: what the CPU tests over the stand-in cannot show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import norm_reference as reference
+
+from olmo_lns import lns_scale
+from olmo_lns.norm import Backend, layer_norm, rms_norm
+from olmo_lns.norm import transformer_engine as te
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+]
+
+EPS, SCALE = 1e-6, lns_scale(58)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: (rows, width): tuned and odd widths; rows that are not divisible by 4.
+SHAPES = [(256, 512), (255, 1024), (64, 4096), (7, 71), (130, 541), (33, 5120), (1, 768)]
+
+
+@pytest.fixture(params=["te", "torch-fused", "torch"])
+def backend(request):
+    if request.param == "te" and (problem := te.status().problem):
+        pytest.skip(problem)
+    return Backend(request.param, "test")
+
+
+def make(shape, x_dtype, p_dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(shape, device="cuda") * 2 + 0.1).to(x_dtype).requires_grad_()
+    weight = (torch.rand(shape[-1], device="cuda") + 0.5).to(p_dtype).requires_grad_()
+    bias = torch.randn(shape[-1], device="cuda").to(p_dtype).requires_grad_()
+    return x, weight, bias
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("x_dtype", "p_dtype"),
+    [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["rms", "rms-bare", "layer", "layer-bare"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_forward_and_backward_against_fp64(shape, x_dtype, p_dtype, kind, autocast, backend):
+    x, weight, bias = make(shape, x_dtype, p_dtype)
+    if kind.endswith("bare"):
+        weight = bias = None
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        if kind.startswith("rms"):
+            y = rms_norm(x, weight, EPS, SCALE, backend=backend)
+            expected, inputs = reference.rms_norm(x, weight, EPS, SCALE), (x, weight)
+        else:
+            y = layer_norm(x, weight, bias, EPS, SCALE, backend=backend)
+            expected, inputs = reference.layer_norm(x, weight, bias, EPS, SCALE), (x, weight, bias)
+    coarsest = max(torch.finfo(y.dtype).eps, torch.finfo(x_dtype).eps, 5e-6)
+    assert reference.relative_error(y, expected) < coarsest
+    dy = torch.randn(shape, device="cuda").to(y.dtype)
+    present = [t for t in inputs if t is not None]
+    for got, want, tensor in zip(
+        reference.grads(y, inputs, dy), reference.grads(expected, inputs, dy), present, strict=True
+    ):
+        assert reference.relative_error(got, want) < max(coarsest, torch.finfo(tensor.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_te_and_torch_agree_on_inputs_that_are_not_contiguous(dtype, backend):
+    x, weight, _ = make((6, 40, 96), dtype, dtype)
+    view = x.detach().transpose(0, 1)[::2]
+    got = rms_norm(view, weight, EPS, SCALE, backend=backend)
+    torch.testing.assert_close(got, rms_norm(view.contiguous(), weight, EPS, SCALE, backend=backend))
+    assert reference.relative_error(got, reference.rms_norm(view, weight, EPS, SCALE)) < torch.finfo(dtype).eps
+
+
+def test_no_elements(backend):
+    x = torch.empty(0, 64, device="cuda", requires_grad=True)
+    rms_norm(x, None, EPS, SCALE, backend=backend).sum().backward()
+    assert x.grad.shape == (0, 64)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_cuda_graph_capture(kind, backend):
+    x, weight, bias = make((128, 1024), torch.bfloat16, torch.bfloat16)
+
+    def run():
+        if kind == "rms":
+            y = rms_norm(x, weight, EPS, SCALE, backend=backend)
+        else:
+            y = layer_norm(x, weight, bias, EPS, SCALE, backend=backend)
+        return y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernel plans are built at the first call
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        weight.copy_(torch.rand_like(weight))
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, run(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.0, atol=0.0)
+
+
+def test_compiled_as_one_graph(backend):
+    x, weight, _ = make((64, 768), torch.bfloat16, torch.bfloat16)
+    torch._dynamo.reset()
+    norm = torch.compile(lambda x, w: rms_norm(x, w, EPS, SCALE, backend=backend), fullgraph=True)
+    got, want = norm(x, weight), rms_norm(x, weight, EPS, SCALE, backend=backend)
+    assert reference.relative_error(got, want) < torch.finfo(torch.bfloat16).eps
+    dy = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, (x, weight), dy), torch.autograd.grad(want, (x, weight), dy), strict=True):
+        assert reference.relative_error(a, b) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("layer_norm_type", ["lns_rms", "lns_default", "lns_low_precision"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_olmo_model_with_te_equals_it_with_torch(layer_norm_type, autocast):
+    if problem := te.status().problem:
+        pytest.skip(problem)
+    olmo = pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from olmo_lns.integrations.olmo import register
+
+    register()
+    config = olmo.ModelConfig(
+        d_model=256, n_heads=4, n_layers=6, max_sequence_length=128, vocab_size=512, embedding_size=512, rope=True,
+        layer_norm_type=layer_norm_type, init_device="cuda", init_fn="normal", include_bias=False, weight_tying=False,
+        attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = olmo.OLMo(config)
+    tokens = torch.randint(0, 512, (2, 128), device="cuda")
+    results = {}
+    for name in ("te", "torch-fused", "torch"):
+        norms = [m for m in model.modules() if hasattr(m, "lns_scale")]
+        assert len(norms) == 2 * config.n_layers
+        for norm in norms:
+            norm.lns_backend = Backend(name, "test")
+        model.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+            logits = model(tokens).logits
+        logits.float().square().mean().backward()
+        results[name] = (logits.detach(), *(p.grad.clone() for p in model.parameters()))
+    tolerance = 3e-2 if autocast else 1e-4
+    for name in ("torch-fused", "torch"):
+        for got, want in zip(results["te"], results[name], strict=True):
+            assert reference.relative_error(got, want) < tolerance
