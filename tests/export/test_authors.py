@@ -1,0 +1,128 @@
+"""LLaMA checkpoints in the layout of the paper's authors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.exports import export, greedy, load_hf, logits, relative
+from support.olmo_models import tokens
+
+from olmo_lns.cli import main
+
+IDS = tokens(batch=2, length=16)
+#: The keys of their configs/llama_130m.json, smaller.
+CONFIG: dict[str, Any] = {
+    "architectures": ["LLaMAForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 88,
+    "initializer_range": 0.02,
+    "max_sequence_length": 1024,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 5,
+    "pad_token_id": -1,
+    "rms_norm_eps": 1e-06,
+    "transformers_version": "4.28.1",
+    "use_cache": True,
+    "vocab_size": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor, Any]:
+    """(folder as their script saves it, logits with the factor, the model with the factor).
+
+    The factor is applied as in their modeling_llama: the norm's output times 1/sqrt(index + 1).
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("authors") / "model_100"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.manual_seed(0)
+    usable = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type", "transformers_version")}
+    model = LlamaForCausalLM(LlamaConfig(**usable | {"pad_token_id": None})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    state = dict(model.state_dict())
+    for index in range(CONFIG["num_hidden_layers"]):  # transformers 4.31 saved RoPE's frequencies too
+        state[f"model.layers.{index}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    torch.save(state, folder / "pytorch_model.bin")
+    torch.save({"update_step": 100}, folder / "optimizer.pt")
+    for index, layer in enumerate(model.model.layers):
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.register_forward_hook(lambda m, i, output, number=index + 1: output / number**0.5)
+    return folder, logits(model, IDS), model
+
+
+def test_folded_llama(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path, capsys: Any) -> None:
+    folder, expected, model = checkpoint
+    out = tmp_path / "out"
+    assert export(folder, out, "--format", "hf", "--source", "authors") == 0
+    assert "taken on your word" in capsys.readouterr().out
+    stock = load_hf(out)
+    assert relative(logits(stock, IDS), expected) <= 1e-5
+    assert greedy(stock, IDS[:, :4]) == greedy(model, IDS[:, :4])
+    config = json.loads((out / "config.json").read_text())
+    assert (config["lns"], config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
+        "folded",
+        0,
+        1,
+        None,
+    )
+    assert main(["verify", str(folder), str(out), "--source", "authors", "--length", "16"]) == 0
+
+
+def test_unpatched_llama_is_wrong(checkpoint: tuple[Path, torch.Tensor, Any]) -> None:
+    """What stock transformers makes of their files: it loads, and is another model."""
+    folder, expected, _ = checkpoint
+    plain = folder.with_name("plain")
+    shutil.copytree(folder, plain)
+    (plain / "config.json").write_text(json.dumps({**CONFIG, "pad_token_id": None}))
+    assert relative(logits(load_hf(plain), IDS), expected) > 1e-2
+
+
+def test_safetensors_of_a_newer_transformers(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder, expected, _ = checkpoint
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    save_file(torch.load(copy / "pytorch_model.bin", weights_only=True), copy / "model.safetensors")
+    (copy / "pytorch_model.bin").unlink()
+    assert export(copy, tmp_path / "out", "--format", "hf", "--source", "authors") == 0
+    assert relative(logits(load_hf(tmp_path / "out"), IDS), expected) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "gpt2"}, "not the config of a Llama"),
+        ({"num_hidden_layers": 6}, "lacks the weight model.layers.5"),
+        ({"hidden_size": None}, "missing or wrong value"),
+        ({"lns": "folded"}, "the factor is inside the weights already"),
+    ],
+)
+def test_wrong_configs(
+    checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path, capsys: Any, change: dict[str, Any], reason: str
+) -> None:
+    copy = shutil.copytree(checkpoint[0], tmp_path / "copy")
+    (copy / "config.json").write_text(json.dumps(CONFIG | change))
+    assert export(copy, tmp_path / "out", "--format", "hf", "--source", "authors") == 1
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_must_be_said(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path, capsys: Any) -> None:
+    assert export(checkpoint[0], tmp_path / "out", "--format", "hf") == 1
+    assert "say --source authors" in capsys.readouterr().err
+    assert export(checkpoint[0], tmp_path / "out", "--source", "authors") == 1
+    assert "give --format hf" in capsys.readouterr().err

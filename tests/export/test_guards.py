@@ -1,0 +1,157 @@
+"""OLMo's own converters must not lose the factor. The converters themselves are run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.exports import export, save_olmo
+
+from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.export import guards
+
+OLMO_SRC = os.environ.get("OLMO_SRC", "")
+needs_source = pytest.mark.skipif(
+    not Path(OLMO_SRC, "scripts", "convert_olmo_to_hf_new.py").is_file(),
+    reason="OLMO_SRC does not point to a checkout of OLMo (its scripts are not in the package)",
+)
+#: Runs a file as ``python file`` would, with the guards installed as the plugin does.
+AS_SCRIPT = textwrap.dedent(
+    """
+    import runpy, sys
+    from olmo_lns.export.guards import install
+    install()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+)
+#: Stands for transformers' module, so that a test of the script's name needs no other part of it.
+NO_FAST_TOKENIZER = textwrap.dedent(
+    """
+    import sys, types
+    name = "transformers.models.gpt_neox.tokenization_gpt_neox_fast"  # gone in transformers 5
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].GPTNeoXTokenizerFast = None
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guards")
+    save_olmo(folder / "lns", layer_norm_type="lns_rms")
+    nonparametric = dict(layer_norm_with_affine=False, layer_norm_eps=1e-5)
+    save_olmo(folder / "lns_no_gain", layer_norm_type="lns_default", **nonparametric)
+    save_olmo(folder / "preln", layer_norm_type="default", **nonparametric)
+    for name in ("lns", "lns_no_gain"):
+        assert export(folder / name, folder / f"{name}_folded") == 0
+    return folder
+
+
+def run_script(path: Path, *args: str, allow: str = "", prologue: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", prologue + AS_SCRIPT, str(path), *args]
+    environment = {**os.environ, "OLMO_LNS_ALLOW_MISMATCH": allow, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def convert(folder: Path, out: Path, **kwargs: str) -> subprocess.CompletedProcess[str]:
+    script = Path(OLMO_SRC, "scripts", "convert_olmo_to_hf_new.py")
+    args = ("--input_dir", str(folder), "--output_dir", str(out), "--no_tokenizer")
+    return run_script(script, *args, prologue=NO_FAST_TOKENIZER, **kwargs)
+
+
+@needs_source
+@pytest.mark.parametrize("name", ["lns", "lns_folded"])
+def test_script_that_drops_lns_is_stopped(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    """Also the folded one: its factor is in gains, which this converter does not write."""
+    done = convert(checkpoints / name, tmp_path / "hf")
+    assert done.returncode != 0
+    assert "was saved with lns_rms" in done.stderr and "olmo-lns export" in done.stderr
+    assert not (tmp_path / "hf").exists()
+    assert ("drops the gains" in done.stderr) == (name == "lns_folded")
+
+
+@needs_source
+@pytest.mark.slow
+def test_script_converts_what_it_may(checkpoints: Path, tmp_path: Path) -> None:
+    """Pre-LN, and the factor folded into projections; or knowingly."""
+    for name, allow in (("preln", ""), ("lns_no_gain_folded", ""), ("lns", "lns-to-preln")):
+        done = convert(checkpoints / name, tmp_path / name, allow=allow)
+        # The rest of the script may fail under transformers 5; it must have got past the guard.
+        assert "was saved with" not in done.stderr, done.stderr
+        assert "Fetching all parameters" in done.stdout
+
+
+def test_other_scripts_are_left_alone(checkpoints: Path, tmp_path: Path) -> None:
+    script = tmp_path / "something_else.py"
+    script.write_text("from transformers import OlmoConfig\nprint('ran')\n")
+    done = run_script(script, "--input_dir", str(checkpoints / "lns"))
+    assert (done.returncode, done.stdout.strip()) == (0, "ran"), done.stderr
+    script = script.rename(tmp_path / "convert_olmo_weights_to_hf.py")
+    assert run_script(script, "--input_dir", str(checkpoints / "lns")).returncode != 0
+
+
+@needs_source
+def test_imported_function_is_guarded(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    name = "transformers.models.gpt_neox.tokenization_gpt_neox_fast"
+    stub: Any = types.ModuleType(name)
+    stub.GPTNeoXTokenizerFast = None
+    monkeypatch.setitem(sys.modules, name, stub)
+    monkeypatch.syspath_prepend(str(Path(OLMO_SRC, "scripts")))
+    guards.install()
+    import convert_olmo_to_hf_new  # type: ignore[import-not-found]
+
+    with pytest.raises(CheckpointMismatchError, match="lns_rms"):
+        convert_olmo_to_hf_new.write_model(tmp_path / "out", str(checkpoints / "lns"))
+    assert not (tmp_path / "out").exists()
+    monkeypatch.delitem(sys.modules, "convert_olmo_to_hf_new")
+
+
+def test_hf_olmo_is_stopped(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own function, on a copy because it writes into the checkpoint."""
+    pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
+    guards.install()
+    from hf_olmo.convert_olmo_to_hf import write_config
+
+    copy = shutil.copytree(checkpoints / "lns", tmp_path / "lns")
+    with pytest.raises(CheckpointMismatchError, match=r"olmo-lns export .* --format hf"):
+        write_config(str(copy))
+    assert not (copy / "config.json").exists()
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "lns-to-preln")
+    write_config(str(copy))
+    assert (copy / "config.json").exists()
+
+
+def test_hf_olmo_converts_the_rest(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
+    guards.install()
+    from hf_olmo import OLMoConfig
+    from hf_olmo.convert_olmo_to_hf import write_config
+
+    for name in ("preln", "lns_folded"):
+        copy = shutil.copytree(checkpoints / name, tmp_path / name)
+        write_config(str(copy))
+        assert (copy / "config.json").exists()
+    with pytest.raises(CheckpointMismatchError):
+        OLMoConfig(layer_norm_type="lns_rms").save_pretrained(tmp_path / "elsewhere")
+
+
+def test_unreadable_folders_are_the_converters_business(tmp_path: Path) -> None:
+    guards.check_conversion(tmp_path, keeps_gains=False)
+    (tmp_path / "config.yaml").write_text("model: [")
+    guards.check_conversion(tmp_path, keeps_gains=False)
+
+
+def test_guards_import_no_framework() -> None:
+    code = (
+        "import sys, olmo_lns.export.guards; sys.exit(any(m in sys.modules for m in ('torch', 'olmo', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

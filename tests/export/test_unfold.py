@@ -1,0 +1,150 @@
+"""The inverse: same function under LNS, and the same next step of Adam."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.exports import adam_state, export, load_olmo, logits, relative, save_olmo
+from support.olmo_models import tokens
+
+from olmo_lns.export.unfold import MOMENT_POWERS
+
+Capture = pytest.CaptureFixture[str]
+IDS = tokens(batch=2, length=16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_norm_type": "lns_rms"},
+        {"layer_norm_type": "lns_default", "bias_for_layer_norm": True},
+        {"layer_norm_type": "lns_default", "layer_norm_with_affine": False, "layer_norm_eps": 1e-5},
+    ],
+)
+def test_fold_and_unfold(tmp_path: Path, changes: dict[str, Any], capsys: Capture) -> None:
+    model = save_olmo(tmp_path / "lns", **changes)
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0
+    assert "no optimizer state: start training with --reset_optimizer_state" in capsys.readouterr().out
+    again = load_olmo(tmp_path / "again")
+    assert str(again.config.layer_norm_type) == changes["layer_norm_type"]
+    assert relative(logits(again, IDS), logits(model, IDS)) <= 1e-5
+    for (name, before), after in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.allclose(before, after, rtol=3e-7, atol=0), name
+    record = json.loads((tmp_path / "again" / "lns.json").read_text())
+    assert record["folded"] is False and record["exponent"] == 0.5
+
+
+def test_adams_next_step_is_the_same_function_of_the_gradient(tmp_path: Path) -> None:
+    """Moments m, v of the folded gain g = s·w become s·m, s²·v: checked against autograd.
+
+    The state is the true one of the folded model after one backward pass; the rescaled state must
+    be the one that the unfolded model's own backward pass gives.
+    """
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    folded, unfolded = load_olmo(tmp_path / "folded"), load_olmo(tmp_path / "lns")
+    torch.save(first_moments(folded), tmp_path / "folded" / "optim.pt")
+    (tmp_path / "folded" / "train.pt").write_bytes(b"opaque")
+    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0
+    found = torch.load(tmp_path / "again" / "optim.pt", weights_only=True)
+    expected = first_moments(unfolded)
+    assert found["param_groups"] == expected["param_groups"]
+    for index, state in expected["state"].items():
+        for moment, value in state.items():
+            scale = value.abs().max().clamp(min=1e-30)
+            error = (found["state"][index][moment] - value).abs().max() / scale
+            assert error < 1e-4, (expected["param_groups"][0]["param_names"][index], moment)
+    assert (tmp_path / "again" / "train.pt").read_bytes() == b"opaque"
+
+
+def first_moments(model: Any) -> dict[str, Any]:
+    """Adam's state after one step from zero: m = (1-β₁)·grad, v = (1-β₂)·grad²."""
+    state = adam_state(model)
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(model(IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+    for index, parameter in enumerate(model.parameters()):
+        state["state"][index]["exp_avg"] = 0.1 * parameter.grad
+        state["state"][index]["exp_avg_sq"] = 0.05 * parameter.grad**2
+    return state
+
+
+def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = save_olmo(tmp_path / "lns", sharded=True, layer_norm_type="lns_rms")
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    # Training went on with the folded model: its checkpoint has an optimizer again.
+    from support.exports import save_distributed
+
+    state = adam_state(model)
+    import shutil
+
+    shutil.rmtree(tmp_path / "folded" / "model_and_optim")
+    save_distributed(tmp_path / "folded" / "model_and_optim", model, state)
+    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0
+    names = state["param_groups"][0]["param_names"]
+    found = {
+        "optim": {
+            "state": {n: {k: torch.zeros_like(v) for k, v in state["state"][i].items()} for i, n in enumerate(names)}
+        }
+    }
+    dcp.load(found, checkpoint_id=tmp_path / "again" / "model_and_optim", no_dist=True)
+    for index, name in enumerate(names):
+        number = int(name.split(".")[2]) + 1 if ".blocks." in name and "norm" in name else 1
+        for moment, value in state["state"][index].items():
+            expected = value * (number**-0.5) ** MOMENT_POWERS[moment]
+            assert torch.allclose(found["optim"]["state"][name][moment], expected, rtol=1e-6), (name, moment)
+
+
+def test_optimizer_may_be_dropped(tmp_path: Path, capsys: Capture) -> None:
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    torch.save(adam_state(load_olmo(tmp_path / "folded")), tmp_path / "folded" / "optim.pt")
+    assert export(tmp_path / "folded", tmp_path / "again", "--unfold", "--drop-optimizer") == 0
+    assert "warning: the optimizer's moments were dropped as asked" in capsys.readouterr().out
+    assert not (tmp_path / "again" / "optim.pt").exists()
+
+
+def test_unknown_optimizer_state_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    state = adam_state(load_olmo(tmp_path / "folded"))
+    for values in state["state"].values():
+        values["hessian"] = torch.ones_like(values["exp_avg"])
+    torch.save(state, tmp_path / "folded" / "optim.pt")
+    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 1
+    assert "'hessian', whose scaling is unknown: give --drop-optimizer" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_preln_is_converted_only_when_asked(tmp_path: Path, capsys: Capture) -> None:
+    model = save_olmo(tmp_path / "preln", layer_norm_type="rms")
+    assert export(tmp_path / "preln", tmp_path / "lns", "--unfold") == 1
+    line = capsys.readouterr().err
+    assert "never was LNS" in line and "--convert-preln" in line and "nothing in the paper" in line
+    assert not (tmp_path / "lns").exists()
+    assert export(tmp_path / "preln", tmp_path / "lns", "--unfold", "--convert-preln") == 0
+    assert "not a model trained with LNS from the start" in capsys.readouterr().out
+    converted = load_olmo(tmp_path / "lns")
+    assert str(converted.config.layer_norm_type) == "lns_rms"
+    assert relative(logits(converted, IDS), logits(model, IDS)) <= 1e-5
+    gain = converted.state_dict()["transformer.blocks.3.ff_norm.weight"]
+    assert torch.allclose(gain, 2 * model.state_dict()["transformer.blocks.3.ff_norm.weight"])
+
+
+def test_what_is_not_folded_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    assert export(tmp_path / "lns", tmp_path / "x", "--unfold") == 1
+    assert "is not folded" in capsys.readouterr().err
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    assert export(tmp_path / "folded", tmp_path / "x", "--unfold", "--exponent", "1") == 1
+    assert "was folded with exponent 0.5, not 1" in capsys.readouterr().err
+    assert export(tmp_path / "folded", tmp_path / "x", "--unfold", "--dtype", "bf16") == 1
+    assert "--unfold keeps the dtype" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        export(tmp_path / "folded", tmp_path / "x", "--unfold", "--format", "hf")
