@@ -96,10 +96,10 @@ def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, bl
 
     try:
         config = TrainConfig.load(folder / "config.yaml", validate_paths=False)
-        sharded = not (folder / "model.pt").is_file()
-        model = OLMo.from_checkpoint(
-            str(folder), device=str(device), checkpoint_type=_checkpoint_type("sharded" if sharded else "unsharded")
-        )
+        if (folder / "model.pt").is_file():
+            model = OLMo.from_checkpoint(str(folder), device=str(device))
+        else:
+            model = _load_sharded(folder, config.model).to(device)
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise LNSError(f"{folder}: not a loadable OLMo checkpoint: {one_line(error)}") from error
     if dtype is not None:
@@ -117,10 +117,20 @@ def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, bl
     )
 
 
-def _checkpoint_type(name: str) -> Any:
-    from olmo.config import CheckpointType
+def _load_sharded(folder: Path, config: Any) -> nn.Module:
+    """A ``torch_new`` checkpoint, read by our own reader: OLMo 0.6.0's cannot be made under torch >= 2.6."""
+    from olmo.model import OLMo
 
-    return CheckpointType[name]
+    from olmo_lns.export.olmo import OLMoCheckpoint
+    from olmo_lns.integrations.olmo.checkpoint import check_checkpoint
+
+    checkpoint = OLMoCheckpoint.open(folder)
+    check_checkpoint(str(folder), config, training=False)
+    config.init_device = "cpu"
+    model = OLMo(config, init_params=False)
+    state = {name: tensor.load() for name, tensor in checkpoint.tensors.items()}
+    model.load_state_dict(model._make_state_dict_compatible(state)[0])
+    return model
 
 
 def _load_huggingface(

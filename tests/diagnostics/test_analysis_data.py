@@ -89,7 +89,7 @@ def test_json_lines_with_ids_and_other_fields(tmp_path):
 
 def test_hugging_face_data_set(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text('{"text": "abc"}\n')
     (tmp_path / "set" / "validation.jsonl").write_text('{"text": "xyz"}\n')

@@ -1,0 +1,240 @@
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from support.diagnostic_models import huggingface
+
+from olmo_lns import cli
+from olmo_lns.diagnostics.results import KINDS, Report
+from olmo_lns.errors import LNSError
+
+
+def analyze(*arguments):
+    return cli.main(["analyze", *map(str, arguments)])
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read once, at import
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
+    """Every diagnostic of an OLMo checkpoint with LNS and of a Llama: (what, model) -> result file."""
+    folder, files = tmp_path_factory.mktemp("results"), {}
+    for name, model in (("olmo", olmo_folder), ("llama", llama_folder)):
+        for what in KINDS:
+            path = files[what, name] = folder / name / f"{what}.json"
+            options = ["--sequence-length", 16, "--batch-size", 4, "--quiet", "--label", name]
+            options += ["--sequences", 4] if what == "jacobian" else []
+            assert analyze(what, "--model", model, "--data", token_file, "-o", path, *options) == 0
+    return files
+
+
+@pytest.mark.parametrize("model", ["olmo", "llama"])
+@pytest.mark.parametrize("what", KINDS)
+def test_json_csv_and_figure(what, model, results, tmp_path):
+    path = results[what, model]
+    report = Report.read(path)
+    assert (report.what, report.label) == (what, model)
+    assert report.settings["sequence_length"] == 16 and report.settings["dtype"] == "float32"
+    assert (report.settings["lns"] or {}).get("type") == ("lns_rms" if model == "olmo" else None)
+    assert report.result.tokens == {"jacobian": 4, "layer-drop": 562, "gradnorm": 562}.get(what, 600)
+    report.write(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text(), "reading and writing loses nothing"
+    with path.with_suffix(".csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(report.result.rows()) > 2
+    assert analyze("plot", path, "-o", tmp_path / "x.png", "-o", tmp_path / "x.svg") == 0
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+    text = (tmp_path / "x.svg").read_text()
+    assert text.startswith("<?xml") and "<dc:date>" not in text
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_sharded_olmo_checkpoints(group, olmo_folder, tmp_path):
+    """``model_and_optim/`` as FSDP training with torch_new writes it."""
+    import torch.distributed.checkpoint as dcp
+
+    from olmo_lns.diagnostics.loading import load_model
+
+    whole = load_model(str(olmo_folder), device="cpu").model
+    shutil.copytree(olmo_folder, tmp_path / "sharded", ignore=shutil.ignore_patterns("model.pt"))
+    config = (tmp_path / "sharded" / "config.yaml").read_text()
+    (tmp_path / "sharded" / "config.yaml").write_text(config.replace("group_size: 1", f"group_size: {group}"))
+    state = {_grouped(name, group): value for name, value in whole.state_dict().items()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "sharded" / "model_and_optim", no_dist=True)
+    loaded = load_model(str(tmp_path / "sharded"), device="cpu")
+    ids = torch.arange(4, 24)[None]
+    assert torch.equal(loaded.model(ids).logits, whole(ids).logits)
+    assert [block.attn_norm.layer_number for block in loaded.blocks] == [1, 2, 3, 4]
+
+
+def _grouped(name, size):
+    parts = name.split(".")
+    if size > 1 and parts[1] == "blocks":
+        parts[1:3] = ["block_groups", str(int(parts[2]) // size), str(int(parts[2]) % size)]
+    return ".".join(parts)
+
+
+def test_matches_the_functions(results, olmo_folder, token_file):
+    from olmo_lns.diagnostics.loading import load_model
+    from olmo_lns.diagnostics.variance import block_output_variance
+
+    loaded = load_model(str(olmo_folder), device="cpu")
+    assert [round(b.attn_norm.lns_scale, 4) for b in loaded.blocks] == [1.0, 0.7071, 0.5774, 0.5]
+    ids = torch.from_numpy(np.fromfile(token_file, np.uint16).astype(np.int64))
+    expected = block_output_variance(loaded.model, None, [ids[:592].view(37, 16), ids[592:].view(1, 8)])
+    found = Report.read(results["variance", "olmo"]).result
+    np.testing.assert_allclose(found.variance, expected.variance, rtol=1e-6)
+    assert found.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_compare(what, results, tmp_path, capsys):
+    files = [results[what, "olmo"], results[what, "llama"]]
+    assert analyze("compare", *files, "-o", tmp_path / "x.png", "--table", tmp_path / "x.csv", "--labels", "A,B") == 0
+    out = capsys.readouterr().out
+    assert "| block | A | B |" in out and (tmp_path / "x.png").stat().st_size > 5000
+    with (tmp_path / "x.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["model"] for row in rows} == {"A", "B"}
+    assert len(rows) == sum(len(Report.read(f).result.rows()) for f in files)
+
+
+def test_compare_says_what_else_differs(results, llama_folder, token_file, tmp_path, caplog):
+    other = tmp_path / "short.json"
+    options = ["--tokens", 64, "--sequence-length", 8, "--label", "short", "--quiet"]
+    assert analyze("variance", "--model", llama_folder, "--data", token_file, "-o", other, *options) == 0
+    assert analyze("compare", results["variance", "llama"], other) == 0
+    assert "differ in tokens: 600, 64" in caplog.text and "differ in sequence_length: 16, 8" in caplog.text
+
+
+def test_angular_figures_share_one_scale(results):
+    from olmo_lns.diagnostics.plots import draw
+
+    reports = [Report.read(results["angular", name]) for name in ("olmo", "llama")]
+    figure = draw(reports)
+    maps = [image for axis in figure.axes for image in axis.images]
+    assert len(maps) == 2 and [image.get_clim() for image in maps] == [(0, 1), (0, 1)]
+    for image, report in zip(maps, reports, strict=True):
+        rows = report.result.distance
+        assert image.get_array()[0, 0] == pytest.approx(rows[0][0])
+        assert image.get_array()[1, 0] == pytest.approx(rows[0][1]), "l runs to the right, n upwards"
+    assert [axis.get_xlim()[0] for axis in figure.axes[:2]] == [0.5, 0.5]
+
+
+def test_bert_with_its_mask_token(bert_folder, token_file, tmp_path):
+    out = tmp_path / "drop.json"
+    common = ["--data", token_file, "--sequence-length", 21, "-o", out, "--quiet"]
+    assert analyze("layer-drop", "--model", bert_folder, *common) == 0
+    assert Report.read(out).result.tokens == 28 * 3 + 2
+
+
+def test_tasks(llama_folder, token_file, task_folder, tmp_path):
+    pytest.importorskip("accelerate")
+    out = tmp_path / "drop.json"
+    options = ["--tasks", "local_words", "--task-path", task_folder, "--limit", 4, "--quiet", "--plot", "x.png"]
+    assert analyze("layer-drop", "--model", llama_folder, "--data", token_file, "-o", out, *options) == 0
+    task = Report.read(out).result.tasks["local_words"]
+    assert task.metric == "acc" and len(task.without) == 3 and 0 <= task.baseline <= 1
+    with out.with_suffix(".csv").open(newline="") as file:
+        assert {"local_words:acc", "local_words:stderr", "local_words:drop"} <= set(next(csv.DictReader(file)))
+
+
+def test_variance_through_training(tmp_path, capsys):
+    for run, growth in (("preln", 2.0), ("lns", 1.1)):
+        rows = [f"{step},{block},{growth**block * step},1,1,8" for step in (100, 200) for block in (1, 2, 3)]
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "lns_variance.csv").write_text(
+            "step,block,variance,rms,max,tokens\n" + "\n".join(rows) + "\n"
+        )
+    files = [tmp_path / run / "lns_variance.csv" for run in ("preln", "lns")]
+    assert analyze("plot", *files, "-o", tmp_path / "t.png", "--log") == 0
+    assert (tmp_path / "t.png").stat().st_size > 5000
+    from olmo_lns.diagnostics.plots import draw_training
+
+    figure = draw_training(files, ["preln", "lns"])
+    assert [axis.get_title() for axis in figure.axes[:2]] == ["preln", "lns"]
+    assert list(figure.axes[0].lines[2].get_ydata()) == [800.0, 1600.0]
+
+
+def fails(capsys, *arguments):
+    """The one line on stderr of a failing call."""
+    capsys.readouterr()
+    assert analyze(*arguments) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("olmo-lns analyze:")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_bad_models(capsys, tmp_path, llama_folder, olmo_folder, token_file):
+    data = ["--data", token_file, "--quiet", "--device", "cpu"]
+    (tmp_path / "empty").mkdir()
+    message = fails(capsys, "variance", "--model", tmp_path / "empty", *data)
+    assert "found neither config.yaml (an OLMo checkpoint) nor config.json (a Hugging Face model)" in message
+    assert "not a loadable Hugging Face model" in fails(capsys, "variance", "--model", "no/such-model", *data)
+    shutil.copytree(olmo_folder, tmp_path / "broken")
+    (tmp_path / "broken" / "model.pt").unlink()
+    assert "neither model.pt nor model_and_optim" in fails(capsys, "variance", "--model", tmp_path / "broken", *data)
+    huggingface("llama", num_hidden_layers=1).save_pretrained(tmp_path / "one")
+    assert "has 1 transformer block: expected at least 2" in fails(
+        capsys, "angular", "--model", tmp_path / "one", *data
+    )
+    model = huggingface("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    for what in ("variance", "angular", "jacobian"):
+        assert "block 2 is the first whose" in fails(capsys, what, "--model", tmp_path / "nan", *data)
+    wrong = ["--model", llama_folder, *data]
+    assert "no list of blocks at 'h'" in fails(capsys, "variance", *wrong, "--blocks", "h")
+    assert "the model takes at most 64" in fails(capsys, "variance", *wrong, "--sequence-length", 65)
+    assert "expected auto, cpu, cuda" in fails(capsys, "variance", *wrong, "--device", "warp drive")
+    assert "--device-map is for Hugging Face" in fails(
+        capsys, "variance", "--model", olmo_folder, *data, "--device-map", "auto"
+    )
+
+
+def test_bad_data(capsys, tmp_path, llama_folder, monkeypatch):
+    def message(data, *options):
+        return fails(capsys, "variance", "--model", llama_folder, "--data", data, "--quiet", *options)
+
+    (tmp_path / "empty.txt").write_text("")
+    assert "holds no token" in message("empty.txt")
+    np.save(tmp_path / "ids.npy", np.array([1, 2, 50_279]))
+    assert "found token id 50279, expected 0..96" in message("ids.npy")
+    assert "no such file" in message("missing.npy")
+    (tmp_path / "x.txt").write_text("w4 w5")
+    assert "no tokenizer could be loaded" in message("x.txt", "--tokenizer", "no/such")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    wrong = fails(capsys, "jacobian", "--model", llama_folder, "--data", "x.txt")
+    assert "runs in one process: found WORLD_SIZE=2" in wrong
+
+
+def test_bad_results(capsys, tmp_path, results):
+    assert "No such file" in fails(capsys, "plot", "missing.json")
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    assert "not a result file" in fails(capsys, "plot", "x.json")
+    assert "needs two or more" in fails(capsys, "compare", results["variance", "olmo"])
+    mixed = [results["variance", "olmo"], results["angular", "llama"]]
+    assert "only results of one diagnostic" in fails(capsys, "compare", *mixed)
+    same = [results["variance", "olmo"]] * 2
+    assert "name them with --labels" in fails(capsys, "compare", *same)
+    assert "use .png, .svg or .pdf" in fails(capsys, "plot", results["variance", "olmo"], "-o", "x.txt")
+    content = json.loads(results["variance", "olmo"].read_text())
+    del content["result"]["rms"]
+    (tmp_path / "part.json").write_text(json.dumps(content))
+    with pytest.raises(LNSError, match="incomplete result file"):
+        Report.read(tmp_path / "part.json")
+
+
+@pytest.mark.parametrize("arguments", [[], ["variance"], ["variance", "--model", "x", "--data", "y", "--tokens", "0"]])
+def test_wrong_usage(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        analyze(*arguments)
+    assert exit_.value.code == 2
