@@ -240,19 +240,13 @@ def shape(text: str) -> tuple[int, int]:
     return found
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
-    return int(text)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="ROWSxWIDTH", help="default: by device")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=list(DTYPES))
-    parser.add_argument("--rounds", type=positive, default=21)
-    parser.add_argument("--warmup", type=positive, default=3)
+    parser.add_argument("--rounds", type=benchlib.positive, default=21)
+    parser.add_argument("--warmup", type=benchlib.positive, default=3)
     parser.add_argument("--eager", action="store_true", help="CUDA: plain launches instead of a CUDA graph")
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -25,6 +26,13 @@ def require_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: torch.cuda.is_available() is False here; use --device cpu, or a GPU machine")
     return device
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return int(text)
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
