@@ -64,17 +64,23 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         return TrainConfig.load(path, [clean_opt(text) for text in overrides])
 
 
-def _check_data(paths: Sequence[str], key: str) -> None:
+def _check_data(data: Any, key: str, length: int, sequences: int) -> None:
+    """``data`` must name files that hold ``sequences`` sequences of ``length`` tokens; URLs are not looked at."""
     from olmo.util import is_url
 
-    missing = [path for path in paths if not is_url(path) and not Path(path).is_file()]
+    paths = list(data.paths or [path for group in (data.datasets or {}).values() for path in group])
+    if not paths and getattr(data, "custom_dataset", None) is None:
+        raise LNSConfigError(f"{key}: no data: set paths to tokenised .npy memmaps")
+    if not paths or any(is_url(path) for path in paths):
+        return
+    missing = [path for path in paths if not Path(path).is_file()]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise LNSConfigError(f"{key}: no such file: {missing[0]}{more}; expected tokenised .npy memmaps")
-
-
-def _paths(data: Any) -> list[str]:
-    return list(data.paths or [path for group in (data.datasets or {}).values() for path in group])
+        raise LNSConfigError(f"{key}.paths: no such file: {missing[0]}{more}; expected tokenised .npy memmaps")
+    size = length * data.effective_memmap_dtype(0).itemsize
+    found = sum(Path(path).stat().st_size // size for path in paths)
+    if found < sequences:
+        raise LNSConfigError(f"{key}.paths: {found} sequences of {length} tokens, fewer than a batch of {sequences}")
 
 
 def _check_save_folder(cfg: Any) -> None:
@@ -111,9 +117,11 @@ def prepare(cfg: Any, device: torch.device) -> None:
     if cfg.run_name is None:
         raise LNSConfigError("run_name is not set: --run_name=NAME")
     _positive_duration(cfg.max_duration)
-    _check_data(_paths(cfg.data), "data.paths")
+    length = cfg.model.max_sequence_length
+    _check_data(cfg.data, "data", length, cfg.global_train_batch_size)
     for evaluator in cfg.evaluators:
-        _check_data(_paths(evaluator.data), f"evaluators: {evaluator.label}")
+        if str(evaluator.type) == "lm":  # the others bring their data with them
+            _check_data(evaluator.data, f"evaluators.{evaluator.label}.data", length, 1)
     _check_save_folder(cfg)
     ranks = get_world_size()
     if (batch := cfg.global_train_batch_size) % ranks:

@@ -137,6 +137,8 @@ def test_evaluates_held_out_data(tmp_path: Path):
         ("--max_duration=0", "max_duration: expected steps, tokens ('20e9T') or epochs ('1ep') above 0, got 0"),
         ("--max_duration=ten", "got 'ten'"),
         ("--data.paths=[/nowhere/a.npy]", "data.paths: no such file: /nowhere/a.npy"),
+        ("--data.paths=null", "data: no data: set paths"),
+        ("--global_train_batch_size=400", "data.paths: 256 sequences of 32 tokens, fewer than a batch of 400"),
         ("--steps=0", "steps: Key 'steps' not in 'TrainConfig'"),
         ("0", "expected overrides as --key=value, got '0'"),
         ("--distributed_strategy=none", "distributed_strategy"),
