@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# On a machine WITH a package registry: put everything a GPU machine without one needs into one folder.
+#
+#   scripts/gpu/bundle.sh FOLDER [ARCH]        ARCH: 90 (H100, H200; default) or 80 (A100)
+#
+# FOLDER then holds  libtransformer_engine.so.xz  the kernels, one architecture, about 10 MB   (te_ctypes.py loads it)
+#                    sdist/                       Transformer Engine's source, to build the real extension (build_te.sh)
+#                    wheels/                      ai2-olmo and what `import olmo` needs beside torch
+# Settings: PYTHON (default python3), TE_VERSION (2.11.0), CUDA (13 or 12), TARGET_PYTHON (3.12: the GPU machine's).
+set -euo pipefail
+folder=${1:?usage: bundle.sh FOLDER [ARCH]}
+arch=${2:-90}
+python=${PYTHON:-python3}
+version=${TE_VERSION:-2.11.0}
+cuda=${CUDA:-13}
+target=${TARGET_PYTHON:-3.12}
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$folder"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+echo "== Transformer Engine $version for CUDA $cuda, architecture $arch"
+"$python" -m pip download --quiet --no-deps --dest "$scratch" "transformer_engine_cu$cuda==$version"
+"$python" -m zipfile -e "$scratch"/transformer_engine_cu*.whl "$scratch/unpacked"
+library=$(find "$scratch/unpacked" -name libtransformer_engine.so | head -n 1)
+"$python" "$here/slim_library.py" "$library" "$scratch/libtransformer_engine.so" --keep "$arch"
+xz -9 --threads=0 --stdout "$scratch/libtransformer_engine.so" > "$folder/libtransformer_engine.so.xz"
+
+echo "== Source of the PyTorch extension, and the package that it belongs to"
+mkdir -p "$folder/sdist"
+"$python" -m pip download --quiet --no-deps --dest "$folder/sdist" "transformer_engine==$version"
+# pip cannot compute the metadata of the source without CUDA: --no-clean keeps what it unpacked before it failed.
+mkdir "$scratch/source"
+TMPDIR="$scratch/source" "$python" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --no-clean \
+  --dest "$scratch/source" "transformer_engine_torch==$version" > "$scratch/source.log" 2>&1 || true
+source=$(find "$scratch/source" -path '*/csrc/extensions.h' | head -n 1)
+[ -n "$source" ] || { cat "$scratch/source.log" >&2; echo "no source of transformer_engine_torch $version" >&2; exit 1; }
+tar -C "$(dirname "$(dirname "$source")")" -czf "$folder/sdist/transformer_engine_torch-$version-source.tar.gz" .
+
+echo "== OLMo and what it imports"
+"$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$target" --implementation cp \
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
+  --dest "$folder/wheels" "ai2-olmo==0.6.0" ai2-olmo-core omegaconf cached-path boto3 botocore s3transfer jmespath \
+  "datasets<4" dill multiprocess xxhash "torchmetrics" lightning-utilities rich hypothesis sortedcontainers pytest \
+  pluggy iniconfig packaging || echo "(some wheels could not be had: only the OLMo tests and bench_step.py need them)" >&2
+du -sh "$folder"/*
