@@ -41,7 +41,8 @@ def write_tokenizer(out: Path, identifier: str, *, config: dict[str, Any], besid
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if size > config["vocab_size"]:
         raise LNSConfigError(
-            f"tokenizer {identifier} has {size} tokens, the model only {config['vocab_size']}: it is not this model's"
+            f"tokenizer {identifier} has {size} tokens, the model only {config['vocab_size']}: it is another model's; "
+            "give --tokenizer FILE, or --tokenizer none to leave it out"
         )
     settings: dict[str, Any] = {
         # The name that every version of transformers knows.
