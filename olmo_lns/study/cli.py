@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 from typing import Sequence
@@ -81,6 +82,8 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
     from olmo_lns.study import collect, launch, slurm
 
     runs = _selected(study, args.only)
+    if args.run:
+        os.environ.update(launch.environment(study, args.out))  # before the configs that read it are resolved
     collect.compare_planned(study)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out, workers=args.workers))

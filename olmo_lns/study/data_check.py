@@ -93,7 +93,7 @@ def _tokens(result: Data, size: int, vocab_size: int, eos: int | None, full: boo
     elif result.lowest < 0 or result.highest >= vocab_size:
         bad = result.lowest if result.lowest < 0 else result.highest
         result.problems.append(
-            f"token {bad:,} is outside the vocabulary of {vocab_size:,}: wrong dtype ({result.dtype}), or other tokenizer"
+            f"token {bad:,} is outside the vocabulary of {vocab_size:,}: not {result.dtype}, or of another tokenizer"
         )
     elif eos is not None and not result.documents and result.share_read == 1:
         result.problems.append(

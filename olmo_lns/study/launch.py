@@ -62,13 +62,16 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
 
 def environment(study: Study, out: Path) -> dict[str, str]:
     """What the config files and the launch read from the environment, on top of the present one."""
-    extra = {"OLMO_SAVE_DIR": str(out.resolve())}
+    save, data = ("OLMO_SAVE_DIR", "OLMO_DATA_DIR")
+    if study.framework == "megatron":
+        save, data = ("MEGATRON_SAVE_DIR", "MEGATRON_DATA")
+    extra = {save: str(out.resolve())}
     if study.launch.threads:
         extra["OMP_NUM_THREADS"] = str(study.launch.threads)
     if study.data == "demo":
-        extra["OLMO_DATA_DIR"] = str((out / "data").resolve())
+        extra[data] = str((out / "data").resolve())
     elif study.data:
-        extra["OLMO_DATA_DIR"] = str((study.path.parent / study.data).resolve())
+        extra[data] = str((study.path.parent / study.data).resolve())
     return extra
 
 
@@ -155,7 +158,6 @@ def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | Non
     out.mkdir(parents=True, exist_ok=True)
     with _only_one(out) as lock:
         prepare_data(study, out)
-        os.environ.update(environment(study, out))
         todo = []
         for run in runs:
             stamp(study, run, out)

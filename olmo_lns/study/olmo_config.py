@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
@@ -49,7 +50,8 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
 
     if not path.is_file():
         raise LNSConfigError(f"{path}: no such file")
-    with placeholders(path):
+    with placeholders(path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo's, at every load
         try:
             return TrainConfig.load(str(path), overrides_to_args(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:

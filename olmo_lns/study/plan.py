@@ -84,8 +84,8 @@ def table(planned: Sequence[Row], mfu: float) -> str:
         counted = "–" if row.flops_olmo is None else f"{row.flops_olmo:.2e}"
         body += (
             f"| {size} | {len(mine)} | {row.parameters:,} | {row.steps:,} | {row.tokens / 1e9:.3g}B "
-            f"| {row.warmup_share:.1%} | {row.flops:.2e} | {counted} | {_hours(row.hours_a100)} | {_hours(row.hours_h100)} "
-            f"| {_hours(row.hours_h200)} | {row.checkpoint_gb:.3g} GB |\n"
+            f"| {row.warmup_share:.1%} | {row.flops:.2e} | {counted} | {_hours(row.hours_a100)} "
+            f"| {_hours(row.hours_h100)} | {_hours(row.hours_h200)} | {row.checkpoint_gb:.3g} GB |\n"
         )
     totals = [sum(getattr(row, key) for row in planned) for key in ("hours_a100", "hours_h100", "hours_h200")]
     disk = sum(row.checkpoint_gb for row in planned)

@@ -6,7 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.study.launch import command
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.launch import command, environment
 from olmo_lns.study.spec import Run, Study
 
 __all__ = ["write"]
@@ -40,7 +41,11 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, *, python:
     """Write ``<folder>/<size>.sbatch`` for every size. ``launch.sbatch`` of the description adds ``#SBATCH`` lines.
 
     The variables of the config files (``OLMO_DATA_DIR``, or ``MEGATRON_DATA``) must be set where it is submitted.
+
+    :raises LNSConfigError: the study's data are the demo's, which are built on one machine.
     """
+    if study.data == "demo":
+        raise LNSConfigError(f"{study.path}: data: demo is for one machine; name the folder of your data, or none")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for size in dict.fromkeys(run.size for run in runs):
@@ -54,7 +59,7 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, *, python:
 
 def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path, python: str) -> str:
     needed = "OLMO_DATA_DIR" if study.framework == "olmo" else "MEGATRON_DATA"
-    save = "OLMO_SAVE_DIR" if study.framework == "olmo" else "MEGATRON_SAVE_DIR"
+    exports = environment(study, out)
     cases = []
     for run in runs:
         words = command(study, run, out, python=python, slurm=True)
@@ -70,8 +75,8 @@ def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path,
         nproc=study.launch.nproc,
         out=shlex.quote(str(out)),
         extra="".join(f"#SBATCH --{key}={value}\n" for key, value in study.launch.sbatch.items()),
-        checks=f': "${{{needed}:?set it to your tokenised data, see docs/data.md}}"\n'
-        f"export {save}={shlex.quote(str(out))}",
+        checks="".join(f"export {name}={shlex.quote(value)}\n" for name, value in exports.items())
+        + f': "${{{needed}:?set it to your tokenised data, see docs/data.md}}"',
         runs=" ".join(run.name for run in runs),
         python=shlex.quote(python),
         description=shlex.quote(str(study.path.resolve())),

@@ -1,0 +1,189 @@
+"""Every file of configs/olmo: what is committed renders, loads in OLMo, and differs from its neighbours in the arm only."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("olmo", reason="needs ai2-olmo")
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import olmo_config
+from olmo_lns.study.arms import ARMS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FILES = sorted((REPOSITORY / "configs" / "olmo").rglob("*.yaml"))
+ARM_NAMES = ("preln", "preln_scaled_init", "lns", "preln_mitchell")
+#: size -> (layers, width, heads, SwiGLU inner, parameters, sequence, batch, steps, learning rate, warm-up).
+FAMILY = {
+    "60M": (8, 512, 8, 2048, 85_074_432, 4096, 256, 19_074, 6e-4, 2000),
+    "150M": (12, 768, 12, 3072, 190_532_352, 4096, 256, 19_074, 6e-4, 2000),
+    "300M": (16, 1024, 16, 4096, 371_491_840, 4096, 256, 19_074, 6e-4, 2000),
+    "1B": (16, 2048, 16, 8192, 1_279_854_592, 2048, 512, 19_074, 4e-4, 2000),
+    "7B": (32, 4096, 32, 11008, 6_888_361_984, 2048, 1024, 9_537, 3e-4, 1000),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, Any]:
+    return {path.stem: olmo_config.load(path) for path in FILES}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("render_configs", REPOSITORY / "scripts" / "render_configs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pack_is_complete() -> None:
+    assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in FAMILY for arm in ARM_NAMES}
+
+
+def test_what_is_committed_is_what_renders(renderer: ModuleType) -> None:
+    rendered = renderer.render()
+    committed = [*FILES, *sorted((REPOSITORY / "configs" / "megatron").rglob("*.yaml"))]
+    assert sorted(rendered) == sorted(committed)
+    assert [path.name for path in committed if path.read_text() != rendered[path]] == []
+
+
+def test_check_mode_sees_an_edited_file(tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(REPOSITORY / "scripts", tmp_path / "scripts")
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    command = [sys.executable, "scripts/render_configs.py", "--check"]
+    assert subprocess.run(command, cwd=tmp_path).returncode == 0
+    edited = tmp_path / "configs" / "olmo" / "1B-lns.yaml"
+    edited.write_text(edited.read_text().replace("4.0e-4", "4.1e-4"))
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1 and "configs/olmo/1B-lns.yaml" in result.stderr
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_values_follow_the_family(path: Path, loaded: dict[str, Any]) -> None:
+    size, _, arm = path.stem.partition("-")
+    layers, width, heads, inner, parameters, sequence, batch, _steps, rate, warmup = FAMILY[size]
+    cfg = loaded[path.stem]
+    model, optimizer = cfg.model, cfg.optimizer
+    assert (model.n_layers, model.d_model, model.n_heads, model.mlp_hidden_size) == (layers, width, heads, 2 * inner)
+    assert (model.max_sequence_length, cfg.global_train_batch_size) == (sequence, batch)
+    assert olmo_config.count(cfg)[0] == parameters
+    assert not model.weight_tying and not model.include_bias and model.layer_norm_eps == 1e-6
+    assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (rate, (0.9, 0.95), 1e-8)
+    assert (optimizer.weight_decay, cfg.max_grad_norm, cfg.scheduler.alpha_f) == (0.1, 1.0, 0.1)
+    assert cfg.scheduler.t_warmup == warmup and cfg.precision == "amp_bf16" and cfg.wandb is None
+    for key, value in ARMS[arm].olmo.items():
+        assert olmo_config.flatten(cfg)[key] == value
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_twenty_billion_tokens_in_the_fewest_steps(path: Path, loaded: dict[str, Any]) -> None:
+    """By OLMo's own ``Trainer.max_steps``, and it stops there (its default would run ten steps more)."""
+    from olmo.train import Trainer
+
+    cfg = loaded[path.stem]
+    tokens = cfg.global_train_batch_size * cfg.model.max_sequence_length
+    steps = Trainer.max_steps.fget(SimpleNamespace(cfg=cfg))
+    assert steps == cfg.stop_at == math.ceil(20e9 / tokens) == FAMILY[path.stem.partition("-")[0]][7]
+    assert cfg.scheduler.t_warmup < 0.2 * steps
+
+
+@pytest.mark.parametrize("size", FAMILY)
+def test_arms_of_a_size_differ_in_the_arm_only(size: str, loaded: dict[str, Any]) -> None:
+    flat = {arm: olmo_config.flatten(loaded[f"{size}-{arm}"]) for arm in ARM_NAMES}
+    for arm in ARM_NAMES:
+        changed = {key for key in flat[arm] if flat[arm][key] != flat["preln"][key]}
+        expected = {key for key, value in ARMS[arm].olmo.items() if value != ARMS["preln"].olmo[key]}
+        assert changed - {"run_name", "save_folder"} == expected
+
+
+def test_stop_at_follows_an_override_of_max_duration() -> None:
+    cfg = olmo_config.load(FILES[0], {"max_duration": 123})
+    assert cfg.max_duration == cfg.stop_at == 123
+
+
+def test_wandb_is_one_override_away() -> None:
+    cfg = olmo_config.load(FILES[0], {"wandb.project": "lns", "wandb.entity": "me"})
+    assert (cfg.wandb.project, cfg.wandb.entity) == ("lns", "me")
+
+
+def test_data_and_save_folders_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from olmo.config import TrainConfig
+    from olmo.exceptions import OLMoConfigurationError
+
+    path = REPOSITORY / "configs" / "olmo" / "60M-preln.yaml"
+    monkeypatch.delenv("OLMO_DATA_DIR", raising=False)
+    monkeypatch.setenv("OLMO_SAVE_DIR", "/runs")
+    with pytest.raises(OLMoConfigurationError, match="OLMO_DATA_DIR"):
+        TrainConfig.load(path)
+    for name in ("b.npy", "a.npy"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("OLMO_DATA_DIR", str(tmp_path))
+    cfg = TrainConfig.load(path)
+    assert cfg.data.paths == [str(tmp_path / "a.npy"), str(tmp_path / "b.npy")]
+    assert cfg.save_folder == "/runs/60M-preln"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_nothing_of_a_site_and_a_useful_header(path: Path) -> None:
+    text = path.read_text()
+    assert not any(word in text for word in ("s3://", "gs://", "https://", "/net/", "ai2-llm"))
+    assert 90 <= len(text.splitlines()) <= 120
+    header = text.split("\nrun_name")[0]
+    assert f"scripts/train.py configs/olmo/{path.name}" in header and "--try_load_latest_save" in header
+    assert "Override:" in header and "Our choice" in header and "Paper:" in header
+
+
+def test_the_lns_arm_needs_the_plugin_and_says_so() -> None:
+    """In an OLMo without the plugin the file is refused, never trained without the factor."""
+    code = f"""
+import os
+os.environ.update(OLMO_DATA_DIR="/x", OLMO_SAVE_DIR="/x")
+from olmo.config import TrainConfig
+TrainConfig.load({str(REPOSITORY / "configs/olmo/60M-lns.yaml")!r}, validate_paths=False)
+"""
+    env = {"PATH": "/usr/bin:/bin", "OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "HOME": "/tmp"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert result.returncode != 0 and "lns_rms" in result.stderr
+
+
+@pytest.mark.parametrize("arm", ARM_NAMES)
+def test_initialization_and_factors_are_the_arm(arm: str) -> None:
+    """On a narrow copy: std of the residual output projections, and the factor of every block norm."""
+    import torch
+    from olmo.model import OLMo
+
+    small = {"model.d_model": 192, "model.n_heads": 4, "model.mlp_hidden_size": 1536, "model.n_layers": 6}
+    small |= {"model.vocab_size": 500, "model.embedding_size": 512, "model.init_device": "cpu"}
+    torch.manual_seed(0)
+    model = OLMo(olmo_config.load(REPOSITORY / "configs" / "olmo" / f"60M-{arm}.yaml", small).model)
+    # A normal cut at 3 std has std 0.98658 of the uncut one.
+    cut = math.sqrt(1 - 2 * 3 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))
+    for number, block in enumerate(model.transformer.blocks, start=1):
+        expected = {
+            "preln": (0.02, 0.02),
+            "lns": (0.02, 0.02),
+            "preln_scaled_init": (0.02 / math.sqrt(12), 0.02 / math.sqrt(12)),
+            "preln_mitchell": (1 / math.sqrt(2 * 192 * number), 1 / math.sqrt(2 * 768 * number)),
+        }[arm]
+        found = block.attn_out.weight.std().item(), block.ff_out.weight.std().item()
+        assert found == pytest.approx((expected[0] * cut, expected[1] * cut), rel=0.02)
+        factors = [getattr(norm, "lns_scale", 1.0) for norm in (block.attn_norm, block.ff_norm)]
+        assert factors == pytest.approx([number**-0.5 if arm == "lns" else 1.0] * 2, rel=1e-12)
+    assert getattr(model.transformer.ln_f, "lns_scale", 1.0) in (1.0, None)
+
+
+def test_an_override_that_is_wrong_is_named() -> None:
+    with pytest.raises(LNSConfigError, match="60M-lns.yaml: OLMo refuses it: .*nonsense"):
+        olmo_config.load(REPOSITORY / "configs" / "olmo" / "60M-lns.yaml", {"model.layer_norm_type": "nonsense"})

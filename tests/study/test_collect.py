@@ -1,0 +1,190 @@
+"""Collecting a study: incomplete runs never averaged, incomparable runs refused with the difference named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Built
+from test_logs import megatron_log, olmo_log
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import cli, collect, fit
+from olmo_lns.study.spec import Study
+
+RUNS = ("a-preln-s1", "a-lns-s1", "a-preln-s2", "a-lns-s2", "b-preln-s1", "b-lns-s1")
+
+
+def finish_all(built: Built) -> Study:
+    for name, loss in zip(RUNS, (3.0, 2.9, 3.1, 2.96, 2.5, 2.3), strict=True):
+        built.finish(name, loss)
+    return built.study
+
+
+def test_a_complete_study(built: Built) -> None:
+    study = finish_all(built)
+    results = collect.collect(study, built.out)
+    assert [r.run for r in results] == list(RUNS) and {r.status for r in results} == {"complete"}
+    # The last 10 % of 20 steps are steps 19 and 20: final + 0.05 and final.
+    assert [r.loss for r in results] == pytest.approx([3.025, 2.925, 3.125, 2.985, 2.525, 2.325])
+    assert fit.paired(results, "a", "lns") == (pytest.approx(-0.12), pytest.approx(0.02 * 2**0.5), 2)
+    assert fit.paired(results, "b", "lns") == (pytest.approx(-0.2), None, 1)
+    collect.write_results(results, built.out / "results.csv")
+    assert collect.read_results(built.out / "results.csv") == results
+
+
+def test_an_incomplete_run_is_shown_and_takes_no_part(built: Built) -> None:
+    study = finish_all(built)
+    built.finish("a-lns-s2", 1.0, until=19)
+    results = {r.run: r for r in collect.collect(study, built.out)}
+    cut = results["a-lns-s2"]
+    assert (cut.status, cut.step, cut.loss) == ("incomplete", 19, None) and cut.last_loss == pytest.approx(1.05)
+    (point,) = [p for p in fit.points(list(results.values()), "lns") if p.size == "a"]
+    assert (point.seeds, point.std) == (1, None) and point.loss == pytest.approx(2.925)
+
+
+def test_a_missing_run_is_refused_or_reported(built: Built) -> None:
+    for name in RUNS[:-1]:
+        built.finish(name, 3.0)
+    study = built.study
+    with pytest.raises(LNSConfigError, match="run b-lns-s1 is missing"):
+        collect.collect(study, built.out)
+    results = collect.collect(study, built.out, allow_missing=True)
+    assert (results[-1].run, results[-1].status, results[-1].loss) == ("b-lns-s1", "missing", None)
+
+
+def test_a_loss_that_is_not_finite_names_the_run(built: Built) -> None:
+    study = finish_all(built)
+    (built.out / "b-lns-s1" / "attempt-01.log").write_text(olmo_log({1: 3.0, 2: "nan"}, total=20))
+    with pytest.raises(LNSConfigError, match=r"b-lns-s1/attempt-01.log: loss is nan at step 2"):
+        collect.collect(study, built.out)
+
+
+def test_a_damaged_log_names_the_run(built: Built) -> None:
+    study = finish_all(built)
+    log = built.out / "b-lns-s1" / "attempt-01.log"
+    log.write_bytes(log.read_bytes()[:500] + b"\0" * 64 + log.read_bytes()[600:])
+    with pytest.raises(LNSConfigError, match=r"b-lns-s1/attempt-01.log: damaged: NUL bytes"):
+        collect.collect(study, built.out)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "pattern"),
+    [
+        ("global_train_batch_size", 16, "global_train_batch_size is 8 and 16"),
+        ("optimizer.learning_rate", 2e-3, "optimizer.learning_rate is 0.001 and 0.002"),
+        ("model.d_model", 96, "model.d_model is 48 and 96"),
+        ("seed", 7, "seed is 1 and 7"),
+    ],
+)
+def test_arms_that_differ_in_more_than_the_arm(built: Built, key: str, value: object, pattern: str) -> None:
+    study = finish_all(built)
+    built.finish("a-lns-s1", 2.9, **{key: value})
+    with pytest.raises(LNSConfigError, match=f"a-preln-s1 and a-lns-s1 differ in more than the arm: {pattern}"):
+        collect.collect(study, built.out)
+
+
+def test_arms_on_different_data(built: Built, tmp_path: Path) -> None:
+    for name in RUNS:
+        if name == "b-lns-s1":  # same path and size, other content
+            (tmp_path / "data" / "train.npy").write_bytes(bytes(reversed(range(256))) * 64)
+        built.finish(name, 3.0)
+    with pytest.raises(
+        LNSConfigError, match=r"b-preln-s1 and b-lns-s1 differ in more than the arm: data is .*train.npy"
+    ):
+        collect.collect(built.study, built.out)
+
+
+def test_arms_under_different_lns_settings(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RUNS:
+        if name == "b-lns-s1":
+            monkeypatch.setenv("OLMO_LNS_EXPONENT", "1.0")
+        built.finish(name, 3.0)
+    with pytest.raises(LNSConfigError, match="environment is {} and {'OLMO_LNS_EXPONENT': '1.0'}"):
+        collect.collect(built.study, built.out)
+
+
+def test_a_run_that_is_not_its_arm(built: Built) -> None:
+    study = finish_all(built)
+    built.finish("b-lns-s1", 2.3, **{"model.layer_norm_type": "rms"})
+    with pytest.raises(LNSConfigError, match="b-lns-s1 is not its arm: model.layer_norm_type='rms'"):
+        collect.collect(study, built.out)
+
+
+def test_a_log_of_another_length(built: Built) -> None:
+    study = finish_all(built)
+    log = built.out / "b-lns-s1" / "attempt-01.log"
+    log.write_text(olmo_log({1: 3.0}, total=999))
+    with pytest.raises(LNSConfigError, match="counts to 999 steps, the study's config to 20"):
+        collect.collect(study, built.out)
+
+
+def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: Built) -> None:
+    built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
+    built.save()
+    study = built.study
+    with pytest.raises(LNSConfigError, match="differ in more than the arm: global_train_batch_size is 8 and 16"):
+        collect.compare_planned(study)
+    for command in (["plan"], ["launch", "--out", str(built.out)]):
+        with pytest.raises(LNSConfigError, match="differ in more than the arm"):
+            cli.main([command[0], str(built.path), *command[1:]])
+
+
+def megatron_study(tmp_path: Path) -> tuple[Study, Path]:
+    from conftest import REPOSITORY
+
+    path = tmp_path / "megatron.yaml"
+    path.write_text(
+        f"name: m\nframework: megatron\nconfig: {REPOSITORY}/configs/megatron/{{size}}-{{arm}}.yaml\n"
+        "sizes:\n  60M: {train-iters: 40}\narms: [preln, lns]\nfinal_fraction: 0.5\n"
+    )
+    return Study.load(path), tmp_path / "out"
+
+
+def megatron_run(out: Path, name: str, **arguments: object) -> None:
+    shown = {"global_batch_size": 256, "seed": 6198, "save": f"/runs/{name}", "layernorm_scaling": "lns" in name}
+    shown |= {"no_scaled_init": "lns" not in name, "data_path": "['/data/x']", "rank": 0} | arguments
+    block = "".join(f"  {key} {'.' * (48 - len(key))} {value}\n" for key, value in sorted(shown.items()))
+    head = f"------------------------ arguments ------------------------\n{block}-------------------- end of arguments -----\n"
+    (out / name).mkdir(parents=True)
+    (out / name / "attempt-01.log").write_text(head + megatron_log({10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}, total=40))
+
+
+def test_megatron_logs(tmp_path: Path) -> None:
+    study, out = megatron_study(tmp_path)
+    for run in study.runs:
+        megatron_run(out, run.name)
+    results = collect.collect(study, out)
+    assert [(r.status, r.loss, r.points) for r in results] == [("complete", 2.5, 2)] * 2
+    assert results[0].parameters == 85_074_432
+
+
+def test_megatron_arms_on_different_data_or_batch(tmp_path: Path) -> None:
+    study, out = megatron_study(tmp_path)
+    megatron_run(out, study.runs[0].name)
+    megatron_run(out, study.runs[1].name, data_path="['/data/y']")
+    with pytest.raises(LNSConfigError, match=r"data_path is .*x.* and .*y"):
+        collect.collect(study, out)
+
+
+def test_a_wandb_export_of_the_whole_study(built: Built, tmp_path: Path) -> None:
+    columns = ",".join(f'"{name} - train/CrossEntropyLoss"' for name in RUNS)
+    rows = "".join(f"{step}," + ",".join([f"{4 - step / 20}"] * len(RUNS)) + "\n" for step in range(1, 21))
+    export = tmp_path / "wandb.csv"
+    export.write_text(f'"Step",{columns}\n{rows}')
+    results = collect.collect(built.study, tmp_path / "nothing", wandb_export=export)
+    assert [r.loss for r in results] == pytest.approx([3.025] * len(RUNS))
+
+
+def test_the_report_says_what_is_missing(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    finish_all(built)
+    built.finish("b-lns-s1", 2.3, until=5)
+    assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
+    assert "incomplete" in capsys.readouterr().out
+    assert cli.main(["report", str(built.path), "--out", str(built.out)]) == 0
+    text = (built.out / "report" / "report.md").read_text()
+    assert "5 of 6 runs complete" in text and "incomplete (5 of 20 steps)" in text
+    assert "-0.1200 ± 0.0283 (2 seeds)" in text and "no uncertainty can be given" in text
+    assert "fewer than two sizes are complete" in text and "| paper: 7B | 2.69 | 2.5 |" in text
+    assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,191 @@
+"""Commands, stamps, Slurm scripts; and real runs: the same seed gives the same losses, a killed study goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Built
+
+from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.study import cli, launch, logs, slurm
+from olmo_lns.study.spec import Study
+
+
+def test_the_shipped_descriptions() -> None:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    tiny = Study.load(REPOSITORY / "configs" / "study" / "tiny.yaml")
+    assert len(tiny.sizes) == 5 and tiny.arms == ["preln", "preln_scaled_init", "lns"] and len(tiny.runs) == 27
+    seeds = {size: {run.seed for run in tiny.runs if run.size == size} for size in tiny.sizes}
+    assert [len(found) for found in seeds.values()] == [3, 3, 1, 1, 1]
+    paper = Study.load(REPOSITORY / "configs" / "study" / "paper.yaml")
+    assert len(paper.runs) == 20 and {run.config.is_file() for run in paper.runs} == {True}
+    megatron = Study.load(REPOSITORY / "configs" / "study" / "paper-megatron.yaml")
+    assert len(megatron.runs) == 15 and {run.config.is_file() for run in megatron.runs} == {True}
+
+
+def test_commands(tmp_path: Path) -> None:
+    paper = Study.load(REPOSITORY / "configs" / "study" / "paper.yaml")
+    words = launch.command(paper, paper.runs[2], tmp_path)
+    assert paper.runs[2].name == "60M-lns-s6198"
+    assert words[:6] == ["torchrun", "--nproc-per-node", "8", "--standalone", "-m", "olmo_lns"]
+    assert words[6] == "train" and words[7].endswith("60M-lns.yaml")
+    assert {"--seed=6198", f"--save_folder={tmp_path}/60M-lns-s6198", "--try_load_latest_save=true"} <= set(words)
+    megatron = Study.load(REPOSITORY / "configs" / "study" / "paper-megatron.yaml")
+    run = next(run for run in megatron.runs if run.name == "7B-lns-s6198")
+    with pytest.raises(LNSConfigError, match="asks for 4 nodes: write Slurm scripts"):
+        launch.command(megatron, run, tmp_path)
+    text = shlex.join(launch.command(megatron, run, tmp_path, slurm=True))
+    assert "--nnodes 4" in text and "-m olmo_lns pretrain_gpt.py --lns-config" in text
+    assert "--tensor-model-parallel-size 2 --sequence-parallel --seed 6198" in text
+    assert f"--load {tmp_path}/7B-lns-s6198 --tensorboard-dir {tmp_path}/7B-lns-s6198/tensorboard" in text
+
+
+def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
+    """Executed by bash with stand-ins for srun and torchrun: every array task starts its own run, stamped."""
+    built.description["launch"] = {"nproc": 2, "nodes": {"b": 2}, "sbatch": {"time": "1:00:00"}}
+    built.save()
+    scripts = slurm.write(built.study, built.study.runs, built.out, tmp_path / "jobs", python=sys.executable)
+    assert [path.name for path in scripts] == ["a.sbatch", "b.sbatch"]
+    assert "#SBATCH --array=0-3" in scripts[0].read_text() and "#SBATCH --nodes=2" in scripts[1].read_text()
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "srun").write_text('#!/bin/sh\nexec "$@"\n')
+    (fake / "torchrun").write_text('#!/bin/sh\necho "torchrun $@"\n')
+    for path in fake.iterdir():
+        path.chmod(0o755)
+    path_variable = f"{fake}:{os.environ['PATH']}"
+    for script, task, name in ((scripts[0], "3", "a-lns-s2"), (scripts[1], "1", "b-lns-s1")):
+        env = {**os.environ, "PATH": path_variable, "SLURM_ARRAY_TASK_ID": task, "SLURM_JOB_ID": "7"}
+        subprocess.run(["bash", str(script)], env=env, check=True)
+        log = (built.out / name / "attempt-01.log").read_text()
+        assert f"--run_name={name}" in log and "--nproc-per-node 2" in log
+        assert json.loads((built.out / name / "run.json").read_text())["name"] == name
+    assert "--rdzv-id 7" in log and "--nnodes 2" in log
+    assert sorted(path.name for path in built.out.iterdir()) == ["a-lns-s2", "b-lns-s1"]
+    del env["OLMO_DATA_DIR"]
+    refused = subprocess.run(["bash", str(scripts[0])], env=env, capture_output=True, text=True)
+    assert refused.returncode != 0 and "OLMO_DATA_DIR" in refused.stderr
+
+
+def test_a_folder_of_another_run_is_refused(built: Built, tmp_path: Path) -> None:
+    run = built.study.runs[0]
+    launch.stamp(built.study, run, built.out)
+    launch.stamp(built.study, run, built.out)
+    (tmp_path / "data" / "train.npy").write_bytes(b"\1\0" * 9)
+    with pytest.raises(LNSConfigError, match="was started with other data"):
+        launch.stamp(built.study, run, built.out)
+    built.description["sizes"]["a"]["max_duration"] = 21
+    built.save()
+    with pytest.raises(LNSConfigError, match="was started with other settings: max_duration: 20 then, 21 now"):
+        launch.stamp(built.study, built.study.runs[0], built.out)
+
+
+def test_missing_data_are_named(built: Built, tmp_path: Path) -> None:
+    (tmp_path / "data" / "train.npy").unlink()
+    with pytest.raises(LNSConfigError, match=r"train.npy does not exist: set OLMO_DATA_DIR"):
+        launch.run_here(built.study, built.study.runs, built.out)
+
+
+def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
+    built.out.mkdir()
+    with launch._only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
+        launch.run_here(built.study, built.study.runs, built.out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": ["a"]}, "unknown keys size"),
+        ({"arms": ["preln", "lnss"]}, "unknown arm 'lnss' .did you mean 'lns'"),
+        ({"framework": "jax"}, "framework 'jax'"),
+        ({"final_fraction": 0}, "final_fraction 0"),
+        ({"more_seeds": {"c": [1]}}, "more_seeds names c"),
+        ({"more_seeds": {"a": [1]}}, "a seed is listed twice"),
+        ({"sizes": {"a/b": {}}, "more_seeds": {}}, "size 'a/b'"),
+        ({"launch": {"gpus": 3}}, "unexpected keyword argument 'gpus'"),
+        ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),
+    ],
+    ids=str,
+)
+def test_a_wrong_description_is_named(built: Built, change: dict[str, object], message: str) -> None:
+    built.description.update(change)
+    with pytest.raises(LNSConfigError, match=message):
+        built.save()
+        print(built.study.runs[0].settings)
+
+
+def test_printing_the_commands_runs_nothing(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", str(built.path), "--out", str(built.out), "--only", "b-lns-s1"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "olmo_lns" in line]
+    assert line.startswith("python -m olmo_lns train ") and "--model.layer_norm_type=lns_rms" in line
+    assert not (built.out / "b-lns-s1").exists()
+    with pytest.raises(LNSConfigError, match="'c' is no run of study synthetic"):
+        cli.main(["launch", str(built.path), "--out", str(built.out), "--only", "c"])
+
+
+def micro(tmp_path: Path, steps: int = 12) -> Path:
+    """The tiny study, smaller still: one size, two arms, ``steps`` steps, the demo's data."""
+    path = tmp_path / "micro.yaml"
+    sizes = f"{{s: {{model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: {steps}, "
+    sizes += "scheduler.t_warmup: 2, save_interval_unsharded: 5}}"
+    path.write_text(
+        f"name: micro\nconfig: {REPOSITORY}/configs/study/tiny-base.yaml\ndata: demo\nsizes: {sizes}\n"
+        "arms: [preln, lns]\nseeds: [1]\nlaunch: {threads: 1, workers: 2}\n"
+    )
+    return path
+
+
+def losses(out: Path, name: str) -> dict[int, float]:
+    return logs.merge(logs.read(path) for path in launch.attempts(out / name)).losses
+
+
+def study(path: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "olmo_lns", "study", "launch", str(path), "--out", str(out), "--run", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
+    """Real training, twice, through the study: equal to the last printed digit."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    path = micro(tmp_path)
+    for out in ("one", "two"):
+        process = study(path, tmp_path / out, "--only", "s-lns-s1")
+        text, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, text
+    first, second = losses(tmp_path / "one", "s-lns-s1"), losses(tmp_path / "two", "s-lns-s1")
+    assert list(first) == list(range(1, 13)) and first == second
+    cost = json.loads((tmp_path / "one" / "s-lns-s1" / "attempt-01.json").read_text())
+    assert cost["exit"] == 0 and cost["cpu_s"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_killed_study_continues_to_the_same_losses(tmp_path: Path, number: signal.Signals) -> None:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    path, steps = micro(tmp_path, steps=300), 300
+    whole = study(path, tmp_path / "whole", "--only", "s-lns-s1")
+    assert whole.wait(timeout=300) == 0
+    out = tmp_path / "killed"
+    process = study(path, out, "--only", "s-lns-s1")
+    deadline = time.time() + 200
+    while launch.steps_done(out / "s-lns-s1") < 20 and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate()
+    reached = launch.steps_done(out / "s-lns-s1")
+    assert 20 <= reached < steps
+    # A run that outlived a SIGKILLed launcher holds the study's lock until it ends.
+    while (again := study(path, out, "--only", "s-lns-s1")).wait(timeout=300) != 0:
+        assert "another launch" in again.communicate()[0]
+        time.sleep(1)
+    assert losses(out, "s-lns-s1") == losses(tmp_path / "whole", "s-lns-s1")
+    if number == signal.SIGTERM:
+        assert len(launch.attempts(out / "s-lns-s1")) == 2

@@ -1,0 +1,135 @@
+"""Loss curves from real formats, and every kind of damage named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import logs
+
+OLMO = """2026-01-01 10:00:00.000	host:0	olmo.train:967	INFO	[step={step}/{total},epoch=0]
+    optim/total_grad_norm=1.0000
+    train/CrossEntropyLoss={loss}
+    train/Perplexity=12.3
+    throughput/total_tokens=1,024
+"""
+MEGATRON = (
+    " [2026-01-01 10:00:00] iteration {step:8d}/{total:8d} | consumed samples: 256 | elapsed time per iteration (ms): 1.0 "
+    "| learning rate: 6.0E-04 | global batch size: 256 | lm loss: {loss} | loss scale: 1.0 | grad norm: 1.0 | "
+    "number of skipped iterations: 0 | number of nan iterations: 0 |\n"
+)
+
+
+def olmo_log(losses: dict[int, object], total: int = 10) -> str:
+    return "".join(OLMO.format(step=step, total=total, loss=loss) for step, loss in losses.items())
+
+
+def megatron_log(losses: dict[int, object], total: int = 100) -> str:
+    return "".join(MEGATRON.format(step=step, total=total, loss=loss) for step, loss in losses.items())
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_olmo_console_log(tmp_path: Path) -> None:
+    text = "\x1b[1mstart\x1b[0m\n" + olmo_log({1: "10.82", 2: "9.5012", 3: "0.9876"}, total=3)
+    curve = logs.read(write(tmp_path / "a.log", text))
+    assert curve.losses == {1: 10.82, 2: 9.5012, 3: 0.9876} and (curve.last, curve.total) == (3, 3)
+
+
+def test_megatron_console_log_and_its_arguments(tmp_path: Path) -> None:
+    head = "------------------------ arguments ------------------------\n"
+    head += "  adam_beta2 ...................................... 0.95\n"
+    head += "  layernorm_scaling ............................... True\n"
+    head += "-------------------- end of arguments ---------------------\n  not_one ..... 3\n"
+    path = write(tmp_path / "a.log", head + megatron_log({10: "1.082000E+01", 20: "9.500000E+00"}))
+    curve = logs.read(path)
+    assert curve.losses == {10: 10.82, 20: 9.5} and curve.total == 100
+    assert logs.megatron_arguments(path) == {"adam_beta2": "0.95", "layernorm_scaling": "True"}
+
+
+def test_a_log_cut_by_a_kill_keeps_what_it_has(tmp_path: Path) -> None:
+    text = olmo_log({1: 3.0, 2: 2.5}) + OLMO.format(step=3, total=10, loss=2.0).split("    train/Cross")[0]
+    assert logs.read(write(tmp_path / "a.log", text)).last == 2
+    cut = megatron_log({10: 3.0, 20: 2.5})[:-200]
+    assert logs.read(write(tmp_path / "b.log", cut)).last == 10
+    assert logs.read(write(tmp_path / "c.log", "Traceback\n")).losses == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (olmo_log({1: 3.0, 2: "nan"}), "loss is nan at step 2"),
+        (olmo_log({1: 3.0, 2: "inf"}), "loss is inf at step 2"),
+        (megatron_log({10: "NaN"}), "loss is nan at step 10"),
+        (olmo_log({1: 3.0, 2: "2.#5"}), "loss '2.#5' at step 2 is not a number"),
+        (olmo_log({2: 3.0, 1: 2.5}), "step 1 comes after step 2"),
+        (megatron_log({20: 3.0, 10: 2.5}), "iteration 10 comes after iteration 20"),
+        (olmo_log({1: 3.0}).replace("train/CrossEntropyLoss", "train/Other") + olmo_log({2: 2.0}), "step 1 has no"),
+        (olmo_log({1: 3.0}) + "\0\0\0", "NUL bytes"),
+    ],
+)
+def test_damage_is_refused_and_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(LNSConfigError, match=message) as caught:
+        logs.read(write(tmp_path / "bad.log", text))
+    assert "bad.log" in str(caught.value)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "bad.log").write_bytes(olmo_log({1: 3.0}).encode() + b"\xff\xfe\x80")
+    with pytest.raises(LNSConfigError, match="not text at byte"):
+        logs.read(tmp_path / "bad.log")
+
+
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
+    first = logs.read(write(tmp_path / "attempt-01.log", olmo_log({1: 3.0, 2: 2.9, 3: 2.8})))
+    second = logs.read(write(tmp_path / "attempt-02.log", olmo_log({3: 2.81, 4: 2.7})))
+    assert logs.merge([first, second]).losses == {1: 3.0, 2: 2.9, 3: 2.81, 4: 2.7}
+    other = logs.read(write(tmp_path / "attempt-03.log", olmo_log({5: 2.6}, total=99)))
+    with pytest.raises(LNSConfigError, match=r"\[10, 99\] total steps"):
+        logs.merge([first, other])
+
+
+def test_a_gap_between_attempts_is_a_missing_log(tmp_path: Path) -> None:
+    first = logs.read(write(tmp_path / "attempt-01.log", olmo_log({1: 3.0, 2: 2.9, 3: 2.8})))
+    third = logs.read(write(tmp_path / "attempt-03.log", olmo_log({8: 2.5, 9: 2.4, 10: 2.3})))
+    with pytest.raises(LNSConfigError, match="no loss between steps 3 and 8"):
+        logs.merge([first, third])
+
+
+def test_csv_and_wandb_export(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "step,train/CrossEntropyLoss\n1,3.0\n2,\n3,2.5\n")
+    assert logs.read(path).losses == {1: 3.0, 3: 2.5}
+    with pytest.raises(LNSConfigError, match="no step or loss column"):
+        logs.read(write(tmp_path / "b.csv", "a,b\n1,2\n"))
+    columns = '"Step","x-s1 - train/CrossEntropyLoss","x-s1 - train/CrossEntropyLoss__MIN","y-s1 - lm loss"'
+    export = write(tmp_path / "w.csv", f'{columns}\n"1","3.0","3.0",""\n"2","2.5","2.5","2.75"\n')
+    assert {name: curve.losses for name, curve in logs.read_wandb_export(export).items()} == {
+        "x-s1": {1: 3.0, 2: 2.5},
+        "y-s1": {2: 2.75},
+    }
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    for step, loss in ((10, 3.0), (20, 2.5)):
+        writer.add_scalar("lm loss", loss, step)
+        writer.add_scalar("learning-rate", 0.1, step)
+    writer.close()
+    (path,) = tmp_path.glob("events.out.tfevents*")
+    assert logs.read(path).losses == {10: 3.0, 20: 2.5}
+
+
+def test_final_loss_is_the_mean_of_the_last_part(tmp_path: Path) -> None:
+    curve = logs.read(write(tmp_path / "a.log", olmo_log({step: float(step) + 1 for step in range(1, 11)})))
+    mean, std, count = curve.final(0.2, 10)
+    assert (mean, count) == (10.5, 2) and std == pytest.approx(0.70710678)
+    with pytest.raises(LNSConfigError, match="log more often"):
+        logs.Curve({10: 3.0}, 1000, "a.log").final(0.01, 1000)
