@@ -24,7 +24,7 @@ echo "== Transformer Engine $version for CUDA $cuda, architecture $arch"
 "$python" -m zipfile -e "$scratch"/transformer_engine_cu*.whl "$scratch/unpacked"
 library=$(find "$scratch/unpacked" -name libtransformer_engine.so | head -n 1)
 "$python" "$here/slim_library.py" "$library" "$scratch/libtransformer_engine.so" --keep "$arch"
-xz -9 --threads=0 --stdout "$scratch/libtransformer_engine.so" > "$folder/libtransformer_engine.so.xz"
+xz --stdout "$scratch/libtransformer_engine.so" > "$folder/libtransformer_engine.so.xz"
 
 echo "== Source of the PyTorch extension, and the package that it belongs to"
 mkdir -p "$folder/sdist"

@@ -1,0 +1,135 @@
+"""The benchmark and GPU scripts, as far as a machine without a GPU can run them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+
+def run(*arguments, timeout=100):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / "gpu" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """A benchmark script's main, in this process."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return lambda name, *arguments: importlib.import_module(name).main([str(argument) for argument in arguments])
+
+
+def test_bench_norms_writes_a_report(tmp_path, bench, capsys):
+    report = tmp_path / "report.json"
+    assert bench("bench_norms", "--shapes", "64x32", "--rounds", "3", "--json", report) == 0
+    shown = capsys.readouterr().out
+    cases = json.loads(report.read_text())["cases"]
+    assert [(c["rows"], c["width"], c["dtype"]) for c in cases] == [(64, 32, "float32"), (64, 32, "bfloat16")]
+    for case in cases:
+        assert set(case["results"]) == {"olmo", "olmo x s", "torch", "torch x s", "ours (torch)"}
+        for phases in case["results"].values():
+            assert all(phases[phase]["microseconds"]["median"] > 0 for phase in ("forward", "backward", "both"))
+        assert case["results"]["olmo"]["both"]["ratio_to_olmo"]["median"] == 1.0
+    assert "| 64x32 | float32 | ours (torch) |" in shown and "aim <= 0.9" in shown
+
+
+@without_cuda
+@pytest.mark.parametrize("name", ["bench_norms", "bench_step"])
+def test_without_cuda_the_benchmarks_say_so(name, bench):
+    with pytest.raises(SystemExit, match="^no CUDA device"):
+        bench(name, "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--rounds", "0"], "'0'"), (["--shapes", "8x"], "'8x'"), (["--dtypes", "int8"], "'int8'")],
+)
+def test_bad_arguments_are_named(arguments, named, bench, capsys):
+    with pytest.raises(SystemExit) as caught:
+        bench("bench_norms", *arguments)
+    assert caught.value.code == 2 and named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_bench_step_compares_the_arms(tmp_path, bench, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_NORM_BACKEND", "auto")  # the script sets it: restored after the test
+    report = tmp_path / "report.json"
+    assert (
+        bench("bench_step", "--compile", "off", "--rounds", "2", "--warmup", "1", "--sequences", "1", "--json", report)
+        == 0
+    )
+    (case,) = json.loads(report.read_text())["cases"]
+    assert case["results"]["preln"]["norm"] == "olmo" and case["results"]["lns (auto)"]["norm"] == "torch"
+    assert case["results"]["lns (auto)"]["ratio_to_preln"]["median"] > 0
+
+
+@without_cuda
+def test_without_cuda_te_ctypes_says_so(tmp_path):
+    library = tmp_path / "libtransformer_engine.so"
+    missing = run(SCRIPTS / "gpu/te_ctypes.py", library, "-m", "pytest")
+    library.touch()
+    shown = run(SCRIPTS / "gpu/te_ctypes.py", library, "-m", "pytest")
+    assert missing.returncode == 1 and "is not a file" in missing.stderr
+    assert shown.returncode == 1 and shown.stderr.startswith("no CUDA device")
+
+
+def fatbin(members):
+    """A container as nvcc embeds it: (kind, architecture, payload) each."""
+    body = b""
+    for kind, arch, payload in members:
+        header = struct.pack("<HHIQIIHHI", kind, 0x101, 64, len(payload), 0, 0, 0, 0, arch)
+        body += header.ljust(64, b"\0") + payload
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_slimming_keeps_one_architecture_and_every_offset(tmp_path, monkeypatch):
+    slim_library = load("slim_library")
+    first = fatbin([(2, 80, b"a" * 24), (2, 90, b"b" * 40), (1, 90, b"c" * 16)])
+    second = fatbin([(2, 90, b"d" * 8), (2, 100, b"e" * 32)])
+    section = first + b"\0" * (-len(first) % 8) + b"\0" * 8 + second
+    library, output = tmp_path / "lib.so", tmp_path / "out" / "lib.so"
+    library.write_bytes(b"start---" + section + b"end")
+    monkeypatch.setattr(slim_library, "fatbin_section", lambda path: (8, len(section)))
+    sizes = slim_library.slim(library, output, [90])
+    before, after = library.read_bytes(), output.read_bytes()
+    assert sizes == {"elf 80 emptied": 24, "elf 90 kept": 48, "ptx 90 emptied": 16, "elf 100 emptied": 32}
+    assert len(after) == len(before) and after.startswith(b"start---") and after.endswith(b"end")
+    assert after.count(b"b") == before.count(b"b")
+    assert b"aaaa" not in after and b"cccc" not in after and b"eeee" not in after and b"d" * 8 in after
+    with pytest.raises(SystemExit, match=r"no code for architecture \[75\].*\[80, 90, 100\]"):
+        slim_library.slim(library, output, [75])
+
+
+def test_the_signature_parser_on_a_declaration():
+    parser = load("parse_te_signatures")
+    header = """std::vector<py::object> rmsnorm_bwd(const at::Tensor &dz, const at::Tensor &x, const int sm_margin,
+                                    const bool zero_centered_gamma);"""
+    named = parser.signature("rmsnorm_bwd", header, 'm.def("rmsnorm_bwd", &rmsnorm_bwd, "Backward");')
+    assert named["parameters"] == ["dz", "x", "sm_margin", "zero_centered_gamma"] and named["keywords"] is False
+    binding = 'm.def("rmsnorm_bwd", &f, "", py::arg("a"), py::arg("b"),\n py::arg("c"), py::arg("d"));'
+    assert parser.signature("rmsnorm_bwd", header, binding)["parameters"] == ["a", "b", "c", "d"]
+    with pytest.raises(SystemExit, match="layernorm_fwd is not declared"):
+        parser.signature("layernorm_fwd", header, binding)
