@@ -26,7 +26,7 @@ model="--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size
   --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 6 --lr 3e-3 --min-lr 3e-4
   --lr-decay-style cosine --lr-warmup-iters 1 --swiglu --disable-bias-linear --normalization RMSNorm
   --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-  --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64 --transformer-impl local
+  --mock-data --tokenizer-type NullTokenizer --vocab-size 4223 --make-vocab-size-divisible-by 64 --transformer-impl local
   --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
   --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --log-interval 1
   --eval-iters 0 --eval-interval 1000 --split 100,0,0 --attention-backend unfused"

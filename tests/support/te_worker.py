@@ -18,9 +18,9 @@ from support.megatron_cpu import single_process
 
 te_python.install()
 
-import torch
+import torch  # noqa: E402
 
-from support import megatron_tiny as tiny
+from support import megatron_tiny as tiny  # noqa: E402
 
 #: Where the TE spec keeps what the local spec calls by the second name.
 NAMES = (

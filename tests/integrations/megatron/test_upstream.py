@@ -31,14 +31,16 @@ def script(name: str) -> ModuleType:
 def core_targets() -> dict[str, Target]:
     """Targets in ``megatron.core`` that the installed version has according to the table."""
     from megatron.core import __version__ as version
+    from megatron.core.extensions.transformer_engine import HAVE_TE
 
     found = {
         name: target
         for name, target in upstream.TARGETS.items()
         if target.path.startswith("megatron.core.")
+        and (name != "fused" or HAVE_TE)  # without TE the class is an empty one; test_te.py has TE
         and any(version in versions.split(", ") for versions in target.verified.values())
     }
-    assert len(found) >= 5, f"megatron-core {version} is not in the table"
+    assert len(found) >= 4, f"megatron-core {version} is not in the table"
     return found
 
 
