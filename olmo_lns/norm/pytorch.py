@@ -1,7 +1,7 @@
 """PyTorch backend of ``y = s * Norm(x)``: no kernel of its own, exact on every device.
 
 The hand-written backward keeps only the input and one number a row; automatic differentiation of
-the formula keeps several tensors of the size of the input.
+the formula keeps at least one more tensor of the size of the input.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from olmo_lns.norm.dtypes import check_shapes, compute_dtype, folded_gain, kernel_dtype, output_dtype
 
-__all__ = ["fused_rms_norm", "layer_norm", "rms_norm", "rms_output_dtype"]
+__all__ = ["fused_rms_norm", "in_functorch", "layer_norm", "rms_norm", "rms_output_dtype"]
 
 #: Elements a thread works on at a time: 512 kB of fp32, so that the passes over a block of rows find it in L2.
 BLOCK_ELEMENTS = 131_072
@@ -99,8 +99,13 @@ class _Settings(NamedTuple):
 
 
 def _eager() -> bool:
-    """Inductor fuses the plain formula and functorch (jvp, vmap) transforms it; neither can see into ``_Norm``."""
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    """Inductor fuses the plain formula and functorch transforms it; neither can see into ``_Norm``."""
+    return not (torch.compiler.is_compiling() or in_functorch())
+
+
+def in_functorch() -> bool:
+    """Whether ``torch.func``'s jvp, vmap and the like are at work (unknown to Dynamo: not for compiled code)."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def _formula(

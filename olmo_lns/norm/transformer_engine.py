@@ -142,7 +142,9 @@ def layer_norm(
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
-    """TE has no kernel for other devices, for fp64, or for no elements at all."""
+    """TE has no kernel for other devices, for fp64, or for no elements at all; functorch cannot transform one."""
+    if not torch.compiler.is_compiling() and pytorch.in_functorch():
+        return False
     return x.device.type in DEVICE_TYPES and x.dtype in _KERNEL_DTYPES and x.dim() > 0 and x.numel() > 0
 
 

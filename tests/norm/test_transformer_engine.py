@@ -139,6 +139,19 @@ def test_fp64_has_no_kernel_and_is_exact_all_the_same(backend):
     assert not tex.CALLS
 
 
+def test_functorch_takes_the_formula_and_second_derivatives_are_refused(backend):
+    x, weight, _ = make(torch.float32, torch.float32, "weight", shape=(4, 8))
+    norm = lambda x: rms_norm(x, weight, EPS, SCALE, backend=backend)  # noqa: E731
+    value, derivative = torch.func.jvp(norm, (x.detach(),), (torch.ones(4, 8),))
+    exact = lambda x: reference.rms_norm(x, weight, EPS, SCALE)  # noqa: E731
+    for got, want in zip((value, derivative), torch.func.jvp(exact, (x.detach(),), (torch.ones(4, 8),)), strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-6)
+    assert not tex.CALLS
+    (gradient,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"te_rms_norm_backward.* no autograd formula"):
+        gradient.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 def test_operators_pass_opcheck(dtype, low):
