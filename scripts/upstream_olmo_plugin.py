@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from typing import Any
+
+from upstream_olmo_report import DESELECTED
 
 MODE = os.environ.get("UPSTREAM_MODE", "stock")
 TOKENIZER = os.environ.get("UPSTREAM_TOKENIZER", "")
@@ -57,6 +60,12 @@ def pytest_configure(config: Any) -> None:
         _lns_by_default()
     if TOKENIZER:
         _local_tokenizer()
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    dropped = [item for item in items if any(re.search(pattern, item.nodeid) for pattern in DESELECTED)]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_report_header(config: Any) -> str:

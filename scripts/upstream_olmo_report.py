@@ -11,6 +11,15 @@ from xml.etree import ElementTree
 
 MODES = ("stock", "registered", "lns")
 
+#: Tests that are not run at all: pattern of the node id -> (OLMo versions, reason).
+DESELECTED: dict[str, tuple[str, str]] = {
+    r"grad_norm_test\.py::test_olmo_optimizer_and_clipping_cpu": (
+        "v0.6.0, main",
+        "7 GB and minutes of CPU a run (4,096 tokens over 50,304 logits, two models); optimizer and clipping are "
+        "compared to the bit by tests/upstream/olmo/test_wheel_launch.py",
+    ),
+}
+
 #: Tests whose outcome may differ from stock: (mode, pattern of the test id) -> (OLMo versions, reason).
 EXPECTED: dict[tuple[str, str], tuple[str, str]] = {}
 
@@ -53,12 +62,19 @@ def cell(text: str, length: int = 160) -> str:
     return clean if len(clean) <= length else clean[: length - 1] + "…"
 
 
+def deselections() -> str:
+    lines = ["Not run (pattern of the test id, versions, reason):", "", "| test | OLMo | why |", "|---|---|---|"]
+    lines += [f"| `{pattern}` | {versions} | {why} |" for pattern, (versions, why) in DESELECTED.items()]
+    return "\n".join(lines)
+
+
 def report(name: str, runs: dict[str, dict[str, tuple[str, str]]]) -> str:
     lines = [f"## {name}", "", "| | passed | failed | error | skipped |", "|---|---|---|---|---|"]
     for mode, run in runs.items():
         count = Counter(outcome for outcome, _ in run.values())
         lines.append(f"| {mode} | {count['passed']} | {count['failed']} | {count['error']} | {count['skipped']} |")
     different = differences(runs)
+    lines += ["", deselections()]
     lines += ["", "Outcomes that differ from stock:" if different else "No outcome differs from stock.", ""]
     if different:
         lines += ["| run | test | stock | outcome | why |", "|---|---|---|---|---|"]

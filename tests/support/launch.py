@@ -83,8 +83,8 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     values = json.loads(json.dumps(TINY))
-    # Not uniform noise: there has to be something to learn, or every run has the same loss.
-    ids = (np.arange(8192) ** 2 % 251 + np.random.default_rng(0).integers(0, 4, 8192)).astype(np.uint16)
+    # Not noise alone: there has to be something to learn, or every run has the same loss.
+    ids = (np.arange(8192) % 17 * 3 + np.random.default_rng(0).integers(0, 2, 8192)).astype(np.uint16)
     ids.tofile(folder / "data.npy")
     values["data"]["paths"] = [str(folder / "data.npy")]
     values["save_folder"] = str(folder / "run")
@@ -97,6 +97,19 @@ def write_config(folder: Path, **changes: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def write_script_config(folder: Path, **changes: Any) -> Path:
+    """:func:`write_config` for OLMo's ``scripts/train.py``: RMSNorm, no hub, every checkpoint kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "model.layer_norm_type": "rms",
+        "tokenizer.identifier": str(write_tokenizer(folder)),
+        "wandb": None,
+        "save_num_unsharded_checkpoints_to_keep": -1,
+        **changes,
+    }
+    return write_config(folder, **values)
 
 
 @dataclass(frozen=True)

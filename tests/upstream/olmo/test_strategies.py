@@ -110,6 +110,5 @@ def test_flat_parameters_cannot_be_initialized_by_olmo_itself(results, ranks):
         assert "data is not allocated" in stock["error"]
         assert lns["error"] == stock["error"]
     else:
-        for layer in range(1, 5):
-            drawn = 1 / math.sqrt(2 * 64 * layer)
-            assert abs(stock["std"][f"transformer.blocks.{layer - 1}.attn_out.weight"] - drawn) > 0.5 * drawn
+        assert set(stock["std"].values()) == {0.0}, "stock OLMo does draw them: this case can be compared after all"
+        assert set(lns["std"].values()) == {0.0}

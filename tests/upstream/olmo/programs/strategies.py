@@ -104,6 +104,14 @@ def compare(kind, case):
     }
 
 
+def allocate(module):
+    """What OLMo's launcher does, but the storage holds a value that no initialization draws."""
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(7.0)
+
+
 def initialize(kind, case):
     """Meta device, FSDP, ``reset_parameters`` as in OLMo's launcher; the std of each residual weight."""
     from olmo.model import OLMo
@@ -111,7 +119,7 @@ def initialize(kind, case):
 
     seed_all(1)
     model = OLMo(model_config(layer_norm_type=kind, init_device="meta", d_model=64, **case["model"]))
-    wrapped = wrap(model, case, lambda module: module.to_empty(device="cpu"))
+    wrapped = wrap(model, case, allocate)
     model.reset_parameters()
     weights = full_parameters(wrapped, case)
     residual = {
