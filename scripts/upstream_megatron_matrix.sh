@@ -51,7 +51,7 @@ run() {
     cd "$tree" || exit 1
     # shellcheck disable=SC2086
     exec timeout 600 env MEGATRON_ON_CPU=1 MEGATRON_PROBE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 \
-      CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONWARNINGS=ignore OLMO_LNS_DISABLE="${disable:-0}" MEGATRON_NO_HOOK="${hookless:-0}" \
+      CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONWARNINGS=ignore PATH="$bin:$PATH" MAKEFLAGS=e LIBEXT="$suffix" OLMO_LNS_DISABLE="${disable:-0}" MEGATRON_NO_HOOK="${hookless:-0}" \
       PYTHONPATH="$root/tests/support/megatron_site:$root/tests" "$python" -m torch.distributed.run \
       --nproc-per-node "$ranks" --master-port $port "${words[@]}" pretrain_gpt.py $model "$@"
   ) >"$log" 2>&1

@@ -1,0 +1,70 @@
+"""Launch a checkout's unmodified pretrain_gpt.py on the CPU (see megatron_site)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+#: The model and run of scripts/upstream_megatron_matrix.sh.
+SCRIPT = TESTS.parent / "scripts" / "upstream_megatron_matrix.sh"
+
+
+def checkout() -> Path:
+    """The tree named by MEGATRON_LM_SRC; skips where there is none or where it cannot start here."""
+    if not (named := os.environ.get("MEGATRON_LM_SRC")):
+        pytest.skip("MEGATRON_LM_SRC names no Megatron-LM checkout")
+    return Path(named).resolve()
+
+
+def model_flags() -> list[str]:
+    """The flags of the matrix, from its one place."""
+    found = re.search(r'^model="(.*?)"', SCRIPT.read_text(), re.S | re.M)
+    assert found is not None
+    return found[1].split()
+
+
+def environment() -> dict[str, str]:
+    paths = [str(TESTS / "support" / "megatron_site"), str(TESTS)]
+    return os.environ | {
+        "MEGATRON_ON_CPU": "1",
+        "MEGATRON_PROBE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join(paths),
+        # Some versions run make at every start, which would name the helpers after another Python.
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "MAKEFLAGS": "e",
+        "LIBEXT": str(sysconfig.get_config_var("EXT_SUFFIX")),
+    }
+
+
+def build_helpers(tree: Path) -> None:
+    """Megatron's data helpers, as Megatron builds them itself."""
+    for name in ("pybind11", "psutil"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"pretrain_gpt.py needs {name}, which is not installed")
+    command = ["make", "-s", "-C", str(tree / "megatron" / "core" / "datasets")]
+    subprocess.run(command, env=environment(), check=True, capture_output=True)
+
+
+def pretrain(tree: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """One rank of pretrain_gpt.py with the model of the matrix."""
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
+         "pretrain_gpt.py", *model_flags(), *flags],
+        cwd=tree, env=environment(), capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    return [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
