@@ -27,11 +27,12 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def draw(runs: Sequence[Run], path: Path, title: str) -> Path:
-    """Draw the finished ``runs`` into ``path`` (PNG, about 1500 × 640 pixels)."""
+    """Draw the finished ``runs`` into ``path`` (PNG, about 1500 × 690 pixels)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(10, 4.3), layout="constrained")
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     labelled: set[str] = set()
@@ -49,8 +50,9 @@ def draw(runs: Sequence[Run], path: Path, title: str) -> Path:
     for axes in (left, right):
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False)
-    right.legend(*_at_init_too(right), frameon=False)
+    handles, labels = right.get_legend_handles_labels()
+    handles.append(Line2D([], [], linestyle=":", color="grey", linewidth=1))
+    figure.legend(handles, [*labels, "variance at initialization"], loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
     return path
@@ -72,10 +74,3 @@ def _variance(axes: Axes, run: Run, label: str | None) -> None:
     axes.plot(blocks, result.variance, line, color=colour, marker=marker, markersize=4, label=label)
     axes.plot(blocks, result.variance_at_init, ":", color=colour, alpha=0.5, linewidth=1)
     axes.set_xticks(sorted({1, *(n for n in blocks if n % max(1, len(blocks) // 6) == 0)}))
-
-
-def _at_init_too(axes: Axes) -> tuple[list[object], list[str]]:
-    from matplotlib.lines import Line2D
-
-    handles, labels = axes.get_legend_handles_labels()
-    return [*handles, Line2D([], [], linestyle=":", color="grey", linewidth=1)], [*labels, "at initialization"]

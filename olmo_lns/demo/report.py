@@ -106,11 +106,12 @@ def notes(results: Sequence[Result], shape: Shape) -> list[str]:
 def next_commands(runs: Sequence[Run], data: DemoData) -> list[str]:
     """Commands to try on what the demo left."""
     run = next((run for run in runs if run.arm == "lns"), runs[0])
-    checkpoint, heldout = _relative(run.checkpoint), _relative(data.heldout)
+    checkpoint, heldout, out = _relative(run.checkpoint), _relative(data.heldout), _relative(data.heldout.parent.parent)
+    analyze = f"--model {checkpoint} --data {heldout} --tokens 16384"
     return [
-        f"olmo-lns analyze variance --model {checkpoint} --data {heldout}",
-        f"olmo-lns analyze angular --model {checkpoint} --data {heldout}",
-        f"olmo-lns export --help        # fold the factor of {checkpoint} into its weights for stock software",
+        f"olmo-lns analyze variance {analyze} -o {out}/variance.json",
+        f"olmo-lns analyze angular {analyze} -o {out}/angular.json --plot {out}/angular.png",
+        f"olmo-lns export {checkpoint} {out}/{run.arm}-folded    # the factor inside the weights, for stock OLMo",
     ]
 
 
