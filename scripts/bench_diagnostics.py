@@ -5,14 +5,17 @@
 
 Each round times all three one after the other on the same tokens; the ratio is the median over rounds of the
 paired ratios, so that slow drift of a shared machine cancels. "plain" is the full model with its head;
-"body" is what the diagnostics run, which leaves the head out where the model allows it.
+"body" is what the diagnostics run, which leaves the head out where the model allows it. The last line is the
+training monitor: a sampled training step (forward and backward) against one that is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import torch
@@ -20,6 +23,7 @@ import torch
 from olmo_lns.diagnostics.angular import angular_distance
 from olmo_lns.diagnostics.capture import evaluating
 from olmo_lns.diagnostics.models import body_forward, find_blocks, logits_of, vocabulary_size
+from olmo_lns.diagnostics.monitor import install
 from olmo_lns.diagnostics.variance import block_output_variance
 
 
@@ -67,16 +71,42 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+def monitor_cost(model: Any, batch: torch.Tensor, device: torch.device, rounds: int) -> float:
+    """Median over rounds of (sampled step / plain step) - 1, optimizer left out of both."""
+    trainer = SimpleNamespace(model=model, global_step=1)
+    trainer.model_forward = lambda data: model(data["input_ids"]).logits
+
+    def train_step(data: dict[str, torch.Tensor]) -> None:
+        logits = trainer.model_forward(data)
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), data["input_ids"][:, 1:].flatten()
+        )
+        loss.backward()
+        model.zero_grad()
+
+    trainer.train_step = train_step
+    with tempfile.TemporaryDirectory() as folder:
+        install(trainer, every=2, path=f"{folder}/rows.csv")
+
+        def step(number: int) -> float:
+            trainer.global_step = number
+            return seconds(lambda: trainer.train_step({"input_ids": batch}), device)
+
+        step(1)
+        step(2)
+        return statistics.median(step(2) / step(1) for _ in range(rounds)) - 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: OLMo 60M with random weights")
     parser.add_argument("--layers", type=int, default=8, help="of the default model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--sequence-length", type=int, default=1024)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--batches", type=int, default=1, help="a round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     device = torch.device(args.device)
     if args.model:
@@ -114,6 +144,8 @@ def main() -> None:
         speed = tokens / statistics.median(r[name] for r in rounds)
         ratios = [statistics.median(r[base] / r[name] for r in rounds) for base in ("plain", "body")]
         print(f"| {name} | {speed:,.0f} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
+    cost = monitor_cost(model, batches[0], device, args.rounds)
+    print(f"\ntraining monitor: a sampled step takes {cost:+.1%}, so every=100 costs {cost / 100:+.3%} a step")
 
 
 if __name__ == "__main__":

@@ -74,6 +74,19 @@ def test_sharded_olmo_checkpoints(group, olmo_folder, tmp_path):
     assert [block.attn_norm.layer_number for block in loaded.blocks] == [1, 2, 3, 4]
 
 
+def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, token_file, tmp_path, results):
+    assert cli.main(["export", str(olmo_folder), str(tmp_path / "hf"), "--format", "hf", "--tokenizer", "none"]) == 0
+    options = ["--sequence-length", 16, "--batch-size", 4, "--quiet", "--data", token_file]
+    for what in ("variance", "angular", "layer-drop"):
+        out = tmp_path / f"{what}.json"
+        assert analyze(what, "--model", tmp_path / "hf", *options, "-o", out) == 0
+        folded, own = Report.read(out).result, Report.read(results[what, "olmo"]).result
+        for row, reference in zip(folded.rows(), own.rows(), strict=True):
+            for name, value in reference.items():
+                close = pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
+                assert row[name] == close, (what, name)
+
+
 def _grouped(name, size):
     parts = name.split(".")
     if size > 1 and parts[1] == "blocks":
