@@ -109,12 +109,15 @@ def arm_problems(name: str, settings: Mapping[str, Any], framework: str) -> list
     wanted = arm.olmo if framework == "olmo" else arm.megatron
     if wanted is None:
         return [f"arm {name!r} exists for OLMo only"]
-    if framework == "megatron":
+    found = dict(settings)
+    if framework == "megatron":  # a flag that is not there is off
         wanted = {"layernorm_scaling": False, "no_scaled_init": False} | dict(wanted)
-    found = [(key, settings.get(key) or False if value is False else settings.get(key), value)
-             for key, value in wanted.items()]  # fmt: skip
-    problems = [f"{key}={got!r}, but arm {name!r} is {key}={value!r}" for key, got, value in found if got != value]
-    return problems
+        found = {key: bool(settings.get(key)) for key in wanted}
+    return [
+        f"{key}={found.get(key)!r}, but arm {name!r} is {key}={value!r}"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
 
 
 def init_problems(settings: Mapping[str, Any], framework: str) -> list[str]:

@@ -1,0 +1,116 @@
+"""`olmo-lns config check`: the shipped files pass; each kind of wrong file is named and fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+pytest.importorskip("olmo", reason="needs ai2-olmo")
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import config_check
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    code = config_check.main(["check", *map(str, words)])
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's parser would change this process for good: it has its own test, in a process of its own."""
+    monkeypatch.delenv("MEGATRON_LM_SRC", raising=False)
+
+
+def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, REPOSITORY / "configs")
+    shipped = len(list((REPOSITORY / "configs").rglob("*.yaml")))
+    assert code == 0 and f"{shipped} files, 0 with problems" in text
+    (row,) = [line for line in text.splitlines() if "olmo/7B-lns.yaml" in line]
+    assert {"6,888,361,984", "20,000,538,624", "9,537", "10.5%", "ok"} <= set(row.split())
+    code, text = run(capsys, REPOSITORY / "configs" / "olmo", REPOSITORY / "configs" / "megatron", "--budget", "20e9")
+    assert code == 0 and "not parsed by Megatron" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        (
+            "60M-lns",
+            lambda s: s.replace("init_fn: normal", "init_fn: mitchell"),
+            "LNS with the scaled init.* 'mitchell'",
+        ),
+        ("60M-lns", lambda s: s.replace("type: lns_rms", "type: rms"), "layer_norm_type='rms', but arm 'lns' is"),
+        ("60M-preln", lambda s: s.replace("type: rms", "type: lns_rms"), "layer_norm_type='lns_rms', but arm 'preln'"),
+        ("60M-preln", lambda s: s.replace("stop_at: ${max_duration}", "stop_at: null"), "OLMo would run 19084 steps"),
+        (
+            "60M-preln",
+            lambda s: s.replace("stop_at: ${max_duration}", "stop_at: 9"),
+            "stop_at 9 is not max_duration 19074",
+        ),
+        ("60M-preln", lambda s: s.replace("max_duration: 19074", "max_duration: 1500"), "warm-up of 2000 steps"),
+        ("60M-preln", lambda s: s.replace("max_duration: 19074", "max_duration: 19073"), "expected 19074, the fewest"),
+        (
+            "60M-preln",
+            lambda s: s.replace("microbatch_size: 8", "microbatch_size: 7"),
+            "not a multiple of the micro-batch",
+        ),
+        (
+            "60M-preln",
+            lambda s: s.replace("init_device: cuda", "init_device: meta"),
+            "ddp needs model.init_device cuda",
+        ),
+        ("60M-preln", lambda s: s.replace("n_layers: 8", "n_layer: 8"), "OLMo refuses it: .*n_layer"),
+        ("60M-preln", lambda s: s.replace("max_duration: 19074", "max_duration: 1ep"), "converted to Integer"),
+        ("60M-preln", lambda s: "foo: 1\n", "neither an OLMo config"),
+        ("60M-preln", lambda s: "a: [\n", "not YAML"),
+    ],
+)
+def test_a_wrong_olmo_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, edit: Callable[[str], str], message: str
+) -> None:
+    import re
+
+    text = (REPOSITORY / "configs" / "olmo" / f"{name}.yaml").read_text()
+    assert edit(text) != text
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / f"{name}.yaml").write_text(edit(text))
+    code, out = run(capsys, tmp_path, "--budget", "20e9")
+    assert code == 1 and any(re.search(message, line) for line in out.splitlines() if "PROBLEM" in line), out
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s.replace("layernorm-scaling: true", "bf16: true"), "layernorm_scaling=False, but arm 'lns'"),
+        (lambda s: s + "layernorm-scaling-keep-scaled-init: true\n", "expected an unscaled initialization"),
+        (lambda s: s.replace("lr-decay-iters: 19074", "lr-decay-iters: 100"), "lr-decay-iters 100 is not train-iters"),
+        (lambda s: s.replace("hidden-size: 512\n", ""), "has no 'hidden_size'"),
+    ],
+)
+def test_a_wrong_megatron_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[str], str], message: str
+) -> None:
+    text = (REPOSITORY / "configs" / "megatron" / "60M-lns.yaml").read_text()
+    assert edit(text) != text
+    (tmp_path / "60M-lns.yaml").write_text(edit(text))
+    code, out = run(capsys, tmp_path)
+    assert code == 1 and message in out
+
+
+def test_memory_and_division_are_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "1", "--gpu", "A100")
+    assert code == 0 and "is more than A100 has" in text
+    code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "3")
+    assert code == 0 and "do not divide the batch of 1024" in text
+
+
+def test_nothing_found(tmp_path: Path) -> None:
+    with pytest.raises(LNSConfigError, match=r"no \*.yaml file found"):
+        config_check.main(["check", str(tmp_path)])
+    with pytest.raises(LNSConfigError, match="no such file"):
+        config_check.main(["check", str(tmp_path / "none")])

@@ -1,0 +1,134 @@
+"""Tokenised data: good files pass, each kind of bad file is named."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import data_check
+
+EOS = 50279
+
+
+def tokens(count: int = 10_000) -> np.ndarray:
+    ids = np.random.default_rng(0).integers(5, 50_000, count)
+    ids[99::100] = EOS
+    return ids
+
+
+def check(path: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = data_check.main(["check", str(path), "--budget", "0", *words])
+    return code, capsys.readouterr().out
+
+
+def test_good_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("a.npy", "deep/b.npy"):
+        tokens().astype(np.uint16).tofile(tmp_path / name)
+    code, text = check(tmp_path, "--sequence", "4096", capsys=capsys)
+    assert code == 0 and text.count("10,000 tokens") == 2 and "100 documents" in text
+    assert "2 files, 16,384 usable tokens" in text  # the rest of each file fills no sequence
+
+
+def test_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens(8192).astype(np.uint16).tofile(tmp_path / "a.npy")
+    assert data_check.main(["check", str(tmp_path)]) == 1
+    assert (
+        "budget 20,000,000,000 tokens: short: the run would repeat the data 2.44e+06 times" in capsys.readouterr().out
+    )
+    assert data_check.main(["check", str(tmp_path), "--budget", "8192"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("write", "words", "message"),
+    [
+        (
+            lambda p: tokens().astype(np.uint32).tofile(p),
+            (),
+            "every second token is 0: the file looks like a wider dtype",
+        ),
+        (lambda p: tokens().astype(np.uint16).tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* not uint32"),
+        (lambda p: p.write_bytes(tokens().astype(np.uint16).tobytes()[:-1]), (), "19,999 bytes are no multiple of 2"),
+        (lambda p: np.save(p, tokens().astype(np.uint16)), (), "starts with a NumPy header"),
+        (
+            lambda p: (tokens() + 9000).astype(np.uint16).tofile(p),
+            (),
+            "token 59,279 is outside the vocabulary of 50,280",
+        ),
+        (lambda p: np.full(999, 7, np.uint16).tofile(p), (), "end-of-document token 50279 never occurs"),
+        (lambda p: p.touch(), (), "is empty"),
+    ],
+    ids=["uint32 read as uint16", "uint16 read as uint32", "truncated", "np.save", "vocabulary", "no eos", "empty"],
+)
+def test_bad_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], write: object, words: tuple[str, ...], message: str
+) -> None:
+    path = tmp_path / "a.npy"
+    write(path)  # type: ignore[operator]
+    code, text = check(path, *words, capsys=capsys)
+    assert code == 1
+    (problem,) = [line for line in text.splitlines() if "PROBLEM" in line]
+    import re
+
+    assert re.search(message, problem) and str(path) in problem
+
+
+def test_a_large_file_is_sampled_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_check, "WHOLE", 1000)
+    monkeypatch.setattr(data_check, "CHUNK", 100)
+    monkeypatch.setattr(data_check, "CHUNKS", 8)
+    tokens().astype(np.uint16).tofile(tmp_path / "a.npy")
+    code, text = check(tmp_path, capsys=capsys)
+    assert code == 0 and "% read" in text
+    assert "% read" not in check(tmp_path, "--full", capsys=capsys)[1]
+
+
+def indexed(folder: Path, lengths: list[int], *, code: int = 8, version: int = 1) -> Path:
+    """Megatron's format written by hand: uint16 tokens, one document per sequence."""
+    ids = tokens(sum(lengths)).astype(np.uint16)
+    ids.tofile(folder / "x.bin")
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", version, code, len(lengths), len(lengths) + 1)
+    pointers = np.cumsum([0, *lengths[:-1]]) * 2
+    body = np.array(lengths, "<i4").tobytes() + pointers.astype("<i8").tobytes()
+    (folder / "x.idx").write_bytes(head + body + np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    return folder / "x.bin"
+
+
+def test_megatron_indexed_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = indexed(tmp_path, [300, 700, 24])
+    code, text = check(tmp_path, capsys=capsys)
+    assert code == 0 and "uint16, 1,024 tokens" in text and "3 documents" in text
+    assert check(path.with_suffix(".idx"), capsys=capsys)[0] == 0
+    path.write_bytes(path.read_bytes()[:-2])
+    code, text = check(path, capsys=capsys)
+    assert code == 1 and "2,046 bytes, but its index counts 2,048: truncated" in text
+    (tmp_path / "x.idx").write_bytes(b"something else that is long enough to read")
+    assert "does not start with Megatron's index header" in check(path, capsys=capsys)[1]
+    (tmp_path / "x.idx").unlink()
+    assert "has no x.idx beside it" in check(path, capsys=capsys)[1]
+
+
+def test_megatrons_own_writer_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    torch = pytest.importorskip("torch")
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
+    for length in (300, 700):
+        builder.add_document(torch.from_numpy(tokens(length).astype(np.int64)), [length])
+    builder.finalize(str(tmp_path / "x.idx"))
+    code, text = check(tmp_path, capsys=capsys)
+    assert code == 0 and "uint16, 1,000 tokens" in text and "2 documents" in text
+
+
+def test_nothing_found(tmp_path: Path) -> None:
+    with pytest.raises(LNSConfigError, match="no data found"):
+        data_check.main(["check", str(tmp_path)])
+    with pytest.raises(LNSConfigError, match="no such file or folder"):
+        data_check.main(["check", str(tmp_path / "none")])

@@ -1,0 +1,157 @@
+"""The expansion of Megatron configs, and a real Megatron parser on every committed file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import megatron_args
+from olmo_lns.study.arms import ARMS, arm_problems
+from olmo_lns.study.megatron_args import expand, read, to_flags
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FILES = sorted((REPOSITORY / "configs" / "megatron").rglob("*.yaml"))
+SIZES = ("60M", "150M", "300M", "1B", "7B")
+ARM_NAMES = ("preln", "preln_scaled_init", "lns")
+
+
+def config(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_of_every_kind_of_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "0.3 /a 0.7 '/b c'")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    text = "num-layers: 2\nbf16: true\nfp16: false\nload: null\nlr: 6.0e-4\ntags: [a, b]\ndata-path: ${oc.env:WHERE}\n"
+    text += "save: ${oc.env:NOT_SET,/runs}/x\n"
+    assert to_flags(read(config(tmp_path, text))) == [
+        *("--num-layers", "2", "--bf16", "--lr", "0.0006", "--tags", "a", "b"),
+        *("--data-path", "0.3", "/a", "0.7", "/b c", "--save", "/runs/x"),
+    ]
+    with pytest.raises(LNSConfigError, match="environment variable NOT_SET is not set"):
+        to_flags({"save": "${oc.env:NOT_SET}"})
+
+
+def test_explicit_flags_win_wherever_they_stand(tmp_path: Path) -> None:
+    path = config(tmp_path, "num-layers: 2\nmicro-batch-size: 8\nbf16: true\n")
+    for argv in (
+        ["--micro-batch-size", "4", "--lns-config", str(path), "--log-interval=5"],
+        [f"--lns-config={path}", "--micro-batch-size=4", "--log-interval=5"],
+    ):
+        flags = expand(argv)
+        assert flags[:3] == ["--num-layers", "2", "--bf16"] and "8" not in flags
+        assert flags[3:] == [word for word in argv if "lns-config" not in word and word != str(path)]
+    assert expand(["--num-layers", "3"]) == ["--num-layers", "3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "expected a mapping of Megatron flags"),
+        ("num_layers: 2\n", "key 'num_layers'"),
+        ("--num-layers: 2\n", "key '--num-layers'"),
+        ("model: {num-layers: 2}\n", "must be flat"),
+        ("a: [\n", "not YAML"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(LNSConfigError, match=message):
+        read(config(tmp_path, text))
+
+
+def test_a_wrong_option(tmp_path: Path) -> None:
+    with pytest.raises(LNSConfigError, match="no such Megatron config"):
+        expand(["--lns-config", str(tmp_path / "none.yaml")])
+    for argv in (["--lns-config"], ["--lns-config", "--bf16"], ["--lns-config", "a", "--lns-config=b"]):
+        with pytest.raises(LNSConfigError, match="expected one file"):
+            expand(argv)
+
+
+def test_the_command_prints_what_it_expands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_DATA", "/data/pile_text_document")
+    monkeypatch.setenv("MEGATRON_SAVE_DIR", "/runs")
+    path = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
+    assert megatron_args.main([str(path), "--micro-batch-size", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("--layernorm-scaling --num-layers 32 ") and text.count("--micro-batch-size") == 1
+    assert "--data-path /data/pile_text_document --split 100,0,0" in text and "--save /runs/7B-lns" in text
+    assert megatron_args.main([str(path), "--one-per-line"]) == 0
+    assert "--hidden-size 4096\n" in capsys.readouterr().out
+
+
+def test_the_pack_is_complete_and_each_file_its_arm() -> None:
+    assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in SIZES for arm in ARM_NAMES}
+    for path in FILES:
+        assert arm_problems(path.stem.partition("-")[2], read(path), "megatron") == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_arms_of_a_size_differ_in_the_arm_only(size: str) -> None:
+    files = {arm: read(REPOSITORY / "configs" / "megatron" / f"{size}-{arm}.yaml") for arm in ARM_NAMES}
+    for arm, settings in files.items():
+        keys = {*settings, *files["preln"]}
+        changed = {key for key in keys if settings.get(key) != files["preln"].get(key)} - {"save", "load"}
+        assert changed == set() if arm == "preln" else changed == {"no_scaled_init", *(ARMS[arm].megatron or ())}
+
+
+@pytest.fixture(scope="module")
+def parsed() -> dict[str, dict[str, Any]]:
+    """All files through the parser, the validation, the tokenizer and the model of a real Megatron-LM."""
+    source = os.environ.get("MEGATRON_LM_SRC")
+    if not source:
+        pytest.skip("set MEGATRON_LM_SRC to a Megatron-LM checkout")
+    old = "core_v0.14" in source or "core_v0.15" in source
+    if not old and importlib.util.find_spec("triton") is None:
+        pytest.skip("this Megatron-LM imports triton, which is not installed")
+    program = REPOSITORY / "tests" / "study" / "programs" / "megatron_parse.py"
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), *map(str, FILES)], capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found: dict[str, dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_megatron_trains_the_model_of_the_olmo_file(path: Path, parsed: dict[str, dict[str, Any]]) -> None:
+    """Every value that Megatron ends up with, against the OLMo file of the same name, read as plain YAML."""
+    args = parsed[path.name]
+    olmo = yaml.safe_load((REPOSITORY / "configs" / "olmo" / path.name).read_text())
+    model, optimizer, schedule = olmo["model"], olmo["optimizer"], olmo["scheduler"]
+    assert (args["num_layers"], args["hidden_size"]) == (model["n_layers"], model["d_model"])
+    assert (args["num_attention_heads"], args["seq_length"]) == (model["n_heads"], model["max_sequence_length"])
+    assert 2 * args["ffn_hidden_size"] == model["mlp_hidden_size"]
+    assert args["swiglu"] and args["bf16"] and args["normalization"] == "RMSNorm" and not args["add_bias_linear"]
+    assert args["untie_embeddings_and_output_weights"] == (not model["weight_tying"])
+    assert args["position_embedding_type"] == "rope" and args["attention_dropout"] == args["hidden_dropout"] == 0
+    assert (args["epsilon"], args["init_method_std"]) == (float(model["layer_norm_eps"]), model["init_std"])
+    assert args["train_iters"] == args["lr_decay_iters"] == olmo["max_duration"]
+    assert args["global_batch_size"] == olmo["global_train_batch_size"]
+    assert args["lr"] == float(optimizer["learning_rate"]) and args["lr_warmup_iters"] == schedule["t_warmup"]
+    assert args["min_lr"] == pytest.approx(float(optimizer["learning_rate"]) * schedule["alpha_f"])
+    assert [args["adam_beta1"], args["adam_beta2"]] == optimizer["betas"]
+    assert args["adam_eps"] == float(optimizer["eps"]) and args["clip_grad"] == olmo["max_grad_norm"]
+    assert args["weight_decay"] == args["start_weight_decay"] == args["end_weight_decay"] == optimizer["weight_decay"]
+    assert set(args["padded"].values()) == {model["embedding_size"]}
+    arm = path.stem.partition("-")[2]
+    assert (args["layernorm_scaling"], args["no_scaled_init"]) == (arm == "lns", arm == "preln")
+
+
+def test_parameter_counts_are_olmos(parsed: dict[str, dict[str, Any]]) -> None:
+    counts = {"60M": 85_074_432, "150M": 190_532_352, "300M": 371_491_840, "1B": 1_279_854_592, "7B": 6_888_361_984}
+    assert {name: found["parameters"] for name, found in parsed.items()} == {
+        path.name: counts[path.stem.partition("-")[0]] for path in FILES
+    }
