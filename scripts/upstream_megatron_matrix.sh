@@ -6,7 +6,7 @@
 # CHECKOUT: a Megatron-LM source tree. PYTHON (default: python) must have torch, olmo-lns (installed, so that the
 # autoload door exists), numpy, pybind11, psutil, and triton from core_v0.18 on.
 # Each run trains 6 steps of a 4-layer model on mock data and gives one row: first and last loss, sites, initialization.
-# -k: only the rows whose name contains the filter. Needs a C++ compiler and make (Megatron builds its data helpers).
+# -k: only the rows whose name ("version | door | parallelism") matches this regular expression. Needs a C++ compiler and make (Megatron builds its data helpers).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python}
@@ -44,7 +44,7 @@ run() {
   local name="$version | $door | $parallel" words=() log
   while [ "$1" != "--" ]; do words+=("$1"); shift; done
   shift
-  [[ "$name" == *"$filter"* ]] || return 0
+  [[ "$name" =~ $filter ]] || return 0
   log="$work/$(echo "$name" | tr -c 'A-Za-z0-9.\n' _).log"
   port=$((port + 1))
   (
