@@ -34,7 +34,6 @@ SHAPES = {
     "cuda": [(rows, width) for width in (512, 768, 1024, 2048, 4096) for rows in (8192, 65536)],
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CLOCKS = {"wall": benchlib.cpu_seconds, "cpu": benchlib.busy_seconds}
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -154,7 +153,7 @@ def measure(
     results: dict[str, dict[str, Any]] = {}
     for phase in PHASES:
         calls = prepared(implementations(width, device), phase, inputs, on_cuda and not options.eager)
-        timer = benchlib.cuda_seconds if on_cuda else CLOCKS[options.clock]
+        timer = benchlib.cuda_seconds if on_cuda else benchlib.CLOCKS[options.clock]
         seconds = benchlib.interleaved(calls, timer, options.rounds, options.warmup)
         for name, values in seconds.items():
             each = [value / len(inputs) for value in values]
@@ -249,9 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=benchlib.positive, default=21)
     parser.add_argument("--warmup", type=benchlib.positive, default=3)
     parser.add_argument("--eager", action="store_true", help="CUDA: plain launches instead of a CUDA graph")
-    parser.add_argument(
-        "--clock", choices=tuple(CLOCKS), default="wall", help="cpu: this process's CPU time, for a busy machine"
-    )
+    benchlib.add_clock(parser)
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args(argv)
     device = benchlib.require_device(options.device)

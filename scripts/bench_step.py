@@ -98,7 +98,7 @@ def measure(size: str, compiled: bool, options: argparse.Namespace, device: torc
     arms = {PRELN: ("rms", "auto")} | {f"lns ({name})": ("lns_rms", name) for name in options.backends}
     models = {arm: build(size, norm, backend, device, compiled) for arm, (norm, backend) in arms.items()}
     steps = {arm: training_step(model, tokens, device) for arm, model in models.items()}
-    timer = benchlib.cuda_seconds if device.type == "cuda" else benchlib.cpu_seconds
+    timer = benchlib.cuda_seconds if device.type == "cuda" else benchlib.CLOCKS[options.clock]
     seconds = benchlib.interleaved(steps, timer, options.rounds, options.warmup)
     results = {}
     for arm, values in seconds.items():
@@ -140,11 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=benchlib.positive, help="sequences in a step (default: by size)")
     parser.add_argument("--rounds", type=benchlib.positive, default=21)
     parser.add_argument("--warmup", type=benchlib.positive, default=4)
+    benchlib.add_clock(parser)
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args(argv)
     device = benchlib.require_device(options.device)
     sizes = options.sizes or (["60M", "150M", "1B"] if device.type == "cuda" else ["small"])
     report: dict[str, Any] = {"environment": benchlib.environment(device), "cases": []}
+    report["clock"] = "cuda events" if device.type == "cuda" else options.clock
     for size in sizes:
         for compiled in {"off": (False,), "on": (True,), "both": (False, True)}[options.compile]:
             report["cases"].append(measure(size, compiled, options, device))

@@ -58,6 +58,16 @@ def cuda_seconds(work: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+CLOCKS: dict[str, Timer] = {"wall": cpu_seconds, "cpu": busy_seconds}
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """The option --clock."""
+    parser.add_argument(
+        "--clock", choices=tuple(CLOCKS), default="wall", help="cpu: this process's CPU time, for a busy machine"
+    )
+
+
 def interleaved(
     works: Mapping[str, Callable[[], object]], timer: Timer, rounds: int, warmup: int
 ) -> dict[str, list[float]]:

@@ -6,7 +6,8 @@
 # FOLDER then holds  libtransformer_engine.so.xz  the kernels, one architecture, about 10 MB   (te_ctypes.py loads it)
 #                    sdist/                       Transformer Engine's source, to build the real extension (build_te.sh)
 #                    wheels/                      ai2-olmo and what `import olmo` needs beside torch
-# Settings: PYTHON (default python3), TE_VERSION (2.11.0), CUDA (13 or 12), TARGET_PYTHON (3.12: the GPU machine's).
+# Settings: PYTHON (default python3; an environment where `import olmo` works, as `make setup` gives),
+# TE_VERSION (2.11.0), CUDA (13 or 12), TARGET_PYTHON (3.12: that of the GPU machine).
 set -euo pipefail
 folder=${1:?usage: bundle.sh FOLDER [ARCH]}
 arch=${2:-90}
@@ -37,10 +38,19 @@ source=$(find "$scratch/source" -path '*/csrc/extensions.h' | head -n 1)
 [ -n "$source" ] || { cat "$scratch/source.log" >&2; echo "no source of transformer_engine_torch $version" >&2; exit 1; }
 tar -C "$(dirname "$(dirname "$source")")" -czf "$folder/sdist/transformer_engine_torch-$version-source.tar.gz" .
 
-echo "== OLMo and what it imports"
+echo "== OLMo and what it imports, in the versions of $python's environment (make setup)"
+"$python" - > "$scratch/requirements.txt" << 'PY'
+import importlib.metadata, sys
+import hypothesis, olmo, olmo.model, omegaconf, packaging, pytest, rich, yaml  # what the GPU tests and bench_step.py import
+
+owners = importlib.metadata.packages_distributions()
+names = set(sys.modules) & set(owners) | {"google"}  # "google" is a namespace of several distributions
+left = {"torch", "sympy", "mpmath", "setuptools", "olmo-lns", "megatron-core"}  # torch is the GPU machine's own
+for name in sorted({owner for name in names for owner in owners.get(name, ())} - left):
+    print(f"{name}=={importlib.metadata.version(name)}")
+PY
 "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$target" --implementation cp \
-  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
-  --dest "$folder/wheels" "ai2-olmo==0.6.0" ai2-olmo-core omegaconf cached-path boto3 botocore s3transfer jmespath \
-  "datasets<4" dill multiprocess xxhash "torchmetrics" lightning-utilities rich hypothesis sortedcontainers pytest \
-  pluggy iniconfig packaging || echo "(some wheels could not be had: only the OLMo tests and bench_step.py need them)" >&2
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
+  --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --platform any \
+  --dest "$folder/wheels" --requirement "$scratch/requirements.txt"
 du -sh "$folder"/*
