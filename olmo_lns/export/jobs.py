@@ -14,7 +14,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import huggingface, tokenizer
 from olmo_lns.export.architecture import Architecture
 from olmo_lns.export.fold import LazyTensor, Rounding
-from olmo_lns.export.olmo import OLMoCheckpoint, write_olmo
+from olmo_lns.export.olmo import OLMoCheckpoint, copy_trainer_state, write_olmo
 from olmo_lns.record import LNSRecord
 
 __all__ = ["fold_record", "huggingface_job", "olmo_job"]
@@ -62,10 +62,11 @@ def olmo_job(
             dtype=dtype,
             layout=layout,
         )
+        copy_trainer_state(checkpoint, out, layout)
         into = "gains and biases of the block norms" if model.layer_norm_with_affine else "projections after the norms"
         return [
             f"OLMo, {layout}, layer_norm_type {layer_norm_type}: {model.n_layers} factors folded into the {into}",
-            "the optimizer and trainer state are left out: their moments belong to the unfolded weights",
+            "the optimizer's state is left out: its moments belong to the unfolded weights",
         ]
 
     return job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from olmo_lns.export.fold import LazyTensor, Rounding, block_factors, check_shap
 from olmo_lns.record import RECORD_FILE, LNSRecord
 from olmo_lns.scale import lns_scale
 
-__all__ = ["LAYOUTS", "SHARDED", "OLMoCheckpoint", "is_olmo", "write_config", "write_olmo"]
+__all__ = ["LAYOUTS", "SHARDED", "OLMoCheckpoint", "copy_trainer_state", "is_olmo", "write_config", "write_olmo"]
 
 #: Folder of a sharded (``torch_new``) checkpoint.
 SHARDED = "model_and_optim"
@@ -149,6 +150,24 @@ def write_olmo(
         raise LNSConfigError(f"{checkpoint.folder} is unsharded: a sharded one can only be made of a sharded one")
     record.write(out)
     write_config(out / "config.yaml", checkpoint, layer_norm_type, record)
+
+
+def copy_trainer_state(checkpoint: OLMoCheckpoint, out: Path, layout: str) -> bool:
+    """Copy ``train.pt`` or ``train/``, unread: it holds arbitrary objects, and OLMo's Trainer wants it.
+
+    :returns: whether there was one; otherwise an empty one is written, for ``--reset_trainer_state``.
+    """
+    names = {"unsharded": "train.pt", "sharded": "train/rank0.pt"}
+    source, target = checkpoint.folder / names[checkpoint.layout], out / names[layout]
+    if source.is_file() and layout == checkpoint.layout == "sharded":
+        shutil.copytree(source.parent, target.parent)
+        return True
+    target.parent.mkdir(exist_ok=True)
+    if source.is_file():
+        shutil.copyfile(source, target)
+        return True
+    write_archive(target, {})
+    return False
 
 
 def chunk_scaler(name: str, factor: float, rounding: Rounding, dtype: torch.dtype | None) -> ChunkFunction:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Mapping
@@ -20,7 +19,7 @@ from olmo_lns.export.archive import check_archive, map_tensors, read_archive, wr
 from olmo_lns.export.distributed import ChunkFunction
 from olmo_lns.export.fold import LazyTensor, Rounding
 from olmo_lns.export.megatron import MegatronCheckpoint
-from olmo_lns.export.olmo import SHARDED, OLMoCheckpoint, chunk_scaler, write_olmo
+from olmo_lns.export.olmo import SHARDED, OLMoCheckpoint, chunk_scaler, copy_trainer_state, write_olmo
 from olmo_lns.record import LNSRecord
 from olmo_lns.scale import DEFAULT_EXPONENT, lns_scale
 
@@ -52,11 +51,8 @@ def job(source: Path, kind: str, args: argparse.Namespace, rounding: Rounding) -
         lines = [f"{record.type} (exponent {record.exponent:g}), {checkpoint.layout}: the factor is outside again"]
         note, moments = _optimizer(checkpoint, scales, rounding, out, drop=args.drop_optimizer)
         write_olmo(out, checkpoint, factors, record, layer_norm_type=record.type, rounding=rounding, extra=moments)
-        for name in ("train.pt", "train"):  # copied unread: it holds arbitrary objects
-            if (path := checkpoint.folder / name).is_file():
-                shutil.copyfile(path, out / name)
-            elif path.is_dir():
-                shutil.copytree(path, out / name)
+        if not copy_trainer_state(checkpoint, out, checkpoint.layout):
+            note += "; no trainer state either: also --reset_trainer_state"
         return [*lines, note, *_consequence(checkpoint.record)]
 
     return write

@@ -185,7 +185,7 @@ def test_checksums(checkpoint: Path, tmp_path: Path) -> None:
     assert export(checkpoint, out) == 0
     done = subprocess.run(["sha256sum", "--check", "--strict", CHECKSUMS], cwd=out, capture_output=True, text=True)
     assert done.returncode == 0 and "model.pt: OK" in done.stdout
-    assert verify_checksums(out) == 3
+    assert verify_checksums(out) == 4
     data = bytearray((out / "model.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (out / "model.pt").write_bytes(data)

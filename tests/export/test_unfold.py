@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,40 @@ def first_moments(model: Any) -> dict[str, Any]:
     return state
 
 
+def test_olmos_checkpointer_restores_it(tmp_path: Path) -> None:
+    """OLMo's own restore, with the rescaled optimizer; and of the folded checkpoint, without one."""
+    import torch.distributed as dist
+    from olmo.checkpoint import FullCheckpointer
+    from olmo.config import TrainConfig
+    from olmo.model import OLMo
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = save_olmo(tmp_path / "lns", optimizer=True, layer_norm_type="lns_rms")
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    shutil.copyfile(tmp_path / "lns" / "optim.pt", tmp_path / "folded" / "optim.pt")
+    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        for name, optimizer_too in (("folded", False), ("again", True)):
+            config = TrainConfig.load(tmp_path / name / "config.yaml")
+            wrapped = DistributedDataParallel(OLMo(config.model))
+            optimizer = torch.optim.AdamW(wrapped.parameters())
+            for group in optimizer.param_groups:
+                group["param_names"] = [n for n, _ in wrapped.module.named_parameters()]
+            state = FullCheckpointer(config).restore_checkpoint(
+                tmp_path / name, wrapped, optimizer, load_optimizer_state=optimizer_too
+            )
+            assert state["global_step"] == 3
+            assert relative(logits(wrapped.module, IDS), logits(model, IDS)) <= 1e-5
+        gain = dict(wrapped.module.named_parameters())["transformer.blocks.3.ff_norm.weight"]
+        saved = torch.load(tmp_path / "lns" / "optim.pt", weights_only=True)
+        index = saved["param_groups"][0]["param_names"].index("transformer.blocks.3.ff_norm.weight")
+        assert torch.allclose(optimizer.state[gain]["exp_avg"], 0.5 * saved["state"][index]["exp_avg"])
+        assert torch.allclose(optimizer.state[gain]["exp_avg_sq"], 0.25 * saved["state"][index]["exp_avg_sq"])
+    finally:
+        dist.destroy_process_group()
+
+
 def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -82,8 +117,6 @@ def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
     from support.exports import save_distributed
 
     state = adam_state(model)
-    import shutil
-
     shutil.rmtree(tmp_path / "folded" / "model_and_optim")
     save_distributed(tmp_path / "folded" / "model_and_optim", model, state)
     assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0

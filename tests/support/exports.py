@@ -43,7 +43,7 @@ def save_olmo(
         torch.save(model.state_dict(), folder / "model.pt")
         if optim is not None:
             torch.save(optim, folder / "optim.pt")
-            torch.save({"global_step": 3, "path": Path("x")}, folder / "train.pt")
+            torch.save({"global_step": 3}, folder / "train.pt")
     return model
 
 
