@@ -4,6 +4,8 @@
 #   OLMO_SRC=path/to/OLMo scripts/upstream_olmo_tests.sh [options] [-- pytest arguments]
 #     --out DIR      where the JUnit files and report.md go (default build/upstream-olmo/<version>)
 #     --python PATH  interpreter of an environment with OLMo's requirements, pytest and olmo-lns (default python)
+#     --parallel     the three runs at once (1.5 GB each)
+#     --mode NAME    only stock, registered or lns; the others' results are kept from before
 #     --hub          use the Hugging Face hub; without it a tokenizer of the checkout stands in for gpt2
 #
 # Exit code 1 if a test that passes in stock OLMo does not with olmo-lns, unless
@@ -12,14 +14,16 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repository=$(dirname "$here")
-python=python out="" hub=0
+python=python out="" hub=0 parallel=0 modes="stock registered lns"
 while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2; shift 2 ;;
         --python) python=$2; shift 2 ;;
         --hub) hub=1; shift ;;
+        --parallel) parallel=1; shift ;;
+        --mode) modes=$2; shift 2 ;;
         --) shift; break ;;
-        -h|--help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h|--help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) echo "upstream_olmo_tests.sh: unknown option $1 (see --help)" >&2; exit 2 ;;
     esac
 done
@@ -38,17 +42,25 @@ if [ "$hub" = 0 ]; then
     export HF_HUB_OFFLINE=1 UPSTREAM_TOKENIZER=$source/test_fixtures/test-olmo-model/tokenizer.json
 fi
 
-for mode in stock registered lns; do
-    rm -f "$out/$mode.xml"
-    disable=0
+run() {
+    local mode=$1 disable=0
     [ "$mode" = stock ] && disable=1
+    rm -f "$out/$mode.xml"
     # From the checkout: its tests name their fixtures by relative paths. A failing test is a result, not an error.
     (cd "$source" && UPSTREAM_MODE=$mode OLMO_LNS_DISABLE=$disable "$python" -m pytest -q -p no:cacheprovider \
-        -p upstream_olmo_plugin --continue-on-collection-errors --junitxml "$out/$mode.xml" "$@" tests) \
+        -p upstream_olmo_plugin --continue-on-collection-errors --junitxml "$out/$mode.xml" "${arguments[@]}" tests) \
         > "$out/$mode.log" 2>&1 || true
+}
+
+arguments=("$@")
+for mode in $modes; do
+    if [ "$parallel" = 1 ]; then run "$mode" & else run "$mode"; fi
+done
+wait
+for mode in stock registered lns; do
     if [ ! -s "$out/$mode.xml" ]; then
         echo "upstream_olmo_tests.sh: the $mode run gave no result; see $out/$mode.log" >&2
-        tail -n 20 "$out/$mode.log" >&2
+        tail -n 20 "$out/$mode.log" >&2 || true
         exit 2
     fi
     printf '%-11s %s\n' "$mode" "$(tail -n 1 "$out/$mode.log")"

@@ -146,7 +146,7 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str | os.PathLike[str]], *, cwd: Path, timeout: float = 240, env: dict[str, str] | None = None
+    command: Sequence[str | os.PathLike[str]], *, cwd: Path, timeout: float = 900, env: dict[str, str] | None = None
 ) -> Result:
     """Run ``command`` in ``cwd`` (never the repository: it would put ``olmo_lns`` on the path)."""
     done = subprocess.run(
