@@ -84,7 +84,7 @@ def on_import(name: str, callback: Callable[[ModuleType], None]) -> None:
         return
     _callbacks.setdefault(name, []).append(callback)
     if not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _PostImportFinder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _PostImportFinder())
 
 
 def activate() -> None:
