@@ -5,7 +5,8 @@ is ``Norm(x)`` followed by a projection whose weight is multiplied by ``s``. Eit
 is a plain Pre-LN checkpoint of the same shape.
 
 The modules, in the direction of their imports: :mod:`fold` (arithmetic), :mod:`atomic`
-(all-or-nothing output), :mod:`archive`, :mod:`shards`, :mod:`distributed` (three file formats,
-one tensor at a time), :mod:`olmo`, :mod:`huggingface`, :mod:`megatron`, :mod:`authors` (layouts),
-:mod:`unfold` (the inverse), :mod:`cli`, :mod:`verify`; :mod:`guards` stands alone.
+(all-or-nothing output); :mod:`archive`, :mod:`shards`, :mod:`distributed` (three file formats, one
+tensor at a time); :mod:`architecture`, :mod:`olmo`, :mod:`huggingface`, :mod:`tokenizer`,
+:mod:`jobs`, :mod:`megatron`, :mod:`authors` (layouts); :mod:`unfold` (the inverse), :mod:`cli`,
+:mod:`hooked` and :mod:`verify`; :mod:`guards` stands alone.
 """
