@@ -84,17 +84,20 @@ def report(name: str, runs: dict[str, dict[str, tuple[str, str]]]) -> str:
     lines += ["", "Outcomes that differ from stock:" if different else "No outcome differs from stock.", ""]
     if different:
         lines += ["| run | test | stock | outcome | why |", "|---|---|---|---|---|"]
+        grouped: dict[tuple[str, ...], list[str]] = {}
         for mode, test, before, after, message in different:
             known = expected(mode, test)
             why = f"{known[1]} (OLMo {known[0]})" if known else f"**not expected**: {message}"
-            lines.append(f"| {mode} | `{cell(test)}` | {before} | {after} | {cell(why, 300)} |")
+            grouped.setdefault((mode, test.partition("[")[0], before, after, cell(why, 300)), []).append(test)
+        for (mode, name, before, after, why), tests in grouped.items():
+            lines.append(f"| {mode} | `{cell(name)}` × {len(tests)} | {before} | {after} | {why} |")
         lines.append("")
     failing = {test: message for test, (outcome, message) in runs["stock"].items() if outcome in ("failed", "error")}
     if failing:
         lines += ["Not passing in stock either (so they show nothing here):", ""]
         groups: dict[str, list[str]] = {}
         for test, message in failing.items():
-            groups.setdefault(cell(re.sub(r"0x[0-9a-f]+|/\S*/", "", message)), []).append(test)
+            groups.setdefault(cell(re.sub(r"0x[0-9a-f]+|(?<![\w.])/\S*/", "", message)), []).append(test)
         for message, tests in sorted(groups.items(), key=lambda item: -len(item[1])):
             names = ", ".join(f"`{cell(test)}`" for test in tests[:4]) + (" …" if len(tests) > 4 else "")
             lines.append(f"- {len(tests)} × {message or 'no message'}: {names}")
