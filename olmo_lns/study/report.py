@@ -119,6 +119,10 @@ def _paper() -> str:
     for label in dict.fromkeys(label for label, *_ in PAPER):
         values = {arm: loss for name, _, arm, loss in PAPER if name == label}
         lines.append(f"| {label} | {values['preln']} | {values['lns']} |")
+    lines += [
+        "",
+        "Levels are comparable only for one corpus and tokenizer; the difference between arms is what to compare.",
+    ]
     return "\n".join(lines)
 
 
@@ -170,6 +174,7 @@ def figure(study: Study, results: Sequence[Result], path: Path) -> bool:
                 ha="center",
             )
     axes.set_xscale("log")
+    axes.margins(y=0.1)
     axes.set_xlabel("parameters")
     axes.set_ylabel("final training loss (nats per token)")
     axes.set_title(f"{study.name}: {study.runs[0].shape.tokens:,} tokens a run", fontsize=10)
