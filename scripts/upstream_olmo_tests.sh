@@ -9,7 +9,7 @@
 #     --hub          use the Hugging Face hub; without it a tokenizer of the checkout stands in for gpt2
 #
 # Exit code 1 if a test that passes in stock OLMo does not with olmo-lns, unless
-# scripts/upstream_olmo_report.py lists it with a reason and a version. Nothing is written to the checkout.
+# scripts/upstream_olmo_report.py lists it with a reason and a version. The checkout is copied, and not written to.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -37,7 +37,6 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false
-export PYTHONPATH=$source:$here${PYTHONPATH:+:$PYTHONPATH}
 if [ "$hub" = 0 ]; then
     export HF_HUB_OFFLINE=1 UPSTREAM_TOKENIZER=$source/test_fixtures/test-olmo-model/tokenizer.json
 fi
@@ -45,11 +44,16 @@ fi
 run() {
     local mode=$1 disable=0
     [ "$mode" = stock ] && disable=1
-    rm -f "$out/$mode.xml"
-    # From the checkout: its tests name their fixtures by relative paths. A failing test is a result, not an error.
-    (cd "$source" && UPSTREAM_MODE=$mode OLMO_LNS_DISABLE=$disable "$python" -m pytest -q -p no:cacheprovider \
-        -p upstream_olmo_plugin --continue-on-collection-errors --junitxml "$out/$mode.xml" "${arguments[@]}" tests) \
-        > "$out/$mode.log" 2>&1 || true
+    local copy=$out/$mode-checkout
+    rm -rf "$out/$mode.xml" "$copy"
+    # OLMo's tests save into their own fixtures, so each run gets a copy; they name fixtures by relative paths.
+    mkdir -p "$copy"
+    tar -C "$source" --exclude=.git -cf - . | tar -C "$copy" -xf -
+    # A failing test is a result, not an error.
+    (cd "$copy" && PYTHONPATH=$copy:$here${PYTHONPATH:+:$PYTHONPATH} UPSTREAM_MODE=$mode OLMO_LNS_DISABLE=$disable \
+        "$python" -m pytest -q -p no:cacheprovider -p upstream_olmo_plugin --continue-on-collection-errors \
+        --junitxml "$out/$mode.xml" "${arguments[@]}" tests) > "$out/$mode.log" 2>&1 || true
+    rm -rf "$copy"
 }
 
 arguments=("$@")

@@ -27,7 +27,12 @@ LAUNCHES: dict[str, list[str]] = {
     "fsdp": FSDP,
     "fsdp unwrapped": [*FSDP[:2], "--fsdp.wrapping_strategy=null"],
     "fsdp amp_bf16": [*FSDP, *MIXED],
-    "fsdp amp_bf16, compiled, checkpointing": [*FSDP, *MIXED, "--compile.fullgraph=false", "--activation_checkpointing=whole_layer"],
+    "fsdp amp_bf16, compiled, checkpointing": [
+        *FSDP,
+        *MIXED,
+        "--compile.fullgraph=false",
+        "--activation_checkpointing=whole_layer",
+    ],
 }
 
 
