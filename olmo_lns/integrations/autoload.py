@@ -1,9 +1,9 @@
 """Run something right after a module has been imported, and load plugins for OLMo and Megatron.
 
 At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path``. It
-imports nothing; when ``olmo`` or ``megatron`` is imported for the first time it hands over to
-this module, which loads the entry points of ``olmo.plugins`` / ``megatron.plugins`` as soon as
-the framework is there. A plugin that fails, fails the import: a launch must not go on without it.
+imports nothing; when ``olmo``, ``megatron`` or ``transformers`` is imported for the first time it
+hands over to this module, which loads the entry points of ``olmo.plugins``, ``megatron.plugins``
+or ``transformers.plugins`` as soon as the framework is there. A plugin that fails, fails the import: a launch must not go on without it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ PLUGIN_GROUPS = {
     "olmo": "olmo.plugins",
     "megatron.core": "megatron.plugins",
     "megatron.training": "megatron.plugins",
+    # A converter of OLMo's imports this and never OLMo (olmo_lns.export.guards).
+    "transformers.models.olmo.configuration_olmo": "transformers.plugins",
 }
 
 _callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
@@ -53,8 +55,9 @@ class _PostImportFinder:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            for callback in _callbacks.pop(name, []):
-                callback(module)
+            while callbacks := _callbacks.pop(name, []):  # a callback may ask for another of this module
+                for callback in callbacks:
+                    callback(module)
 
         # On the instance: the loader keeps its class, so inspect, pickle and runpy see nothing new.
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -130,7 +133,7 @@ def autoload_active() -> bool:
 def start_up_find_spec(
     name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
 ) -> ModuleSpec | None:
-    """What the start-up finder calls when it sees ``olmo`` or ``megatron`` for the first time."""
+    """What the start-up finder calls when it first sees one of the frameworks it watches for."""
     global _started_up
     _started_up = True
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_start_up_finder(finder)]

@@ -118,3 +118,17 @@ def test_the_real_olmo_is_registered_by_its_import_alone():
 def test_the_real_olmo_without_us_does_not_know_the_type():
     done = run("from olmo.config import LayerNormType\nLayerNormType('lns')", check=False, OLMO_LNS_DISABLE="1")
     assert "'lns' is not a valid LayerNormType" in done.stderr
+
+
+def test_olmos_converter_script_is_guarded_by_installation_alone(tmp_path):
+    """The script imports transformers and never OLMo; it would write the model without its factor."""
+    checkpoint = tmp_path / "step10-unsharded"
+    checkpoint.mkdir()
+    (checkpoint / "config.yaml").write_text("model:\n  layer_norm_type: lns_rms\n")
+    script = tmp_path / "convert_olmo_to_hf_new.py"
+    script.write_text("from transformers import OlmoConfig\nOlmoConfig()\nprint('would convert')\n")
+    boot = f"import sys, runpy; sys.argv = [{str(script)!r}, '--input_dir', {str(checkpoint)!r}]\n"
+    done = run(boot + f"runpy.run_path({str(script)!r}, run_name='__main__')", check=False)
+    assert done.returncode != 0 and "would convert" not in done.stdout
+    assert "OLMO_LNS_ALLOW_MISMATCH=lns-to-preln" in done.stderr
+    assert run(boot + f"runpy.run_path({str(script)!r})", OLMO_LNS_DISABLE="1").stdout == "would convert\n"
