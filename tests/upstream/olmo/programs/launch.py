@@ -25,10 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 @dataclass
 class RecordingTrainer(Trainer):
     losses: list = field(default_factory=list)
+    gradients: dict = field(default_factory=dict)
 
     def train_step(self, batch, reduce_global_loss=True):
         metrics = super().train_step(batch, reduce_global_loss=reduce_global_loss)
         self.losses.append(metrics["train/CrossEntropyLoss"])
+        # Kept now: OLMo's evaluation at the end drops them.
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         return metrics
 
 
@@ -45,7 +48,7 @@ def end_of(trainer):
         logits = model(torch.arange(trainer.cfg.model.max_sequence_length)[None]).logits
     return {
         "logits": {"logits": logits},
-        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "gradients": trainer.gradients,
         "parameters": model.state_dict(),
         "optimizer": moments,
     }
