@@ -3,7 +3,8 @@
 At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path``. It
 imports nothing; when ``olmo``, ``megatron`` or ``transformers`` is imported for the first time it
 hands over to this module, which loads the entry points of ``olmo.plugins``, ``megatron.plugins``
-or ``transformers.plugins`` as soon as the framework is there. A plugin that fails, fails the import: a launch must not go on without it.
+or ``transformers.plugins`` as soon as the framework is there. A plugin that fails, fails the
+import: a launch must not go on without it.
 """
 
 from __future__ import annotations
