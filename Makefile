@@ -17,7 +17,7 @@ STAMP  := $(VENV)/.olmo-lns-setup
 # Two workers on two cores: one thread each, or they fight.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 
-.PHONY: setup demo test test-slow lint format clean
+.PHONY: setup demo test test-slow test-gpu lint format clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ test: setup
 
 test-slow: setup
 	$(PYTEST) -m slow $(ARGS)
+
+# On a machine with a GPU; elsewhere every one of them is skipped with its reason.
+test-gpu: setup
+	$(PYTEST) -m gpu $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .
