@@ -131,8 +131,11 @@ def _result(study: Study, run: Run, curve: Curve, folder: Path) -> Result:
 
 
 def _cpu(folder: Path) -> float | None:
-    spent = [json.loads(path.read_text())["cpu_s"] for path in sorted(folder.glob("attempt-*.json"))]
-    return round(sum(spent), 1) if spent else None
+    """CPU seconds of all attempts; None if the end of one was not seen (the launcher was killed)."""
+    costs = [path.with_suffix(".json") for path in sorted(folder.glob("attempt-*.log"))]
+    if not costs or not all(path.is_file() for path in costs):
+        return None
+    return round(sum(json.loads(path.read_text())["cpu_s"] for path in costs), 1)
 
 
 def compare_arms(study: Study, identities: Mapping[str, Mapping[str, Any]]) -> None:

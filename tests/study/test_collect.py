@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Built
-from test_logs import megatron_log, olmo_log
+from support.studies import REPOSITORY, Built, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli, collect, fit
@@ -131,7 +130,6 @@ def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: 
 
 
 def megatron_study(tmp_path: Path) -> tuple[Study, Path]:
-    from conftest import REPOSITORY
 
     path = tmp_path / "megatron.yaml"
     path.write_text(

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Built
+from support.studies import REPOSITORY, Built
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study import cli, launch, logs, slurm

@@ -5,29 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.studies import OLMO, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import logs
-
-OLMO = """2026-01-01 10:00:00.000	host:0	olmo.train:967	INFO	[step={step}/{total},epoch=0]
-    optim/total_grad_norm=1.0000
-    train/CrossEntropyLoss={loss}
-    train/Perplexity=12.3
-    throughput/total_tokens=1,024
-"""
-MEGATRON = (
-    " [2026-01-01 10:00:00] iteration {step:8d}/{total:8d} | consumed samples: 256 | elapsed time per iteration (ms): 1.0 "
-    "| learning rate: 6.0E-04 | global batch size: 256 | lm loss: {loss} | loss scale: 1.0 | grad norm: 1.0 | "
-    "number of skipped iterations: 0 | number of nan iterations: 0 |\n"
-)
-
-
-def olmo_log(losses: dict[int, object], total: int = 10) -> str:
-    return "".join(OLMO.format(step=step, total=total, loss=loss) for step, loss in losses.items())
-
-
-def megatron_log(losses: dict[int, object], total: int = 100) -> str:
-    return "".join(MEGATRON.format(step=step, total=total, loss=loss) for step, loss in losses.items())
 
 
 def write(path: Path, text: str) -> Path:
