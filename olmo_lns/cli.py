@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import warnings
 from typing import Sequence
 
 from olmo_lns import __version__
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         print(f"olmo-lns: unknown command {command!r}.{hint} Known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    # OLMo's use of an OmegaConf function that OmegaConf 2.4 renamed; nothing a user can act on.
+    warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
     try:
         return int(importlib.import_module(COMMANDS[command][0]).main(rest))
     except LNSError as error:

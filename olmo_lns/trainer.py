@@ -33,7 +33,7 @@ from olmo.util import find_latest_checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, LNSError
 
 __all__ = ["LoopObserver", "ObservedTrainer", "RunResult", "run"]
 
@@ -120,7 +120,15 @@ class ObservedTrainer(Trainer):
 
     def restore_checkpoint(self, load_path: Any, **kwargs: Any) -> None:
         with torch.serialization.safe_globals(_STATE_TYPES):
-            super().restore_checkpoint(load_path, **kwargs)
+            try:
+                super().restore_checkpoint(load_path, **kwargs)
+            except TypeError as error:
+                if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
+                    raise
+                raise LNSError(
+                    f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} ({error}); "
+                    "train with ddp, which saves unsharded ones, or with a torch that this OLMo was released for"
+                ) from error
 
 
 @contextmanager

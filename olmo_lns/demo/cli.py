@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
         except (Interrupted, KeyboardInterrupt):
             _report(runs, args.out, shape, data, console, complete=False)
             command = shlex.join(["olmo-lns", "demo", *argv])
-            console.print(f"\nStopped; what was done is kept. To go on, run the same command again: {command}")
+            console.print(f"\nStopped; what was done is kept. To go on, run the same command again: {command}", soft_wrap=True)
             return 130
     _report(runs, args.out, shape, data, console, complete=True)
     return 0

@@ -25,7 +25,7 @@ __all__ = ["next_commands", "notes", "table", "title", "write"]
 
 def _reported_blocks(layers: int) -> list[int]:
     """1-based: the first, L/4, L/2 and L."""
-    return [1, max(1, layers // 4), max(1, layers // 2), layers]
+    return sorted({1, max(1, layers // 4), max(1, layers // 2), layers})
 
 
 def _by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
