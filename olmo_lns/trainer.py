@@ -126,8 +126,8 @@ class ObservedTrainer(Trainer):
                 if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
                     raise
                 raise LNSError(
-                    f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} ({error}); "
-                    "train with ddp, which saves unsharded ones, or with a torch that this OLMo was released for"
+                    f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
+                    f"({error}); train with ddp, which saves unsharded ones, or with a torch that this OLMo was released for"
                 ) from error
 
 
