@@ -127,7 +127,7 @@ class ObservedTrainer(Trainer):
                     raise
                 raise LNSError(
                     f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
-                    f"({error}); train with ddp, which saves unsharded ones, or with a torch that this OLMo was released for"
+                    f"({error}); train with ddp, which saves unsharded ones, or with an older torch"
                 ) from error
 
 
