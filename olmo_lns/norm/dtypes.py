@@ -46,7 +46,7 @@ def folded_gain(
     the optimizer changes ``weight`` in place.
     """
     if weight is None:
-        return torch.full((x.shape[-1],), scale, dtype=dtype, device=x.device)
+        return (torch.ones(x.shape[-1], dtype=compute_dtype(dtype), device=x.device) * scale).to(dtype)
     wide = weight.to(compute_dtype(dtype))
     return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
 

@@ -64,3 +64,22 @@ def test_a_model_built_with_te_runs_where_there_is_none():
     for twin in twins:
         for got, want in zip(run(twin, False), expected, strict=True):
             assert reference.relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("layer_norm_type", ["lns_rms", "lns_default"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_compiled_blocks_may_be_checkpointed(layer_norm_type, affine):
+    """A float of the layer would make the recomputation run another graph: torch's CheckpointError."""
+    with tex.installed():
+        torch._dynamo.reset()
+        model = build(layer_norm_type)
+        if not affine:
+            for norm in (m for m in model.modules() if hasattr(m, "lns_backend")):
+                norm.weight = norm.bias = None
+        expected = run(model, False)
+        model.set_activation_checkpointing(olmo.config.ActivationCheckpointingStrategy.whole_layer)
+        for block in model.transformer.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        found = run(model, False)
+    for got, want in zip(found, expected, strict=True):
+        assert reference.relative_error(got, want) < 1e-5

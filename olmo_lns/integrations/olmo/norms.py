@@ -60,7 +60,7 @@ def _factor(norm: Any) -> Any:
     tensors, and torch stops with a CheckpointError. A tensor is an input from the start: one
     graph for all blocks. It is no buffer, so state dicts, meta device and FSDP do not know it.
     """
-    if torch.compiler.is_compiling() and norm.lns_backend.name != "te":
+    if torch.compiler.is_compiling():
         return norm.lns_scale_tensor
     return norm.lns_scale
 
