@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,13 @@ def _one_line_errors() -> Iterator[None]:
     except (OLMoConfigurationError, FileNotFoundError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         where = [line.removeprefix("full_key: ") for line in lines[1:] if line.startswith("full_key: ")]
-        raise LNSConfigError(": ".join(where + lines[:1]) or type(error).__name__) from error
+        what = lines[0] if lines else type(error).__name__
+        if unset := re.search(r"Environment variable '(\w+)' not found", what):
+            what = f"environment variable {unset[1]} is not set: export {unset[1]}=..."
+            what += f", or give --{where[0]} yourself" if where else ""
+        # OmegaConf names its own machinery in front of what OLMo's resolver says.
+        what = re.sub(r"^\w+ raised while resolving interpolation: ", "", what)
+        raise LNSConfigError(": ".join([*where, what])) from error
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Any:

@@ -163,6 +163,18 @@ def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatc
         assert part in err
 
 
+def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.delenv("LNS_TEST_DATA", raising=False)
+    path = config_file(tmp_path)
+    for data, expected in (
+        ("${oc.env:LNS_TEST_DATA}/x.npy", "environment variable LNS_TEST_DATA is not set: export LNS_TEST_DATA=..."),
+        ("${path.glob:/no/such/*.npy}", "/no/such/*.npy does not match any files or dirs"),
+    ):
+        assert cli.main(["train", str(path), f"--data.paths={data}"]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"olmo-lns train: data.paths: {expected}") and err.count("\n") == 1
+
+
 def test_a_missing_config_file_is_named(capsys):
     assert cli.main(["train", "nowhere.yaml"]) == 1
     assert capsys.readouterr().err == "olmo-lns train: no such config file: nowhere.yaml\n"

@@ -168,7 +168,9 @@ def main(argv: Sequence[str]) -> int:
             _execute_all(runs, console, device)
         except (Interrupted, KeyboardInterrupt):
             _report(runs, args.out, shape, data, console, complete=False)
-            command = shlex.join(["olmo-lns", "demo", *argv])
+            from olmo_lns.demo import report
+
+            command = shlex.join([report.program_name(), "demo", *argv])
             console.print(f"\nStopped; what was done is kept. To go on, run the same command again: {command}", soft_wrap=True)
             return 130
     _report(runs, args.out, shape, data, console, complete=True)

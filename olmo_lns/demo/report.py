@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import platform
+import shutil
+import sys
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -108,11 +110,18 @@ def next_commands(runs: Sequence[Run], data: DemoData) -> list[str]:
     run = next((run for run in runs if run.arm == "lns"), runs[0])
     checkpoint, heldout, out = _relative(run.checkpoint), _relative(data.heldout), _relative(data.heldout.parent.parent)
     analyze = f"--model {checkpoint} --data {heldout} --tokens 16384"
+    program = program_name()
     return [
-        f"olmo-lns analyze variance {analyze} -o {out}/variance.json",
-        f"olmo-lns analyze angular {analyze} -o {out}/angular.json --plot {out}/angular.png",
-        f"olmo-lns export {checkpoint} {out}/{run.arm}-folded    # the factor inside the weights, for stock OLMo",
+        f"{program} analyze variance {analyze} -o {out}/variance.json",
+        f"{program} analyze angular {analyze} -o {out}/angular.json --plot {out}/angular.png",
+        f"{program} export {checkpoint} {out}/{run.arm}-folded    # the factor inside the weights, for stock OLMo",
     ]
+
+
+def program_name() -> str:
+    """How to call this command again: after ``make demo`` it is in the environment, not on the PATH."""
+    script = Path(sys.executable).with_name("olmo-lns")
+    return "olmo-lns" if shutil.which("olmo-lns") or not script.is_file() else str(_relative(script))
 
 
 def _relative(path: Path) -> Path:

@@ -84,6 +84,9 @@ def load_model(
             f"{source}: found neither config.yaml (an OLMo checkpoint) nor config.json (a Hugging Face model); "
             "give the folder that holds one of them"
         )
+    # A hub name is `name` or `owner/name`; anything else that is not there is a mistyped path.
+    if not folder.exists() and (folder.is_absolute() or source.startswith((".", "~")) or len(folder.parts) > 2):
+        raise LNSError(f"{source}: no such folder; give an OLMo checkpoint, or a Hugging Face folder or hub name")
     return _load_huggingface(source, DTYPES.get(dtype), place, device_map, blocks)
 
 

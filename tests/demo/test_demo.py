@@ -19,6 +19,7 @@ from support.launch import environment
 from olmo_lns import cli
 from olmo_lns.demo import arms as demo_arms
 from olmo_lns.demo import cli as demo_cli
+from olmo_lns.demo import report
 from olmo_lns.demo import data as demo_data
 from olmo_lns.demo.runs import Result
 from olmo_lns.record import LNSRecord
@@ -137,6 +138,7 @@ def test_interrupt_reports_what_is_done_and_the_command_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(demo_cli._Display, "step", interrupting)
+        patched.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # as in an activated environment
         assert cli.main(command) == 130
     out = " ".join(capsys.readouterr().out.split())
     assert "preln seed 0: finished" in out and "lns seed 0: at step 3 of 6" in out
@@ -239,3 +241,15 @@ def test_several_seeds_are_averaged_with_their_range(finished: Path):
         console.print(table(results))
     assert "3.000 (2.000–4.000)" in printed.get()
     assert results[0].growth == results[0].variance[-1] / results[0].variance[0]
+
+
+def test_commands_to_paste_name_the_script_when_it_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    script = tmp_path / ".venv" / "bin" / "olmo-lns"
+    script.parent.mkdir(parents=True)
+    script.touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert report.program_name() == ".venv/bin/olmo-lns"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert report.program_name() == "olmo-lns"

@@ -191,6 +191,7 @@ def test_bad_models(capsys, tmp_path, llama_folder, olmo_folder, token_file):
     message = fails(capsys, "variance", "--model", tmp_path / "empty", *data)
     assert "found neither config.yaml (an OLMo checkpoint) nor config.json (a Hugging Face model)" in message
     assert "not a loadable Hugging Face model" in fails(capsys, "variance", "--model", "no/such-model", *data)
+    assert "/no/such/model: no such folder" in fails(capsys, "variance", "--model", "/no/such/model", *data)
     shutil.copytree(olmo_folder, tmp_path / "broken")
     (tmp_path / "broken" / "model.pt").unlink()
     assert "neither model.pt nor model_and_optim" in fails(capsys, "variance", "--model", tmp_path / "broken", *data)
