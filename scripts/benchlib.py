@@ -9,6 +9,7 @@ import platform
 import random
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from importlib import metadata
@@ -100,18 +101,29 @@ def environment(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "packages": {name: _version(name) for name in ("olmo-lns", "ai2-olmo", "transformer-engine")},
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "allocator": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
         "load_average": [round(value, 1) for value in os.getloadavg()],
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {"gpu": properties.name, "cuda": torch.version.cuda, "gpu_memory_gib": properties.total_memory >> 30}
     return facts
+
+
+def _commit() -> str | None:
+    """Of this repository, with ``-dirty`` where files differ from it; None outside a clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _version(distribution: str) -> str | None:

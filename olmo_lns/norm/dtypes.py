@@ -45,10 +45,15 @@ def folded_gain(
     Without a weight it is the constant vector of ``scale``. Never kept from one call to the next:
     the optimizer changes ``weight`` in place.
     """
-    if weight is None:
-        return (torch.ones(x.shape[-1], dtype=compute_dtype(dtype), device=x.device) * scale).to(dtype)
-    wide = weight.to(compute_dtype(dtype))
-    return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
+    if not torch.compiler.is_compiling():  # compilers fuse the steps below; eager code launches each
+        if weight is None:
+            return torch.full(x.shape[-1:], scale, dtype=dtype, device=x.device)
+        if weight.dtype == dtype and not zero_centered:
+            return weight * scale  # torch takes a Python float times 16-bit numbers in fp32 and rounds once
+    wide_dtype = compute_dtype(dtype)
+    wide = torch.ones(x.shape[-1], dtype=wide_dtype, device=x.device) if weight is None else weight.to(wide_dtype)
+    shifted = zero_centered and weight is not None
+    return ((wide + 1.0 if shifted else wide) * scale).to(dtype)
 
 
 def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:

@@ -219,9 +219,12 @@ def _(
 def _save_rms(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, gain, _, _ = inputs
     ctx.save_for_backward(x, gain, output[1])
+    ctx.set_materialize_grads(False)  # else every backward fills a gradient of rstd with zeros: a launch for nothing
 
 
-def _rms_backward(ctx: Any, dy: torch.Tensor, _rstd: Any) -> tuple[torch.Tensor | None, ...]:
+def _rms_backward(ctx: Any, dy: torch.Tensor | None, _rstd: None) -> tuple[torch.Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
     x, gain, rstd = ctx.saved_tensors
     return (*_rms_norm_backward_op(dy, x, rstd, gain), None, None)
 
@@ -229,9 +232,12 @@ def _rms_backward(ctx: Any, dy: torch.Tensor, _rstd: Any) -> tuple[torch.Tensor 
 def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, gain, _, _, _ = inputs
     ctx.save_for_backward(x, gain, output[1], output[2])
+    ctx.set_materialize_grads(False)
 
 
-def _layer_backward(ctx: Any, dy: torch.Tensor, _mean: Any, _rstd: Any) -> tuple[torch.Tensor | None, ...]:
+def _layer_backward(ctx: Any, dy: torch.Tensor | None, _mean: None, _rstd: None) -> tuple[torch.Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
     x, gain, mean, rstd = ctx.saved_tensors
     return (*_layer_norm_backward_op(dy, x, mean, rstd, gain), None, None)
 

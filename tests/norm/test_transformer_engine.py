@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import norm_reference as reference
 from support import tex
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from olmo_lns import lns_scale
@@ -87,6 +88,41 @@ def test_gamma_is_rounded_once_from_the_product_in_fp32(backend):
     gamma = (weight.double() * SCALE).to(torch.bfloat16)
     exact = reference.rms_norm(x, gamma, EPS, 1.0)
     assert reference.worst_rounding(y, exact) <= 1.01
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operators that would launch a kernel: everything but views and questions about dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and isinstance(result, (torch.Tensor, tuple)):
+            self.names.append(function.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_factor_costs_one_product_with_gamma_each_way(kind, dtype, backend):
+    """And nothing else is launched: no casts of gamma, no zeros for the gradients of the statistics."""
+    x, weight, bias = make(dtype, dtype, "weight+bias")
+    products = ["mul"] if kind == "rms" else ["mul", "mul"]
+    with Launches() as forward:
+        if kind == "rms":
+            y = rms_norm(x, weight, EPS, SCALE, backend=backend)
+        else:
+            y = layer_norm(x, weight, bias, EPS, SCALE, backend=backend)
+    assert forward.names == [*products, f"te_{kind}_norm"]
+    dy = torch.ones_like(y)
+    with Launches() as backward:
+        torch.autograd.grad(y, (x, weight) if kind == "rms" else (x, weight, bias), dy)
+    assert backward.names == [f"te_{kind}_norm_backward", *products]
+    with Launches() as bare:
+        rms_norm(x, None, EPS, SCALE, backend=backend)
+    assert bare.names == ["full", "te_rms_norm"]
 
 
 def test_gamma_is_never_kept(backend):
