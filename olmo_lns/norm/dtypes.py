@@ -6,7 +6,7 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 
-__all__ = ["autocast_dtype", "check_shapes", "compute_dtype", "folded_gain", "kernel_dtype", "output_dtype"]
+__all__ = ["autocast_dtype", "check_shapes", "compute_dtype", "fold", "folded_gain", "kernel_dtype", "output_dtype"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,23 +37,27 @@ def kernel_dtype(x: torch.Tensor, out: torch.dtype) -> torch.dtype:
     return torch.promote_types(x.dtype, out)
 
 
+def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_centered: bool = False) -> torch.Tensor:
+    """``scale * parameter`` (``scale * (parameter + 1)`` if zero-centred), formed in fp32 and cast once to ``dtype``.
+
+    Never kept from one call to the next: the optimizer changes ``parameter`` in place.
+    """
+    if parameter.dtype == dtype and not zero_centered and not torch.compiler.is_compiling():
+        # One launch instead of three: torch takes a Python float times 16-bit numbers in fp32 and rounds once.
+        return parameter * scale
+    wide = parameter.to(compute_dtype(dtype))
+    return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
+
+
 def folded_gain(
     x: torch.Tensor, weight: torch.Tensor | None, scale: float, *, zero_centered: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``scale * weight`` (``scale * (weight + 1)`` if zero-centred), formed in fp32 and cast once to ``dtype``.
-
-    Without a weight it is the constant vector of ``scale``. Never kept from one call to the next:
-    the optimizer changes ``weight`` in place.
-    """
-    if not torch.compiler.is_compiling():  # compilers fuse the steps below; eager code launches each
-        if weight is None:
-            return torch.full(x.shape[-1:], scale, dtype=dtype, device=x.device)
-        if weight.dtype == dtype and not zero_centered:
-            return weight * scale  # torch takes a Python float times 16-bit numbers in fp32 and rounds once
-    wide_dtype = compute_dtype(dtype)
-    wide = torch.ones(x.shape[-1], dtype=wide_dtype, device=x.device) if weight is None else weight.to(wide_dtype)
-    shifted = zero_centered and weight is not None
-    return ((wide + 1.0 if shifted else wide) * scale).to(dtype)
+    """:func:`fold` of ``weight``; without one, the constant vector of ``scale`` as wide as ``x``."""
+    if weight is not None:
+        return fold(weight, scale, dtype=dtype, zero_centered=zero_centered)
+    if torch.compiler.is_compiling():  # the factor may be a tensor there, which full does not take
+        return (torch.ones(x.shape[-1], dtype=compute_dtype(dtype), device=x.device) * scale).to(dtype)
+    return torch.full(x.shape[-1:], scale, dtype=dtype, device=x.device)
 
 
 def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:

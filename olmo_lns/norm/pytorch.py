@@ -11,7 +11,7 @@ from typing import Any, Iterator, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from olmo_lns.norm.dtypes import check_shapes, compute_dtype, folded_gain, kernel_dtype, output_dtype
+from olmo_lns.norm.dtypes import check_shapes, compute_dtype, fold, folded_gain, kernel_dtype, output_dtype
 
 __all__ = ["fused_rms_norm", "in_functorch", "layer_norm", "rms_norm", "rms_output_dtype"]
 
@@ -55,7 +55,7 @@ def fused_rms_norm(
         gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
         y = F.rms_norm(x.to(dtype), x.shape[-1:], gain, eps)
         if bias is not None:
-            y = y + folded_gain(x, bias, scale, zero_centered=False, dtype=compute_dtype(dtype))
+            y = y + fold(bias, scale, dtype=compute_dtype(dtype))
         return y.to(out)
 
 
@@ -77,7 +77,7 @@ def layer_norm(
     dtype = compute_dtype(x.dtype) if x.device.type == "cpu" else x.dtype  # CUDA's kernel takes one dtype only
     with torch.autocast(x.device.type, enabled=False):
         gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-        shift = None if bias is None else folded_gain(x, bias, scale, zero_centered=False, dtype=dtype)
+        shift = None if bias is None else fold(bias, scale, dtype=dtype)
         return F.layer_norm(x, x.shape[-1:], gain, shift, eps).to(out)
 
 
@@ -147,7 +147,7 @@ class _Norm(torch.autograd.Function):
         y = torch.empty(rows.shape, dtype=out, device=x.device)
         rstd = torch.empty((rows.shape[0], 1), dtype=dtype, device=x.device)
         gain = None if weight is None else folded_gain(x, weight, 1.0, zero_centered=zero_centered, dtype=dtype)
-        shift = None if bias is None else folded_gain(x, bias, scale, zero_centered=False, dtype=dtype)
+        shift = None if bias is None else fold(bias, scale, dtype=dtype)
         for block in _row_blocks(rows):
             wide = _centred(rows[block].to(dtype), subtract_mean)
             norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

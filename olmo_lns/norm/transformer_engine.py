@@ -17,7 +17,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from olmo_lns.norm import pytorch
-from olmo_lns.norm.dtypes import check_shapes, folded_gain, kernel_dtype, output_dtype
+from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, kernel_dtype, output_dtype
 
 __all__ = ["SUPPORTED", "Status", "layer_norm", "rms_norm", "status"]
 
@@ -116,7 +116,7 @@ def rms_norm(
     y, _ = _rms_norm_op(_as_rows(x, dtype), gain, eps, out)
     y = y.view(x.shape)
     if bias is not None:  # no kernel adds one to an RMSNorm
-        y = (y + folded_gain(x, bias, scale, zero_centered=False, dtype=torch.float32)).to(out)
+        y = (y + fold(bias, scale, dtype=torch.float32)).to(out)
     return y
 
 
@@ -136,7 +136,7 @@ def layer_norm(
     out = output_dtype(x.dtype, x.device.type)
     dtype = kernel_dtype(x, out)
     gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-    shift = torch.zeros_like(gain) if bias is None else folded_gain(x, bias, scale, zero_centered=False, dtype=dtype)
+    shift = torch.zeros_like(gain) if bias is None else fold(bias, scale, dtype=dtype)
     y, _, _ = _layer_norm_op(_as_rows(x, dtype), gain, shift, eps, out)
     return y.view(x.shape)
 

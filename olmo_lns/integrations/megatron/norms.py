@@ -27,6 +27,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.upstream import TARGETS
 from olmo_lns.integrations.patching import verify
 from olmo_lns.norm import Backend, choose_backend, layer_norm, rms_norm
+from olmo_lns.norm.dtypes import fold
 
 __all__ = ["is_fused_linear", "is_scaled", "scale_norm"]
 
@@ -56,13 +57,11 @@ class FoldedParameters(_Scaled):
         shadow = self.__dict__
         gain, bias = getattr(self, self._gain), getattr(self, self._bias, None)
         centered = bool(getattr(self, "zero_centered_gamma", False))
-        # In fp32 and rounded once; 1 + gain is passed as it is, since s(1+gain)-1 would cancel.
-        wide = gain.float() + 1 if centered else gain.float()
         previous = {name: shadow[name] for name in (self._gain, self._bias) if name in shadow}
-        shadow[self._gain] = (wide * self.lns_scale).to(gain.dtype)
+        shadow[self._gain] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
         if bias is not None:
-            shadow[self._bias] = (bias.float() * self.lns_scale).to(bias.dtype)
-        if centered:
+            shadow[self._bias] = fold(bias, self.lns_scale, dtype=bias.dtype)
+        if centered:  # 1 + gain was folded as it is, since s(1+gain)-1 would cancel
             self.zero_centered_gamma = False
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
