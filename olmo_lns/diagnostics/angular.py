@@ -85,8 +85,7 @@ def angular_distance(
     blocks = find_blocks(model) if blocks is None else blocks
     forward, count = body_forward(model), len(blocks) + 1
     states: list[torch.Tensor] = []
-    total: torch.Tensor | None = None
-    tokens = 0
+    sums = _Sums(count)
 
     def last_block(block: int, hidden: torch.Tensor) -> None:
         if block == count - 2:
@@ -97,18 +96,16 @@ def angular_distance(
         with observe(blocks, on_input=lambda _, hidden: states.append(hidden), on_output=last_block):
             forward(ids, mask)
 
-    for ids, mask in run(model, batches, device, watched):
-        selected = _select(ids, mask, last_token)
-        summed, n = _sum_angles(states, selected)
-        total = summed if total is None else total + summed
-        tokens += n
+    for ids, mask in run(model, batches, device, watched, may_be_empty=all_ranks):
+        sums.add(states, _select(ids, mask, last_token))
+        if sums.bad_state is not None:
+            break
     states.clear()
-    assert total is not None  # run() raises on empty data
     if all_ranks:
-        total, tokens = _over_ranks(total, tokens)
-    mean = (total / tokens).cpu()
+        sums.pool_ranks()
+    mean = sums.mean().cpu()
     distance = [[float(mean[i, j]) for j in range(i + 1, count)] for i in range(count - 1)]
-    return AngularResult(distance, "last token" if last_token else "all tokens", tokens)
+    return AngularResult(distance, "last token" if last_token else "all tokens", sums.tokens)
 
 
 def _select(ids: torch.Tensor, mask: torch.Tensor | None, last_token: bool) -> torch.Tensor:
@@ -121,33 +118,56 @@ def _select(ids: torch.Tensor, mask: torch.Tensor | None, last_token: bool) -> t
     return real & (position == last)
 
 
-@torch.no_grad()
-def _sum_angles(states: Sequence[torch.Tensor], selected: torch.Tensor) -> tuple[torch.Tensor, int]:
-    device = states[0].device  # with device_map the blocks sit on several
-    index = selected.flatten().nonzero().squeeze(1)
-    flat = [state.flatten(0, -2) for state in states]
-    total = torch.zeros(len(flat), len(flat), dtype=accumulator_dtype(device), device=device)
-    for chunk in index.split(CHUNK):
-        tokens = torch.stack([state[chunk.to(state.device)].to(device) for state in flat], dim=1)
-        finite = torch.isfinite(tokens).all(dim=2).all(dim=0)
-        if not bool(finite.all()):
-            _raise_not_finite(int((~finite).nonzero()[0]))
-        total += pairwise_angles(tokens).sum(dim=0)
-    return total, len(index)
+class _Sums:
+    """Sum of the pairwise angles over tokens, their number, and the first state that was not finite (0-based)."""
 
+    def __init__(self, states: int) -> None:
+        self.total = torch.zeros(states, states, dtype=torch.float64)
+        self.tokens = 0
+        self.bad_state: int | None = None
 
-def _raise_not_finite(state: int) -> None:
-    where = f"block {state} is the first whose output" if state else "the input of block 1 (the embedding)"
-    raise LNSError(
-        f"{where} holds NaN or infinity: expected finite activations; check the checkpoint and the dtype "
-        "(fp16 overflows where bf16 and fp32 do not)"
-    )
+    @torch.no_grad()
+    def add(self, states: Sequence[torch.Tensor], selected: torch.Tensor) -> None:
+        """Add the tokens that ``selected`` (batch, sequence) names; ``states`` as (batch, sequence, d_model) each."""
+        device = states[0].device  # with device_map the blocks sit on several
+        index = selected.flatten().nonzero().squeeze(1)
+        flat = [state.flatten(0, -2) for state in states]
+        self.total = self.total.to(device, accumulator_dtype(device))
+        for chunk in index.split(CHUNK):
+            tokens = torch.stack([state[chunk.to(state.device)].to(device) for state in flat], dim=1)
+            finite = torch.isfinite(tokens).all(dim=2).all(dim=0)
+            if not bool(finite.all()):
+                self.bad_state = int((~finite).nonzero()[0])
+                return
+            self.total += pairwise_angles(tokens).sum(dim=0)
+        self.tokens += len(index)
 
+    def pool_ranks(self) -> None:
+        """Add up over the ranks of torch.distributed, if it runs: a rank with bad states tells the others."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        nccl = dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        bad = torch.zeros(len(self.total), dtype=torch.float64, device=device)
+        if self.bad_state is not None:
+            bad[self.bad_state] = 1
+        tokens = torch.tensor([self.tokens], dtype=torch.float64, device=device)
+        packed = torch.cat([self.total.flatten().to(device, torch.float64), bad, tokens])
+        dist.all_reduce(packed)
+        states = len(self.total)
+        self.total, self.tokens = packed[: states * states].view(states, states), int(packed[-1])
+        found = packed[states * states : -1].nonzero()
+        self.bad_state = int(found[0]) if len(found) else None
 
-def _over_ranks(total: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return total, tokens
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    packed = torch.cat([total.flatten().to(device), torch.tensor([tokens], dtype=total.dtype, device=device)])
-    dist.all_reduce(packed)
-    return packed[:-1].view_as(total), int(packed[-1])
+    def mean(self) -> torch.Tensor:
+        """:raises LNSError: some state was not finite, or there was no token."""
+        if self.bad_state is not None:
+            state = self.bad_state
+            where = f"block {state} is the first whose output" if state else "the input of block 1 (the embedding)"
+            raise LNSError(
+                f"{where} holds NaN or infinity: expected finite activations; check the checkpoint and the dtype "
+                "(fp16 overflows where bf16 and fp32 do not)"
+            )
+        if not self.tokens:
+            raise LNSError("no token was selected on any rank: expected at least one real token")
+        return self.total / self.tokens

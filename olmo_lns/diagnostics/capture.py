@@ -129,9 +129,12 @@ def run(
     batches: Batches,
     device: torch.device | str,
     forward: Callable[[torch.Tensor, torch.Tensor | None], Any],
+    *,
+    may_be_empty: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Run ``forward`` on every batch and yield its ids and mask afterwards.
 
+    :param may_be_empty: no error without tokens: one rank of several may have got none.
     :raises LNSError: there was no batch, or none held a token.
     """
     tokens = 0
@@ -141,5 +144,5 @@ def run(
             forward(ids, mask)
             tokens += ids.numel() if mask is None else int(mask.sum())
             yield ids, mask
-    if tokens == 0:
+    if tokens == 0 and not may_be_empty:
         raise LNSError("the data holds no token: give a file or data set with at least one sequence")

@@ -184,7 +184,7 @@ def block_output_variance(
         with observe(blocks, on_output=lambda block, hidden: moments.add(block, hidden, mask)):
             forward(ids, mask)
 
-    for _ in run(model, batches, device, watched):
+    for _ in run(model, batches, device, watched, may_be_empty=all_ranks):
         if moments.first_bad_block():
             break
     if all_ranks:

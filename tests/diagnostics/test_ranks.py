@@ -1,0 +1,66 @@
+"""`torchrun -m olmo_lns analyze`: two processes give the numbers of one, and one error where one of them finds it."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from support import launch
+
+from olmo_lns import cli
+
+pytestmark = pytest.mark.slow
+POOLED = ("variance", "angular")
+
+
+def torchrun(folder, *arguments):
+    return launch.torchrun(sys.executable, 2, "-m", "olmo_lns", "analyze", *map(str, arguments), "--quiet", cwd=folder)
+
+
+def options(model, data, batch_size):
+    return "--model", model, "--data", data, "--sequence-length", 16, "--batch-size", batch_size
+
+
+@pytest.mark.parametrize("batch_size", [13, 64], ids=["three batches", "one batch: the second rank has none"])
+@pytest.mark.parametrize("what", POOLED)
+def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    common = options(olmo_folder, token_file, batch_size)
+    assert cli.main(["analyze", what, *map(str, common), "--quiet", "-o", str(tmp_path / "one.json")]) == 0
+    torchrun(tmp_path, what, *common, "-o", "two.json").ok()
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert (one["settings"]["ranks"], two["settings"]["ranks"]) == (1, 2)
+    assert one["result"].keys() == two["result"].keys() and one["result"]["tokens"] == two["result"]["tokens"] == 600
+    for key, value in one["result"].items():
+        if key == "distance":
+            value, other = np.concatenate(value), np.concatenate(two["result"][key])
+        elif isinstance(value, list):
+            other = two["result"][key]
+        else:
+            continue
+        np.testing.assert_allclose(other, value, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [("variance", "block 1 is the first whose output"), ("angular", "the input of block 1 (the embedding)")],
+)
+def test_what_one_rank_finds_all_report(what, where, olmo_folder, tmp_path):
+    """Token 5, whose embedding is NaN, comes in the second batch only."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in ("config.yaml", "lns.json"):
+        (broken / name).write_bytes((olmo_folder / name).read_bytes())
+    weights = torch.load(olmo_folder / "model.pt", weights_only=True)
+    weights["transformer.wte.weight"][5] = float("nan")
+    torch.save(weights, broken / "model.pt")
+    np.repeat([7, 5], 32).astype(np.uint16).tofile(tmp_path / "tokens.npy")
+    result = torchrun(tmp_path, what, *options(broken, "tokens.npy", 2))
+    assert result.code != 0 and f"{where} holds NaN or infinity" in result.text
+    assert "Connection closed by peer" not in result.text
+
+
+def test_what_runs_in_one_process_says_so(olmo_folder, token_file, tmp_path):
+    result = torchrun(tmp_path, "layer-drop", *options(olmo_folder, token_file, 4))
+    assert "layer-drop runs in one process: found WORLD_SIZE=2; start it without torchrun" in result.text
