@@ -8,6 +8,11 @@ from olmo_lns.errors import LNSConfigError
 
 __all__ = ["autocast_dtype", "check_shapes", "compute_dtype", "fold", "folded_gain", "kernel_dtype", "output_dtype"]
 
+#: Asked once, at import: Dynamo cannot trace the question before torch 2.8.
+_AUTOCAST_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "mps", "xpu", "hpu", "xla") if torch.amp.is_autocast_available(device)
+)
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of statistics and products: fp64 for fp64 input, otherwise fp32."""
@@ -16,7 +21,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast uses on this kind of device right now, None where autocast is off."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 

@@ -67,7 +67,7 @@ def test_sharded_olmo_checkpoints(group, olmo_folder, tmp_path):
     config = (tmp_path / "sharded" / "config.yaml").read_text()
     (tmp_path / "sharded" / "config.yaml").write_text(config.replace("group_size: 1", f"group_size: {group}"))
     state = {_grouped(name, group): value for name, value in whole.state_dict().items()}
-    dcp.save({"model": state}, checkpoint_id=tmp_path / "sharded" / "model_and_optim", no_dist=True)
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "sharded" / "model_and_optim")
     loaded = load_model(str(tmp_path / "sharded"), device="cpu")
     ids = torch.arange(4, 24)[None]
     assert torch.equal(loaded.model(ids).logits, whole(ids).logits)

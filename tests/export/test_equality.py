@@ -153,7 +153,7 @@ def load_distributed(folder: Path, like: Any) -> Any:
     model = OLMo(ModelConfig.load(folder / "config.yaml", key="model")).eval()
     assert str(model.config.layer_norm_type) == "rms"
     state = {"model": {name: torch.full_like(value, torch.nan) for name, value in like.state_dict().items()}}
-    dcp.load(state, checkpoint_id=folder / "model_and_optim", no_dist=True)
+    dcp.load(state, checkpoint_id=folder / "model_and_optim")
     model.load_state_dict(state["model"])
     return model
 

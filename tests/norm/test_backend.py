@@ -24,10 +24,11 @@ def no_setting(monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A machine whose torch sees a GPU of the compute capability that is set."""
+    """A machine whose torch, 2.13, sees a GPU of the compute capability that is set."""
     machine = types.SimpleNamespace(capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: machine.capability)
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
     return machine
 
 

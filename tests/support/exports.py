@@ -55,7 +55,7 @@ def save_distributed(folder: Path, model: Any, optim: Any = None) -> None:
     if optim is not None:
         names = optim["param_groups"][0]["param_names"]
         state["optim"] = {"state": {names[i]: value for i, value in optim["state"].items()}}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, checkpoint_id=folder)
 
 
 def adam_state(model: Any) -> dict[str, Any]:

@@ -79,13 +79,16 @@ def install() -> None:
     _install_tex()
     _install_package(folder)
     # Names that TE imports for exports, inference and Triton kernels; nothing of them runs here.
-    names = [name for name in ("onnxscript", "onnx", "einops", "triton") if importlib.util.find_spec(name) is None]
-    names += ["triton.language", "triton.language.standard"] * ("triton" in names)
+    # Triton also where it is installed: without a GPU its autotuner cannot be built.
+    names = [name for name in ("onnxscript", "onnx", "einops") if importlib.util.find_spec(name) is None]
+    names += ["triton", "triton.language", "triton.language.standard"]
+    present = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update({name: mock.MagicMock(name=name, __version__="3.5.0") for name in names})
     import transformer_engine.pytorch as te
 
-    for name in names:  # or torch would believe that there is a Triton
+    for name in names:  # or torch would believe in the stand-in
         del sys.modules[name]
+    sys.modules.update(present)
 
     sys.modules["transformer_engine"].pytorch = te  # type: ignore[attr-defined]
     _take_cpu_tensors()

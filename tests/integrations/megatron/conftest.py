@@ -1,4 +1,4 @@
-"""One gloo process with Megatron's parallel state for all tests of this folder."""
+"""One gloo process with Megatron's parallel state for the tests of each module in this folder, and gone before the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.megatron_cpu import single_process
 from olmo_lns.integrations.megatron import register
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def megatron() -> Iterator[None]:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     register()
