@@ -93,6 +93,7 @@ def training_step(model: Any, tokens: torch.Tensor, device: torch.device) -> Cal
 
 def measure(size: str, compiled: bool, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Step times of every arm and their ratio to Pre-LN."""
+    torch._dynamo.reset()  # or the graphs of all sizes count towards Dynamo's limit, after which it runs eagerly
     length, sequences = SIZES[size][4], options.sequences or SIZES[size][5]
     tokens = torch.randint(0, 512 if size == "small" else 50_304, (sequences, length), device=device)
     arms = {PRELN: ("rms", "auto")} | {f"lns ({name})": ("lns_rms", name) for name in options.backends}

@@ -125,11 +125,15 @@ class Norms:
     def __init__(self, path: Path) -> None:
         self.library = load(path)
 
+    def _device(self) -> tuple[int, ctypes.c_void_p | None]:
+        """Multiprocessors and stream of the current device."""
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return properties.multi_processor_count, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
     def _call(self, function: Callable[..., None], arguments: Sequence[Any], sm_margin: int, centred: bool) -> None:
         """Twice, as the C API wants: first for the size of the workspace, then for the result."""
-        device = torch.cuda.current_device()
-        processors = torch.cuda.get_device_properties(device).multi_processor_count - sm_margin
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        processors, stream = self._device()
+        processors -= sm_margin
         handles = [Handle(self.library, a) if isinstance(a, torch.Tensor) else a for a in arguments]
         values = [h.pointer if isinstance(h, Handle) else h for h in handles]
         workspace = Handle(self.library)

@@ -21,6 +21,7 @@ from olmo_lns.norm.backend import choose_backend
 
 EPS, SCALE = 1e-6, lns_scale(58)  # 58: where rounding 1/sqrt(l) itself to bf16 would cost most
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNELS = json.loads((Path(tex.__file__).parent / "te_kernels.json").read_text())
 SIGNATURES = json.loads((Path(tex.__file__).parent / "te_signatures.json").read_text())["versions"]
 
 
@@ -46,6 +47,30 @@ def test_the_stand_in_has_the_signatures_of_the_releases(version, name):
     assert list(ours) == real["parameters"]
     if not real["keywords"]:
         assert all(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in ours.values())
+
+
+@pytest.mark.parametrize("version", list(KERNELS))
+@pytest.mark.parametrize("name", tex.NAMES)
+def test_the_stand_in_takes_the_dtypes_of_the_libraries(version, name):
+    """Found by scripts/gpu/probe_kernels.py; forward: x, gamma, y; backward: dz, x, gamma."""
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    otypes = {"fp32": tex.DType.kFloat32, "fp16": tex.DType.kFloat16, "bf16": tex.DType.kBFloat16}
+    taken = []
+    for a, b, c in itertools.product(dtypes, repeat=3):
+        first, second = torch.ones(3, 8, dtype=dtypes[a]), torch.ones(3, 8, dtype=dtypes[b])
+        if name.endswith("fwd"):
+            gammas = [second[0]] * (2 if name.startswith("layer") else 1)
+            given = [first, *gammas, EPS, None, None, otypes[c], 0, False]
+        else:
+            rows = [torch.ones(3)] * (2 if name.startswith("layer") else 1)
+            given = [first, second, *rows, torch.ones(8, dtype=dtypes[c]), 0, False]
+        try:
+            getattr(tex, name)(*given)
+        except RuntimeError as error:
+            assert "Unavailable kernel" in str(error) or "dz.data.dtype" in str(error)
+        else:
+            taken.append(f"{a} {b} {c}")
+    assert taken == KERNELS[version][name]
 
 
 def test_the_signatures_cover_the_oldest_and_newest_supported_release():

@@ -2,7 +2,8 @@
 
 It refuses what the real bindings and kernels refuse, and also what they silently get wrong (a forward on an input
 that is not contiguous). Its parameter lists are compared with those parsed from Transformer Engine's sources
-(te_signatures.json). It proves wiring and gradients; it says nothing about the numerics of the real kernels.
+(te_signatures.json), the dtypes that it takes with those that the published libraries take (te_kernels.json). It
+proves wiring and gradients; it says nothing about the numerics of the real kernels.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _FORWARD = {(d, d, d) for d in _TORCH.values()} | {
     (torch.float32, torch.float32, torch.float16),
     (torch.float32, torch.float32, torch.bfloat16),
 }
+#: The same for (x, gamma) in backward.
+_BACKWARD = {(d, d) for d in _TORCH.values()} | {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
 
 
 def _check_forward(x, gamma, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
@@ -65,7 +68,7 @@ def _check_backward(dz, x, statistics, gamma, sm_margin, zero_centered_gamma):
         raise RuntimeError("dz.data.dtype == gamma.data.dtype")
     if x.dim() != 2 or dz.shape != x.shape or gamma.shape != x.shape[1:]:
         raise RuntimeError("dz.data.shape == x.data.shape")
-    if (x.dtype, gamma.dtype, gamma.dtype) not in _FORWARD:
+    if (x.dtype, gamma.dtype) not in _BACKWARD:
         raise RuntimeError(f"Unavailable kernel for this normalization config: {x.dtype}, {gamma.dtype}")
     for s in statistics:
         if s.dtype != torch.float32 or s.shape != x.shape[:1]:
