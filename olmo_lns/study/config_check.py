@@ -31,6 +31,7 @@ class Checked:
     parameters: int = 0
     memory: float = 0.0
     strategy: str = ""
+    split: str = ""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -62,7 +63,7 @@ def check(path: Path, *, gpus: int, gpu: str, budget: float | None) -> Checked:
     if result.shape is not None:
         _budget(result, budget)
         if result.memory > GPUS[gpu].memory:
-            result.notes.append(f"estimated {result.memory / 1e9:.0f} GB on a GPU is more than {gpu} has")
+            result.notes.append(f"estimated {result.memory / 1e9:.0f} GB on a GPU{result.split} is more than {gpu} has")
     return result
 
 
@@ -119,6 +120,7 @@ def _megatron(result: Checked, gpus: int) -> None:
     micro = int(settings.get("micro_batch_size") or 1)
     parallel = int(settings.get("tensor_model_parallel_size") or 1)
     result.memory = shape.memory(result.strategy, max(1, gpus // parallel), micro)["total"] / parallel
+    result.split = f" with tensor-model-parallel-size {parallel}, as the file has it (see its header for this GPU),"
     decay = settings.get("lr_decay_iters")
     if decay not in (None, shape.steps):
         result.problems.append(f"lr-decay-iters {decay} is not train-iters {shape.steps}")

@@ -105,6 +105,8 @@ def test_a_wrong_megatron_file(
 def test_memory_and_division_are_notes(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "1", "--gpu", "A100")
     assert code == 0 and "is more than A100 has" in text
+    code, text = run(capsys, REPOSITORY / "configs" / "megatron" / "7B-lns.yaml")
+    assert code == 0 and "with tensor-model-parallel-size 1, as the file has it (see its header for this GPU)" in text
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "3")
     assert code == 0 and "do not divide the batch of 1024" in text
 
