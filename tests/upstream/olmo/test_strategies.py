@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import launch
 
 pytest.importorskip("olmo", reason="needs pip install 'olmo-lns[olmo]'")
@@ -45,26 +47,29 @@ COMPARED: dict[str, dict[str, Any]] = {
     "fsdp amp_bf16 pure": fsdp(autocast=True, precision="pure"),
 }
 INITIALIZED: dict[str, dict[str, Any]] = {
-    f"fsdp meta init, {init_fn}, {'original' if orig else 'flat'} parameters": fsdp(
-        use_orig_params=orig, initialize=True, model={"init_fn": init_fn}
-    )
-    for init_fn, orig in (("normal", True), ("mitchell", True), ("full_megatron", True), ("mitchell", False))
+    f"fsdp meta init, {init_fn}": fsdp(initialize=True, model={"init_fn": init_fn})
+    for init_fn in ("normal", "mitchell", "full_megatron")
 }
+FLAT = fsdp(use_orig_params=False, initialize=True, model={"init_fn": "mitchell"})
 CASES = {**COMPARED, **INITIALIZED}
+
+
+def run(folder: Path, ranks: int, cases: dict[str, Any]) -> tuple[launch.Result, dict[str, Any]]:
+    """One launch of the cases; their results, if it came to an end."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    env = launch.environment(PYTHONPATH=f"{launch.REPOSITORY / 'tests'}:{launch.REPOSITORY}")
+    script, output = launch.PROGRAMS / "strategies.py", folder / f"{ranks}.json"
+    done = launch.torchrun(sys.executable, ranks, script, folder / "cases.json", output, cwd=folder, env=env)
+    return done, json.loads(output.read_text()) if output.exists() else {}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """All cases in one launch of one rank and one of two."""
-    folder = tmp_path_factory.mktemp("strategies")
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    env = launch.environment(PYTHONPATH=f"{launch.REPOSITORY / 'tests'}:{launch.REPOSITORY}")
     found = {}
     for ranks in (1, 2):
-        output = folder / f"{ranks}.json"
-        script = launch.PROGRAMS / "strategies.py"
-        launch.torchrun(sys.executable, ranks, script, folder / "cases.json", output, cwd=folder, env=env).ok()
-        found[ranks] = json.loads(output.read_text())
+        done, found[ranks] = run(tmp_path_factory.mktemp("strategies"), ranks, CASES)
+        done.ok()
     return found
 
 
@@ -82,7 +87,7 @@ def test_same_as_one_process(results, name, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [name for name, case in INITIALIZED.items() if case["use_orig_params"]])
+@pytest.mark.parametrize("name", INITIALIZED)
 def test_scaled_init_is_off_under_fsdp(results, name, ranks):
     lns, stock = results[ranks][name]["lns_rms"], results[ranks][name]["rms"]
     case = INITIALIZED[name]
@@ -98,13 +103,16 @@ def test_scaled_init_is_off_under_fsdp(results, name, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_flat_parameters_cannot_be_initialized_by_olmo_itself(results, ranks):
+def test_flat_parameters_cannot_be_initialized_by_olmo_itself(tmp_path, ranks):
     """``fsdp.use_orig_params: false``: ``reset_parameters`` after wrapping finds no parameter to draw.
 
-    On two ranks stock OLMo stops with an error of torch; on one it goes on with weights that were
-    never drawn. LNS does the same. Loading a checkpoint afterwards works in both.
+    On two ranks stock OLMo stops with an error of torch (torch 2.6: with SIGSEGV); on one it goes on with weights
+    that were never drawn. LNS does the same. Loading a checkpoint afterwards works in both.
     """
-    outcome = results[ranks]["fsdp meta init, mitchell, flat parameters"]
+    done, found = run(tmp_path, ranks, {"flat": FLAT})
+    if "SIGSEGV" in done.text and "running lns_rms" not in done.text:
+        pytest.skip(f"stock OLMo ends with SIGSEGV under torch {torch.__version__}: nothing to compare with")
+    outcome = done.ok() and found["flat"]
     lns, stock = outcome["lns_rms"], outcome["rms"]
     if ranks == 2:
         assert "data is not allocated" in stock["error"]
