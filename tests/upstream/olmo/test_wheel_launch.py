@@ -176,7 +176,9 @@ def test_editable_installs_of_both(tmp_path):
     for name in ("hatchling", "editables"):
         pytest.importorskip(name, reason=f"{name} builds an editable wheel: pip install 'olmo-lns[dev]'")
     # OLMo's build backend; with a package_dir its editable install is a finder, not a path.
-    pytest.importorskip("setuptools")
+    setuptools = pytest.importorskip("setuptools")
+    if int(setuptools.__version__.split(".")[0]) < 71:  # before, bdist_wheel was the wheel package's
+        pytest.importorskip("wheel", reason=f"setuptools {setuptools.__version__} builds wheels with the package wheel")
     tree = tmp_path / "olmo-tree"
     launch.copy_of_olmo(tree / "python")
     (tree / "pyproject.toml").write_text(
