@@ -72,8 +72,8 @@ def _job(args: argparse.Namespace, dtype: Any, rounding: Any) -> Job:
         kind = "olmo" if is_olmo(source) else "megatron" if megatron.is_megatron(source) else ""
     if not kind:
         raise LNSConfigError(
-            f"{source} holds neither config.yaml (OLMo) nor common.pt or an iter_* folder (Megatron): not a checkpoint "
-            "(for the paper's LLaMA checkpoints say --source authors)"
+            f"{source} holds neither config.yaml (OLMo) nor an iter_* folder or metadata.json (Megatron): not a "
+            "checkpoint (for the paper's LLaMA checkpoints say --source authors)"
         )
     if args.unfold:
         return unfold.job(source, kind, args, rounding)

@@ -111,11 +111,24 @@ class DistributedCheckpoint:
 
         return LazyTensor(shape, entry.properties.dtype, load)
 
-    def rewrite(self, folder: Path, keep: Callable[[str], bool], functions: Mapping[str, ChunkFunction]) -> None:
+    def object(self, name: str) -> bytes | None:
+        """The bytes of an entry that is no tensor, None where there is no such entry."""
+        if not isinstance(self.metadata.state_dict_metadata.get(name), BytesStorageMetadata):
+            return None
+        return self._bytes(next(info for index, info in self.metadata.storage_data.items() if index.fqn == name))
+
+    def rewrite(
+        self,
+        folder: Path,
+        keep: Callable[[str], bool],
+        functions: Mapping[str, ChunkFunction],
+        objects: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Write a checkpoint of the same chunks into ``folder``, some dropped and some changed.
 
         :param keep: whether an entry (tensor or object) is kept, by name.
         :param functions: name -> what to do with each of its chunks; the dtype may change.
+        :param objects: name -> new bytes of an object.
         """
         kept = {name: entry for name, entry in self.metadata.state_dict_metadata.items() if keep(name)}
         by_file: dict[str, list[MetadataIndex]] = {}
@@ -129,7 +142,11 @@ class DistributedCheckpoint:
             with (folder / name).open("wb") as output:
                 for index in indices:
                     start = output.tell()
-                    dtype = self._write_item(output, index, functions.get(index.fqn))
+                    if objects and index.fqn in objects:
+                        dtype = None
+                        output.write(objects[index.fqn])
+                    else:
+                        dtype = self._write_item(output, index, functions.get(index.fqn))
                     storage[index] = _StorageInfo(name, start, output.tell() - start)
                     entry = kept[index.fqn]
                     if (

@@ -17,7 +17,7 @@ import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.architecture import Architecture
-from olmo_lns.export.common_state import COMMON, load_common
+from olmo_lns.export.common_state import COMMON, COMMON_OBJECT, common_bytes, load_common
 from olmo_lns.export.distributed import METADATA, DistributedCheckpoint
 from olmo_lns.export.fold import LazyTensor, Rounding, check_shapes, scaled
 from olmo_lns.export.jobs import fold_record, huggingface_job
@@ -41,14 +41,16 @@ _TRAINING = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng
 
 
 def is_megatron(folder: Path) -> bool:
-    return (folder / _TRACKER).is_file() or (folder / COMMON).is_file() or any(folder.glob("iter_*"))
+    if (folder / _TRACKER).is_file() or any(folder.glob("iter_*")):
+        return True
+    return (folder / COMMON).is_file() or all((folder / name).is_file() for name in (METADATA, "metadata.json"))
 
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
     """One iteration of a Megatron run.
 
-    :param common: the content of ``common.pt``; ``common["args"]`` are the arguments of the run.
+    :param common: the common state; ``common["args"]`` are the arguments of the run.
     """
 
     folder: Path
@@ -63,9 +65,11 @@ class MegatronCheckpoint:
         :raises LNSConfigError: damaged, another format, without arguments, or not a plain transformer.
         """
         folder = _iteration(folder)
-        common = load_common(folder / COMMON)
+        state = DistributedCheckpoint(folder)
+        content = None if (folder / COMMON).is_file() else state.object(COMMON_OBJECT)
+        common = load_common(folder / (COMMON if content is None else COMMON_OBJECT), content)
         record = Settings.of(common["args"]).record(common["args"])
-        checkpoint = cls(folder, common, record, DistributedCheckpoint(folder))
+        checkpoint = cls(folder, common, record, state)
         checkpoint._check_sites()
         return checkpoint
 
@@ -135,10 +139,12 @@ class MegatronCheckpoint:
                     functions[name] = lambda n, _, chunk: rounding.scale(n, chunk, 1.0, chunk.dtype, 1.0)
         kept = {key: value for key, value in self.common.items() if not _TRAINING.match(key)}
         changed = argparse.Namespace(**{**vars(self.args), **args, "apply_layernorm_1p": False})
-        folder = out / self.folder.name
-        self.state.rewrite(folder, lambda name: not _TRAINING.match(name), functions)
+        folder, common = out / self.folder.name, kept | {"args": changed}
+        objects = {COMMON_OBJECT: common_bytes(common)}
+        self.state.rewrite(folder, lambda name: not _TRAINING.match(name), functions, objects)
         (folder / "metadata.json").write_bytes((self.folder / "metadata.json").read_bytes())
-        torch.save(kept | {"args": changed}, folder / COMMON)
+        if COMMON_OBJECT not in self.state.metadata.state_dict_metadata:
+            torch.save(common, folder / COMMON)
         iteration = self.folder.name.removeprefix("iter_").lstrip("0") or "0"
         (out / _TRACKER).write_text(iteration, encoding="utf-8")
 

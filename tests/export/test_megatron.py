@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -14,6 +17,8 @@ from support.megatron_cpu import single_process
 
 from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.export.common_state import COMMON, COMMON_OBJECT, common_bytes, load_common
+from olmo_lns.export.distributed import DistributedCheckpoint as MegatronState
 from olmo_lns.export.megatron import MegatronCheckpoint
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -91,17 +96,41 @@ def save(root: Path, model: Any, args: Any, stacked: bool = True) -> Path:
     return root
 
 
+def as_core_0_19(root: Path) -> None:
+    """Move the arguments from the file into the checkpoint, where Megatron Core 0.19 and newer put them."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    folder = root / "iter_0000010"
+    if not (folder / COMMON).exists():  # they are there already
+        return
+    content = common_bytes(load_common(folder / COMMON))
+    (folder / COMMON).unlink()
+    (folder / "common_state.distcp").write_bytes(content)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata[COMMON_OBJECT] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(COMMON_OBJECT)] = _StorageInfo("common_state.distcp", 0, len(content))
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+
+
 def load(root: Path, model: Any) -> Any:
     """Load with Megatron Core's own loader."""
-    from megatron.core import dist_checkpointing
+    from megatron.core import __version__, dist_checkpointing
 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    stacked = "decoder.layers.mlp.linear_fc2.weight" in MegatronCheckpoint.open(root).names
+    checkpoint, file = MegatronCheckpoint.open(root), root / "iter_0000010" / COMMON
+    stacked = "decoder.layers.mlp.linear_fc2.weight" in checkpoint.names
     metadata = None if stacked else {"non_homogeneous_layers": True, "singleton_local_shards": False}
     state = {"model": model.sharded_state_dict(metadata=metadata)}
-    model.load_state_dict(dist_checkpointing.load(state, str(root / "iter_0000010"))["model"], strict=False)
+    lacking = not file.exists() and tuple(map(int, __version__.split(".")[:2])) < (0, 19)
+    if lacking:  # releases before 0.19 know the file only
+        torch.save(checkpoint.common, file)
+    model.load_state_dict(dist_checkpointing.load(state, str(file.parent))["model"], strict=False)
+    if lacking:
+        file.unlink()
     return model
 
 
@@ -112,19 +141,23 @@ def run(model: Any) -> torch.Tensor:
         return model(TOKENS, positions, mask).double()
 
 
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "stacked": ({}, True),
-    "numbered_gqa": ({"num_query_groups": 2}, False),
+#: Changes of the config; whether layers are stacked; whether the layout of Core 0.19 is made of an older one's.
+CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "stacked": ({}, True, False),
+    "numbered_gqa": ({"num_query_groups": 2}, False, False),
+    "core_0_19": ({}, True, True),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, torch.Tensor]:
     """(checkpoint, config, logits of the model with its factor, by hooks)."""
-    changes, stacked = CASES[request.param]
+    changes, stacked, newer = CASES[request.param]
     config = tiny.config(**changes)
     model = perturbed(config)
     root = save(tmp_path_factory.mktemp(request.param) / "run", model, arguments(config), stacked)
+    if newer:
+        as_core_0_19(root)
     return root, config, run(tiny.hook_reference(model))
 
 
@@ -216,14 +249,11 @@ def test_what_llama_cannot_hold_is_refused(
 
 
 def copy_with(root: Path, target: Path, change: Any) -> Path:
-    """A copy of a checkpoint whose common.pt was changed."""
-    import shutil
-
+    """A copy of a checkpoint whose common state was changed (and is in common.pt, which is read first)."""
     shutil.copytree(root, target)
-    path = target / "iter_0000010" / "common.pt"
-    common = torch.load(path, weights_only=False)
+    common = MegatronCheckpoint.open(root).common
     change(common)
-    torch.save(common, path)
+    torch.save(common, target / "iter_0000010" / COMMON)
     return target
 
 
@@ -239,6 +269,25 @@ def test_arguments_run_no_code(
     assert export(copy, tmp_path / "out", "--format", "megatron") == 1
     captured = capsys.readouterr()
     assert "names the class" in captured.err and "must never run" not in captured.out
+
+
+def test_arguments_in_the_checkpoint_run_no_code(capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = io.BytesIO()
+    torch.save([{"args": argparse.Namespace(num_layers=1), "extra": Hostile()}], buffer)
+    with pytest.raises(LNSConfigError, match="names the class"):
+        load_common(Path("checkpoint"), buffer.getvalue())
+    assert "must never run" not in capsys.readouterr().out
+
+
+def test_what_megatron_wrote_is_where_it_is_looked_for(case: tuple[Path, Any, torch.Tensor]) -> None:
+    """The layout that ``as_core_0_19`` makes is read by a Megatron Core that writes it."""
+    from megatron.core.dist_checkpointing import serialization
+
+    if not hasattr(serialization, "_legacy_common_state_exists"):
+        pytest.skip("this Megatron Core keeps the common state in common.pt")
+    folder = case[0] / "iter_0000010"
+    assert COMMON_OBJECT in MegatronState(folder).metadata.state_dict_metadata
+    assert serialization.load_common_state_dict(str(folder))["args"].num_layers == tiny.LAYERS
 
 
 def test_checkpoint_without_arguments_is_refused(

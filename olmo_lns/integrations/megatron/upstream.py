@@ -10,7 +10,7 @@ from olmo_lns.integrations.patching import Target
 __all__ = ["TARGETS", "VERSIONS"]
 
 #: Verified versions of Megatron Core; "main" is the 0.20.0 of August 2026.
-VERSIONS = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "main")
+VERSIONS = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.2", "main")
 
 TARGETS = {
     "layer": Target(
@@ -21,7 +21,7 @@ TARGETS = {
             "ab15e1d540a477e3": "0.16.1",
             "e50425622782aa1a": "0.17.1",
             "248526192fc53ae9": "0.18.2",
-            "80e601dfb8d54b08": "0.19.0",
+            "80e601dfb8d54b08": "0.19.0, 0.19.2",
             "79277a589cb93185": "main",
         },
     ),
@@ -31,7 +31,7 @@ TARGETS = {
             "2d6488785d2d2a12": "0.14.0",
             "8ac3a4420885f5be": "0.15.3",
             "f01bec633f84f4d8": "0.16.1",
-            "03019aa6d3539499": "0.17.1, 0.18.2, 0.19.0",
+            "03019aa6d3539499": "0.17.1, 0.18.2, 0.19.0, 0.19.2",
             "a0789e2b7940d3f8": "main",
         },
     ),
@@ -42,7 +42,7 @@ TARGETS = {
             "e70e237aaf4e59af": "0.15.3",
             "b235eaa5447b5803": "0.16.1",
             "b53843abe6cba2ec": "0.17.1",
-            "12d96291a444e6fe": "0.18.2, 0.19.0",
+            "12d96291a444e6fe": "0.18.2, 0.19.0, 0.19.2",
             "5359c20847e79271": "main",
         },
     ),
@@ -59,7 +59,7 @@ TARGETS = {
         "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
         {
             "0db5678a6dd5f5e2": "0.18.2",
-            "93e8d37748699ff6": "0.19.0",
+            "93e8d37748699ff6": "0.19.0, 0.19.2",
             "d60f8228de2c6605": "main",
         },
     ),
@@ -67,7 +67,7 @@ TARGETS = {
         "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
         {
             "5c76876f2ad99cc9": "0.14.0, 0.15.3",
-            "b55bba7d8480e2f2": "0.16.1, 0.17.1, 0.18.2, 0.19.0",
+            "b55bba7d8480e2f2": "0.16.1, 0.17.1, 0.18.2, 0.19.0, 0.19.2",
             "42eabcd522f3de76": "main",
         },
     ),
@@ -78,7 +78,7 @@ TARGETS = {
             "20e216ec47ccda44": "0.15.3",
             "1f2ef43fce3eacba": "0.16.1, 0.17.1",
             "ae29c970782d41d0": "0.18.2",
-            "16fbc976c3946b39": "0.19.0, main",
+            "16fbc976c3946b39": "0.19.0, 0.19.2, main",
         },
     ),
     "config_until_0_17": Target(
@@ -94,7 +94,7 @@ TARGETS = {
         "megatron.training.argument_utils:core_transformer_config_from_args",
         {
             "b936a26e8fc86651": "0.18.2",
-            "232cfebdfc495690": "0.19.0, main",
+            "232cfebdfc495690": "0.19.0, 0.19.2, main",
         },
     ),
     "yaml": Target(
@@ -102,7 +102,7 @@ TARGETS = {
         {
             "c6a615c10ed442e4": "0.14.0, 0.15.3, 0.16.1, 0.17.1",
             "f8cb9d4e0344afc6": "0.18.2",
-            "4664c14e895d1913": "0.19.0, main",
+            "4664c14e895d1913": "0.19.0, 0.19.2, main",
         },
     ),
     "load_args": Target(
@@ -113,7 +113,7 @@ TARGETS = {
             "25ed1e223d821fb5": "0.16.1",
             "f3c31a20316fe81e": "0.17.1",
             "deb382bb857d338b": "0.18.2",
-            "fd19c1962b42f5ea": "0.19.0",
+            "fd19c1962b42f5ea": "0.19.0, 0.19.2",
             "cf24618968b6bdfc": "main",
         },
     ),
@@ -124,7 +124,7 @@ TARGETS = {
             "0c81ba6ca7611baf": "0.15.3",
             "e0bf0a0624b11f6d": "0.16.1, 0.17.1",
             "32bdea5769a245b2": "0.18.2",
-            "84f32b0c01e91ce6": "0.19.0",
+            "84f32b0c01e91ce6": "0.19.0, 0.19.2",
             "8a45ee49ba555b04": "main",
         },
     ),
