@@ -121,3 +121,24 @@ def test_resuming(checkpoints: tuple[Path, Path]) -> None:
         refused = megatron_launch.pretrain(tree, "--load", str(folder), *flags)
         assert refused.returncode != 0
         assert re.search(words, refused.stderr + refused.stdout), refused.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_folded_checkpoint_runs_without_the_plugin(
+    checkpoints: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``olmo-lns export --format megatron``, then stock pretrain_gpt.py: the loss that the LNS model has."""
+    tree = megatron_launch.checkout()
+    lns, folded = checkpoints[0], tmp_path / "folded"
+    export = [sys.executable, "-m", "olmo_lns", "export", str(lns), str(folded), "--format", "megatron"]
+    subprocess.run(export, check=True, capture_output=True)
+    expected = megatron_launch.losses(
+        megatron_launch.pretrain(tree, "--load", str(lns), "--finetune", "--layernorm-scaling")
+    )
+    refused = megatron_launch.pretrain(tree, "--load", str(folded), "--finetune", "--layernorm-scaling")
+    assert refused.returncode != 0 and "folded" in refused.stderr + refused.stdout
+    monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
+    stock = megatron_launch.pretrain(tree, "--load", str(folded), "--finetune")
+    assert megatron_launch.losses(stock)[0] == pytest.approx(expected[0], rel=1e-6), stock.stderr[-3000:]
+    unfolded = megatron_launch.pretrain(tree, "--load", str(lns), "--finetune")
+    assert megatron_launch.losses(unfolded)[0] != pytest.approx(expected[0], rel=1e-6), "the factor is not felt"
