@@ -50,6 +50,7 @@ def cuda_answered() -> Iterator[None]:
     patches = [
         (cuda, "current_device", lambda: "cpu"),
         (cuda, "synchronize", lambda *a, **k: None),
+        (cuda, "current_stream", lambda *a, **k: mock.MagicMock(name="the only stream")),
         (cuda, "get_rng_state", lambda *a, **k: torch.get_rng_state()),
         (cuda.random, "get_rng_state", lambda *a, **k: torch.get_rng_state()),
     ]
