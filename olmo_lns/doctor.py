@@ -22,7 +22,21 @@ from olmo_lns.errors import LNSError
 from olmo_lns.integrations import autoload
 from olmo_lns.settings import Settings
 
-__all__ = ["Finding", "examine", "main"]
+__all__ = ["VARIABLES", "Finding", "examine", "main"]
+
+#: Environment variables that something in this package reads.
+VARIABLES = frozenset(
+    f"OLMO_LNS_{name}"
+    for name in (
+        "ALLOW_MISMATCH",
+        "ALLOW_UNVERIFIED",
+        "DISABLE",
+        "EXPONENT",
+        "MONITOR",
+        "NORM_BACKEND",
+        "SCALED_INIT",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,7 @@ def examine() -> list[Finding]:
     """Look at every part; imports the frameworks that are installed."""
     return [
         Finding("Python", platform.python_version(), "ok", "3.10 to 3.12 are supported"),
-        Finding("olmo-lns", __version__, "ok", _settings()),
+        _settings(),
         _torch(),
         _framework("OLMo", "olmo", "ai2-olmo", _register_olmo),
         _framework("Megatron core", "megatron.core", "megatron-core", _register_megatron),
@@ -49,12 +63,18 @@ def examine() -> list[Finding]:
     ]
 
 
-def _settings() -> str:
+def _settings() -> Finding:
+    from olmo_lns.diagnostics.monitor import MONITOR_VARIABLE, parse_setting
+
+    unknown = sorted(name for name in os.environ if name.startswith("OLMO_LNS_") and name not in VARIABLES)
     try:
+        if unknown:
+            raise LNSError(f"unknown variable {', '.join(unknown)}; known: {', '.join(sorted(VARIABLES))}")
         settings = Settings.current()
+        parse_setting(os.environ.get(MONITOR_VARIABLE, ""))
     except LNSError as error:
-        return str(error)
-    return f"exponent {settings.exponent:g}, scaled_init {settings.scaled_init}"
+        return Finding("olmo-lns", __version__, "unsupported", str(error))
+    return Finding("olmo-lns", __version__, "ok", f"exponent {settings.exponent:g}, scaled_init {settings.scaled_init}")
 
 
 def _torch() -> Finding:

@@ -3,8 +3,8 @@
     python scripts/bench_diagnostics.py                      # OLMo 60M, CPU, one thread
     python scripts/bench_diagnostics.py --model <checkpoint or Hugging Face name> --device cuda --dtype bf16
 
-Each round times all three one after the other on the same tokens; the ratio is the median over rounds of the
-paired ratios, so that slow drift of a shared machine cancels. "plain" is the full model with its head;
+Each round times all of them in random order on the same tokens; ratios are taken within a round, so that slow
+drift of a shared machine cancels. "plain" is the full model with its head;
 "body" is what the diagnostics run, which leaves the head out where the model allows it. The last line is the
 training monitor: a sampled training step (forward and backward) against one that is not.
 """
@@ -18,6 +18,7 @@ import time
 from types import SimpleNamespace
 from typing import Any, Callable
 
+import benchlib
 import torch
 
 from olmo_lns.diagnostics.angular import angular_distance
@@ -55,20 +56,21 @@ def olmo_60m(layers: int) -> Any:
     return OLMo(config).eval()
 
 
-def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one call, the device's queue drained before and after."""
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def synchronize(device: torch.device) -> None:
+def timer(device: torch.device) -> benchlib.Timer:
+    """Events on CUDA; elsewhere wall time, MPS's queue drained before and after."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
+        return benchlib.cuda_seconds
+    if device.type == "cpu":
+        return benchlib.cpu_seconds
+
+    def drained(work: Callable[[], object]) -> float:
         torch.mps.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.mps.synchronize()
+        return time.perf_counter() - start
+
+    return drained
 
 
 def monitor_cost(model: Any, batch: torch.Tensor, device: torch.device, rounds: int) -> float:
@@ -90,31 +92,15 @@ def monitor_cost(model: Any, batch: torch.Tensor, device: torch.device, rounds: 
 
         def step(number: int) -> float:
             trainer.global_step = number
-            return seconds(lambda: trainer.train_step({"input_ids": batch}), device)
+            return timer(device)(lambda: trainer.train_step({"input_ids": batch}))
 
         step(1)
         step(2)
         return statistics.median(step(2) / step(1) for _ in range(rounds)) - 1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="default: OLMo 60M with random weights")
-    parser.add_argument("--layers", type=int, default=8, help="of the default model")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--batches", type=int, default=1, help="a round")
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    if args.model:
-        from olmo_lns.diagnostics.loading import load_model
-
-        model = load_model(args.model, dtype=args.dtype, device=args.device).model
-    else:
-        model = olmo_60m(args.layers).to(device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+def measure(model: Any, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of each candidate, and its speed as a share of ``plain`` and ``body``, paired by round."""
     shape = (args.batch_size, args.sequence_length)
     batches = [torch.randint(0, vocabulary_size(model), shape, device=device) for _ in range(args.batches)]
 
@@ -130,22 +116,58 @@ def main() -> None:
         "variance": lambda: block_output_variance(model, None, batches, device),
         "angular": lambda: angular_distance(model, None, batches, device),
     }
-    for function in candidates.values():
-        function()
-    rounds = [{name: seconds(function, device) for name, function in candidates.items()} for _ in range(args.rounds)]
+    seconds = benchlib.interleaved(candidates, timer(device), args.rounds, warmup=1)
     tokens = args.batches * args.batch_size * args.sequence_length
-    where = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} thread"
-    )
-    print(f"{type(model).__name__}, {len(find_blocks(model))} blocks, {next(model.parameters()).dtype}, {where}")
-    print(f"{args.rounds} rounds of {tokens:,} tokens, batches of {shape[0]} x {shape[1]}\n")
-    print("| | tokens/s (median) | / plain | / body |\n|---|---|---|---|")
-    for name in candidates:
-        speed = tokens / statistics.median(r[name] for r in rounds)
-        ratios = [statistics.median(r[base] / r[name] for r in rounds) for base in ("plain", "body")]
-        print(f"| {name} | {speed:,.0f} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
-    cost = monitor_cost(model, batches[0], device, args.rounds)
+    results = {
+        name: {
+            "tokens_per_second": tokens / benchlib.spread(values)["median"],
+            "share_of_plain": benchlib.ratio(seconds["plain"], values),
+            "share_of_body": benchlib.ratio(seconds["body"], values),
+        }
+        for name, values in seconds.items()
+    }
+    return {
+        "environment": benchlib.environment(device),
+        "model": f"{type(model).__name__}, {len(find_blocks(model))} blocks, {next(model.parameters()).dtype}",
+        "tokens": f"{args.rounds} rounds of {tokens:,} tokens, batches of {shape[0]} x {shape[1]}",
+        "results": results,
+        "monitor_cost_of_a_sampled_step": monitor_cost(model, batches[0], device, args.rounds),
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    rows = [
+        [name, f"{r['tokens_per_second']:,.0f}", *(benchlib.show(r[f"share_of_{base}"]) for base in ("plain", "body"))]
+        for name, r in report["results"].items()
+    ]
+    cost = report["monitor_cost_of_a_sampled_step"]
+    print(f"{report['model']}\n{report['tokens']}\n")
+    print(benchlib.markdown(["", "tokens/s (median)", "/ plain (quartiles)", "/ body (quartiles)"], rows))
     print(f"\ntraining monitor: a sampled step takes {cost:+.1%}, so every=100 costs {cost / 100:+.3%} a step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="default: OLMo 60M with random weights")
+    parser.add_argument("--layers", type=benchlib.positive, default=8, help="of the default model")
+    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument("--batch-size", type=benchlib.positive, default=1)
+    parser.add_argument("--sequence-length", type=benchlib.positive, default=512)
+    parser.add_argument("--batches", type=benchlib.positive, default=1, help="a round")
+    parser.add_argument("--rounds", type=benchlib.positive, default=9)
+    parser.add_argument("--json", type=benchlib.report_path, help="where to write the report")
+    args = parser.parse_args()
+    device = benchlib.require_device(args.device)
+    if args.model:
+        from olmo_lns.diagnostics.loading import load_model
+
+        model = load_model(args.model, dtype=args.dtype, device=args.device).model
+    else:
+        model = olmo_60m(args.layers).to(device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+    report = measure(model, device, args)
+    show(report)
+    benchlib.write(report, args.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import benchlib
@@ -246,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=benchlib.positive, default=3)
     parser.add_argument("--eager", action="store_true", help="CUDA: plain launches instead of a CUDA graph")
     benchlib.add_clock(parser)
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--json", type=benchlib.report_path, help="where to write the report")
     options = parser.parse_args(argv)
     device = benchlib.require_device(options.device)
     report: dict[str, Any] = {"environment": benchlib.environment(device), "scale": SCALE, "cases": []}

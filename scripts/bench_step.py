@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import benchlib
 import torch
 
+from olmo_lns.errors import LNSError
 from olmo_lns.norm import ENVIRONMENT_VARIABLE
 
 #: layers, width, heads, SwiGLU inner width, sequence length, sequences in a step on one device
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=benchlib.positive, default=21)
     parser.add_argument("--warmup", type=benchlib.positive, default=4)
     benchlib.add_clock(parser)
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--json", type=benchlib.report_path, help="where to write the report")
     options = parser.parse_args(argv)
     device = benchlib.require_device(options.device)
     sizes = options.sizes or (["60M", "150M", "1B"] if device.type == "cuda" else ["small"])
@@ -150,7 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["clock"] = "cuda events" if device.type == "cuda" else options.clock
     for size in sizes:
         for compiled in {"off": (False,), "on": (True,), "both": (False, True)}[options.compile]:
-            report["cases"].append(measure(size, compiled, options, device))
+            try:
+                report["cases"].append(measure(size, compiled, options, device))
+            except LNSError as error:  # a backend that cannot run here
+                raise SystemExit(str(error)) from None
             print(f"{size}, compile {'on' if compiled else 'off'}: done", flush=True)
     benchlib.write(report, options.json)
     print(table(report))

@@ -29,6 +29,18 @@ def require_device(name: str) -> torch.device:
     return device
 
 
+def report_path(text: str) -> Path:
+    """argparse type: a file that can be written, found out before the measurement."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
+
+
 def positive(text: str) -> int:
     """argparse type: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -153,5 +165,4 @@ def show(value: Mapping[str, float], unit: float = 1.0, digits: int = 2) -> str:
 
 def write(report: Mapping[str, Any], path: Path | None) -> None:
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +50,23 @@ def test_an_unverified_transformer_engine_is_unsupported(monkeypatch):
     monkeypatch.setattr(te, "status", lambda: te.Status("3.1", "Transformer Engine 3.1 is not supported"))
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     assert doctor._transformer_engine().state == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("OLMO_LNS_EXPONENT", "abc", "OLMO_LNS_EXPONENT"),
+        ("OLMO_LNS_MONITOR", "evry=5", "expected every="),
+        ("OLMO_LNS_MONITR", "every=5", "unknown variable OLMO_LNS_MONITR"),
+    ],
+)
+def test_settings_that_are_wrong_fail(monkeypatch, name, value, words):
+    monkeypatch.setenv(name, value)
+    found = doctor._settings()
+    assert found.state == "unsupported" and words in found.detail
+
+
+def test_the_known_variables_are_those_that_the_package_reads():
+    package = Path(doctor.__file__).parent
+    text = " ".join(path.read_text() for path in package.rglob("*.py") if path.name != "doctor.py")
+    assert set(re.findall(r"OLMO_LNS_[A-Z_]*[A-Z]", text)) == doctor.VARIABLES

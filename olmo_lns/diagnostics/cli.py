@@ -46,8 +46,10 @@ def _parser() -> argparse.ArgumentParser:
         if what == "layer-drop":
             _add_tasks(command)
         if what == "jacobian":
-            command.add_argument("--rows", type=int, help="rows to compute; default: all up to width 256, else 128")
-            command.add_argument("--sequences", type=int, default=JACOBIAN_SEQUENCES, help="one position of each")
+            command.add_argument(
+                "--rows", type=_positive, help="rows to compute; default: all up to width 256, else 128"
+            )
+            command.add_argument("--sequences", type=_positive, default=JACOBIAN_SEQUENCES, help="one position of each")
     plot = commands.add_parser("plot", help="draw the figure of result files (or of the monitor's CSV files)")
     compare = commands.add_parser("compare", help="two or more models on one figure and table")
     for command in (plot, compare):
@@ -92,17 +94,21 @@ def _add_tasks(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text!r}")
+    return int(text)
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from olmo_lns.diagnostics.data import read_batches, track
+    from olmo_lns.diagnostics.data import check_source, read_batches, track
     from olmo_lns.diagnostics.loading import load_model, load_tokenizer
-    from olmo_lns.diagnostics.results import Report
+    from olmo_lns.diagnostics.results import Report, check_writable
 
+    # Before the work: what would be found out after it.
+    output = args.output or Path(f"{args.what}.json")
+    check_writable(output, [".json"])
+    _check_figures(args.plot)
+    check_source(args.data, pack=args.pack)
     with _ranks(args.what) as (rank, world):
         loaded = load_model(
             args.model, dtype=args.dtype, device=args.device, device_map=args.device_map, blocks=args.blocks
@@ -128,7 +134,7 @@ def _measure(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
     }
     report = Report(args.what, args.label or _label(args.model), args.model, args.data, result, settings)
-    written = report.write(args.output or Path(f"{args.what}.json"))
+    written = report.write(output)
     if args.plot:
         from olmo_lns.diagnostics import plots
 
@@ -239,15 +245,27 @@ def _say(report: Any, written: Sequence[Path]) -> None:
     print(f"\n{report.result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
 
 
+def _check_figures(paths: Sequence[Path]) -> None:
+    if paths:
+        from olmo_lns.diagnostics.plots import SUFFIXES
+        from olmo_lns.diagnostics.results import check_writable
+
+        for path in paths:
+            check_writable(path, SUFFIXES)
+
+
 def _plot(args: argparse.Namespace) -> int:
     from olmo_lns.diagnostics import plots
     from olmo_lns.diagnostics.compare import relabelled
     from olmo_lns.diagnostics.results import Report
 
     outputs = args.output or [args.results[0].with_suffix(".png")]
+    _check_figures(outputs)
     for path in outputs:  # a saved figure is closed, so each file gets its own
         if any(result.suffix == ".csv" for result in args.results):
             labels = args.labels or [result.parent.name or result.stem for result in args.results]
+            if len(labels) != len(args.results):
+                raise LNSError(f"--labels: found {len(labels)} names, expected {len(args.results)}, one a file")
             figure = plots.draw_training(args.results, labels, log=args.log)
         else:
             figure = plots.draw(relabelled([Report.read(p) for p in args.results], args.labels), log=args.log)
@@ -259,12 +277,16 @@ def _plot(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from olmo_lns.diagnostics import plots
     from olmo_lns.diagnostics.compare import check_comparable, combined_rows, relabelled, summary_table
-    from olmo_lns.diagnostics.results import Report, write_csv
+    from olmo_lns.diagnostics.results import Report, check_writable, write_csv
 
     if len(args.results) < 2:
         raise LNSError(f"compare needs two or more result files, found {len(args.results)}")
-    reports = relabelled([Report.read(path) for path in args.results], args.labels)
+    _check_figures(args.output or [])
+    if args.table:
+        check_writable(args.table, [".csv"])
+    reports = [Report.read(path) for path in args.results]
     check_comparable(reports)
+    reports = relabelled(reports, args.labels)
     print(summary_table(reports))
     written = [plots.save(plots.draw(reports, log=args.log), path) for path in args.output or []]
     if args.table:

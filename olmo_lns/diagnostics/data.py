@@ -16,7 +16,7 @@ import torch
 
 from olmo_lns.errors import LNSError
 
-__all__ = ["DataOptions", "read_batches", "track"]
+__all__ = ["DataOptions", "check_source", "read_batches", "track"]
 
 #: Characters of a plain-text file tokenised at a time.
 TEXT_BLOCK = 1 << 20
@@ -70,6 +70,20 @@ def read_batches(
         raise LNSError(f"{source} holds no token: give a file or data set with at least one sequence")
 
 
+def check_source(source: str, *, pack: bool = True) -> None:
+    """What can be said of ``--data`` before the model is loaded.
+
+    :raises LNSError: a file that is not there, or plain text that is not to be packed.
+    """
+    path = Path(source)
+    if path.suffix in (".npy", ".bin", ".txt", ".jsonl", ".json") and not path.is_file():
+        raise LNSError(f"--data: no such file: {path}")
+    if not pack and path.is_file() and path.suffix not in (".npy", ".bin", ".jsonl", ".json"):
+        raise LNSError(
+            f"--no-pack: {path} is plain text and has no documents; give JSON lines, or leave the option out"
+        )
+
+
 def _limited(sequences: Iterable[np.ndarray], options: DataOptions) -> Iterator[np.ndarray]:
     left = options.max_tokens
     for sequence in sequences:
@@ -108,7 +122,14 @@ def _open(path: Path) -> Callable[[str], np.ndarray]:
 
     def load(dtype: str) -> np.ndarray:
         if numpy_format:
-            return np.load(path, mmap_mode="r")
+            try:
+                return np.load(path, mmap_mode="r")
+            except ValueError as error:
+                raise LNSError(f"{path}: damaged, or not an array of numbers: {error}") from None
+        try:
+            np.dtype(dtype)
+        except TypeError:
+            raise LNSError(f"--token-dtype: found {dtype!r}, expected a NumPy integer type such as uint16") from None
         if path.stat().st_size % np.dtype(dtype).itemsize:
             raise LNSError(f"{path}: {path.stat().st_size} bytes are no whole number of {dtype}; see --token-dtype")
         # An empty file cannot be mapped.
@@ -131,13 +152,13 @@ def _from_tokens(load: Callable[[str], np.ndarray], options: DataOptions) -> Ite
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 yield json.loads(line)
-            except ValueError as error:
+            except ValueError as error:  # bad UTF-8 is one, too
                 raise LNSError(f"{path}:{number}: not JSON ({error}): expected one object a line") from None
 
 
@@ -193,7 +214,7 @@ def _encoder(options: DataOptions, tokenizer: Callable[[], Any]) -> Callable[[An
         if isinstance(document, Mapping):
             ids = next((document[field] for field in TOKEN_FIELDS if field in document), None)
             if ids is not None:
-                return np.asarray(ids, np.int64), None
+                return _ids(ids), None
             text = document.get(options.text_field)
         else:
             text = document
@@ -209,6 +230,16 @@ def _encoder(options: DataOptions, tokenizer: Callable[[], Any]) -> Callable[[An
         return np.asarray(ids, np.int64), loaded[0].eos_token_id
 
     return encode
+
+
+def _ids(values: Any) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of unequal length
+        array = np.empty((0, 0))
+    if array.ndim != 1 or not (np.issubdtype(array.dtype, np.integer) or array.size == 0):
+        raise LNSError(f"--data: found {str(values)[:60]} as ids, expected one list of integers")
+    return array.astype(np.int64)
 
 
 def _check_ids(group: Iterable[np.ndarray], vocabulary: int, source: str) -> None:

@@ -72,7 +72,8 @@ def gradient_norms(
     """Gradient norms of the mean loss over ``batches``; the model's own gradients are left untouched.
 
     Needs room for one gradient of every parameter, in its dtype. Dropout is off.
-    :raises LNSError: no token to predict, or a gradient that is not finite (the first such block is named).
+    :raises LNSError: no token to predict, a loss that is not finite, or a gradient (the deepest such block is named:
+        from there the backward pass carries it to all before).
     """
     blocks = find_blocks(model) if blocks is None else blocks
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -88,6 +89,10 @@ def gradient_norms(
                 count = int(valid.sum())
                 scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
                 summed = nll.masked_fill(~valid.to(nll.device), 0).sum()
+                if not bool(torch.isfinite(summed)):
+                    raise LNSError(
+                        "the loss is not finite: run `olmo-lns analyze variance` to see which block is first"
+                    )
                 if count:
                     (summed / scale).backward()
                 total, tokens = total + float(summed.detach()), tokens + count
@@ -109,12 +114,16 @@ def _by_block(
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters: list[dict[str, float]] = []
     inside: set[str] = set()
-    for number, block in enumerate(blocks, start=1):
+    for block in blocks:
         own = {local: names[p] for local, p in block.named_parameters() if names[p] in norms}
         inside.update(own.values())
         parameters.append({local: norms[name] for local, name in own.items()})
-        if not all(map(math.isfinite, parameters[-1].values())):
-            raise LNSError(f"block {number} is the first whose gradient holds NaN or infinity: try fp32 or bf16")
+    bad = [i for i, block in enumerate(parameters, start=1) if not all(map(math.isfinite, block.values()))]
+    if bad:
+        raise LNSError(
+            f"block {bad[-1]} is the deepest of {len(bad)} whose gradient holds NaN or infinity, and the backward pass "
+            "carries it to those before: try fp32 or bf16"
+        )
     return GradNormResult(
         total=[_norm(block.values()) for block in parameters],
         kinds=[

@@ -109,11 +109,14 @@ def bypassed(block: nn.Module, length: int) -> Iterator[None]:
         hidden = block_input(args, kwargs)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
+    own = block.__dict__.get("forward")  # accelerate puts its hook of a device_map there
     block.forward = identity
     try:
         yield
     finally:
         del block.forward
+        if own is not None:
+            block.forward = own
 
 
 class _PairedLoss:
@@ -156,7 +159,7 @@ def drop_layers(
 
     Costs L + 1 forward passes a batch. Parameters as in ``block_output_variance``;
     ``mask_token`` is for encoders (see :mod:`.loss`).
-    :raises LNSError: no token, or the whole model's loss is not finite.
+    :raises LNSError: no token, or a loss that is not finite.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     loss, sums = token_loss(model, mask_token), _PairedLoss(len(blocks) + 1)
@@ -169,9 +172,11 @@ def drop_layers(
         rows = [_per_sequence(nll, valid)]
         if not bool(torch.isfinite(rows[0]).all()):
             raise LNSError("the loss of the whole model is not finite: run `olmo-lns analyze variance` to see where")
-        for block, length in zip(blocks, lengths, strict=True):
+        for number, (block, length) in enumerate(zip(blocks, lengths, strict=True), start=1):
             with bypassed(block, length):
                 rows.append(_per_sequence(*loss(ids, mask)))
+            if not bool(torch.isfinite(rows[-1]).all()):
+                raise LNSError(f"the loss without block {number} is not finite: try --dtype fp32 or bf16")
         sums.add(torch.stack(rows), valid.sum(1).double().cpu())
 
     for _ in run(model, batches, device, one_batch):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from olmo_lns.diagnostics.models import MASKED_LM, find_blocks, vocabulary_size
@@ -51,9 +52,13 @@ def pick_device(name: str) -> torch.device:
     """``auto`` takes CUDA, else MPS, else the CPU."""
     if name != "auto":
         try:
-            return torch.device(name)
+            device = torch.device(name)
         except RuntimeError:
             raise LNSError(f"--device: found {name!r}, expected auto, cpu, cuda, cuda:<n> or mps") from None
+        found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+        if (device.index or 0) >= found.get(device.type, 1):
+            raise LNSError(f"--device {name}: found {found[device.type]} {device.type} devices here; use --device cpu")
+        return device
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -97,13 +102,19 @@ def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, bl
     from olmo.config import TrainConfig
     from olmo.model import OLMo
 
+    if not any((folder / name).exists() for name in ("model.pt", "model_and_optim")):
+        inside = sorted(path.name for path in folder.glob("step*") if (path / "config.yaml").is_file())
+        hint = f"; its checkpoints are {', '.join(inside)}" if inside else ""
+        raise LNSError(f"{folder}: found config.yaml but neither model.pt nor model_and_optim/: no checkpoint{hint}")
     try:
         config = TrainConfig.load(folder / "config.yaml", validate_paths=False)
         if (folder / "model.pt").is_file():
             model = OLMo.from_checkpoint(str(folder), device=str(device))
         else:
             model = _load_sharded(folder, config.model).to(device)
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except LNSError:
+        raise
+    except (OSError, KeyError, ValueError, RuntimeError, yaml.YAMLError) as error:
         raise LNSError(f"{folder}: not a loadable OLMo checkpoint: {one_line(error)}") from error
     if dtype is not None:
         model = model.to(dtype)
@@ -149,6 +160,8 @@ def _load_huggingface(
         loader = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
         options = {"device_map": device_map} if device_map else {}
         model = loader.from_pretrained(source, torch_dtype=dtype or "auto", **options)
+    except LNSError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise LNSError(f"{source}: not a loadable Hugging Face model: {one_line(error)}") from error
     if not device_map:

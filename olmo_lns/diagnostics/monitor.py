@@ -139,10 +139,13 @@ def start_file(path: Path, step: int) -> None:
                     f"move the file away or give another path in {MONITOR_VARIABLE}"
                 )
             kept = [row for row in reader if int(row["step"]) <= step]
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise LNSConfigError(f"{MONITOR_VARIABLE}: {path} cannot be written: {error.strerror}") from None

@@ -11,10 +11,13 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from olmo_lns.diagnostics.monitor import COLUMNS
-from olmo_lns.diagnostics.results import Report
+from olmo_lns.diagnostics.results import Report, check_writable
 from olmo_lns.errors import LNSError
 
-__all__ = ["FIGURES", "draw", "draw_training", "save"]
+__all__ = ["FIGURES", "SUFFIXES", "draw", "draw_training", "save"]
+
+#: Formats of figures.
+SUFFIXES = (".png", ".svg", ".pdf")
 
 #: Okabe and Ito's palette without its yellow, which print loses; marker and dash differ as well.
 STYLES = [
@@ -40,14 +43,14 @@ def _pyplot() -> Any:
     # A fixed salt and no date make the same numbers give the same SVG file.
     plt.rcParams.update({"svg.hashsalt": "olmo-lns", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
     plt.rcParams.update({"lines.markersize": 4, "legend.frameon": False, "savefig.dpi": 200})
+    # TrueType: publishers refuse PDFs with Type 3 fonts. Longer handles, or dashes look alike in the legend.
+    plt.rcParams.update({"pdf.fonttype": 42, "legend.handlelength": 3.5})
     return plt
 
 
 def save(figure: Any, path: Path) -> Path:
     """Write PNG, SVG or PDF, by the suffix."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise LNSError(f"{path}: cannot draw {path.suffix or 'a file without suffix'}: use .png, .svg or .pdf")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path, SUFFIXES)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
     _pyplot().close(figure)
     return path
@@ -56,7 +59,7 @@ def save(figure: Any, path: Path) -> Path:
 def draw(reports: Sequence[Report], *, log: bool = False) -> Any:
     """One figure of one diagnostic for one or several models.
 
-    :param log: logarithmic vertical axis for variances and gradient norms.
+    :param log: logarithmic vertical axes; for the loss increase, which may be negative, logarithmic beyond 0.001.
     :raises LNSError: no report, or reports of different diagnostics.
     """
     kinds = sorted({report.what for report in reports})
@@ -97,7 +100,7 @@ def _variance(reports: Sequence[Report], log: bool) -> Any:
     return figure
 
 
-def _angular(reports: Sequence[Report], _: bool) -> Any:
+def _angular(reports: Sequence[Report], log: bool) -> Any:
     plt = _pyplot()
     count = len(reports)
     figure, axes = plt.subplots(1, count + 1, figsize=(3 * (count + 1) + 0.6, 3), layout="constrained", squeeze=False)
@@ -116,12 +119,12 @@ def _angular(reports: Sequence[Report], _: bool) -> Any:
         axis.set_ylabel("n (blocks between)")
     figure.colorbar(image, ax=list(axes[0][:count]), label="angular distance d(l, l+n)  [fraction of π]")
     _lines(axes[0][-1], reports, lambda r: r.adjacent, "d(l, l+1)  [fraction of π]")
-    axes[0][-1].set_ylim(bottom=0)
+    axes[0][-1].set_yscale("log") if log else axes[0][-1].set_ylim(bottom=0)
     axes[0][-1].legend()
     return figure
 
 
-def _layer_drop(reports: Sequence[Report], _: bool) -> Any:
+def _layer_drop(reports: Sequence[Report], log: bool) -> Any:
     tasks = list(dict.fromkeys(name for report in reports for name in report.result.tasks))
     width = 4 * (1 + len(tasks))
     figure, axes = _pyplot().subplots(1, 1 + len(tasks), figsize=(width, 3), layout="constrained", squeeze=False)
@@ -137,6 +140,8 @@ def _layer_drop(reports: Sequence[Report], _: bool) -> Any:
                 _errorbar(axis, scores.drop, scores.without_stderr, report.label, style)
                 axis.set_ylabel(f"drop of {scores.metric} on {task}")
     increase.set_ylabel("loss increase [nats/token]")
+    if log:
+        increase.set_yscale("symlog", linthresh=1e-3)
     for axis in axes[0]:
         axis.axhline(0, color="black", linewidth=0.6)
         _layer_axis(axis, max(len(report.result.loss) for report in reports))
@@ -150,7 +155,7 @@ def _errorbar(axis: Any, y: Sequence[float], errors: Sequence[float | None], lab
     axis.errorbar(range(1, len(y) + 1), y, yerr=known, capsize=2, label=label, **style)
 
 
-def _jacobian(reports: Sequence[Report], _: bool) -> Any:
+def _jacobian(reports: Sequence[Report], log: bool) -> Any:
     plt = _pyplot()
     from matplotlib.colors import SymLogNorm
 
@@ -176,7 +181,7 @@ def _jacobian(reports: Sequence[Report], _: bool) -> Any:
     distance, dominance = bottom.subplots(1, 2)
     _lines(distance, reports, lambda r: r.identity_distance, "distance to identity\n|J - I| / |I|")
     _lines(dominance, reports, lambda r: r.diagonal_dominance, "diagonal dominance\n(1 = diagonal)")
-    distance.set_ylim(bottom=0)
+    distance.set_yscale("log") if log else distance.set_ylim(bottom=0)
     dominance.set_ylim(0, 1)
     distance.legend()
     return figure
@@ -248,7 +253,10 @@ def read_training(path: Path) -> dict[int, list[tuple[int, float]]]:
                 )
             points: dict[int, list[tuple[int, float]]] = {}
             for row in reader:
-                points.setdefault(int(row["block"]), []).append((int(row["step"]), float(row["variance"])))
+                try:
+                    points.setdefault(int(row["block"]), []).append((int(row["step"]), float(row["variance"])))
+                except (TypeError, ValueError):
+                    raise LNSError(f"{path}, line {reader.line_num}: found {row}, expected numbers") from None
     except OSError as error:
         raise LNSError(f"{path}: {error.strerror or error}") from None
     if not points:

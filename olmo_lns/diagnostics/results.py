@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from olmo_lns.diagnostics.layer_drop import LayerDropResult, TaskScores
 from olmo_lns.diagnostics.variance import VarianceResult
 from olmo_lns.errors import LNSError
 
-__all__ = ["KINDS", "Report", "write_csv"]
+__all__ = ["KINDS", "Report", "check_writable", "write_csv"]
 
 #: Version of the file layout.
 FORMAT = 1
@@ -85,6 +86,21 @@ class Report:
             return cls(**{**{f.name: content[f.name] for f in dataclasses.fields(cls)}, "result": _result(content)})
         except (KeyError, TypeError) as error:
             raise LNSError(f"{path}: incomplete result file: {error}") from None
+
+
+def check_writable(path: Path, suffixes: Sequence[str]) -> None:
+    """Find out before the work whether its result can be written; makes the parent folder.
+
+    :raises LNSError: another suffix, a folder in its place, or no permission.
+    """
+    if path.suffix not in suffixes:
+        raise LNSError(f"{path}: cannot write {path.suffix or 'a file without suffix'}, expected {', '.join(suffixes)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LNSError(f"{path} cannot be written: {error}") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise LNSError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no permission'}")
 
 
 def _result(content: Mapping[str, Any]) -> Any:

@@ -83,6 +83,8 @@ def main() -> None:
     if len(sys.argv) != 4:
         raise SystemExit(__doc__)
     version, library, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if not library.is_file():
+        raise SystemExit(f"{library} is not a file: give the path of libtransformer_engine.so")
     tables = json.loads(output.read_text()) if output.exists() else {}
     tables[version] = probe(OnHost(library))
     output.write_text(json.dumps(tables, indent=1) + "\n")

@@ -225,9 +225,58 @@ def test_bad_data(capsys, tmp_path, llama_folder, monkeypatch):
     assert "no such file" in message("missing.npy")
     (tmp_path / "x.txt").write_text("w4 w5")
     assert "no tokenizer could be loaded" in message("x.txt", "--tokenizer", "no/such")
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "ids.npy").read_bytes()[:100])
+    assert "damaged, or not an array of numbers" in message("cut.npy")
+    np.array([4, 5], np.uint16).tofile(tmp_path / "raw.npy")
+    assert "--token-dtype: found 'foo'" in message("raw.npy", "--token-dtype", "foo")
+    for name, line in (("float", "[4.7, 5.2]"), ("nested", "[[4, 5], [6]]"), ("text", '["w4"]')):
+        (tmp_path / f"{name}.jsonl").write_text('{"input_ids": ' + line + "}")
+        assert "expected one list of integers" in message(f"{name}.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
+    assert "latin.jsonl:1: not JSON" in message("latin.jsonl")
+    assert "is plain text and has no documents" in message("x.txt", "--no-pack")
     monkeypatch.setenv("WORLD_SIZE", "2")
     wrong = fails(capsys, "jacobian", "--model", llama_folder, "--data", "x.txt")
     assert "runs in one process: found WORLD_SIZE=2" in wrong
+
+
+def test_results_that_cannot_be_written_are_found_out_first(capsys, tmp_path, results):
+    """Before the model, which does not exist here, is looked for."""
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "file").write_text("")
+    command = "variance", "--model", "/no/such/model", "--data", "missing.npy"
+    for path, words in (("x.csv", "expected .json"), ("folder.json", "it is a folder"), ("file/x.json", "file")):
+        assert words in fails(capsys, *command, "-o", path)
+    assert "expected .png, .svg, .pdf" in fails(capsys, *command, "--plot", "x.jpg")
+    assert "no such file: missing.npy" in fails(capsys, *command)
+    pair = results["variance", "olmo"], results["variance", "llama"]
+    assert "expected .csv" in fails(capsys, "compare", *pair, "--table", "x.txt")
+    assert "cannot be written" in fails(capsys, "compare", *pair, "-o", "file/x.png")
+
+
+def test_devices_that_are_not_there(capsys, monkeypatch, olmo_folder, llama_folder, token_file):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for model in (olmo_folder, llama_folder):
+        for device in ("cuda", "cuda:1", "mps"):
+            message = fails(capsys, "variance", "--model", model, "--data", token_file, "--device", device)
+            assert f"--device {device}: found 0 {device[:4].rstrip(':')} devices" in message
+
+
+def test_a_backend_that_cannot_run_is_not_blamed_on_the_checkpoint(capsys, monkeypatch, olmo_folder, token_file):
+    monkeypatch.setenv("OLMO_LNS_NORM_BACKEND", "foo")
+    message = fails(capsys, "variance", "--model", olmo_folder, "--data", token_file)
+    assert "unknown norm backend 'foo'" in message and "checkpoint" not in message
+
+
+def test_a_run_folder_names_its_checkpoints(capsys, tmp_path, olmo_folder, token_file):
+    shutil.copytree(olmo_folder, tmp_path / "run" / "step4-unsharded")
+    shutil.copy(olmo_folder / "config.yaml", tmp_path / "run")
+    message = fails(capsys, "variance", "--model", tmp_path / "run", "--data", token_file)
+    assert "no checkpoint; its checkpoints are step4-unsharded" in message
+    (tmp_path / "run" / "step4-unsharded" / "config.yaml").write_text("a: [")
+    message = fails(capsys, "variance", "--model", tmp_path / "run" / "step4-unsharded", "--data", token_file)
+    assert "not a loadable OLMo checkpoint" in message
 
 
 def test_bad_results(capsys, tmp_path, results):
@@ -237,9 +286,15 @@ def test_bad_results(capsys, tmp_path, results):
     assert "needs two or more" in fails(capsys, "compare", results["variance", "olmo"])
     mixed = [results["variance", "olmo"], results["angular", "llama"]]
     assert "only results of one diagnostic" in fails(capsys, "compare", *mixed)
+    assert "only results of one diagnostic" in fails(
+        capsys, "compare", results["variance", "olmo"], results["angular", "olmo"]
+    )
+    (tmp_path / "rows.csv").write_text("step,block,variance,rms,max,tokens\n1,1,x,1,1,1\n")
+    assert "line 2: found" in fails(capsys, "plot", "rows.csv")
+    assert "found 2 names, expected 1" in fails(capsys, "plot", "rows.csv", "--labels", "a,b")
     same = [results["variance", "olmo"]] * 2
     assert "name them with --labels" in fails(capsys, "compare", *same)
-    assert "use .png, .svg or .pdf" in fails(capsys, "plot", results["variance", "olmo"], "-o", "x.txt")
+    assert "expected .png, .svg, .pdf" in fails(capsys, "plot", results["variance", "olmo"], "-o", "x.txt")
     content = json.loads(results["variance", "olmo"].read_text())
     del content["result"]["rms"]
     (tmp_path / "part.json").write_text(json.dumps(content))

@@ -89,5 +89,15 @@ def test_bad_input():
         gradient_norms(model, None, [ids(2, 1)])
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(LNSError, match="block 1 is the first whose gradient"):
+    with pytest.raises(LNSError, match="the loss is not finite: run `olmo-lns analyze variance`"):
+        gradient_norms(model, None, [ids()])
+
+
+def test_a_gradient_that_overflows_is_named_where_it_starts():
+    """The loss is finite; the gradient becomes infinite in block 2, and the backward pass carries it to block 1."""
+    model = huggingface("llama")
+    target = model.model.layers[1].mlp.down_proj.weight
+    target.register_hook(lambda gradient: gradient * float("inf"))
+    model.model.layers[0].self_attn.o_proj.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(LNSError, match="block 2 is the deepest of 2 whose gradient holds NaN or infinity"):
         gradient_norms(model, None, [ids()])

@@ -55,6 +55,28 @@ def test_batches_do_not_matter():
     np.testing.assert_allclose(whole.loss_stderr, pieces.loss_stderr, rtol=1e-4)
 
 
+def test_a_loss_that_is_not_finite_names_the_removed_block():
+    class Ones(torch.nn.Module):
+        def forward(self, x):
+            return torch.ones_like(x)
+
+    class OnlyOnes(torch.nn.Module):
+        def forward(self, x):
+            return x / (x == 1)
+
+    with pytest.raises(LNSError, match="the loss without block 2 is not finite"):
+        drop_layers(Toy([Linear(next(matrices(1))), Ones(), OnlyOnes()]), None, [ids()])
+
+
+def test_a_forward_of_the_block_itself_comes_back():
+    """accelerate's hooks of a device_map are such attributes."""
+    model = Toy([Linear(m) for m in matrices(2)])
+    block = model.stack[0]
+    own = block.forward = lambda x: type(block).forward(block, x)
+    drop_layers(model, None, [ids()])
+    assert block.__dict__["forward"] is own and "forward" not in model.stack[1].__dict__
+
+
 @pytest.mark.parametrize("group", [1, 2])
 def test_layer_numbers_are_kept_so_that_lns_factors_do_not_shift(group):
     model, tokens = olmo_models.build(layer_norm_type="lns_rms", block_group_size=group), olmo_models.tokens()

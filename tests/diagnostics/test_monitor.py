@@ -208,3 +208,9 @@ def test_settings():
     for bad in ("100", "every=0", "every=-1", "every=x", "every=", "every=1,every=2", "evry=1"):
         with pytest.raises(LNSConfigError, match="OLMO_LNS_MONITOR"):
             parse_setting(bad)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LNSConfigError, match=r"OLMO_LNS_MONITOR: .*file/rows\.csv cannot be written"):
+        start_file(tmp_path / "file" / "rows.csv", 0)
