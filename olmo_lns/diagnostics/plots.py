@@ -83,10 +83,9 @@ def _styles(count: int) -> list[dict[str, Any]]:
 
 
 def _layer_axis(axis: Any, layers: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+    step = max(1, round(layers / 8))
     axis.set_xlabel("block l")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_xticks(sorted({1, *range(step, layers + 1, step)}))
     axis.set_xlim(0.5, layers + 0.5)
 
 
@@ -146,7 +145,7 @@ def _layer_drop(reports: Sequence[Report], log: bool) -> Any:
         axis.axhline(0, color="black", linewidth=0.6)
         _layer_axis(axis, max(len(report.result.loss) for report in reports))
         axis.set_xlabel("removed block l")
-    increase.legend()
+    increase.legend(loc="upper center")
     return figure
 
 
