@@ -206,6 +206,16 @@ def test_unfolded_again(case: tuple[Path, Any, torch.Tensor]) -> None:
     assert args.layernorm_scaling and not args.layernorm_scaling_folded
 
 
+def test_a_mixture_of_experts_is_folded_as_a_megatron_checkpoint(tmp_path: Path) -> None:
+    config = tiny.config(num_moe_experts=4)
+    model = perturbed(config)
+    root = save(tmp_path / "run", model, arguments(config, num_experts=4), stacked=False)
+    expected = run(tiny.hook_reference(model))
+    assert export(root, tmp_path / "folded", "--format", "megatron") == 0
+    assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
+    assert relative(run(load(root, tiny.build(config))), expected) > 1e-2, "without folding it must differ"
+
+
 def test_zero_centred_gains_become_plain(tmp_path: Path) -> None:
     """The file holds gain - 1; the export holds s·gain, and the argument is switched off."""
     config = tiny.config()
