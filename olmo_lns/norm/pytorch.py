@@ -152,12 +152,14 @@ class _Norm(torch.autograd.Function):
             wide = _centred(rows[block].to(dtype), subtract_mean)
             norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
             r = torch.rsqrt(norm.square_().div_(wide.shape[-1]).add_(eps), out=rstd[block])
-            result = wide * (r * scale)
+            target = y[block]
+            result = torch.mul(wide, r * scale, out=target if out == dtype else None)
             if gain is not None:
                 result.mul_(gain)
             if shift is not None:
                 result.add_(shift)
-            y[block] = result
+            if result is not target:  # another dtype: rounded once, here
+                target.copy_(result)
         ctx.save_for_backward(x, weight, bias, rstd)
         ctx.settings = settings
         return y.view(x.shape)
@@ -208,8 +210,13 @@ def _grads(
             dbias += g.t().mv(torch.ones_like(r).flatten())
         if dx is not None:
             dot = product.mv(gain).unsqueeze_(-1)
-            dc = torch.mul(g, gain).mul_(r).addcmul_(wide, dot.mul_(r.pow(3)), value=-1.0 / width)
-            dx[block] = _centred(dc, subtract_mean)
+            target = dx[block]
+            dc = torch.mul(g, gain, out=target if x.dtype == dtype else None).mul_(r)
+            dc.addcmul_(wide, dot.mul_(r.pow(3)), value=-1.0 / width)
+            if subtract_mean:
+                dc.sub_(dc.mean(-1, keepdim=True))
+            if dc is not target:
+                target.copy_(dc)
     return (
         None if dx is None else dx.view(x.shape),
         None if dweight is None or weight is None else dweight.mul_(scale).to(weight.dtype),
