@@ -18,6 +18,9 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
+from olmo_lns.diagnostics.results import check_writable
+from olmo_lns.errors import LNSError
+
 Timer = Callable[[Callable[[], object]], float]
 
 
@@ -30,15 +33,12 @@ def require_device(name: str) -> torch.device:
 
 
 def report_path(text: str) -> Path:
-    """argparse type: a file that can be written, found out before the measurement."""
-    path = Path(text)
+    """argparse type: a .json file that can be written, found out before the measurement."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error}") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written")
-    return path
+        check_writable(Path(text), [".json"])
+    except LNSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def positive(text: str) -> int:

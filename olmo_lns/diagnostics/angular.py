@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, observe, run
+from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, group_device, not_finite, observe, run
 from olmo_lns.diagnostics.models import body_forward, find_blocks
 from olmo_lns.errors import LNSError
 
@@ -146,8 +146,7 @@ class _Sums:
         """Add up over the ranks of torch.distributed, if it runs: a rank with bad states tells the others."""
         if not (dist.is_available() and dist.is_initialized()):
             return
-        nccl = dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        device = group_device()
         bad = torch.zeros(len(self.total), dtype=torch.float64, device=device)
         if self.bad_state is not None:
             bad[self.bad_state] = 1
@@ -163,10 +162,8 @@ class _Sums:
         """:raises LNSError: some state was not finite, or there was no token."""
         if self.bad_state is not None:
             state = self.bad_state
-            where = f"block {state} is the first whose output" if state else "the input of block 1 (the embedding)"
-            raise LNSError(
-                f"{where} holds NaN or infinity: expected finite activations; check the checkpoint and the dtype "
-                "(fp16 overflows where bf16 and fp32 do not)"
+            raise not_finite(
+                f"block {state} is the first whose output" if state else "the input of block 1 (the embedding)"
             )
         if not self.tokens:
             raise LNSError("no token was selected on any rank: expected at least one real token")

@@ -11,11 +11,23 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from olmo_lns.errors import LNSError
 
-__all__ = ["Batch", "Batches", "accumulator_dtype", "evaluating", "first_tensor", "observe", "run", "unpack"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "accumulator_dtype",
+    "evaluating",
+    "first_tensor",
+    "group_device",
+    "not_finite",
+    "observe",
+    "run",
+    "unpack",
+]
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -99,6 +111,20 @@ def _observe_one(block: nn.Module, index: int, on_input: Observer | None, on_out
 def accumulator_dtype(device: torch.device) -> torch.dtype:
     """float64 for sums over tokens, float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors have to be for the collectives of ``group``."""
+    nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def not_finite(where: str) -> LNSError:
+    """The error for NaN or infinity in ``where``."""
+    return LNSError(
+        f"{where} holds NaN or infinity: expected finite activations; check the checkpoint and the dtype "
+        "(fp16 overflows where bf16 and fp32 do not)"
+    )
 
 
 def unpack(batch: Batch, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, observe, run
+from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, group_device, not_finite, observe, run
 from olmo_lns.diagnostics.models import body_forward, find_blocks
 from olmo_lns.errors import LNSError
 
@@ -80,7 +80,7 @@ class Moments:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return
         mine = self.table()
-        device = next((row.device for row in self._rows if row is not None), _group_device(group))
+        device = group_device(group)
         gathered = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, mine.to(device), group=group)
         self._rows = [None] * len(self._rows)
@@ -108,10 +108,7 @@ class Moments:
         """
         bad = self.first_bad_block() if check else None
         if bad is not None:
-            raise LNSError(
-                f"block {bad} is the first whose output holds NaN or infinity: expected finite activations; "
-                "check the checkpoint and the dtype (fp16 overflows where bf16 and fp32 do not)"
-            )
+            raise not_finite(f"block {bad} is the first whose output")
         table = self.table().double()
         count = table[:, 0]
         if bool((count == 0).any()):
@@ -123,12 +120,6 @@ class Moments:
             max=table[:, 4].tolist(),
             tokens=int(count[0]),
         )
-
-
-def _group_device(group: dist.ProcessGroup | None) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
 
 
 def _token_moments(tokens: torch.Tensor) -> torch.Tensor:

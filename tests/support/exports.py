@@ -140,3 +140,16 @@ def byte_tokenizer(path: Path, size: int = 64) -> Path:
     }
     path.write_text(json.dumps(content))
     return path
+
+
+def refused(capsys: Any, *args: Any) -> str:
+    """Run an export that must fail; returns its one line, having checked that nothing was written."""
+    out = Path(args[1])
+    before = sorted(out.parent.iterdir())
+    capsys.readouterr()
+    assert export(*args) == 1
+    captured = capsys.readouterr()
+    assert sorted(out.parent.iterdir()) == before, "something was left behind"
+    assert captured.err.count("\n") == 1 and "Traceback" not in captured.err, captured.err
+    assert captured.out == ""
+    return captured.err
