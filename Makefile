@@ -4,41 +4,72 @@
 #                only what is missing is installed, nothing is pinned, torch is not touched.
 #   TORCH=spec   torch to install where there is none (default torch==2.13.0).
 #   PYTHON=path  interpreter for a new environment (3.10 to 3.12).
+#   WORKERS=n    processes that run the tests (default 2, for two cores).
+#   DOOR=olmo-core   an environment for OLMo-core, which cannot stand beside OLMo: give it a VENV of its own.
 
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
+DOOR   ?=
+ifeq ($(DOOR),olmo-core)
+EXTRAS ?= olmo-core,analysis,test
+PINS   := constraints-olmo-core.txt
+else
 EXTRAS ?= olmo,megatron,analysis,study,eval,test,dev
+PINS   := constraints.txt
+endif
+DOCS_VENV ?= .venv-docs
+OLMO_CORE_VENV ?= .venv-olmo-core
 WORKERS ?= 2
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && echo $$p && break; done)
 
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.olmo-lns-setup
-# Two workers on two cores: one thread each, or they fight.
+# Python compiles a file when it first imports it: most of the 20,000 never are.
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
+# Two workers on two cores: one thread each, or they fight. Each starts with half of the tests in their order, so that
+# what a file builds once is built once; the slow ones stay whole files.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 
-.PHONY: setup demo test test-slow test-gpu lint format clean
+.PHONY: release-check docs wheel setup setup-olmo-core demo test test-slow test-olmo-core test-gpu lint format clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(PINS)
 	@if [ ! -x $(PY) ]; then \
 		if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.10, 3.11 or 3.12 found (ai2-olmo needs numpy<2); install one or set PYTHON=" >&2; exit 1; fi; \
 		echo "Creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV) && touch $(VENV)/.olmo-lns-owned; fi
 	@$(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
-		|| $(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(PY) -m pip install --quiet --disable-pip-version-check \
-		$$([ -f $(VENV)/.olmo-lns-owned ] && echo "-c constraints.txt") -e ".[$(EXTRAS)]"
+		|| { echo "Installing $(TORCH) into $(VENV): some 200 MB for a CPU build, several GB for CUDA"; \
+		$(PIP) "$(TORCH)"; }
+	@echo "Installing olmo-lns from this clone (editable) with its extras $(EXTRAS) into $(VENV); minutes the first time"
+	@$(PIP) \
+		$$([ -f $(VENV)/.olmo-lns-owned ] && echo "-c $(PINS)") -e ".[$(EXTRAS)]"
 	@touch $@
+	@echo "$(VENV) is ready: $(VENV)/bin/olmo-lns --help"
+
+# dist/olmo_lns-VERSION-py3-none-any.whl, to be installed into any environment.
+wheel:
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 demo: setup
 	$(VENV)/bin/olmo-lns demo $(ARGS)
 
 test: setup
-	$(PYTEST) -n $(WORKERS) -m "not slow" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-slow: setup
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not gpu" $(ARGS)
+
+# The OLMo-core door, in its own environment; MARK="slow or not slow" runs everything.
+MARK ?= not slow
+setup-olmo-core:
+	$(MAKE) setup DOOR=olmo-core VENV=$(OLMO_CORE_VENV)
+
+test-olmo-core: setup-olmo-core
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
+		tests/doors/olmo_core tests/export/test_olmo_core.py $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup
@@ -52,6 +83,17 @@ lint: setup
 format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# Builds, looks into the wheel, installs it into bare environments and uses it there.
+release-check: setup
+	PY=$(PY) bash scripts/release_check.sh
+
+# The documentation site into build/site, in an environment of its own; broken links fail.
+docs:
+	@[ -x $(DOCS_VENV)/bin/mkdocs ] || { $(PYTHON) -m venv $(DOCS_VENV) && \
+		$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"mkdocs-material>=9.5,<10" "mkdocstrings[python]>=0.26,<2"; }
+	$(DOCS_VENV)/bin/mkdocs build --strict --quiet && echo "build/site/index.html"
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

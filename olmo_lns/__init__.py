@@ -1,4 +1,4 @@
-"""LayerNorm Scaling (arXiv 2502.05795) for existing OLMo and Megatron launches.
+"""LayerNorm Scaling (arXiv 2502.05795) and its relatives for existing launches.
 
 ``import olmo_lns`` loads neither torch nor a training framework; the public names load what
 they need on first use.
@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["LNSError", "LNSRecord", "__version__", "layer_norm", "lns_scale", "rms_norm"]
+__version__ = "0.2.0"
+__all__ = ["LNSError", "Record", "__version__", "layer_norm", "lns_scale", "rms_norm"]
 
 _PUBLIC = {
     "LNSError": "olmo_lns.errors",
-    "LNSRecord": "olmo_lns.record",
+    "Record": "olmo_lns.record",
     "layer_norm": "olmo_lns.norm",
-    "lns_scale": "olmo_lns.scale",
+    "lns_scale": "olmo_lns.schemes.factor",
     "rms_norm": "olmo_lns.norm",
 }
 
 if TYPE_CHECKING:
     from olmo_lns.errors import LNSError
     from olmo_lns.norm import layer_norm, rms_norm
-    from olmo_lns.record import LNSRecord
-    from olmo_lns.scale import lns_scale
+    from olmo_lns.record import Record
+    from olmo_lns.schemes.factor import lns_scale
 
 
 def __getattr__(name: str) -> Any:
+    if name.endswith("BlockConfig"):
+        from olmo_lns.errors import LNSConfigError
+
+        # OLMo-core would take an AttributeError for "no such class" and build its own block without a word.
+        raise LNSConfigError(f"olmo_lns has no {name!r}: the block config is olmo_lns.olmo_core.BlockConfig")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

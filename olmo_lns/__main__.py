@@ -24,10 +24,12 @@ def main() -> int:
     if not os.path.isfile(script):
         print(f"olmo_lns: no script {script!r}, and no such command; `olmo-lns --help` lists them", file=sys.stderr)
         return 2
+    from olmo_lns import environment
+    from olmo_lns.doors import autoload
     from olmo_lns.errors import LNSError
-    from olmo_lns.integrations import autoload
 
     try:
+        environment.check()
         if any(arg.split("=")[0] == "--lns-config" for arg in args):
             from olmo_lns.study.megatron_args import expand
 
@@ -35,9 +37,9 @@ def main() -> int:
     except LNSError as error:
         print(f"olmo_lns: {error}", file=sys.stderr)
         return 2
-    if os.environ.get(autoload.DISABLE) == "1":
+    if environment.is_set(environment.DISABLE):
         print(
-            f"olmo_lns: {autoload.DISABLE}=1 is set, but the launcher was asked for: unset one of the two",
+            f"olmo_lns: {environment.DISABLE}=1 is set, but the launcher was asked for: unset one of the two",
             file=sys.stderr,
         )
         return 2

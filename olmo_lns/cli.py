@@ -2,29 +2,98 @@
 
 from __future__ import annotations
 
-import difflib
+import errno
 import importlib
+import importlib.util
 import sys
 import warnings
 from typing import Sequence
 
-from olmo_lns import __version__
-from olmo_lns.errors import LNSError
+import yaml
+
+from olmo_lns import __version__, environment, extras
+from olmo_lns.errors import LNSError, did_you_mean
 
 __all__ = ["COMMANDS", "main"]
 
-#: command -> (module whose ``main(argv) -> int`` runs it, one line of help).
+#: command -> (module whose ``main(argv) -> int`` runs it, one line of help, the extras it may need).
 COMMANDS = {
-    "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run"),
-    "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare"),
-    "train": ("olmo_lns.train", "run OLMo's Trainer on a config, from the pip package alone"),
-    "config": ("olmo_lns.study.config_check", "check OLMo and Megatron configs"),
-    "data": ("olmo_lns.study.data_check", "check tokenised data"),
-    "megatron-args": ("olmo_lns.study.megatron_args", "expand a Megatron YAML config to flags"),
-    "study": ("olmo_lns.study.cli", "plan, launch, collect and report a scaling study"),
-    "analyze": ("olmo_lns.diagnostics.cli", "draw the paper's diagnostics for a model"),
-    "export": ("olmo_lns.export.cli", "fold the factor into the weights for stock software"),
-    "verify": ("olmo_lns.export.verify", "compare a checkpoint with its export"),
+    "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run", ()),
+    "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare", ("olmo", "analysis")),
+    "train": ("olmo_lns.doors.olmo.train", "run OLMo's Trainer on a config, from the pip package alone", ("olmo",)),
+    "config": ("olmo_lns.study.config_pack", "list and copy the configs of the pack, check anybody's", ("olmo",)),
+    "data": ("olmo_lns.study.data_check", "check tokenised data", ()),
+    "megatron-args": ("olmo_lns.study.megatron_args", "expand a Megatron YAML config to flags", ("megatron",)),
+    "study": ("olmo_lns.study.cli", "plan, launch, collect and report a scaling study", ("olmo", "study")),
+    "analyze": ("olmo_lns.diagnostics.cli", "draw the paper's diagnostics for a model", ("analysis", "olmo")),
+    "hf": ("olmo_lns.export.hf_cli", "model folders for transformers that carry a scheme", ("hf",)),
+    "evaluate": ("olmo_lns.finetune.evaluate", "the papers' seven tasks, their published columns beside", ("eval",)),
+    "vision": ("olmo_lns.vision.digits", "the four vision arms on small images: a table and a figure", ("vision",)),
+    "export": ("olmo_lns.export.cli", "fold the factor into the weights for stock software", ("hf", "olmo")),
+    "verify": ("olmo_lns.export.verify", "compare a checkpoint with its export", ("hf", "olmo")),
+}
+
+#: command, or command and what it does -> lines that can be typed, printed under its help. The rest brings its own.
+EXAMPLES = {
+    "doctor": ("olmo-lns doctor", "olmo-lns doctor --require olmo --json"),
+    "demo": ("olmo-lns demo", "olmo-lns demo --steps 50 --layers 8 --arms preln,lns --out /tmp/demo"),
+    "config": ("olmo-lns config list", "olmo-lns config check 60M-lns.yaml"),
+    "config list": ("olmo-lns config list",),
+    "config copy": ("olmo-lns config copy olmo/60M-lns.yaml",),
+    "config check": ("olmo-lns config check 60M-lns.yaml --gpus 64 --budget 20e9",),
+    "data": ("olmo-lns data check /data/dolma --budget 20e9",),
+    "data check": ("olmo-lns data check /data/dolma", "olmo-lns data check tokens.npy --vocab-size 50304 --budget 0"),
+    "data commonsense": ("olmo-lns data commonsense commonsense_170k.json -o commonsense",),
+    "megatron-args": (
+        "olmo-lns megatron-args megatron/60M-lns.yaml --one-per-line",
+        "torchrun --nproc-per-node=8 pretrain_gpt.py $(olmo-lns megatron-args megatron/60M-lns.yaml)",
+    ),
+    "study": ("olmo-lns study plan study/paper.yaml", "olmo-lns study all study/tiny.yaml --out tiny"),
+    "study plan": ("olmo-lns study plan study/paper.yaml --csv plan.csv",),
+    "study launch": (
+        "olmo-lns study launch study/tiny.yaml --out tiny --run",
+        "olmo-lns study launch study/paper.yaml --out /runs/paper --slurm jobs --partition gpu --time 24:00:00",
+    ),
+    "study status": ("olmo-lns study status study/paper.yaml --out /runs/paper",),
+    "study collect": ("olmo-lns study collect study/paper.yaml --out /runs/paper --allow-missing",),
+    "study report": ("olmo-lns study report study/paper.yaml --out /runs/paper",),
+    "study all": ("olmo-lns study all study/tiny.yaml --out tiny",),
+    "analyze": (
+        "olmo-lns analyze variance --model runs/lns/step1000-unsharded --data heldout.npy --plot variance.png",
+        "olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",
+    ),
+    "analyze variance": ("olmo-lns analyze variance --model runs/lns/step1000-unsharded --data heldout.npy",),
+    "analyze angular": ("olmo-lns analyze angular --model Qwen/Qwen2.5-0.5B --data allenai/c4,en:validation",),
+    "analyze layer-drop": ("olmo-lns analyze layer-drop --model exported --data text.jsonl --tasks arc_easy",),
+    "analyze jacobian": ("olmo-lns analyze jacobian --model runs/lns/step1000-unsharded --data heldout.npy",),
+    "analyze gradnorm": ("olmo-lns analyze gradnorm --model runs/lns/step1000-unsharded --data heldout.npy",),
+    "analyze all": ("olmo-lns analyze all runs/preln/step1000 runs/lns/step1000 --data heldout.npy -o report",),
+    "analyze plot": ("olmo-lns analyze plot variance.json -o variance.pdf",),
+    "analyze compare": ("olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",),
+    "hf init": ("olmo-lns hf init Qwen/Qwen2.5-0.5B --scheme lns -o qwen-lns",),
+    "hf import": ("olmo-lns hf import runs/lns/step1000 -o model",),
+    "evaluate": ("olmo-lns evaluate model --limit 100 -o scores.json",),
+    "vision": ("olmo-lns vision digits -o digits",),
+    "vision digits": ("olmo-lns vision digits -o digits --depth 12 --epochs 5",),
+    "verify": ("olmo-lns verify runs/lns/step1000 model",),
+}
+
+#: Errors of files that a user can act on; said in one line with the file's name.
+MACHINE = {
+    getattr(errno, name)
+    for name in (
+        "EACCES",
+        "EDQUOT",
+        "EEXIST",
+        "EISDIR",
+        "EFBIG",
+        "EIO",
+        "ENOENT",
+        "ENOSPC",
+        "ENOTDIR",
+        "EPERM",
+        "EROFS",
+    )
 }
 
 
@@ -39,23 +108,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, rest = args[0], args[1:]
     if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        print(f"olmo-lns: unknown command {command!r}.{hint} Known: {', '.join(COMMANDS)}", file=sys.stderr)
+        hint = did_you_mean(command, COMMANDS)
+        print(f"olmo-lns: unknown command {command!r}{hint}. Known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     # OLMo's use of an OmegaConf function that OmegaConf 2.4 renamed; nothing a user can act on.
     warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
     try:
+        if command != "doctor":  # which reports it among everything else that is wrong
+            environment.check()
         return int(importlib.import_module(COMMANDS[command][0]).main(rest))
+    except SystemExit as stop:
+        if stop.code == 0 and (examples := _examples(command, rest)):  # the command has printed its help
+            print(f"\nexample{'s' if len(examples) > 1 else ''}:")
+            print("\n".join(f"  {line}" for line in examples))
+        raise
     except LNSError as error:
         print(f"olmo-lns {command}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if (needed := _needed(command, error)) is None:
+            raise
+        print(f"olmo-lns {command}: {needed}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        # A folder that cannot be written, a full disk: errors of the machine, not of the program.
+        if error.errno not in MACHINE:
+            raise
+        where = error.filename if error.filename is not None else "writing"
+        print(f"olmo-lns {command}: {where}: {error.strerror}", file=sys.stderr)
+        return 1
+    except yaml.YAMLError as error:
+        print(f"olmo-lns {command}: not YAML: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except RecursionError:
+        print(f"olmo-lns {command}: an input is nested too deeply, or contains itself", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"olmo-lns {command}: interrupted", file=sys.stderr)
         return 130
 
 
+def _examples(command: str, rest: Sequence[str]) -> tuple[str, ...]:
+    inner = f"{command} {rest[0]}" if rest else command
+    return EXAMPLES.get(inner) or EXAMPLES.get(command, ())
+
+
+def _needed(command: str, error: ModuleNotFoundError) -> str | None:
+    """Which extra brings the module that is missing; None where none does, or where it is installed but broken."""
+    module = (error.name or "").partition(".")[0]
+    if not module or importlib.util.find_spec(module) is not None:
+        return None
+    extra = extras.extra_of(module, COMMANDS[command][2])
+    return extra and f"needs {module}, which is not installed: {extras.advice(extra)}"
+
+
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n`olmo-lns <command> --help` tells more."
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text, _) in COMMANDS.items())
+    more = "`olmo-lns <command> --help` tells more."
+    return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n{more}\n\n{environment.describe()}"

@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import importlib.util
-import os
+import json
 import platform
+import runpy
+import sys
 import warnings
-from dataclasses import dataclass
-from typing import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Sequence
 
 from packaging.version import Version
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from olmo_lns import __version__
+from olmo_lns import __version__, environment, extras, schemes
+from olmo_lns.doors import autoload, sources
+from olmo_lns.doors.olmo.settings import check_environment
 from olmo_lns.errors import LNSError
-from olmo_lns.integrations import autoload
-from olmo_lns.settings import Settings
 
-__all__ = ["VARIABLES", "Finding", "examine", "main"]
-
-#: Environment variables that something in this package reads.
-VARIABLES = frozenset(
-    f"OLMO_LNS_{name}"
-    for name in (
-        "ALLOW_MISMATCH",
-        "ALLOW_UNVERIFIED",
-        "DISABLE",
-        "EXPONENT",
-        "MONITOR",
-        "NORM_BACKEND",
-        "SCALED_INIT",
-    )
-)
+__all__ = ["Finding", "examine", "main"]
 
 
 @dataclass(frozen=True)
@@ -49,89 +37,166 @@ class Finding:
     detail: str
 
 
+@dataclass(frozen=True)
+class Framework:
+    """Where a framework's name, version and verified sources stand.
+
+    :param release: path below the source tree, and the variable in it, that holds the version.
+    :param all_needed: whether every symbol of the table exists in every version.
+    """
+
+    label: str
+    extra: str
+    module: str
+    distribution: str
+    release: tuple[str, str]
+    upstream: str
+    all_needed: bool
+    detail: str
+
+
+FRAMEWORKS = (
+    Framework(
+        "OLMo",
+        "olmo",
+        "olmo",
+        "ai2-olmo",
+        ("olmo/version.py", "VERSION"),
+        "olmo_lns.doors.olmo.upstream",
+        True,
+        "layer_norm_type: lns, lns_rms, lns_default, lns_low_precision; so for the other schemes",
+    ),
+    Framework(
+        "OLMo-core",
+        "olmo-core",
+        "olmo_core",
+        "ai2-olmo-core",
+        ("olmo_core/version.py", "VERSION"),
+        "olmo_lns.doors.olmo_core.upstream",
+        True,
+        "block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}",
+    ),
+    Framework(
+        "Megatron core",
+        "megatron",
+        "megatron.core",
+        "megatron-core",
+        ("megatron/core/package_info.py", "__version__"),
+        "olmo_lns.doors.megatron.upstream",
+        False,
+        "flags --layernorm-scaling, --no-scaled-init",
+    ),
+)
+
+
 def examine() -> list[Finding]:
-    """Look at every part; imports the frameworks that are installed."""
+    """Look at every part. No framework is imported: their sources are read and compared with those verified."""
     return [
         Finding("Python", platform.python_version(), "ok", "3.10 to 3.12 are supported"),
         _settings(),
         _torch(),
-        _framework("OLMo", "olmo", "ai2-olmo", _register_olmo),
-        _framework("Megatron core", "megatron.core", "megatron-core", _register_megatron),
+        *(_framework(framework) for framework in FRAMEWORKS),
         _transformer_engine(),
         _backend(),
         _autoload(),
+        *(_extra(name) for name in extras.names()),
     ]
 
 
 def _settings() -> Finding:
-    from olmo_lns.diagnostics.monitor import MONITOR_VARIABLE, parse_setting
-
-    unknown = sorted(name for name in os.environ if name.startswith("OLMO_LNS_") and name not in VARIABLES)
     try:
-        if unknown:
-            raise LNSError(f"unknown variable {', '.join(unknown)}; known: {', '.join(sorted(VARIABLES))}")
-        settings = Settings.current()
-        parse_setting(os.environ.get(MONITOR_VARIABLE, ""))
+        check_environment()
+        if setting := environment.read(environment.MONITOR):
+            from olmo_lns.diagnostics.monitor import parse_setting
+
+            parse_setting(setting)
     except LNSError as error:
         return Finding("olmo-lns", __version__, "unsupported", str(error))
-    return Finding("olmo-lns", __version__, "ok", f"exponent {settings.exponent:g}, scaled_init {settings.scaled_init}")
+    given = [f"{name}={environment.read(name)}" for name in environment.VARIABLES if environment.read(name)]
+    return Finding("olmo-lns", __version__, "ok", ", ".join(given) or f"schemes {', '.join(schemes.names())}")
+
+
+#: Where a driver shows a device that torch could use (NVIDIA, WSL, ROCm).
+_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+
+
+def _may_have_device() -> bool:
+    """Whether torch has to be asked (seconds); one built for CPU, or a Linux without a device, has none."""
+    built = runpy.run_path(str(tree / "torch" / "version.py")) if (tree := _tree("torch")) else {}
+    possible = bool(built.get("cuda") or built.get("hip"))
+    return possible and (sys.platform != "linux" or any(Path(name).exists() for name in _DEVICES))
 
 
 def _torch() -> Finding:
+    if (tree := _tree("torch")) is None:
+        return Finding("torch", "-", "unsupported", "not installed: pip install torch")
+    if not _may_have_device():
+        version = runpy.run_path(str(tree / "torch" / "version.py"))["__version__"]
+        return Finding("torch", version, "ok", "CUDA: no device")
     import torch
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("torch", torch.__version__, "ok", f"CUDA: {', '.join(devices) or 'no device'}")
 
 
-def _framework(label: str, module: str, distribution: str, register: Callable[[], str]) -> Finding:
-    if not _importable(module):
-        return Finding(label, "-", "absent", f"pip install 'olmo-lns[{module.split('.')[0]}]'")
-    found = _version(distribution)
+def _framework(framework: Framework) -> Finding:
+    label = framework.label
+    if (tree := _tree(framework.module)) is None:
+        return Finding(label, "-", "absent", extras.advice(framework.extra))
+    upstream = importlib.import_module(framework.upstream)
+    version = _version(framework, tree)
+    if version is None:
+        return Finding(label, "-", "unsupported", f"{tree / framework.release[0]} says no {framework.release[1]}")
+    if framework.module == "olmo_core" and Version(version) < Version(upstream.OLDEST):
+        return Finding(label, version, "note", f"too old for a door ({upstream.OLDEST}); ai2-olmo brings it for itself")
     try:
-        return Finding(label, found, "ok", register())
-    except Exception as error:  # whatever a framework raises on import is the answer to report
-        return Finding(label, found, "unsupported", f"{type(error).__name__}: {error}")
+        if framework.module == "olmo":
+            upstream.check_version(version)
+        targets = {target.path: target.verified for target in upstream.TARGETS}
+        changed = sources.unverified(tree, targets, all_needed=framework.all_needed)
+    except (LNSError, OSError, SyntaxError) as error:
+        return Finding(label, version, "unsupported", f"{type(error).__name__}: {error}")
+    if changed:
+        text = f"{', '.join(changed)}: source not verified, in {tree}"
+        allowed = environment.is_set(environment.ALLOW_UNVERIFIED)
+        return Finding(label, version, "note" if allowed else "unsupported", text)
+    return Finding(label, version, "ok", f"{framework.detail}; in {tree}")
 
 
-def _importable(module: str) -> bool:
+def _tree(module: str) -> Path | None:
+    """The folder that holds a framework's top-level package, or None where it cannot be imported."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, autoload.PluginError):
-        return importlib.util.find_spec(module.split(".")[0]) is not None
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # the parent is absent
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))).parents[module.count(".")]
 
 
-def _version(distribution: str) -> str:
+def _version(framework: Framework, tree: Path) -> str | None:
+    """As the sources that would be imported say; metadata may be another copy's."""
+    path, name = framework.release
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "from a source tree"
+        return str(runpy.run_path(str(tree / path))[name])
+    except (KeyError, OSError):
+        return None
 
 
-def _register_olmo() -> str:
-    import olmo
-
-    from olmo_lns.integrations.olmo import register, types
-
-    register()
-    importlib.import_module("olmo.train")
-    return f"layer_norm_type: {', '.join(types.LNS_TYPES)}; in {olmo.__path__[0]}"
-
-
-def _register_megatron() -> str:
-    importlib.import_module("megatron.core")
-    module = importlib.import_module("olmo_lns.integrations.megatron")
-    module.register()
-    return "flags --layernorm-scaling, --no-scaled-init"
+def _extra(name: str) -> Finding:
+    missing, other = extras.problems(name)
+    if missing:
+        return Finding(f"extra {name}", "-", "absent", f"lacks {', '.join(missing)}: {extras.advice(name)}")
+    return Finding(f"extra {name}", "", "note" if other else "ok", ", ".join(other) or "complete")
 
 
 def _transformer_engine() -> Finding:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Finding("Transformer Engine", "-", "absent", f"{extras.advice('te')} (CUDA)")
     from olmo_lns.norm import transformer_engine as te
 
     status = te.status()
-    if importlib.util.find_spec("transformer_engine") is None:
-        state, detail = "absent", "pip install --no-build-isolation 'olmo-lns[te]' (CUDA)"
-    elif status.problem is None:
+    if status.problem is None:
         state, detail = "ok", "fused kernels carry the factor"
     else:
         # Broken on a login node without a GPU is no fault; a version nobody verified is.
@@ -141,6 +206,8 @@ def _transformer_engine() -> Finding:
 
 
 def _backend() -> Finding:
+    if environment.read(environment.NORM_BACKEND) in ("", "auto") and not _may_have_device():
+        return Finding("norm backend", "torch", "ok", "no CUDA device is visible")
     from olmo_lns.norm import choose_backend
 
     try:
@@ -151,8 +218,8 @@ def _backend() -> Finding:
 
 
 def _autoload() -> Finding:
-    if os.environ.get(autoload.DISABLE) == "1":
-        return Finding("autoload", "off", "note", f"{autoload.DISABLE}=1 is set")
+    if environment.is_set(environment.DISABLE):
+        return Finding("autoload", "off", "note", f"{environment.DISABLE}=1 is set")
     if autoload.autoload_active():
         return Finding("autoload", "on", "ok", "unmodified launches load the plugins")
     return Finding(
@@ -160,15 +227,74 @@ def _autoload() -> Finding:
     )
 
 
+def _tune() -> None:
+    from olmo_lns.norm import tuning
+    from olmo_lns.norm.backend import tune
+
+    entry = tune()
+    for case, milliseconds in entry["milliseconds"].items():
+        times = ", ".join(f"{name} {value:.3f} ms" for name, value in milliseconds.items())
+        print(f"RMSNorm {case}, forward + backward of four: {times}")
+    print(f"fastest: {entry['backend']}; `auto` takes it from now on (written to {tuning.path()})")
+
+
+def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
+    """One line for every required extra that cannot be used: its framework's row, and its packages' row."""
+    rows = {row.what: row for row in findings}
+    labels = {framework.extra: framework.label for framework in FRAMEWORKS} | {"te": "Transformer Engine"}
+    lines = []
+    for name in required:
+        for row in (rows.get(labels.get(name, "")), rows[f"extra {name}"]):
+            if row is None:
+                continue
+            # Packages of another version than asked for may do; a framework without a door does not.
+            fails = ("absent", "unsupported") if row.what.startswith("extra ") else ("absent", "unsupported", "note")
+            if row.state in fails:
+                lines.append(f"--require {name}: {row.what} is {row.state}: {row.detail}")
+                break
+    return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="olmo-lns doctor", description=__doc__)
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="first measure the norm backends on this machine's GPU (seconds); `auto` takes the fastest from then on",
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        metavar="EXTRA",
+        choices=extras.names(),
+        help=f"exit with 1 where it is absent; may be given again: {', '.join(extras.names())}",
+    )
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
-    """Print the table. Exit code 1 if an installed framework or an asked-for backend cannot be used."""
-    argparse.ArgumentParser(prog="olmo-lns doctor", description=__doc__).parse_args(argv)
+    """Print the table. Exit code 1 if an installed framework, a chosen backend or a required extra cannot be used."""
+    args = _parser().parse_args(argv)
+    if args.tune:
+        _tune()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns of every optional part that is absent
+        warnings.simplefilter("ignore")  # torch warns of optional parts that are absent
         findings = examine()
+    if args.json:
+        print(json.dumps([asdict(row) for row in findings], indent=1))
+    else:
+        _print(findings)
+    lacking = _lacking(findings, args.require)
+    for line in lacking:
+        print(f"olmo-lns doctor: {line}", file=sys.stderr)
+    return int(bool(lacking) or any(row.state == "unsupported" for row in findings))
+
+
+def _print(findings: Sequence[Finding]) -> None:
     table = Table("", "version", "state", Column("", overflow="fold"), title="olmo-lns doctor", title_justify="left")
     colours = {"ok": "green", "absent": "dim", "note": "yellow", "unsupported": "red"}
     for row in findings:
         table.add_row(row.what, row.found, f"[{colours[row.state]}]{row.state}[/]", escape(row.detail))
     Console().print(table)
-    return int(any(row.state == "unsupported" for row in findings))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import Callable, Iterable
+
 __all__ = [
     "BackendUnavailableError",
     "CheckpointMismatchError",
     "LNSConfigError",
     "LNSError",
     "UpstreamChangedError",
+    "did_you_mean",
+    "one_line",
 ]
 
 
@@ -16,16 +21,32 @@ class LNSError(Exception):
 
 
 class LNSConfigError(LNSError, ValueError):
-    """A setting or an input that LayerNorm Scaling cannot honour."""
+    """A setting or an input that a scheme cannot honour."""
 
 
 class UpstreamChangedError(LNSError, ImportError):
-    """OLMo, Megatron or Transformer Engine is not a version that was verified."""
+    """A framework or Transformer Engine is not a version that was verified."""
 
 
 class CheckpointMismatchError(LNSError):
-    """A checkpoint and the running configuration disagree about LayerNorm Scaling."""
+    """A checkpoint and the running configuration disagree about the scheme."""
 
 
 class BackendUnavailableError(LNSError, RuntimeError):
     """A norm backend was asked for by name and cannot run here."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
+    """``" (did you mean 'lns'?)"`` for a name near a known one, in whatever case; else ``""``.
+
+    :param spell: what to write for the known name.
+    """
+    names = {str(candidate).lower(): str(candidate) for candidate in known}
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    return f" (did you mean {spell(names[near[0]])!r}?)" if near else ""
+
+
+def one_line(error: BaseException | str) -> str:
+    """The first line of an upstream error's text, at most 200 characters; its class where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

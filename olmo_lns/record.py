@@ -1,77 +1,93 @@
-"""What identifies an LNS model, kept beside its weights and compared on every load.
+"""What identifies a model, kept with its weights and compared on every load.
 
-OLMo's config schema is closed and environment variables are gone on resume, so the record is a
-small ``lns.json`` beside each checkpoint's ``config.yaml``; Megatron keeps it in the saved
-arguments and exports keep it in their config.
+OLMo's config schema is closed, so the record is a small ``lns.json`` beside each checkpoint's
+``config.yaml``; Megatron keeps it in the saved arguments, exports keep it in their config.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+import reprlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
-from olmo_lns import __version__
-from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.scale import DEFAULT_EXPONENT
+from olmo_lns import __version__, environment
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.schemes import INITIALIZATIONS, PRE_LN, Scheme, definition, names
 
-__all__ = ["OVERRIDE_VARIABLE", "PRE_LN", "RECORD_FILE", "LNSRecord", "check_match"]
+__all__ = ["FORMAT", "RECORD_FILE", "Record", "accepted", "check_match"]
 
+#: Version of the record's form.
+FORMAT = 1
 #: Name of the record inside a checkpoint folder.
 RECORD_FILE = "lns.json"
-#: ``type`` of a model without LayerNorm Scaling.
-PRE_LN = "none"
-#: Comma-separated names of differences that the user accepts knowingly.
-OVERRIDE_VARIABLE = "OLMO_LNS_ALLOW_MISMATCH"
+_KEYS = {
+    "format": int,
+    "scheme": str,
+    "parameters": dict,
+    "norm": str,
+    "scaled_init": str,
+    "folded": bool,
+    "plugin_version": str,
+}
 
 
 @dataclass(frozen=True)
-class LNSRecord:
-    """How LayerNorm Scaling was used for a set of weights.
+class Record:
+    """How a set of weights was trained.
 
-    :param type: ``"none"`` (Pre-LN), or the norm that carries the factor: ``"lns_rms"``,
-        ``"lns_default"``, ``"lns_low_precision"`` (OLMo), ``"lns"`` (Megatron, where the norm is
-        an argument of its own).
-    :param exponent: exponent of the factor, 0.5 in the paper; 0.0 for Pre-LN.
-    :param scaled_init: policy for the residual output projections: ``"auto"`` (off with LNS,
-        the framework's own without), ``"keep"`` or ``"off"``.
-    :param folded: the factor has been multiplied into the weights; they run as plain Pre-LN.
+    :param norm: base norm of the blocks in the framework's own word (``rms``, ``RMSNorm``); ``""`` where the
+        framework's config says it.
+    :param scaled_init: initialization of the residual output projections, one of
+        :data:`~olmo_lns.schemes.INITIALIZATIONS`.
+    :param folded: constants and gates have been multiplied into the weights; they run as plain Pre-LN.
     :param plugin_version: version of olmo-lns that wrote the record; informative, not compared.
     """
 
-    type: str = PRE_LN
-    exponent: float = 0.0
-    scaled_init: str = "auto"
+    scheme: Scheme = PRE_LN
+    norm: str = ""
+    scaled_init: str = "upstream"
     folded: bool = False
     plugin_version: str = __version__
 
-    @classmethod
-    def lns(cls, type: str, exponent: float = DEFAULT_EXPONENT, **kwargs: Any) -> LNSRecord:
-        """The record of a model whose block norms carry the factor."""
-        return cls(type=type, exponent=exponent, **kwargs)
-
     @property
     def active(self) -> bool:
-        """Whether running these weights needs the factor."""
-        return self.type != PRE_LN and not self.folded
+        """Whether running these weights needs the scheme."""
+        return not self.scheme.is_pre_ln and not self.folded
+
+    @property
+    def running(self) -> str:
+        """Name of what has to run: the scheme, ``preln`` or ``folded``."""
+        return "folded" if self.folded else self.scheme.name
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            "format": FORMAT,
+            "scheme": self.scheme.name,
+            "parameters": self.scheme.parameters,
+            "norm": self.norm,
+            "scaled_init": self.scaled_init,
+            "folded": self.folded,
+            "plugin_version": self.plugin_version,
+        }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, source: object = "record") -> LNSRecord:
-        """:raises CheckpointMismatchError: keys are missing, unknown or of a wrong type."""
-        expected = {f.name: type(f.default) for f in fields(cls)}
-        if set(values) != set(expected):
+    def from_dict(cls, values: Mapping[str, Any], *, source: object = "record") -> Record:
+        """:raises CheckpointMismatchError: another format, or keys that are missing, unknown or of a wrong type."""
+        _check_form(values, source)
+        if values["scaled_init"] not in INITIALIZATIONS:
             raise CheckpointMismatchError(
-                f"{source}: not an LNS record: found keys {sorted(values)}, expected {sorted(expected)}"
+                f"{source}: scaled_init {values['scaled_init']!r}: expected one of {', '.join(INITIALIZATIONS)}"
             )
-        for name, kind in expected.items():
-            if not isinstance(values[name], (float, int) if kind is float else kind):
-                raise CheckpointMismatchError(f"{source}: {name!r} must be a {kind.__name__}, found {values[name]!r}")
-        return cls(**values)
+        try:
+            scheme = _scheme(values["scheme"], values["parameters"])
+        except LNSConfigError as error:
+            raise CheckpointMismatchError(
+                f"{source} (written by olmo-lns {values['plugin_version']}): {error}"
+            ) from None
+        return cls(scheme, values["norm"], values["scaled_init"], values["folded"], values["plugin_version"])
 
     def write(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``lns.json`` into ``folder`` by rename, so that no reader sees half of it."""
@@ -82,90 +98,149 @@ class LNSRecord:
         return path
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> LNSRecord | None:
+    def read(cls, folder: str | os.PathLike[str]) -> Record | None:
         """The record in ``folder``, or None when it holds none (a checkpoint made without us)."""
         path = Path(folder) / RECORD_FILE
         return cls.from_json(path) if path.is_file() else None
 
     @classmethod
-    def from_json(cls, path: str | os.PathLike[str]) -> LNSRecord:
-        """:raises CheckpointMismatchError: the file is not a record."""
+    def from_json(cls, path: str | os.PathLike[str]) -> Record:
+        """:raises CheckpointMismatchError: the file is not a record, or cannot be read."""
         path = Path(path)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointMismatchError(f"{path}: not valid JSON ({error})") from None
+        except OSError as error:
+            raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror or error}") from None
         if not isinstance(values, dict):
-            raise CheckpointMismatchError(f"{path}: expected a JSON object, found {values!r:.80}")
+            raise CheckpointMismatchError(f"{path}: expected a JSON object, found {reprlib.repr(values)}")
         return cls.from_dict(values, source=path)
 
-
-#: Name of each difference (as given to the override variable) and why it matters.
-_CONSEQUENCE = {
-    "lns-to-preln": "its blocks would run without the factor it was trained with",
-    "preln-to-lns": "its blocks would suddenly be scaled by a factor it was not trained with",
-    "folded-to-lns": "the factor is already inside the weights and would be applied twice",
-    "folded-to-preln": "the weights run as they are, but training on would no longer be LNS "
-    "(gain and gradients differ); unfold them to continue under LNS",
-    "norm": "the base norm would change",
-    "exponent": "every block would be scaled by another factor",
-    "scaled-init": "the run would continue under another initialization policy than it was started with",
-    "missing-record": "its exponent is unknown",
-}
+    def __str__(self) -> str:
+        what = definition(self.scheme.name).label if self.scheme.is_pre_ln else str(self.scheme)
+        if self.scheme.values and not self.scheme.arguments:  # the value is what two messages differ in
+            what += ":" + ",".join(f"{key}={value!r}" for key, value in self.scheme.values)
+        norm = f" over {self.norm}" if self.norm and not self.scheme.is_pre_ln else ""
+        return f"{'folded ' if self.folded else ''}{what}{norm} (initialization {self.scaled_init})"
 
 
-def differences(saved: LNSRecord, running: LNSRecord) -> list[str]:
+def _check_form(values: Mapping[str, Any], source: object) -> None:
+    """The format first: a newer one may have any keys."""
+    if "format" not in values and {"type", "exponent"} <= set(values):
+        raise CheckpointMismatchError(
+            f"{source}: a record without 'format' (keys {', '.join(sorted(values))}), as development versions before "
+            f"0.2 wrote it; this version reads format {FORMAT}. Write it anew: its type and exponent are 'scheme' and "
+            "'parameters' now."
+        )
+    found = values.get("format")
+    if isinstance(found, int) and not isinstance(found, bool) and found > FORMAT:
+        raise CheckpointMismatchError(
+            f"{source}: format {found} of a newer olmo-lns; this version ({__version__}) reads format {FORMAT}. "
+            "Upgrade it."
+        )
+    if found != FORMAT or isinstance(found, bool) or set(values) != set(_KEYS):
+        raise CheckpointMismatchError(
+            f"{source}: not a record of format {FORMAT}: found keys {sorted(values)}, expected {sorted(_KEYS)}"
+            + (" (unknown keys: was it written by a newer version?)" if set(values) > set(_KEYS) else "")
+        )
+    for name, kind in _KEYS.items():
+        if not isinstance(values[name], kind):
+            raise CheckpointMismatchError(
+                f"{source}: {name!r} must be a {kind.__name__}, found {reprlib.repr(values[name])}"
+            )
+
+
+def _scheme(name: str, parameters: Mapping[str, Any]) -> Scheme:
+    """Of a record, which holds every parameter, as a number: none is guessed.
+
+    :raises LNSConfigError: otherwise.
+    """
+    scheme = Scheme.of(name, **parameters)
+    for key, value in scheme.values:
+        if key not in parameters or isinstance(parameters[key], str):
+            found = reprlib.repr(parameters[key]) if key in parameters else "none"
+            raise LNSConfigError(f"scheme {name!r}: {key!r} must be a {type(value).__name__}, found {found}")
+    return scheme
+
+
+def differences(saved: Record, running: Record) -> list[str]:
     """Names of the differences that matter between two records, most severe first."""
-    if saved.folded != running.folded or saved.active != running.active:
-        if saved.folded:
-            return ["folded-to-lns" if running.active else "folded-to-preln"]
-        return ["preln-to-lns" if running.active else "lns-to-preln"]
+    if saved.running != running.running:
+        return [f"{saved.running}-to-{running.running}"]
     found = []
     if saved.active:
-        found += ["norm"] * (saved.type != running.type)
-        found += ["exponent"] * (saved.exponent != running.exponent)
+        parameters = running.scheme.parameters
+        found += ["norm"] * (saved.norm != running.norm)
+        found += [key for key, value in saved.scheme.values if parameters[key] != value]
     found += ["scaled-init"] * (saved.scaled_init != running.scaled_init)
     return found
 
 
 def check_match(
-    saved: LNSRecord,
-    running: LNSRecord,
+    saved: Record,
+    running: Record,
     *,
     source: object,
     training: bool = True,
     allow: str | None = None,
 ) -> list[str]:
-    """Compare a checkpoint's record with the running configuration.
+    """Compare a checkpoint's record with the model that runs.
 
     :param source: the checkpoint, for the message.
     :param training: False when the weights are only evaluated or converted: then folded weights
-        under plain Pre-LN and another initialization policy are both fine.
+        under plain Pre-LN and another initialization are both fine.
     :param allow: accepted differences, comma-separated; default ``$OLMO_LNS_ALLOW_MISMATCH``.
     :returns: the differences that were found and explicitly allowed (the caller logs them).
     :raises CheckpointMismatchError: a difference that was not allowed, with both values named.
     """
-    text = allow if allow is not None else os.environ.get(OVERRIDE_VARIABLE, "")
-    allowed = {name.strip() for name in text.split(",")}
-    if unknown := allowed - set(_CONSEQUENCE) - {""}:
-        raise CheckpointMismatchError(
-            f"{OVERRIDE_VARIABLE} names {sorted(unknown)}; known differences: {', '.join(sorted(_CONSEQUENCE))}"
-        )
+    allowed = accepted(allow)
     found = differences(saved, running)
     if not training:
         found = [name for name in found if name not in ("folded-to-preln", "scaled-init")]
     for name in found:
         if name not in allowed:
             raise CheckpointMismatchError(
-                f"{source} was saved with {_describe(saved)}, but this run has {_describe(running)}: "
-                f"{_CONSEQUENCE[name]}. Run with the checkpoint's setting, or set "
-                f"{OVERRIDE_VARIABLE}={name} to go on knowingly."
+                f"{source} was saved with {saved}, but this run has {running}: {_consequence(name)}. Run with the "
+                f"checkpoint's setting, or set {environment.ALLOW_MISMATCH}={name} to go on knowingly."
             )
     return found
 
 
-def _describe(record: LNSRecord) -> str:
-    if record.type == PRE_LN:
-        return f"Pre-LN (no LNS, scaled_init={record.scaled_init})"
-    state = "folded " if record.folded else ""
-    return f"{state}{record.type} (exponent {record.exponent:g}, scaled_init={record.scaled_init})"
+def accepted(text: str | None = None) -> set[str]:
+    """The differences named in ``text``, or in ``$OLMO_LNS_ALLOW_MISMATCH``.
+
+    :raises CheckpointMismatchError: a name that no difference has.
+    """
+    text = environment.read(environment.ALLOW_MISMATCH) if text is None else text
+    found = {name.strip() for name in text.split(",")} - {""}
+    known = {"norm", "scaled-init", "missing-record"} | {key for name in names() for key in definition(name).parameters}
+    runs = {"folded", *names()}
+    unknown = {n for n in found - known if "-to-" not in n or not set(n.split("-to-")) <= runs}
+    if unknown:
+        raise CheckpointMismatchError(
+            f"{environment.ALLOW_MISMATCH} names {sorted(unknown)}; known differences: {', '.join(sorted(known))}, "
+            f"and A-to-B with A and B of {', '.join(sorted(runs))}"
+        )
+    return found
+
+
+def _consequence(name: str) -> str:
+    if name == "folded-to-preln":
+        return (
+            "the weights run as they are, but training on would no longer be their scheme's (gain and gradients "
+            "differ); unfold them to continue under it"
+        )
+    if name.startswith("folded-to-"):
+        return "the factor is already inside the weights and would be applied twice"
+    if name.endswith("-to-preln"):
+        return "its blocks would run without the scheme it was trained with"
+    if name.startswith("preln-to-"):
+        return "its blocks would suddenly follow a scheme it was not trained with"
+    if "-to-" in name:
+        return "its blocks would follow another scheme than the one it was trained with"
+    if name == "norm":
+        return "the base norm would change"
+    if name == "scaled-init":
+        return "the run would continue under another initialization than it was started with"
+    return f"every block would run with another {name}"

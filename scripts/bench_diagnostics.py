@@ -23,14 +23,14 @@ import torch
 
 from olmo_lns.diagnostics.angular import angular_distance
 from olmo_lns.diagnostics.capture import evaluating
-from olmo_lns.diagnostics.models import body_forward, find_blocks, logits_of, vocabulary_size
 from olmo_lns.diagnostics.monitor import install
 from olmo_lns.diagnostics.variance import block_output_variance
+from olmo_lns.models.blocks import body_forward, find_blocks, logits_of, vocabulary_size
 
 
 def olmo_60m(layers: int) -> Any:
     """The 60M size of the configs (8 layers, width 512, vocabulary 50,304), LNS, random weights."""
-    from olmo_lns.integrations.olmo import register
+    from olmo_lns.doors.olmo import register
 
     register()
     from olmo.config import ModelConfig
@@ -160,7 +160,7 @@ def main() -> None:
     args = parser.parse_args()
     device = benchlib.require_device(args.device)
     if args.model:
-        from olmo_lns.diagnostics.loading import load_model
+        from olmo_lns.models.loading import load_model
 
         model = load_model(args.model, dtype=args.dtype, device=args.device).model
     else:

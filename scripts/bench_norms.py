@@ -4,9 +4,10 @@
     OMP_NUM_THREADS=1 python scripts/bench_norms.py --json docs/bench/norms-cpu.json
     python scripts/bench_norms.py --device cuda --json docs/bench/norms-h200.json
 
-All implementations are timed in the same run, interleaved in random order; ratios are taken within each round.
-On CUDA every call of a timed group reads another set of inputs, together larger than L2, and the group is replayed as
-one CUDA graph, so that neither the cache nor Python's launch time enters the result (`--eager` for plain launches).
+All implementations are timed in the same run, interleaved in random order; ratios are taken within each round. On CPU
+a round calls small norms many times. On CUDA every call of a timed group reads another set of inputs, together larger
+than L2, and the group is replayed as one CUDA graph, so that neither the cache nor Python's launch time enters the
+result (``--eager`` for plain launches). Beside the times stand the bytes that each keeps for its backward.
 """
 
 from __future__ import annotations
@@ -14,64 +15,26 @@ from __future__ import annotations
 import argparse
 import itertools
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import benchlib
 import torch
-import torch.nn.functional as F
+from norm_contenders import KINDS, SCALE, Contender, contenders, kept_bytes
 
-from olmo_lns import lns_scale
-from olmo_lns.norm import pytorch, transformer_engine
+from olmo_lns.norm.kernels import running_kernel
 
-EPS = 1e-6
-SCALE = lns_scale(7)
-PHASES = ("forward", "backward", "both")
+#: ``inference`` is the forward without gradients.
+PHASES = ("inference", "forward", "backward", "both")
 #: Tensors of the input's size that a perfect kernel moves: read x, write y; read dy and x, write dx.
-TRAFFIC = {"forward": 2, "backward": 3, "both": 5}
+TRAFFIC = {"inference": 2, "forward": 2, "backward": 3, "both": 5}
 SHAPES = {
-    "cpu": [(8192, 512), (8192, 2048)],
+    "cpu": [(1, 768), (16, 32), (64, 32), (512, 128), (512, 512), (2048, 512), (8192, 512), (8192, 2048)],
     "cuda": [(rows, width) for width in (512, 768, 1024, 2048, 4096) for rows in (8192, 65536)],
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def stock_olmo(width: int, device: torch.device) -> Norm:
-    """OLMo's own RMSLayerNorm, with the weight handed in."""
-    try:
-        from olmo.config import ModelConfig
-        from olmo.model import RMSLayerNorm
-    except ImportError as error:
-        raise SystemExit(f"OLMo cannot be imported ({error}): pip install 'olmo-lns[olmo]'") from None
-    module = RMSLayerNorm(ModelConfig(d_model=width, layer_norm_eps=EPS, init_device="cpu", include_bias=False))
-
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        module.weight = weight  # a Parameter: the module's forward reads it
-        return module(x)
-
-    return norm
-
-
-def implementations(width: int, device: torch.device) -> dict[str, Norm]:
-    """Name -> norm. ``X`` is a plain norm, ``X x s`` multiplies afterwards, ``ours (X)`` folds the factor into it."""
-    stock = stock_olmo(width, device)
-    norms: dict[str, Norm] = {
-        "olmo": stock,
-        "olmo x s": lambda x, w: stock(x, w) * SCALE,
-        "torch": lambda x, w: F.rms_norm(x, (width,), w, EPS),
-        "torch x s": lambda x, w: F.rms_norm(x, (width,), w, EPS) * SCALE,
-        "ours (torch)": lambda x, w: pytorch.rms_norm(x, w, EPS, SCALE),
-    }
-    if device.type == "cuda":
-        norms["ours (torch fused)"] = lambda x, w: pytorch.fused_rms_norm(x, w, EPS, SCALE)
-        problem = transformer_engine.status().problem
-        if problem:
-            print(f"without Transformer Engine: {problem}")
-        else:
-            norms["te"] = lambda x, w: transformer_engine._rms_norm_op(x, w, EPS, x.dtype)[0]
-            norms["te x s"] = lambda x, w: transformer_engine._rms_norm_op(x, w, EPS, x.dtype)[0] * SCALE
-            norms["ours (te)"] = lambda x, w: transformer_engine.rms_norm(x, w, EPS, SCALE)
-    return norms
+#: On CPU a round works on about this many elements; a call weighs as much as 8,000.
+ROUND_ELEMENTS = 200_000
+CALL_ELEMENTS = 8_000
 
 
 @dataclass
@@ -98,16 +61,33 @@ def make_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device)
     ]
 
 
-def work(norm: Norm, phase: str, inputs: Sequence[Inputs]) -> Callable[[], object]:
-    """One call of the norm's phase on each input set."""
-    if phase == "forward":
-        return lambda: [norm(i.x, i.weight) for i in inputs]
-    if phase == "both":
-        return lambda: [torch.autograd.grad(norm(i.x, i.weight), (i.x, i.weight), i.dy) for i in inputs]
-    outputs = [norm(i.x, i.weight) for i in inputs]
-    return lambda: [
-        torch.autograd.grad(y, (i.x, i.weight), i.dy, retain_graph=True) for y, i in zip(outputs, inputs, strict=True)
-    ]
+def calls(contender: Contender, phase: str, inputs: Sequence[Inputs], repeats: int) -> Callable[[], object]:
+    """One call of the norm's phase on each input set, ``repeats`` times."""
+    norms = [contender.build(i.weight) for i in inputs]
+    pairs = list(zip(norms, inputs, strict=True)) * repeats
+
+    @torch.no_grad()
+    def inference() -> None:
+        for norm, i in pairs:
+            norm(i.x)
+
+    def forward() -> None:
+        for norm, i in pairs:
+            norm(i.x)
+
+    def both() -> None:
+        for norm, i in pairs:
+            torch.autograd.grad(norm(i.x), (i.x, i.weight), i.dy)
+
+    if phase != "backward":
+        return {"inference": inference, "forward": forward, "both": both}[phase]
+    outputs = [(norm(i.x), i) for norm, i in zip(norms, inputs, strict=True)] * repeats
+
+    def backward() -> None:
+        for y, i in outputs:
+            torch.autograd.grad(y, (i.x, i.weight), i.dy, retain_graph=True)
+
+    return backward
 
 
 def as_graph(call: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> Callable[[], object]:
@@ -122,17 +102,21 @@ def as_graph(call: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -
 
 
 def prepared(
-    norms: dict[str, Norm], phase: str, inputs: Sequence[Inputs], graphs: bool
+    found: Mapping[str, Contender], phase: str, inputs: Sequence[Inputs], repeats: int, graphs: bool
 ) -> dict[str, Callable[[], object]]:
     """What is timed. For graphs everything runs on the stream of the capture: autograd launches a backward on the
     stream of its forward, and another one would break the capture."""
     if not graphs:
-        return {name: work(norm, phase, inputs) for name, norm in norms.items()}
+        return {name: calls(contender, phase, inputs, repeats) for name, contender in found.items()}
     # One memory pool: each graph writes its temporaries before it reads them, and nobody looks at the results.
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     stream.wait_stream(torch.cuda.current_stream())
+    replays = {}
     with torch.cuda.stream(stream):
-        return {name: as_graph(work(norm, phase, inputs), stream, pool) for name, norm in norms.items()}
+        for name, contender in found.items():
+            with contender.around():
+                replays[name] = as_graph(calls(contender, phase, inputs, 1), stream, pool)
+    return replays
 
 
 def copy_bandwidth(rounds: int) -> float:
@@ -143,60 +127,84 @@ def copy_bandwidth(rounds: int) -> float:
     return 2 * source.numel() / benchlib.spread(seconds)["median"]
 
 
+#: The plain kernel that each of ours is made of.
+PLAIN = {
+    "ours (te)": "te",
+    "ours (torch fused)": "torch",
+    "ours (torch fused without quack)": "torch without quack",
+    "ours (torch)": "torch",
+}
+
+
 def measure(
-    rows: int, width: int, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
+    kind: str, rows: int, width: int, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times of every implementation and phase for one shape, and ratios to OLMo's stock norm."""
+    """Times of every implementation and phase for one norm, shape and dtype, and ratios to OLMo's stock norm."""
     torch.manual_seed(0)
+    torch._dynamo.reset()
     inputs = make_inputs(rows, width, dtype, device)
     on_cuda = device.type == "cuda"
-    results: dict[str, dict[str, Any]] = {}
-    for phase in PHASES:
-        calls = prepared(implementations(width, device), phase, inputs, on_cuda and not options.eager)
+    graphs = on_cuda and not options.eager
+    repeats = 1 if on_cuda else max(1, ROUND_ELEMENTS // (rows * width + CALL_ELEMENTS))
+    found = contenders(kind, device, compiled=options.compiled or on_cuda, graphs=graphs)
+    results: dict[str, dict[str, Any]] = {name: {} for name in found}
+    for phase in options.phases:
         timer = benchlib.cuda_seconds if on_cuda else benchlib.CLOCKS[options.clock]
-        seconds = benchlib.interleaved(calls, timer, options.rounds, options.warmup)
+        work = prepared(found, phase, inputs, repeats, graphs)
+        seconds = benchlib.interleaved(work, timer, options.rounds, options.warmup)
         for name, values in seconds.items():
-            each = [value / len(inputs) for value in values]
-            entry = {"microseconds": {k: v * 1e6 for k, v in benchlib.spread(each).items()}}
+            each = [value / len(inputs) / repeats for value in values]
+            entry: dict[str, Any] = {"microseconds": {k: v * 1e6 for k, v in benchlib.spread(each).items()}}
             entry["ratio_to_olmo"] = benchlib.ratio(values, seconds["olmo"])
-            if name.startswith("ours"):
-                plain = {"ours (te)": "te"}.get(name, "torch")
+            if (plain := PLAIN.get(name)) in seconds:
                 entry["ratio_to_plain"] = benchlib.ratio(values, seconds[plain])
-            if f"{name} x s" in seconds or name.endswith(" x s"):
-                ours = {"te x s": "ours (te)", "te": "ours (te)"}.get(name)
-                ours = ours or ("ours (torch fused)" if on_cuda else "ours (torch)")
-                entry["ratio_to_ours"] = benchlib.ratio(values, seconds[ours])
+            if name.endswith(" x s"):
+                entry["ratio_to_ours"] = benchlib.ratio(values, seconds[_ours(name, seconds, on_cuda)])
             entry["gigabytes_per_second"] = (
                 TRAFFIC[phase] * rows * width * dtype.itemsize / entry["microseconds"]["median"] / 1e3
             )
-            results.setdefault(name, {})[phase] = entry
-    return {"rows": rows, "width": width, "dtype": str(dtype).removeprefix("torch."), "results": results}
+            results[name][phase] = entry
+    for name, contender in found.items():
+        results[name]["kept_bytes_per_element"] = kept_bytes(
+            contender.build(inputs[0].weight), inputs[0].x, inputs[0].weight
+        ) / (rows * width)
+    case = {"norm": kind, "rows": rows, "width": width, "dtype": str(dtype).removeprefix("torch."), "results": results}
+    if on_cuda:
+        case["fused kernel"] = vars(running_kernel("torch-fused", device, width=width, dtype=dtype))
+    return case
+
+
+def _ours(multiplied: str, seconds: Mapping[str, Any], on_cuda: bool) -> str:
+    """The one of ours that stands against a multiplication after the same kernel."""
+    if multiplied == "te x s":
+        return "ours (te)"
+    return "ours (torch fused)" if on_cuda and "ours (torch fused)" in seconds else "ours (torch)"
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: one line for each shape, dtype and implementation."""
+    """Markdown: one line for each norm, shape, dtype and implementation."""
     copy = report.get("copy_gigabytes_per_second")
-    header = [
-        "rows x width",
-        "dtype",
-        "norm",
-        "forward µs",
-        "backward µs",
-        "both µs",
-        "both / olmo (quartiles)",
-        "both GB/s",
-    ]
-    header += ["forward % of copy", "backward % of copy"] if copy else []
+    phases = report["phases"]
+    header = ["rows x width", "dtype", "norm", *(f"{phase} µs" for phase in phases)]
+    header += [f"{phase} / olmo (quartiles)" for phase in phases if phase in ("inference", "both")]
+    header += ["kept B/element"]
+    header += [f"{phase} % of copy" for phase in phases if phase in ("forward", "backward")] if copy else []
     lines = []
     for case in report["cases"]:
-        for name, phases in case["results"].items():
-            line = [f"{case['rows']}x{case['width']}", case["dtype"], name]
-            line += [f"{phases[phase]['microseconds']['median']:.0f}" for phase in PHASES]
-            line += [benchlib.show(phases["both"]["ratio_to_olmo"]), f"{phases['both']['gigabytes_per_second']:.1f}"]
+        for name, found in case["results"].items():
+            line = [f"{case['rows']}x{case['width']}", case["dtype"], f"{case['norm']} {name}"]
+            line += [f"{found[phase]['microseconds']['median']:.{_digits(found[phase])}f}" for phase in phases]
+            line += [benchlib.show(found[p]["ratio_to_olmo"]) for p in phases if p in ("inference", "both")]
+            line += [f"{found['kept_bytes_per_element']:.2f}"]
             if copy:
-                line += [f"{100 * phases[p]['gigabytes_per_second'] / copy:.0f}" for p in ("forward", "backward")]
+                speeds = [found[p]["gigabytes_per_second"] for p in phases if p in ("forward", "backward")]
+                line += [f"{100 * speed / copy:.0f}" for speed in speeds]
             lines.append(line)
     return benchlib.markdown(header, lines)
+
+
+def _digits(entry: Mapping[str, Any]) -> int:
+    return 1 if entry["microseconds"]["median"] < 100 else 0
 
 
 def aims(report: dict[str, Any]) -> list[str]:
@@ -204,25 +212,46 @@ def aims(report: dict[str, Any]) -> list[str]:
     lines = []
     on_cuda = "gpu" in report["environment"]
     for case in report["cases"]:
-        results = {name: phases["both"] for name, phases in case["results"].items()}
-        where = f"{case['rows']}x{case['width']} {case['dtype']}"
-        ours = "ours (te)" if "ours (te)" in results else "ours (torch fused)" if on_cuda else "ours (torch)"
-        multiplied = {"ours (te)": "te x s", "ours (torch fused)": "torch x s"}.get(ours, "olmo x s")
-        factor, stock = (1.5, 0.4) if on_cuda else (1.15, 0.9)
-        checks = [(f"{ours} / olmo", results[ours]["ratio_to_olmo"]["median"], "<=", stock)]
-        checks.append((f"{multiplied} / {ours}", results[multiplied]["ratio_to_ours"]["median"], ">=", factor))
-        if on_cuda:
-            checks.append(
-                (f"{ours} / the same kernel without the factor", results[ours]["ratio_to_plain"]["median"], "<=", 1.02)
-            )
-        if on_cuda and (case["rows"], case["width"], case["dtype"]) == (8192, 4096, "bfloat16"):
-            for phase, share in (("forward", 0.85), ("backward", 0.75)):
-                speed = case["results"][ours][phase]["gigabytes_per_second"]
-                checks.append((f"{ours} {phase} / copy", speed / report["copy_gigabytes_per_second"], ">=", share))
-        for what, value, sign, aim in checks:
+        where = f"{case['norm']} {case['rows']}x{case['width']} {case['dtype']}"
+        for what, value, sign, aim in _cuda_checks(case, report) if on_cuda else _cpu_checks(case):
             met = value <= aim if sign == "<=" else value >= aim
             lines.append(f"{where}: {what} = {value:.2f} (aim {sign} {aim}): {'met' if met else 'NOT met'}")
     return lines
+
+
+Check = tuple[str, float, str, float]
+
+
+def _cpu_checks(case: Mapping[str, Any]) -> list[Check]:
+    """Ours costs no more than stock at any size, forward and backward as well as without gradients."""
+    ours = case["results"]["ours (torch)"]
+    return [
+        (f"ours (torch) / olmo, {phase}", ours[phase]["ratio_to_olmo"]["median"], "<=", 1.0)
+        for phase in ("inference", "both")
+        if phase in ours
+    ]
+
+
+def _cuda_checks(case: Mapping[str, Any], report: Mapping[str, Any]) -> list[Check]:
+    results = case["results"]
+    checks: list[Check] = []
+    for ours, multiplied in (("ours (te)", "te x s"), ("ours (torch fused)", "torch x s")):
+        both = results.get(ours, {}).get("both")
+        if both is None:
+            continue
+        checks.append((f"{ours} / olmo", both["ratio_to_olmo"]["median"], "<=", 0.4))
+        if multiplied in results:
+            checks.append((f"{multiplied} / {ours}", results[multiplied]["both"]["ratio_to_ours"]["median"], ">=", 1.5))
+        if "ratio_to_plain" in both:
+            checks.append(
+                (f"{ours} / the same kernel without the factor", both["ratio_to_plain"]["median"], "<=", 1.02)
+            )
+        if (case["rows"], case["width"], case["dtype"]) == (8192, 4096, "bfloat16"):
+            for phase, share in (("forward", 0.85), ("backward", 0.75)):
+                if phase in results[ours]:
+                    speed = results[ours][phase]["gigabytes_per_second"]
+                    checks.append((f"{ours} {phase} / copy", speed / report["copy_gigabytes_per_second"], ">=", share))
+    return checks
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -241,8 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="ROWSxWIDTH", help="default: by device")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=list(DTYPES))
+    parser.add_argument("--norms", nargs="+", choices=KINDS, default=list(KINDS), metavar="rms|layer")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), metavar="PHASE")
     parser.add_argument("--rounds", type=benchlib.positive, default=21)
     parser.add_argument("--warmup", type=benchlib.positive, default=3)
+    parser.add_argument(
+        "--compiled", action="store_true", help="CPU: also the formula under torch.compile (CUDA: always)"
+    )
     parser.add_argument("--eager", action="store_true", help="CUDA: plain launches instead of a CUDA graph")
     benchlib.add_clock(parser)
     parser.add_argument("--json", type=benchlib.report_path, help="where to write the report")
@@ -250,11 +284,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = benchlib.require_device(options.device)
     report: dict[str, Any] = {"environment": benchlib.environment(device), "scale": SCALE, "cases": []}
     report["clock"] = "cuda events" if device.type == "cuda" else options.clock
+    report["phases"] = options.phases
     if device.type == "cuda":
         report["copy_gigabytes_per_second"] = copy_bandwidth(options.rounds) / 1e9
-    for (rows, width), dtype in itertools.product(options.shapes or SHAPES[device.type], options.dtypes):
-        report["cases"].append(measure(rows, width, DTYPES[dtype], device, options))
-        print(f"{rows}x{width} {dtype} done", flush=True)
+    shapes = options.shapes or SHAPES[device.type]
+    for kind, (rows, width), dtype in itertools.product(options.norms, shapes, options.dtypes):
+        report["cases"].append(measure(kind, rows, width, DTYPES[dtype], device, options))
+        print(f"{kind} {rows}x{width} {dtype} done", flush=True)
     report["aims"] = aims(report)
     benchlib.write(report, options.json)
     print(table(report), *report["aims"], sep="\n")

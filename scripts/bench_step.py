@@ -19,7 +19,6 @@ from typing import Any, Callable, Sequence
 import benchlib
 import torch
 
-from olmo_lns.errors import LNSError
 from olmo_lns.norm import ENVIRONMENT_VARIABLE
 
 #: layers, width, heads, SwiGLU inner width, sequence length, sequences in a step on one device
@@ -38,7 +37,7 @@ def build(size: str, norm_type: str, backend: str, device: torch.device, compile
         import olmo
     except ImportError as error:
         raise SystemExit(f"OLMo cannot be imported ({error}): pip install 'olmo-lns[olmo]'") from None
-    from olmo_lns.integrations.olmo import register
+    from olmo_lns.doors.olmo import register
 
     register()
     os.environ[ENVIRONMENT_VARIABLE] = backend
@@ -134,30 +133,15 @@ def table(report: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), help="default: small on CPU, all others on CUDA")
-    parser.add_argument("--compile", choices=("off", "on", "both"), default="both")
     parser.add_argument("--backends", nargs="+", choices=("auto", "te", "torch"), default=["auto"])
     parser.add_argument("--sequences", type=benchlib.positive, help="sequences in a step (default: by size)")
-    parser.add_argument("--rounds", type=benchlib.positive, default=21)
-    parser.add_argument("--warmup", type=benchlib.positive, default=4)
-    benchlib.add_clock(parser)
-    parser.add_argument("--json", type=benchlib.report_path, help="where to write the report")
+    benchlib.add_compile(parser, "both")
+    benchlib.add_options(parser, warmup=4)
     options = parser.parse_args(argv)
     device = benchlib.require_device(options.device)
     sizes = options.sizes or (["60M", "150M", "1B"] if device.type == "cuda" else ["small"])
-    report: dict[str, Any] = {"environment": benchlib.environment(device), "cases": []}
-    report["clock"] = "cuda events" if device.type == "cuda" else options.clock
-    for size in sizes:
-        for compiled in {"off": (False,), "on": (True,), "both": (False, True)}[options.compile]:
-            try:
-                report["cases"].append(measure(size, compiled, options, device))
-            except LNSError as error:  # a backend that cannot run here
-                raise SystemExit(str(error)) from None
-            print(f"{size}, compile {'on' if compiled else 'off'}: done", flush=True)
-    benchlib.write(report, options.json)
-    print(table(report))
-    return 0
+    return benchlib.run(options, device, benchlib.by_compile(sizes, options), measure, table)
 
 
 if __name__ == "__main__":

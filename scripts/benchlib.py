@@ -21,6 +21,7 @@ import torch
 from olmo_lns.diagnostics.results import check_writable
 from olmo_lns.errors import LNSError
 
+_COMPILED = {"off": (False,), "on": (True,), "both": (False, True)}
 Timer = Callable[[Callable[[], object]], float]
 
 
@@ -79,6 +80,50 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clock", choices=tuple(CLOCKS), default="wall", help="cpu: this process's CPU time, for a busy machine"
     )
+
+
+def add_options(parser: argparse.ArgumentParser, *, warmup: int) -> None:
+    """The options that every benchmark of a model has."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=positive, default=21)
+    parser.add_argument("--warmup", type=positive, default=warmup)
+    add_clock(parser)
+    parser.add_argument("--json", type=report_path, help="where to write the report")
+
+
+def add_compile(parser: argparse.ArgumentParser, default: str) -> None:
+    """The option --compile, for :func:`by_compile`."""
+    parser.add_argument("--compile", choices=tuple(_COMPILED), default=default)
+
+
+def by_compile(sizes: Sequence[str], options: argparse.Namespace) -> list[tuple[str, bool]]:
+    """Every size without and with ``torch.compile``, as asked for."""
+    return [(size, compiled) for size in sizes for compiled in _COMPILED[options.compile]]
+
+
+def run(
+    options: argparse.Namespace,
+    device: torch.device,
+    cases: Sequence[tuple[str, bool | str]],
+    measure: Callable[[str, Any, argparse.Namespace, torch.device], dict[str, Any]],
+    table: Callable[[Mapping[str, Any]], str],
+) -> int:
+    """Measure the cases one after the other, write the report and print its table; the exit status.
+
+    :param cases: size, and what else tells a case from another.
+    """
+    report: dict[str, Any] = {"environment": environment(device), "cases": []}
+    report["clock"] = "cuda events" if device.type == "cuda" else options.clock
+    for size, what in cases:
+        try:
+            report["cases"].append(measure(size, what, options, device))
+        except LNSError as error:  # a backend that cannot run here
+            raise SystemExit(str(error)) from None
+        shown = f"compile {'on' if what else 'off'}" if isinstance(what, bool) else what
+        print(f"{size}, {shown}: done", flush=True)
+    write(report, options.json)
+    print(table(report))
+    return 0
 
 
 def interleaved(

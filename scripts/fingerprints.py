@@ -1,67 +1,54 @@
 #!/usr/bin/env python
 """Print the fingerprints of upstream functions, read from source trees without importing them.
 
-    python scripts/fingerprints.py olmo_lns.integrations.megatron.upstream 0.16.1=../Megatron-LM ...
+    python scripts/fingerprints.py olmo_lns.doors.megatron.upstream 0.16.1=../Megatron-LM ...
 
-For each target of the module's ``TARGETS`` one line per distinct source, with the versions that
-have it, ready to be pasted into the table. Missing symbols are listed too.
+For each target of the module's ``TARGETS`` (a tuple of ``Target``) one line per distinct source, with
+the versions that have it, ready to be pasted into the table. Missing symbols are listed too.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import importlib
 import sys
-import textwrap
 from pathlib import Path
+from typing import Iterable, Mapping
+
+from olmo_lns.doors import sources
 
 
-def source(tree: Path, path: str) -> str | None:
-    """The source of ``package.module:Class.method`` below ``tree``, or None where it is not defined."""
-    module, _, qualname = path.partition(":")
-    file = tree / Path(*module.split(".")).with_suffix(".py")
-    if not file.is_file():
-        return None
-    text = file.read_text(encoding="utf-8")
-    body: list[ast.stmt] = ast.parse(text).body
-    node: ast.AST | None = None
-    for name in qualname.split("."):
-        node = next((n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == name), None)
-        if node is None:
-            return None
-        body = node.body
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-
-
-def fingerprint(text: str) -> str:
-    """As ``olmo_lns.integrations.patching.fingerprint`` makes it of the imported function."""
-    lines = (line.rstrip() for line in textwrap.dedent(text).splitlines())
-    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
-
-
-def table(targets: dict[str, str], trees: dict[str, Path]) -> dict[str, dict[str, list[str]]]:
-    """target name -> fingerprint (or "missing") -> versions."""
+def table(paths: Iterable[str], trees: Mapping[str, Path]) -> dict[str, dict[str, list[str]]]:
+    """path of a symbol -> fingerprint (or "missing") -> versions."""
     rows: dict[str, dict[str, list[str]]] = {}
-    for name, path in targets.items():
+    for path in paths:
         for version, tree in trees.items():
-            text = source(tree, path)
-            rows.setdefault(name, {}).setdefault("missing" if text is None else fingerprint(text), []).append(version)
+            text = sources.read(tree, path)
+            found = "missing" if text is None else sources.digest(text)
+            rows.setdefault(path, {}).setdefault(found, []).append(version)
     return rows
 
 
 def main(argv: list[str]) -> int:
+    only_unknown = "--unknown" in argv
+    argv = [word for word in argv if word != "--unknown"]
     if len(argv) < 2 or any("=" not in word for word in argv[1:]):
         print(__doc__, file=sys.stderr)
         return 2
-    targets = {name: target.path for name, target in importlib.import_module(argv[0]).TARGETS.items()}
+    targets = importlib.import_module(argv[0]).TARGETS
+    paths = [target.path for target in targets]
     trees = {version: Path(tree) for version, _, tree in (word.partition("=") for word in argv[1:])}
-    for name, row in table(targets, trees).items():
-        print(f"{name}: {targets[name]}")
+    if missing := [f"{version}={tree}" for version, tree in trees.items() if not tree.is_dir()]:
+        print(f"no such source tree: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    rows = table(paths, trees)
+    if only_unknown:  # a symbol that some version never had is no news; a source that nobody read is
+        known = {target.path: set(target.verified) | {"missing"} for target in targets}
+        rows = {path: row for path, row in rows.items() if set(row) - known[path]}
+    for path, row in rows.items():
+        print(path)
         for found, versions in row.items():
             print(f'    "{found}": "{", ".join(versions)}",')
-    return 0
+    return int(only_unknown and bool(rows))
 
 
 if __name__ == "__main__":

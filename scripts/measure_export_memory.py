@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 
-from olmo_lns.export.architecture import Architecture
-from olmo_lns.export.archive import write_archive
-from olmo_lns.export.fold import LazyTensor
-from olmo_lns.record import LNSRecord
+from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.archive import write_archive
+from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.record import Record
+from olmo_lns.schemes import LNS
 
 #: The 1B model of the scaling study, and a small one to try the script with.
 SIZES = {
@@ -90,7 +91,7 @@ def make_checkpoint(folder: Path, size: str, gain: bool) -> Path:
     }
     write_archive(folder / "model.pt", tensors)
     (folder / "config.yaml").write_text(json.dumps({"model": model}))
-    LNSRecord.lns("lns_rms").write(folder)
+    Record(LNS, "rms", "plain").write(folder)
     largest = max(tensors.values(), key=lambda tensor: tensor.nbytes)
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     print(

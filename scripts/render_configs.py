@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Render configs/olmo and configs/megatron from one table of sizes and arms.
+"""Render configs/olmo, configs/olmo_core and configs/megatron from a table of sizes and olmo_lns.study.arms.
 
 python scripts/render_configs.py          writes the files
 python scripts/render_configs.py --check  exits 1 when a committed file is not what renders
 
-Edit this file, never the rendered ones. Only the standard library is needed.
+Edit the tables, never the rendered files. No framework is needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from olmo_lns.study.arms import Arm, arm_named, settings_of
+from olmo_lns.study.corpora import DOLMA
+from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
+from olmo_lns.study.engines.olmo_core import OURS
 
 ROOT = Path(__file__).resolve().parents[1] / "configs"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -55,41 +62,63 @@ SIZES = (
     ),
 )  # fmt: skip
 
-#: arm -> (what it is, OLMo layer_norm_type, OLMo init_fn, Megatron lines or None)
-ARMS = {
-    "preln": (
-        "Pre-LN, every matrix drawn with std 0.02 (the baseline that differs from LNS in the factor only)",
-        "rms",
-        "normal",
-        "no-scaled-init: true  # the plugin's flag: residual output projections at std 0.02, not 0.02/sqrt(2 L)",
+
+@dataclass(frozen=True)
+class Llama:
+    """A LLaMA of the papers' C4 runs. :param why: sources of the values that they do not agree on."""
+
+    name: str
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    steps: int
+    warmup: int
+    learning_rate: str
+    micro_batch: int
+    why_width: str = "both papers and the authors' config"
+    why_rate: str = "both papers"
+    why_steps: str = "the authors' script"
+    why_warmup: str = "a tenth of the steps, as both papers say"
+    sharded: bool = False
+
+
+LLAMAS = (
+    Llama("71M", 12, 512, 1368, 8, 10_000, 1_000, "1.0e-3", 64, why_width="the Mix-LN paper and the authors' config"),
+    Llama("130M", 12, 768, 2048, 12, 20_000, 2_000, "1.0e-3", 64),
+    Llama(
+        "250M", 24, 768, 2560, 16, 40_000, 4_000, "1.0e-3", 64,
+        why_width="the authors' config; Mix-LN's table 7 says 1024, which would be 355M parameters",
     ),
-    "preln_scaled_init": (
-        "Pre-LN with scaled initialization: residual output projections at 0.02/sqrt(2 L)",
-        "rms",
-        "full_megatron",
-        "# no arm flag: stock Megatron scales the residual output projections by 1/sqrt(2 L)",
+    Llama(
+        "350M", 24, 1024, 2736, 16, 60_000, 6_000, "1.0e-3", 64,
+        why_rate="the LNS paper, section 5.1, and a co-author's logs; the published script says 5e-4",
     ),
-    "lns": (
-        "Pre-LN with LayerNorm Scaling: block norms times 1/sqrt(l), unscaled initialization",
-        "lns_rms",
-        "normal",
-        "layernorm-scaling: true  # the plugin's flag: block norms times 1/sqrt(l); scaled initialization off with it",
+    Llama(
+        "1B", 24, 2048, 5461, 32, 100_000, 10_000, "5.0e-4", 32,
+        why_warmup="a tenth, as both papers say; the authors' scripts say 1000",
+        why_steps="the authors' script; the Mix-LN paper's 1B has 50,000", sharded=True,
     ),
-    "preln_mitchell": (
-        "Pre-LN with OLMo's own scaled init (mitchell); it changes every matrix, so it isolates nothing",
-        "rms",
-        "mitchell",
-        None,
+    Llama(
+        "7B", 32, 4096, 11008, 32, 150_000, 15_000, "5.0e-4", 4,
+        why_steps="the schedule of the authors' script; they stopped at 13,000: --stop_at=13000", sharded=True,
     ),
-}
-NORM_NOTE = {
-    "rms": "RMSNorm with gain",
-    "lns_rms": "RMSNorm times 1/sqrt(l); named in full so that the file says which norm is scaled",
-}
+)  # fmt: skip
+
+#: Arms of the pack. Any other runs from these files too, with its keys on the command line or in a study description.
+PACK = ("preln", "preln_scaled_init", "lns", "preln_mitchell")
 INIT_NOTE = {
     "normal": "every matrix N(0, init_std), cut at 3 std",
+    "normal_scaled": "as normal, but attn_out and ff_out at init_std/sqrt(2 L); an init_fn of olmo-lns",
+    "normal_depth_scaled": "as normal, but attn_out and ff_out at init_std/sqrt(2 l); an init_fn of olmo-lns",
     "full_megatron": "as normal, but attn_out and ff_out at init_std/sqrt(2 L), and the head at 1/sqrt(d_model)",
     "mitchell": "1/sqrt(d) and 1/sqrt(2 d l) by depth; init_std is not used",
+}
+FLAG_NOTE = {
+    "no_scaled_init": "residual output projections at std 0.02, not 0.02/sqrt(2 L)",
+    "layernorm_scaling": "block norms times 1/sqrt(l); scaled initialization off with it",
+    "layernorm_scaling_exponent": "of the block number; 0.5 by default",
+    "layernorm_scaling_keep_scaled_init": "residual output projections at 0.02/sqrt(2 L) all the same",
 }
 DDP = """distributed_strategy: ddp
 ddp:
@@ -114,31 +143,92 @@ save_num_unsharded_checkpoints_to_keep: 1"""
 def render() -> dict[Path, str]:
     """Every file of the pack: path → text."""
     olmo = (TEMPLATES / "olmo.yaml.in").read_text()
+    olmo_core = (TEMPLATES / "olmo_core.yaml.in").read_text()
     megatron = (TEMPLATES / "megatron.yaml.in").read_text()
     files = {}
     for size in SIZES:
-        for arm, (text, norm, init, flag) in ARMS.items():
-            values = _values(size, arm, text) | {
-                "NORM": norm,
-                "NORM_NOTE": NORM_NOTE[norm],
-                "INIT": init,
-                "INIT_NOTE": INIT_NOTE[init],
-                "STRATEGY": FSDP if size.sharded else DDP,
-                "DEVICE": "meta" if size.sharded else "cuda",
-                "DEVICE_NOTE": "drawn shard by shard" if size.sharded else "OLMo's ddp accepts cuda only",
-            }
-            files[ROOT / "olmo" / f"{size.name}-{arm}.yaml"] = _fill(olmo, values)
-            if flag is not None:
-                values["ARM_FLAG"] = flag
-                files[ROOT / "megatron" / f"{size.name}-{arm}.yaml"] = _fill(megatron, values)
-    return files
+        for arm in map(arm_named, PACK):
+            values = _values(size, arm)
+            files[ROOT / "olmo" / f"{size.name}-{arm.name}.yaml"] = _fill(olmo, values | _olmo(size, arm))
+            if (found := OLMO_CORE.arm(arm)) is not None:
+                file = ROOT / "olmo_core" / f"{size.name}-{arm.name}.yaml"
+                files[file] = _fill(olmo_core, values | _olmo_core(found))
+            if (found := MEGATRON.arm(arm)) is not None:
+                flags = {"ARM_FLAG": _flags(found)}
+                files[ROOT / "megatron" / f"{size.name}-{arm.name}.yaml"] = _fill(megatron, values | flags)
+    llama = (TEMPLATES / "olmo-llama-c4.yaml.in").read_text()
+    return files | {ROOT / "olmo" / "llama-c4" / f"{each.name}.yaml": _fill(llama, _llama(each)) for each in LLAMAS}
 
 
-def _values(size: Size, arm: str, text: str) -> dict[str, str]:
+def _llama(size: Llama) -> dict[str, str]:
     return {
         "SIZE": size.name,
-        "ARM": arm,
-        "ARM_TEXT": text,
+        "LAYERS": str(size.layers),
+        "WIDTH": str(size.width),
+        "HIDDEN": str(2 * size.inner),
+        "INNER": str(size.inner),
+        "HEADS": str(size.heads),
+        "STEPS": str(size.steps),
+        "WARMUP": str(size.warmup),
+        "LR": size.learning_rate,
+        "MICRO": str(size.micro_batch),
+        "WHY_WIDTH": size.why_width,
+        "WHY_RATE": size.why_rate,
+        "WHY_STEPS": size.why_steps,
+        "WHY_WARMUP": size.why_warmup,
+        "TOKENS": f"{size.steps * 512 * 256:,}",
+        "STRATEGY": FSDP if size.sharded else DDP,
+        "DEVICE": "meta" if size.sharded else "cuda",
+    }
+
+
+def _olmo(size: Size, arm: Arm) -> dict[str, str]:
+    settings = settings_of(arm, OLMO)
+    init_fn = settings["model.init_fn"]
+    scaled = f"RMSNorm under {arm.scheme.definition.title}; named in full so that the file says which norm"
+    return {
+        "NORM": settings["model.layer_norm_type"],
+        "NORM_NOTE": "RMSNorm with gain" if arm.scheme.is_pre_ln else scaled,
+        "INIT": init_fn,
+        "INIT_NOTE": INIT_NOTE[init_fn],
+        "STRATEGY": FSDP if size.sharded else DDP,
+        "DEVICE": "meta" if size.sharded else "cuda",
+        "DEVICE_NOTE": "drawn shard by shard" if size.sharded else "OLMo's ddp accepts cuda only",
+    }
+
+
+def _olmo_core(settings: dict[str, Any]) -> dict[str, str]:
+    block = settings["model.block._CLASS_"]
+    fields = [f"{key}: {settings[f'model.block.{key}']}" for key in ("scheme", "exponent") if block == OURS]
+    return {
+        "BLOCK": block,
+        "BLOCK_NOTE": "olmo-lns's block config" if block == OURS else "OLMo-core's own block config",
+        "SCHEME": "".join(f"\n    {line}" for line in fields),
+    }
+
+
+def _flags(settings: dict[str, Any]) -> str:
+    if not settings:
+        return "# no arm flag: stock Megatron scales the residual output projections by 1/sqrt(2 L)"
+    values = {key: str(value).lower() for key, value in settings.items()}
+    return "\n".join(f"{k.replace('_', '-')}: {v}  # the plugin's flag: {FLAG_NOTE[k]}" for k, v in values.items())
+
+
+def _values(size: Size, arm: Arm) -> dict[str, str]:
+    return {
+        "SIZE": size.name,
+        "VOCABULARY": str(DOLMA.vocabulary),
+        "EMBEDDING": str(DOLMA.embedding),
+        "EMBEDDING_TEXT": f"{DOLMA.embedding:,}",
+        "EMBEDDING_LESS": str(DOLMA.embedding - 1),
+        "EMBEDDING_LESS_TEXT": f"{DOLMA.embedding - 1:,}",
+        "EOS": str(DOLMA.eos),
+        "PADDING": str(DOLMA.padding),
+        "DTYPE": DOLMA.dtype,
+        "FILES": DOLMA.files,
+        "TOKENIZER": DOLMA.tokenizer,
+        "ARM": arm.name,
+        "ARM_TEXT": arm.about,
         "ORIGIN": size.origin,
         "PARALLEL": size.parallel,
         "LAYERS": str(size.layers),
@@ -149,6 +239,8 @@ def _values(size: Size, arm: str, text: str) -> dict[str, str]:
         "SEQUENCE": str(size.sequence),
         "BATCH": str(size.batch),
         "MICRO": str(size.micro_batch),
+        "MICRO_TOKENS": str(size.micro_batch * size.sequence),
+        "TOKENS_STEP_PLAIN": str(size.sequence * size.batch),
         "STEPS": str(size.steps),
         "TOKENS": f"{size.steps * size.sequence * size.batch:,}",
         "TOKENS_STEP": f"{size.sequence * size.batch:,}",
@@ -172,7 +264,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     files = render()
-    committed = {path for folder in ("olmo", "megatron") for path in (ROOT / folder).glob("*.yaml")}
+    folders = ("olmo", "olmo/llama-c4", "olmo_core", "megatron")
+    committed = {path for folder in folders for path in (ROOT / folder).glob("*.yaml")}
     stale = sorted(committed - set(files)) + [p for p in files if not p.is_file() or p.read_text() != files[p]]
     if check:
         for path in stale:

@@ -57,7 +57,7 @@ run() {
   ) >"$log" 2>&1
   local code=$? losses sites init
   losses=$(grep -o 'lm loss: [0-9.E+-]*' "$log" | awk '{printf "%s ", $3 + 0}')
-  sites=$(grep -o 'LayerNorm Scaling on: [0-9]* sites' "$log" | head -1 | grep -o '[0-9]*' || echo -)
+  sites=$(grep -o 'LayerNorm Scaling on: [0-9]* norms' "$log" | head -1 | grep -o '[0-9]*' || echo -)
   init=$(awk '/probe: std linear_(proj|fc2)/ {printf "%s%s", sep, $4; sep=" "}' "$log")
   if [ $code -ne 0 ] || [ -z "$losses" ]; then
     failed=1
@@ -105,8 +105,8 @@ PY
     [ -e "$patch" ] || continue
     if git -C "$tree" apply --check "$patch" 2>/dev/null || (cd "$tree" && patch -p1 -s --dry-run -F0 -f <"$patch" >/dev/null 2>&1); then
       copy=$(patched_copy "$tree" "$patch") || continue
-      disable=1 run "$version" "patch $(basename "$patch" .patch)" TP1 "$copy" 1 -- $lns
-      run "$version" "patch $(basename "$patch" .patch) and plugin" TP1 "$copy" 1 -- $lns
+      hookless=1 run "$version" "patch" TP1 "$copy" 1 -- $lns
+      run "$version" "patch and start-up hook" TP1 "$copy" 1 -- $lns
       rm -rf "$copy"
     fi
   done

@@ -25,7 +25,7 @@ EXPECTED: dict[tuple[str, str], tuple[str, str]] = {
     ("lns", r"initialization_test::test_olmo_\w*(mitchell|full_megatron)"): (
         "v0.6.0, main",
         "asserts the depth factor of scaled initialization, which selecting LNS turns off; passes with "
-        "OLMO_LNS_SCALED_INIT=keep",
+        "OLMO_LNS_INITIALIZATION=upstream",
     ),
 }
 

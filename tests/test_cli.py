@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
+import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +28,7 @@ def test_version(capsys):
 
 def test_unknown_command_suggests_the_nearest(capsys):
     assert cli.main(["docter"]) == 2
-    assert "Did you mean 'doctor'?" in capsys.readouterr().err
+    assert "(did you mean 'doctor'?)" in capsys.readouterr().err
 
 
 def test_errors_of_ours_are_one_line(monkeypatch, capsys):
@@ -42,6 +48,46 @@ def test_every_command_has_help(command, capsys):
         cli.main([command, "--help"])
     assert stop.value.code == 0
     assert f"olmo-lns {command}" in capsys.readouterr().out
+
+
+class _Built(Exception):
+    """Carries a command's parser out of the command."""
+
+
+def public_commands(monkeypatch):
+    """Every command that some help lists -> its parser."""
+
+    def stop(self, *args, **kwargs):
+        raise _Built(self)
+
+    found = {}
+    for words in [*([name] for name in cli.COMMANDS), ["data", "commonsense"], ["config", "check"]]:
+        with monkeypatch.context() as context, pytest.raises(_Built) as built:
+            for name in ("parse_args", "parse_known_args"):
+                context.setattr(argparse.ArgumentParser, name, stop)
+            importlib.import_module(cli.COMMANDS[words[0]][0]).main(words[1:])
+        parser = found[" ".join(words)] = built.value.args[0]
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                listed = {choice.dest for choice in action._choices_actions}
+                found |= {f"{words[0]} {name}": inner for name, inner in action.choices.items() if name in listed}
+    return found
+
+
+def test_every_help_has_an_example_that_its_parser_knows(monkeypatch, capsys):
+    commands = public_commands(monkeypatch)
+    assert len(commands) > 30 and "study stamp" not in commands and "analyze variance" in commands
+    for name, parser in commands.items():
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*name.split(), "--help"])
+        text = capsys.readouterr().out
+        examples = [line for line in text.splitlines() if line.strip().startswith(("olmo-lns ", "torchrun "))]
+        assert stop.value.code == 0 and examples, name
+        flags = {word for line in cli.EXAMPLES.get(name, ()) for word in line.split() if word.startswith("--")}
+        inner = [parser, *(found for other, found in commands.items() if other.startswith(f"{name} "))]
+        known = {option for each in inner for action in each._actions for option in action.option_strings}
+        assert flags <= known | {"--nproc-per-node=8"}, name
+    assert set(cli.EXAMPLES) <= set(commands)
 
 
 def test_importing_the_package_loads_no_framework():
@@ -66,3 +112,170 @@ def test_launcher_runs_a_script_as_python_would(tmp_path):
 def test_launcher_names_a_missing_script(tmp_path):
     done = subprocess.run([sys.executable, "-m", "olmo_lns", "nowhere.py"], capture_output=True, text=True)
     assert done.returncode == 2 and "no script 'nowhere.py'" in done.stderr and done.stderr.count("\n") == 1
+
+
+#: Runs a command in a process where some packages are not installed, as the import system sees it.
+WITHOUT = """
+import importlib.machinery, sys
+absent, finder = set(sys.argv[1].split(",")), importlib.machinery.PathFinder.find_spec
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in absent else finder(name, path, target)
+importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
+from olmo_lns.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+ABSENT = "olmo,olmo_core,hf_olmo,megatron,omegaconf,tokenizers,transformers,safetensors,matplotlib,tensorboard,datasets,wandb,accelerate"
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def without(*words):
+    return subprocess.run([sys.executable, "-c", WITHOUT, ABSENT, *map(str, words)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (("demo",), "olmo"),
+        (("train", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
+        (("config", "check", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
+        (("study", "plan", CONFIGS / "study" / "tiny.yaml"), "olmo"),
+        (("analyze", "variance", "--model", "gpt2", "--data", CONFIGS), "analysis"),
+        (("hf", "init", "llama", "-o", CONFIGS / "x"), "hf"),
+        (("vision", "digits", "-o", "/tmp/digits-never-written"), "vision"),
+        (("study", "launch", CONFIGS / "study" / "tiny.yaml", "--out", "/tmp/study-never-written"), "olmo"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_is_missing_is_named_with_its_extra_in_one_line(words, extra):
+    done = without(*words)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert f"pip install 'olmo-lns[{extra}" in done.stderr
+
+
+def test_a_report_names_the_study_extra_and_an_export_its_own(tmp_path):
+    (tmp_path / "results.csv").write_text("")
+    done = without("study", "report", CONFIGS / "study" / "paper-megatron.yaml", "--out", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "pip install 'olmo-lns[study]'" in done.stderr
+    done = without("hf", "import", tmp_path, "-o", tmp_path / "out")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "pip install 'olmo-lns[hf]'" in done.stderr
+
+
+def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
+    (tmp_path / "a.npy").write_bytes(b"\1\0" * 4096)
+    done = without("data", "check", tmp_path, "--budget", "0", "--eos", "1", "--sequence", "64")
+    assert done.returncode == 0, done.stderr
+    done = without("study", "plan", CONFIGS / "study" / "paper-megatron.yaml")
+    assert done.returncode == 0 and "7B" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("study", "plan", CONFIGS / "study" / "paper-megatron.yaml", "--csv", "/dev/full"), "No space left on device"),
+        (("study", "plan", CONFIGS / "study" / "paper-megatron.yaml", "--csv", "/dev/null/x.csv"), "/dev/null/x.csv: Not a directory"),
+        (("demo", "--steps", "1", "--out", "/dev/null/x"), "/dev/null"),
+        (("evaluate", "model", "-o", "/dev/null/x.json"), "/dev/null/x.json cannot be written"),
+    ],
+    ids=["full", "no-folder", "demo", "evaluate"],
+)  # fmt: skip
+def test_a_target_that_cannot_be_written_is_one_line(words, said, capsys):
+    assert cli.main([str(word) for word in words]) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("study", "collect", CONFIGS / "study" / "paper-megatron.yaml", "--out", "/dev/null/x", "--allow-missing"),
+        ("study", "status", CONFIGS / "study" / "paper-megatron.yaml", "--out", "/dev/null/x"),
+        ("config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"),
+        ("data", "commonsense", "SOURCE", "-o", "/dev/null/x"),
+        ("vision", "digits", "-o", "/dev/null/x"),
+        ("train", "CONFIG", "--save_folder=/dev/null/x"),
+        ("hf", "init", "llama", "-o", "/dev/null/x"),
+        ("export", "CHECKPOINT", "/dev/null/x"),
+        ("analyze", "all", "CHECKPOINT", "--data", "DATA", "-o", "/dev/null/x"),
+    ],
+    ids=lambda words: "-".join(words[:2]) if words[0] == "study" else words[0],
+)
+def test_every_command_names_a_target_that_cannot_be_written(words, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from support.exports import save_olmo
+    from support.launch import write_config
+
+    monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)  # it takes over logging for good
+    (tmp_path / "source.json").write_text(json.dumps([{"instruction": "a", "input": "", "output": "b", "answer": "b"}]))
+    if "CHECKPOINT" in words:
+        save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    config = write_config(tmp_path / "run", **{"model.layer_norm_type": "rms"})
+    places = {"SOURCE": tmp_path / "source.json", "CONFIG": config}
+    places |= {"CHECKPOINT": tmp_path / "lns", "DATA": tmp_path / "run" / "data.npy"}
+    assert cli.main([str(places.get(word, word)) for word in words]) == 1
+    err = capsys.readouterr().err
+    assert "/dev/null" in err and err.count("\n") == 1, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("n_layers: 4", "n_layers: 10000000", "10,?000,?000"),
+        ("n_heads: 4", "n_heads: 0", r"n_heads:? (expected|must be) at least 1"),
+        ("n_layers: 4", "n_layers: four", "four"),
+        ("n_layers: 4", "n_layers: 4\n  x: &x [*x]", "alias|recursive"),
+    ],
+    ids=["layers", "heads", "type", "recursive"],
+)
+def test_a_config_that_makes_no_model_is_refused_at_once_by_every_command(old, new, said, tmp_path, capsys):
+    """Ten million layers were built for nine minutes."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from support.exports import save_olmo
+    from support.launch import write_config
+
+    def damaged(path):
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        return str(path)
+
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    damaged(tmp_path / "lns" / "config.yaml")
+    config = damaged(write_config(tmp_path / "run", **{"model.layer_norm_type": "lns_rms"}))
+    stock = damaged(write_config(tmp_path / "stock", **{"model.layer_norm_type": "rms"}))
+    folder, data = str(tmp_path / "lns"), str(tmp_path / "run" / "data.npy")
+    for words in (
+        ["analyze", "variance", "--model", folder, "--data", data, "--quiet"],
+        ["export", folder, str(tmp_path / "out")],
+        ["hf", "import", folder, "-o", str(tmp_path / "hf")],
+        ["config", "check", config],
+        ["config", "check", stock],
+        ["train", config],
+        ["train", stock],
+    ):
+        start = time.monotonic()
+        assert cli.main(words) == 1, words
+        out, err = capsys.readouterr()
+        assert re.search(said, out + err), (words, out, err)
+        assert err.count("\n") <= 1 and time.monotonic() - start < 60, (words, err)
+
+
+@pytest.mark.parametrize(("text", "said"), [("a: [1\n", "not YAML: "), ("a: &x [*x]\n", "recursive aliases")])
+def test_a_file_that_is_no_yaml_is_one_line(text, said, tmp_path, capsys):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    (tmp_path / "bad.yaml").write_text(text)
+    assert cli.main(["train", str(tmp_path / "bad.yaml")]) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_a_missing_module_that_no_extra_brings_stays_a_traceback(monkeypatch):
+    import olmo_lns.doctor
+
+    def fail(argv):
+        raise ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
+
+    monkeypatch.setattr(olmo_lns.doctor, "main", fail)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["doctor"])

@@ -5,22 +5,42 @@ import json
 import pytest
 
 from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.record import RECORD_FILE, LNSRecord, check_match
+from olmo_lns.record import FORMAT, RECORD_FILE, Record, check_match
+from olmo_lns.schemes import parse
 
-PRE_LN = LNSRecord()
-LNS = LNSRecord.lns("lns_rms")
-FOLDED = LNSRecord.lns("lns_rms", folded=True)
+
+def lns(parameters: str = "", norm: str = "rms", scaled_init: str = "plain", **more) -> Record:
+    return Record(parse(f"lns:{parameters}" if parameters else "lns"), norm, scaled_init, **more)
+
+
+PRE_LN = Record()
+LNS = lns()
+FOLDED = lns(folded=True)
+WRITTEN = LNS.as_dict()
 
 
 def test_round_trip(tmp_path):
-    record = LNSRecord.lns("lns_default", 0.25, scaled_init="keep")
+    record = lns("exponent=0.25", "default", "upstream")
     record.write(tmp_path)
-    assert LNSRecord.read(tmp_path) == record
+    assert Record.read(tmp_path) == record
     assert [p.name for p in tmp_path.iterdir()] == [RECORD_FILE]
 
 
+def test_the_form_is_flat_and_holds_every_parameter(tmp_path):
+    values = json.loads(LNS.write(tmp_path).read_text())
+    assert values.pop("plugin_version")
+    assert values == {
+        "format": 1,
+        "scheme": "lns",
+        "parameters": {"exponent": 0.5},
+        "norm": "rms",
+        "scaled_init": "plain",
+        "folded": False,
+    }
+
+
 def test_absent_record_is_none(tmp_path):
-    assert LNSRecord.read(tmp_path) is None
+    assert Record.read(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -28,14 +48,63 @@ def test_absent_record_is_none(tmp_path):
     [
         ("{", "not valid JSON"),
         ("[1]", "expected a JSON object"),
-        ('{"type": "lns_rms"}', "found keys .'type'., expected"),
-        (json.dumps({**LNS.as_dict(), "exponent": "0.5"}), "'exponent' must be a float, found '0.5'"),
+        ('{"format": 1, "scheme": "lns"}', "not a record of format 1: found keys .'format', 'scheme'., expected"),
+        (json.dumps({**WRITTEN, "more": 1}), "unknown keys: was it written by a newer version"),
+        (json.dumps({**WRITTEN, "parameters": {"exponent": "0.5"}}), "'exponent' must be a float, found '0.5'"),
+        (json.dumps({**WRITTEN, "parameters": {"exponent": True}}), "exponent: expected a finite number, found True"),
+        (json.dumps({**WRITTEN, "parameters": {"exponent": -1}}), "exponent: exponent must be a finite number >= 0"),
+        (json.dumps({**WRITTEN, "parameters": {"exponent": float("nan")}}), "a finite number, found nan"),
+        (json.dumps({**WRITTEN, "parameters": {"exponent": 10**400}}), "a finite number, found 1000"),
+        (json.dumps({**WRITTEN, "parameters": {}}), "'exponent' must be a float, found none"),
+        (json.dumps({**WRITTEN, "parameters": {"exponant": 0.5}}), "unknown parameter 'exponant' .did you mean 'expo"),
+        (json.dumps({**WRITTEN, "parameters": [0.5]}), "'parameters' must be a dict, found .0.5."),
+        (json.dumps({**WRITTEN, "scheme": "lsn"}), "unknown scheme 'lsn' .did you mean 'lns'"),
+        (json.dumps({**WRITTEN, "folded": 1}), "'folded' must be a bool, found 1"),
+        (json.dumps({**WRITTEN, "scaled_init": "off"}), "scaled_init 'off': expected one of plain, scaled"),
+        (json.dumps({**WRITTEN, "format": True}), "not a record of format 1"),
     ],
 )
 def test_damaged_records_are_refused(tmp_path, text, message):
     (tmp_path / RECORD_FILE).write_text(text)
     with pytest.raises(CheckpointMismatchError, match=message):
-        LNSRecord.read(tmp_path)
+        Record.read(tmp_path)
+
+
+def test_a_newer_format_is_refused_with_both_numbers(tmp_path):
+    text = json.dumps({"format": FORMAT + 6, "whatever": "a later version writes"})
+    (tmp_path / RECORD_FILE).write_text(text)
+    with pytest.raises(
+        CheckpointMismatchError, match=rf"format {FORMAT + 6} of a newer olmo-lns.*reads format {FORMAT}"
+    ):
+        Record.read(tmp_path)
+
+
+def test_the_form_of_development_versions_is_named(tmp_path):
+    old = {"type": "lns_rms", "exponent": 0.5, "scaled_init": "auto", "folded": False, "plugin_version": "0.1.0"}
+    (tmp_path / RECORD_FILE).write_text(json.dumps(old))
+    with pytest.raises(CheckpointMismatchError, match=r"without 'format'.*before 0\.2 wrote it.*reads format 1"):
+        Record.read(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [100, 900, 100_000])
+@pytest.mark.parametrize("place", ["whole", "format", "norm", "exponent"])
+def test_deeply_nested_json_is_one_error_of_ours(tmp_path, depth, place):
+    nested = "[" * depth + "]" * depth
+    values = {**WRITTEN, "parameters": {"exponent": "@exponent"}, "format": "@format", "norm": "@norm"}
+    text = json.dumps(values) if place != "whole" else '"@whole"'
+    text = text.replace(f'"@{place}"', nested).replace('"@exponent"', "0.5").replace('"@format"', "1")
+    (tmp_path / RECORD_FILE).write_text(text)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        Record.read(tmp_path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_file_that_is_no_text_and_one_that_cannot_be_read(tmp_path):
+    (tmp_path / RECORD_FILE).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointMismatchError, match="not valid JSON"):
+        Record.read(tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="cannot be read"):
+        Record.from_json(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +114,11 @@ def test_damaged_records_are_refused(tmp_path, text, message):
         (PRE_LN, LNS, "preln-to-lns"),
         (FOLDED, LNS, "folded-to-lns"),
         (FOLDED, PRE_LN, "folded-to-preln"),
-        (LNS, LNSRecord.lns("lns_rms", 0.25), "exponent"),
-        (LNS, LNSRecord.lns("lns_default"), "norm"),
-        (LNS, LNSRecord.lns("lns_rms", scaled_init="keep"), "scaled-init"),
-        (PRE_LN, LNSRecord(scaled_init="off"), "scaled-init"),
+        (LNS, lns("exponent=0.25"), "exponent"),
+        (LNS, lns(norm="default"), "norm"),
+        (LNS, lns(scaled_init="upstream"), "scaled-init"),
+        (PRE_LN, Record(scaled_init="plain"), "scaled-init"),
+        (Record(scaled_init="scaled"), Record(scaled_init="depth_scaled"), "scaled-init"),
     ],
 )
 def test_each_difference_stops_and_has_its_own_override(monkeypatch, saved, running, difference):
@@ -61,29 +131,30 @@ def test_each_difference_stops_and_has_its_own_override(monkeypatch, saved, runn
     assert check_match(saved, running, source="runs/step10") == [difference]
 
 
-@pytest.mark.parametrize("record", [PRE_LN, LNS, LNSRecord.lns("lns_rms", 0.3, scaled_init="keep")])
+@pytest.mark.parametrize("record", [PRE_LN, LNS, lns("exponent=0.3", scaled_init="upstream")])
 def test_equal_records_match_whatever_version_wrote_them(record):
-    other = LNSRecord(**{**record.as_dict(), "plugin_version": "9.9"})
+    other = Record.from_dict({**record.as_dict(), "plugin_version": "9.9"})
     assert check_match(other, record, source="x") == []
 
 
 def test_both_values_are_named():
-    with pytest.raises(CheckpointMismatchError, match=r"exponent 0.5.*exponent 0.25"):
-        check_match(LNS, LNSRecord.lns("lns_rms", 0.25), source="x", allow="")
+    with pytest.raises(CheckpointMismatchError, match=r"lns:exponent=0.5 over rms .*lns:exponent=0.25 over rms"):
+        check_match(LNS, lns("exponent=0.25"), source="x", allow="")
 
 
 def test_an_override_for_one_difference_does_not_allow_another():
     with pytest.raises(CheckpointMismatchError, match="exponent"):
-        check_match(LNS, LNSRecord.lns("lns_rms", 0.25, scaled_init="keep"), source="x", allow="scaled-init")
+        check_match(LNS, lns("exponent=0.25", scaled_init="upstream"), source="x", allow="scaled-init")
 
 
-def test_unknown_override_names_are_refused():
-    with pytest.raises(CheckpointMismatchError, match="names .'everything'.; known"):
-        check_match(LNS, LNS, source="x", allow="everything")
+@pytest.mark.parametrize("name", ["everything", "lns-to-nothing", "Exponent"])
+def test_unknown_override_names_are_refused(name):
+    with pytest.raises(CheckpointMismatchError, match=f"names .'{name}'.; known"):
+        check_match(LNS, LNS, source="x", allow=name)
 
 
 def test_evaluation_accepts_folded_weights_and_other_initialization():
     assert check_match(FOLDED, PRE_LN, source="x", training=False) == []
-    assert check_match(LNS, LNSRecord.lns("lns_rms", scaled_init="keep"), source="x", training=False) == []
+    assert check_match(LNS, lns(scaled_init="upstream"), source="x", training=False) == []
     with pytest.raises(CheckpointMismatchError):
         check_match(LNS, PRE_LN, source="x", training=False, allow="")

@@ -8,24 +8,31 @@ import math
 import os
 import shlex
 import sys
+import threading
+import time
 import warnings
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from olmo_lns.demo.arms import ARMS, DEFAULT_ARMS, Shape, parse_arms, train_config
-from olmo_lns.demo.data import DemoData, build
+from olmo_lns.demo.config import Shape, base, default_arms, make_study, parse_arms, train_config
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.arms import ARMS, check_environment
+from olmo_lns.study.corpora import BUILT
+from olmo_lns.study.engines import OLMO
+from olmo_lns.study.text import Text
 
 if TYPE_CHECKING:
     from olmo_lns.demo.runs import Run
 
-__all__ = ["DEFAULT_STEPS", "main", "parser"]
+__all__ = ["main", "parser"]
 
-#: About seven minutes for the three arms on two cores.
-DEFAULT_STEPS = 300
+#: The description of what was asked for, until it is known that the folder takes it.
+_ASKED = ".study.yaml"
 #: Matrices of 128 columns do not keep more cores busy, and a container may own fewer than it shows.
 MOST_THREADS = 4
 
@@ -40,25 +47,29 @@ def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"expected whole numbers >= 0 separated by commas, got {text!r}")
-    return list(dict.fromkeys(int(part) for part in parts))
+    seeds = [int(part) for part in parts]
+    if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        raise argparse.ArgumentTypeError(f"{twice[0]} is listed twice in {text!r}")
+    return seeds
 
 
 def parser() -> argparse.ArgumentParser:
-    shape = Shape()
+    shape, steps = Shape.default(), base()["max_duration"]
+    known = [name for name, arm in ARMS.items() if OLMO.arm(arm) is not None]
     out = argparse.ArgumentParser(
         prog="olmo-lns demo",
         description="Train a deep small OLMo model as Pre-LN, Pre-LN with scaled initialization and LNS; compare.",
         epilog="Interrupt with Ctrl-C and run the same command again: finished arms are kept, the other continues.",
     )
-    out.add_argument("--steps", type=_positive, default=DEFAULT_STEPS, help="optimizer steps an arm (%(default)s)")
-    out.add_argument("--arms", default=",".join(DEFAULT_ARMS), help=f"of {', '.join(ARMS)} (default: the first three)")
+    out.add_argument("--steps", type=_positive, default=steps, help="optimizer steps an arm (%(default)s)")
+    out.add_argument("--arms", default=",".join(default_arms()), help=f"of {', '.join(known)} (default: %(default)s)")
     out.add_argument("--seeds", type=_seeds, default=[0], help="comma-separated; every arm under each (0)")
     out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
     out.add_argument("--layers", type=_positive, default=shape.layers, help="blocks, at least 2 (%(default)s)")
     out.add_argument("--d-model", type=_positive, default=shape.d_model, help="width, a multiple of 8 (%(default)s)")
     out.add_argument("--sequence", type=_positive, default=shape.sequence, help="tokens a sequence (%(default)s)")
     out.add_argument("--batch", type=_positive, default=shape.batch, help="sequences a step (%(default)s)")
-    out.add_argument("--threads", type=_positive, default=None, help="CPU threads (those there are, at most 4)")
+    out.add_argument("--threads", type=_positive, default=None, help="CPU threads (the idle ones, at most 4)")
     out.add_argument("--overwrite", action="store_true", help="replace runs of another configuration in --out")
     return out
 
@@ -66,9 +77,10 @@ def parser() -> argparse.ArgumentParser:
 def _shape(args: argparse.Namespace) -> Shape:
     if args.layers < 2:
         raise LNSConfigError(f"--layers {args.layers}: expected at least 2, the arms differ in how blocks compare")
-    if args.d_model % (2 * Shape.heads):
-        raise LNSConfigError(f"--d-model {args.d_model}: expected a multiple of {2 * Shape.heads}")
-    return Shape(layers=args.layers, d_model=args.d_model, sequence=args.sequence, batch=args.batch)
+    shape = Shape.default()
+    if args.d_model % (2 * shape.heads):
+        raise LNSConfigError(f"--d-model {args.d_model}: expected a multiple of {2 * shape.heads}")
+    return replace(shape, layers=args.layers, d_model=args.d_model, sequence=args.sequence, batch=args.batch)
 
 
 def _require_packages() -> None:
@@ -83,25 +95,32 @@ def _set_threads(threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(min(available, MOST_THREADS))
+        torch.set_num_threads(_free_cores())
 
 
-def _plan(args: argparse.Namespace, arms: list[str], shape: Shape, data: DemoData, device: str) -> list[Run]:
+def _free_cores() -> int:
+    """At most ``MOST_THREADS``: threads that share a core with other work wait for one another at every operation."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
+    return max(1, min(there - busy, MOST_THREADS))
+
+
+def _plan(args: argparse.Namespace, arms: list[str], shape: Shape, data: Text, device: str) -> list[Run]:
     from olmo_lns.demo.runs import Run
 
     runs = []
-    for seed in args.seeds:
-        for arm in arms:
-            folder = args.out.absolute() / arm / f"seed{seed}"
-            config = train_config(arm, seed, args.steps, shape, data, folder)
-            config.model.init_device = device
-            runs.append(Run(arm, seed, config, folder))
+    for run in make_study(args.out / _ASKED, arms, args.seeds, args.steps, shape).runs:
+        folder = args.out.absolute() / run.arm / f"seed{run.seed}"
+        config = train_config(run, data, folder)
+        config.model.init_device = device
+        runs.append(Run(run.arm, run.seed, config, folder))
     return runs
 
 
 class _Display:
-    """Progress over all runs; where there is no terminal, a line for every tenth of a run."""
+    """Progress over all runs; where there is no terminal, a line every ten seconds, by a thread: steps may be slow."""
+
+    EVERY = 10.0
 
     def __init__(self, console: Console, runs: Sequence[Run]) -> None:
         self.console, self.runs = console, runs
@@ -114,7 +133,28 @@ class _Display:
             TimeRemainingColumn(),
         )
         self.progress = Progress(*columns, console=console, speed_estimate_period=120, disable=not console.is_terminal)
+        self.line = "starting"
+        self.ended = threading.Event()
         self.task: TaskID = self.progress.add_task("demo", total=sum(run.steps for run in runs), where="")
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it while the body goes."""
+        thread = threading.Thread(target=self._print_lines, daemon=True)
+        if not self.console.is_terminal:
+            thread.start()
+        try:
+            with self.progress:
+                yield
+        finally:
+            self.ended.set()
+            if thread.is_alive():
+                thread.join()
+
+    def _print_lines(self) -> None:
+        started = time.monotonic()
+        while not self.ended.wait(self.EVERY):
+            self.console.print(f"[{time.monotonic() - started:.0f} s] {self.line}", markup=False, highlight=False)
 
     def step(self, index: int, step: int, loss: float) -> None:
         run = self.runs[index]
@@ -122,8 +162,7 @@ class _Display:
         shown = "" if math.isnan(loss) else f"loss {loss:.3f}"
         name = f"{run.arm} ({index + 1}/{len(self.runs)})"
         self.progress.update(self.task, completed=done, description=name, where=f"step {step}/{run.steps} {shown}")
-        if not self.console.is_terminal and step % max(1, run.steps // 10) == 0 and shown:
-            self.console.print(f"{name}: step {step}/{run.steps} {shown}")
+        self.line = f"{name}: step {step}/{run.steps} {shown}".rstrip()
 
 
 def _execute_all(runs: Sequence[Run], console: Console, device: object) -> None:
@@ -132,7 +171,7 @@ def _execute_all(runs: Sequence[Run], console: Console, device: object) -> None:
     from olmo_lns.demo.runs import execute
 
     display = _Display(console, runs)
-    with display.progress:
+    with display.shown():
         for index, run in enumerate(runs):
             if run.result() is None:
                 execute(run, device, partial(display.step, index))  # type: ignore[arg-type]
@@ -143,27 +182,28 @@ def _execute_all(runs: Sequence[Run], console: Console, device: object) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns demo``. Exit code 130 after Ctrl-C."""
     args = parser().parse_args(argv)
+    check_environment()
     arms, shape = parse_arms(args.arms), _shape(args)
     _require_packages()
     console = Console()
     # OLMo enters CUDA's autocast on every machine, and calls OmegaConf by an old name.
     for message in (".*CUDA is not available.*", ".*register_new_resolver.*"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
-    from olmo_lns.integrations.olmo import register
+    from olmo_lns.doors.olmo import register
 
-    # The arms are defined by these settings, whatever the environment says.
-    register(exponent=0.5, scaled_init="auto")
+    register()
     from olmo_lns.demo.runs import Interrupted
-    from olmo_lns.train import process_group
+    from olmo_lns.doors.olmo.train import process_group
 
     _set_threads(args.threads)
     console.print("Reading Python's library and manual ...")
-    data = build(args.out / "data")
+    data: Text = BUILT["demo"].build(args.out / "data")
     console.print(f"{data.train_tokens:,} bytes to train on, {data.heldout_tokens:,} held out.")
     with process_group() as device:
         runs = _plan(args, arms, shape, data, device.type)
         for run in runs:
             run.claim(overwrite=args.overwrite)
+        (args.out / _ASKED).replace(args.out / "study.yaml")  # now that the folder is this study's
         try:
             _execute_all(runs, console, device)
         except (Interrupted, KeyboardInterrupt):
@@ -171,13 +211,15 @@ def main(argv: Sequence[str]) -> int:
             from olmo_lns.demo import report
 
             command = shlex.join([report.program_name(), "demo", *argv])
-            console.print(f"\nStopped; what was done is kept. To go on, run the same command again: {command}", soft_wrap=True)
+            console.print(
+                f"\nStopped; what was done is kept. To go on, run the same command again: {command}", soft_wrap=True
+            )
             return 130
     _report(runs, args.out, shape, data, console, complete=True)
     return 0
 
 
-def _report(runs: Sequence[Run], out: Path, shape: Shape, data: DemoData, console: Console, *, complete: bool) -> None:
+def _report(runs: Sequence[Run], out: Path, shape: Shape, data: Text, console: Console, *, complete: bool) -> None:
     from olmo_lns.demo import report
 
     results = [result for run in runs if (result := run.result()) is not None]
@@ -196,8 +238,9 @@ def _report(runs: Sequence[Run], out: Path, shape: Shape, data: DemoData, consol
 def _state(run: Run) -> str:
     if (result := run.result()) is not None:
         return f"finished in {result.seconds:.0f} s"
-    losses = run.losses()
-    return f"at step {losses[-1][0]} of {run.steps}" if losses else "not started"
+    if not run.losses():
+        return "not started"
+    return f"saved at step {run.saved_step} of {run.steps}" if run.saved_step else "no checkpoint yet: starts anew"
 
 
 if __name__ == "__main__":

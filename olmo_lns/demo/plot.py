@@ -5,20 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Sequence
 
+from olmo_lns.study.arms import arm_named
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from olmo_lns.demo.runs import Run
 
 __all__ = ["draw", "smooth"]
-
-#: arm -> (label, colour, line, marker). Colours of Okabe and Ito; lines and markers tell them apart without colour.
-STYLES = {
-    "preln": ("Pre-LN", "#D55E00", "-", "o"),
-    "preln_scaled_init": ("Pre-LN, scaled init", "#E69F00", "--", "s"),
-    "lns": ("LNS", "#0072B2", "-.", "^"),
-    "preln_mitchell": ("Pre-LN, mitchell init", "#009E73", ":", "D"),
-}
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -37,7 +31,7 @@ def draw(runs: Sequence[Run], path: Path, title: str) -> Path:
     left, right = figure.subplots(1, 2)
     labelled: set[str] = set()
     for run in runs:
-        label = None if run.arm in labelled else STYLES[run.arm][0]
+        label = None if run.arm in labelled else arm_named(run.arm).label
         labelled.add(run.arm)
         _loss(left, run, label)
         _variance(right, run, label)
@@ -59,18 +53,19 @@ def draw(runs: Sequence[Run], path: Path, title: str) -> Path:
 
 
 def _loss(axes: Axes, run: Run, label: str | None) -> None:
-    _, colour, line, _ = STYLES[run.arm]
+    arm = arm_named(run.arm)
     steps, losses = zip(*run.losses(), strict=True)
-    axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=0.7)
-    axes.plot(steps, smooth(losses, max(1, len(steps) // 30)), line, color=colour, label=label, linewidth=1.8)
+    axes.plot(steps, losses, color=arm.colour, alpha=0.2, linewidth=0.7)
+    smoothed = smooth(losses, max(1, len(steps) // 30))
+    axes.plot(steps, smoothed, arm.line, color=arm.colour, label=label, linewidth=1.8)
 
 
 def _variance(axes: Axes, run: Run, label: str | None) -> None:
-    _, colour, line, marker = STYLES[run.arm]
+    arm = arm_named(run.arm)
     result = run.result()
     if result is None:
         return
     blocks = range(1, len(result.variance) + 1)
-    axes.plot(blocks, result.variance, line, color=colour, marker=marker, markersize=4, label=label)
-    axes.plot(blocks, result.variance_at_init, ":", color=colour, alpha=0.5, linewidth=1)
+    axes.plot(blocks, result.variance, arm.line, color=arm.colour, marker=arm.marker, markersize=4, label=label)
+    axes.plot(blocks, result.variance_at_init, ":", color=arm.colour, alpha=0.5, linewidth=1)
     axes.set_xticks(sorted({1, *(n for n in blocks if n % max(1, len(blocks) // 6) == 0)}))

@@ -16,11 +16,13 @@ from rich import box
 from rich.table import Table
 
 from olmo_lns import __version__
-from olmo_lns.demo.arms import ARMS, Shape
+from olmo_lns.demo.config import Shape
 from olmo_lns.demo.runs import Result, Run
+from olmo_lns.study.arms import ARMS, settings_of
+from olmo_lns.study.engines import OLMO
 
 if TYPE_CHECKING:
-    from olmo_lns.demo.data import DemoData
+    from olmo_lns.study.text import Text
 
 __all__ = ["next_commands", "notes", "table", "title", "write"]
 
@@ -97,15 +99,14 @@ def notes(results: Sequence[Result], shape: Shape) -> list[str]:
     if len(arms) > 1:
         lines.append(
             f"What it does not show: which arm is better. Lowest held-out loss here: {lowest} ({mean[lowest]:.3f}). "
-            "The order at this length depends on initialization, learning rate and depth; scaled initialization often "
-            "leads early, which neither supports nor contradicts the claim at 20B tokens."
+            "The order at this length depends on initialization, learning rate and depth, and neither supports nor "
+            "contradicts the claim at 20B tokens."
         )
-    if "preln_scaled_init" in arms:
-        lines.append("preln_scaled_init is OLMo's full_megatron, which also draws the output head with std 1/sqrt(d).")
+    lines += [f"{arm} is reported beside the others: {ARMS[arm].about}." for arm in arms if not ARMS[arm].isolates]
     return lines
 
 
-def next_commands(runs: Sequence[Run], data: DemoData) -> list[str]:
+def next_commands(runs: Sequence[Run], data: Text) -> list[str]:
     """Commands to try on what the demo left."""
     run = next((run for run in runs if run.arm == "lns"), runs[0])
     checkpoint, heldout, out = _relative(run.checkpoint), _relative(data.heldout), _relative(data.heldout.parent.parent)
@@ -128,7 +129,7 @@ def _relative(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def write(runs: Sequence[Run], out: Path, shape: Shape, data: DemoData, *, complete: bool) -> dict[str, Path]:
+def write(runs: Sequence[Run], out: Path, shape: Shape, data: Text, *, complete: bool) -> dict[str, Path]:
     """Write ``report.json``, ``losses.csv``, ``variances.csv`` and ``demo.png`` for the finished ``runs``."""
     from olmo_lns.demo.plot import draw
 
@@ -141,7 +142,7 @@ def write(runs: Sequence[Run], out: Path, shape: Shape, data: DemoData, *, compl
             "steps": results[0].steps,
             "tokens_per_arm": results[0].steps * shape.batch * shape.sequence,
         },
-        "arms": {arm: asdict(ARMS[arm]) for arm in _by_arm(results)},
+        "arms": {arm: _arm(arm) for arm in _by_arm(results)},
         "data": {"digest": data.digest, "train_tokens": data.train_tokens, "heldout_tokens": data.heldout_tokens},
         "software": _software(),
         "results": [{**asdict(result), "growth": result.growth} for result in results],
@@ -163,6 +164,17 @@ def write(runs: Sequence[Run], out: Path, shape: Shape, data: DemoData, *, compl
 def _csv(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows([names, *rows])
+
+
+def _arm(name: str) -> dict[str, Any]:
+    arm = ARMS[name]
+    return {
+        "label": arm.label,
+        "scheme": str(arm.scheme),
+        "initialization": arm.initialization,
+        **settings_of(arm, OLMO),
+        "about": arm.about,
+    }
 
 
 def _software() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import csv
 import itertools
 import json
 import logging
+import re
 import shutil
 import time
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from olmo_lns.errors import LNSConfigError
 if TYPE_CHECKING:
     import torch
 
-    from olmo_lns.trainer import ObservedTrainer
+    from olmo_lns.doors.olmo.trainer import ObservedTrainer
 
 __all__ = ["Interrupted", "Result", "Run", "execute"]
 
@@ -81,6 +82,12 @@ class Run:
     @property
     def checkpoint(self) -> Path:
         return self.folder / f"step{self.steps}-unsharded"
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint, from which the run goes on; 0 without one."""
+        found = [re.fullmatch(r"step(\d+)(-unsharded)?", path.name) for path in self.folder.glob("step*")]
+        return max((int(match[1]) for match in found if match), default=0)
 
     def result(self) -> Result | None:
         """The result of the finished run, or None while it is unfinished."""
@@ -145,7 +152,7 @@ def _write(path: Path, names: list[str], rows: Sequence[Sequence[float]]) -> Non
 
 
 class Recorder:
-    """Observes OLMo's Trainer and keeps the run's files; see :class:`olmo_lns.trainer.LoopObserver`."""
+    """Observes OLMo's Trainer and keeps the run's files; see :class:`olmo_lns.doors.olmo.trainer.LoopObserver`."""
 
     def __init__(self, run: Run, report_step: Callable[[int, float], None]) -> None:
         self.run, self.report_step = run, report_step
@@ -266,8 +273,8 @@ def execute(run: Run, device: torch.device, report_step: Callable[[int, float], 
     """
     from copy import deepcopy
 
-    from olmo_lns.train import prepare
-    from olmo_lns.trainer import run as train
+    from olmo_lns.doors.olmo.train import prepare
+    from olmo_lns.doors.olmo.trainer import run as train
 
     recorder = Recorder(run, report_step)
     config = deepcopy(run.config)

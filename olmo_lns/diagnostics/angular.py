@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, group_device, not_finite, observe, run
-from olmo_lns.diagnostics.models import body_forward, find_blocks
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import body_forward, find_blocks
 
 __all__ = ["AngularResult", "angular_distance", "pairwise_angles"]
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
+from olmo_lns.diagnostics import everything, show
+from olmo_lns.dtypes import NAMES as DTYPES
 from olmo_lns.errors import LNSError
 
 __all__ = ["main"]
@@ -31,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     """Run one diagnostic. Exit code 0, or 2 for wrong usage; LNSError goes to the caller."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     args = _parser().parse_args(argv)
-    handler = {"plot": _plot, "compare": _compare}.get(args.what, _measure)
+    if args.what == "all":
+        return everything.run_all(args, main)
+    handler = {"plot": show.plot, "compare": show.compare}.get(args.what, _measure)
     return handler(args)
 
 
@@ -50,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--rows", type=_positive, help="rows to compute; default: all up to width 256, else 128"
             )
             command.add_argument("--sequences", type=_positive, default=JACOBIAN_SEQUENCES, help="one position of each")
+    everything.add_command(commands)
     plot = commands.add_parser("plot", help="draw the figure of result files (or of the monitor's CSV files)")
     compare = commands.add_parser("compare", help="two or more models on one figure and table")
     for command in (plot, compare):
@@ -71,7 +76,7 @@ def _add_common(command: argparse.ArgumentParser, tokens: int | None, length: in
     add("--tokens", type=_positive, default=tokens, help="tokens to read (default %(default)s)")
     add("--sequence-length", type=_positive, help=f"default: the model's, at most {length}")
     add("--batch-size", type=_positive, default=8, help="sequences a batch (default %(default)s)")
-    add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the weights; auto: as saved")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:<n> or mps")
     add("--device-map", help="Hugging Face placement, e.g. auto (needs accelerate)")
     add("--blocks", help="dotted path of the list of blocks, for models outside the table")
@@ -101,13 +106,13 @@ def _positive(text: str) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     from olmo_lns.diagnostics.data import check_source, read_batches, track
-    from olmo_lns.diagnostics.loading import load_model, load_tokenizer
     from olmo_lns.diagnostics.results import Report, check_writable
+    from olmo_lns.models.loading import load_model, load_tokenizer
 
     # Before the work: what would be found out after it.
     output = args.output or Path(f"{args.what}.json")
     check_writable(output, [".json"])
-    _check_figures(args.plot)
+    show.check_figures(args.plot)
     check_source(args.data, pack=args.pack)
     with _ranks(args.what) as (rank, world):
         loaded = load_model(
@@ -225,15 +230,19 @@ def _ranks(what: str) -> Iterator[tuple[int, int]]:
 
 
 def _record(model: str) -> dict[str, Any] | None:
-    from olmo_lns.record import LNSRecord
+    """Of the folder, for the result file; None for Pre-LN and for what says nothing."""
+    from olmo_lns.checkpoints.records import record_in
 
-    record = LNSRecord.read(model) if Path(model).is_dir() else None
-    return record.as_dict() if record else None
+    record = record_in(Path(model)) if Path(model).is_dir() else None
+    return None if record is None or record.scheme.is_pre_ln else record.as_dict()
 
 
 def _label(model: str) -> str:
-    parts = Path(model).parts
-    return "/".join(parts[-2:] if Path(model, "config.yaml").is_file() else parts[-1:])
+    parts, checkpoint = Path(model).parts, Path(model, "config.yaml").is_file()  # from the run's name on
+    first = len(parts) - 1 - checkpoint
+    while first > 0 and parts[first].startswith(("step", "seed")):
+        first -= 1
+    return "/".join(parts[max(0, first) :])
 
 
 def _say(report: Any, written: Sequence[Path]) -> None:
@@ -243,55 +252,3 @@ def _say(report: Any, written: Sequence[Path]) -> None:
     if report.what == "jacobian":
         print(f"\n{report.result.method}: {len(report.result.coordinates)} of {report.result.width} rows")
     print(f"\n{report.result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
-
-
-def _check_figures(paths: Sequence[Path]) -> None:
-    if paths:
-        from olmo_lns.diagnostics.plots import SUFFIXES
-        from olmo_lns.diagnostics.results import check_writable
-
-        for path in paths:
-            check_writable(path, SUFFIXES)
-
-
-def _plot(args: argparse.Namespace) -> int:
-    from olmo_lns.diagnostics import plots
-    from olmo_lns.diagnostics.compare import relabelled
-    from olmo_lns.diagnostics.results import Report
-
-    outputs = args.output or [args.results[0].with_suffix(".png")]
-    _check_figures(outputs)
-    for path in outputs:  # a saved figure is closed, so each file gets its own
-        if any(result.suffix == ".csv" for result in args.results):
-            labels = args.labels or [result.parent.name or result.stem for result in args.results]
-            if len(labels) != len(args.results):
-                raise LNSError(f"--labels: found {len(labels)} names, expected {len(args.results)}, one a file")
-            figure = plots.draw_training(args.results, labels, log=args.log)
-        else:
-            figure = plots.draw(relabelled([Report.read(p) for p in args.results], args.labels), log=args.log)
-        plots.save(figure, path)
-    print(f"Written: {', '.join(map(str, outputs))}")
-    return 0
-
-
-def _compare(args: argparse.Namespace) -> int:
-    from olmo_lns.diagnostics import plots
-    from olmo_lns.diagnostics.compare import check_comparable, combined_rows, relabelled, summary_table
-    from olmo_lns.diagnostics.results import Report, check_writable, write_csv
-
-    if len(args.results) < 2:
-        raise LNSError(f"compare needs two or more result files, found {len(args.results)}")
-    _check_figures(args.output or [])
-    if args.table:
-        check_writable(args.table, [".csv"])
-    reports = [Report.read(path) for path in args.results]
-    check_comparable(reports)
-    reports = relabelled(reports, args.labels)
-    print(summary_table(reports))
-    written = [plots.save(plots.draw(reports, log=args.log), path) for path in args.output or []]
-    if args.table:
-        write_csv(args.table, combined_rows(reports))
-        written.append(args.table)
-    if written:
-        print(f"\nWritten: {', '.join(map(str, written))}")
-    return 0

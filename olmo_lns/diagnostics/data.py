@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping
 import numpy as np
 import torch
 
+from olmo_lns import hub
 from olmo_lns.errors import LNSError
 
 __all__ = ["DataOptions", "check_source", "read_batches", "track"]
@@ -179,6 +180,8 @@ def _data_set(source: str) -> Iterable[Any]:
         raise LNSError(f"{source} is no file, and data sets need: pip install datasets") from None
     name, _, split = source.partition(":")
     name, _, config = name.partition(",")
+    if not Path(name).exists() and not hub.reachable():
+        raise LNSError(f"--data: {source} is neither a file nor a data set here, and the hub cannot be reached")
     try:
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     except (OSError, ValueError, RuntimeError) as error:

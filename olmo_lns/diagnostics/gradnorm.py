@@ -16,8 +16,8 @@ from torch import nn
 
 from olmo_lns.diagnostics.capture import Batches, evaluating, unpack
 from olmo_lns.diagnostics.loss import token_loss
-from olmo_lns.diagnostics.models import find_blocks
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import find_blocks
 
 __all__ = ["KINDS", "GradNormResult", "gradient_norms", "kind_of"]
 

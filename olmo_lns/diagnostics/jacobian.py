@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run
-from olmo_lns.diagnostics.models import body_forward, find_blocks
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import body_forward, find_blocks
 
 __all__ = ["EXACT_UP_TO", "JacobianResult", "block_jacobians", "token_jacobian_rows"]
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run
 from olmo_lns.diagnostics.loss import token_loss
-from olmo_lns.diagnostics.models import body_forward, find_blocks
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import body_forward, find_blocks
 
 __all__ = ["LayerDropResult", "TaskScores", "bypassed", "drop_layers", "removable"]
 

@@ -8,8 +8,8 @@ from typing import Any, ContextManager, Sequence
 import torch
 
 from olmo_lns.diagnostics.layer_drop import TaskScores, bypassed, removable
-from olmo_lns.diagnostics.loading import LoadedModel, one_line
-from olmo_lns.errors import LNSError
+from olmo_lns.errors import LNSError, one_line
+from olmo_lns.models.loading import LoadedModel
 
 __all__ = ["score_tasks"]
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from olmo_lns.diagnostics.models import MASKED_LM, logits_of, model_type
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import is_masked_lm, logits_of, model_type
 
 __all__ = ["TokenLoss", "token_loss"]
 
@@ -38,7 +38,7 @@ def token_loss(model: nn.Module, mask_token: int | None = None) -> TokenLoss:
         assert mask_token is not None
         return _nll(logits(ids.masked_fill(chosen, mask_token), mask), ids), chosen
 
-    if model_type(model) not in MASKED_LM:
+    if not is_masked_lm(model_type(model)):
         return next_token
     if mask_token is None:
         raise LNSError(

@@ -12,21 +12,22 @@ import csv
 import logging
 import os
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 import torch
 
 from olmo_lns.diagnostics.capture import observe
-from olmo_lns.diagnostics.models import find_blocks
 from olmo_lns.diagnostics.variance import Moments
+from olmo_lns.doors.autoload import on_import
+from olmo_lns.doors.patching import Target, replace_all
+from olmo_lns.environment import MONITOR, read
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.models.blocks import find_blocks
 
-__all__ = ["COLUMNS", "MONITOR_VARIABLE", "Monitor", "install", "maybe_install", "parse_setting"]
+__all__ = ["COLUMNS", "Monitor", "install", "parse_setting", "register"]
 
 log = logging.getLogger(__name__)
 
-#: Switches the monitor on: ``every=<steps>[,path=<csv file>]``.
-MONITOR_VARIABLE = "OLMO_LNS_MONITOR"
 #: Columns of the CSV file; ``block`` is 1-based, the others as in :class:`~.variance.VarianceResult`.
 COLUMNS = ("step", "block", "variance", "rms", "max", "tokens")
 DEFAULT_EVERY = 100
@@ -42,19 +43,36 @@ def parse_setting(value: str) -> dict[str, Any]:
     for item in filter(None, (part.strip() for part in value.split(","))):
         key, equals, text = item.partition("=")
         if key not in ("every", "path") or not equals or not text or key in found:
-            raise LNSConfigError(f"{MONITOR_VARIABLE}: found {item!r}, expected every=<steps>[,path=<csv file>]")
+            raise LNSConfigError(f"{MONITOR}: found {item!r}, expected every=<steps>[,path=<csv file>]")
         found[key] = text
     if "every" in found:
         if not found["every"].isdecimal() or int(found["every"]) < 1:
-            raise LNSConfigError(f"{MONITOR_VARIABLE}: every must be an integer >= 1, found {found['every']!r}")
+            raise LNSConfigError(f"{MONITOR}: every must be an integer >= 1, found {found['every']!r}")
         found["every"] = int(found["every"])
     return found
 
 
-def maybe_install(trainer: Any, environ: Mapping[str, str] = os.environ) -> Monitor | None:
-    """Install the monitor that the environment asks for; None when it asks for none."""
-    value = environ.get(MONITOR_VARIABLE, "").strip()
-    return install(trainer, **parse_setting(value)) if value else None
+#: What is wrapped, with the sources that were read.
+FIT = Target("olmo.train:Trainer.fit", {"837097f0ec8f1b4b": "0.5.0, 0.5.1, 0.6.0", "706a4aa49e75278d": "main"})
+TARGETS = (FIT,)
+
+
+def register() -> None:
+    """Watch every ``Trainer`` that is fitted while the environment asks for it; inert otherwise. An OLMo plugin."""
+
+    def extend(module: object) -> None:
+        replace_all([(FIT, _wrap_fit)])
+
+    on_import("olmo.train", extend)
+
+
+def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any) -> Any:
+        if value := read(MONITOR):
+            install(self, **parse_setting(value))
+        return fit(self)
+
+    return wrapped
 
 
 def install(trainer: Any, every: int = DEFAULT_EVERY, path: str | os.PathLike[str] | None = None) -> Monitor:
@@ -136,7 +154,7 @@ def start_file(path: Path, step: int) -> None:
             if tuple(reader.fieldnames or ()) != COLUMNS:
                 raise LNSConfigError(
                     f"{path}: found columns {reader.fieldnames}, expected {', '.join(COLUMNS)}; "
-                    f"move the file away or give another path in {MONITOR_VARIABLE}"
+                    f"move the file away or give another path in {MONITOR}"
                 )
             kept = [row for row in reader if int(row["step"]) <= step]
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -148,4 +166,4 @@ def start_file(path: Path, step: int) -> None:
             writer.writerows(kept)
         os.replace(temporary, path)
     except OSError as error:
-        raise LNSConfigError(f"{MONITOR_VARIABLE}: {path} cannot be written: {error.strerror}") from None
+        raise LNSConfigError(f"{MONITOR}: {path} cannot be written: {error.strerror}") from None

@@ -102,6 +102,8 @@ def _variance(reports: Sequence[Report], log: bool) -> Any:
 def _angular(reports: Sequence[Report], log: bool) -> Any:
     plt = _pyplot()
     count = len(reports)
+    # One scale for all models, so that colours compare; up to the largest value, for most are far below 1.
+    top = max((value for report in reports for row in report.result.distance for value in row), default=0) or 1.0
     figure, axes = plt.subplots(1, count + 1, figsize=(3 * (count + 1) + 0.6, 3), layout="constrained", squeeze=False)
     for axis, report in zip(axes[0], reports, strict=False):
         rows = report.result.distance
@@ -109,14 +111,15 @@ def _angular(reports: Sequence[Report], log: bool) -> Any:
         for layer, row in enumerate(rows):
             grid[: len(row), layer] = row
         extent = (0.5, len(rows) + 0.5, 0.5, len(rows) + 0.5)
-        image = axis.imshow(grid, origin="lower", extent=extent, vmin=0, vmax=1, cmap="cividis")
+        image = axis.imshow(grid, origin="lower", extent=extent, vmin=0, vmax=top, cmap="cividis")
         axis.set_title(f"{report.label} ({report.result.variant})", fontsize=9)
         axis.grid(False)
         _layer_axis(axis, len(rows))
         axis.set_xlabel("state l (input of block l)")
         axis.yaxis.set_major_locator(plt.MaxNLocator(integer=True, min_n_ticks=1))
         axis.set_ylabel("n (blocks between)")
-    figure.colorbar(image, ax=list(axes[0][:count]), label="angular distance d(l, l+n)  [fraction of π]")
+    label = f"angular distance d(l, l+n)  [fraction of π]\nscale 0 to {top:.2g}, the largest shown"
+    figure.colorbar(image, ax=list(axes[0][:count]), label=label)
     _lines(axes[0][-1], reports, lambda r: r.adjacent, "d(l, l+1)  [fraction of π]")
     axes[0][-1].set_yscale("log") if log else axes[0][-1].set_ylim(bottom=0)
     axes[0][-1].legend()

@@ -4,9 +4,10 @@ With a gain, ``s * Norm(x)`` is ``Norm(x)`` with gain and bias multiplied by ``s
 is ``Norm(x)`` followed by a projection whose weight is multiplied by ``s``. Either way the result
 is a plain Pre-LN checkpoint of the same shape.
 
-The modules, in the direction of their imports: :mod:`fold` (arithmetic), :mod:`atomic`
-(all-or-nothing output); :mod:`archive`, :mod:`shards`, :mod:`distributed` (three file formats, one
-tensor at a time); :mod:`architecture`, :mod:`olmo`, :mod:`huggingface`, :mod:`tokenizer`,
-:mod:`jobs`, :mod:`megatron`, :mod:`authors` (layouts); :mod:`unfold` (the inverse), :mod:`cli`,
-:mod:`hooked` and :mod:`verify`; :mod:`guards` stands alone.
+The modules, in the direction of their imports: :mod:`fold` and :mod:`fold_schemes` (arithmetic), :mod:`atomic`
+(all-or-nothing output), :mod:`options` (what is asked for, and the protocols of source and target); :mod:`olmo`,
+:mod:`huggingface`, :mod:`gemma2`, :mod:`tokenizer` (what is written); :mod:`from_olmo`, :mod:`olmo_core`,
+:mod:`megatron`, :mod:`transformers_folder`, :mod:`authors` (what each source becomes) and :mod:`unfold` (the inverse);
+:mod:`sources` (the table of them), :mod:`cli`, :mod:`hooked`, :mod:`stock` and :mod:`verify`; :mod:`hf_cli` and
+:mod:`hf_folders` (``olmo-lns hf``); :mod:`guards` stands alone. Checkpoints are read by :mod:`olmo_lns.checkpoints`.
 """

@@ -2,7 +2,8 @@
 
 Everything is written into a hidden sibling of the target and renamed at the end. A process that
 is killed leaves only that sibling: no loader looks there, and the next export to the same target
-removes it (its owner's lock is gone with the process).
+removes it (its owner's lock is gone with the process). A sibling is ours when it holds a file that
+names its target; anything else of that name is left alone.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.export.fold import one_line
+from olmo_lns.errors import LNSConfigError, LNSError, one_line
 
-__all__ = ["CHECKSUMS", "ExportError", "atomic_folder", "verify_checksums"]
+__all__ = ["CHECKSUMS", "ExportError", "atomic_folder", "copy_unread", "verify_checksums"]
 
 #: Written last into every export, in the format of ``sha256sum -c``.
 CHECKSUMS = "SHA256SUMS"
+#: In the hidden folder from its first moment until it has its name: whose leftover it is.
+_MARKER = ".olmo-lns-export"
 
 
 class ExportError(LNSError, OSError):
@@ -54,10 +56,13 @@ def atomic_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise ExportError(f"cannot write into {target.parent}: {one_line(error)}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        marker = partial / _MARKER
+        marker.write_text(target.name, encoding="utf-8")
         yield partial
-        _write_checksums(partial)
+        _write_checksums(partial, marker)
         # Renaming onto a folder that somebody filled meanwhile fails, as it should.
         os.rename(partial, target)
+        (target / _MARKER).unlink()
         _sync(target.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -66,6 +71,25 @@ def atomic_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
+
+
+def copy_unread(source: Path, target: Path) -> None:
+    """Copy a file or folder of a checkpoint whose content nobody looks at.
+
+    :raises LNSConfigError: it is, or holds, a symbolic link or something else that is no file: what that
+        leads to may be anything on this machine, and exports are given away.
+    """
+    for path in [source, *source.rglob("*")] if source.is_dir() and not source.is_symlink() else [source]:
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            kind = f"a symbolic link to {os.readlink(path)}" if path.is_symlink() else "not a plain file"
+            raise LNSConfigError(
+                f"{path} is {kind}: expected a plain file, because it is copied into the export as it is; put a copy "
+                "in its place (cp -L) if it belongs there, or remove it"
+            )
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copyfile(source, target)
 
 
 def verify_checksums(folder: str | os.PathLike[str]) -> int:
@@ -91,7 +115,9 @@ def verify_checksums(folder: str | os.PathLike[str]) -> int:
 def _remove_abandoned(target: Path) -> None:
     """Remove what killed exports to the same target left; one still being written holds its lock."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        descriptor = os.open(leftover, os.O_RDONLY)
+        if not _is_ours(leftover, target):
+            continue
+        descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -102,8 +128,19 @@ def _remove_abandoned(target: Path) -> None:
             os.close(descriptor)
 
 
-def _write_checksums(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def _is_ours(leftover: Path, target: Path) -> bool:
+    """Whether an export to ``target``, and not to ``target.something``, made this folder."""
+    marker = leftover / _MARKER
+    if leftover.is_symlink() or not marker.is_file():
+        return False
+    try:
+        return marker.read_text(encoding="utf-8") == target.name
+    except (OSError, ValueError):
+        return False
+
+
+def _write_checksums(folder: Path, marker: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != marker)
     lines = []
     for path in files:
         lines.append(f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n")

@@ -8,43 +8,41 @@ saying that it was trained with ``NORM_TYPE=LNS``.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Mapping
 
 import torch
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.archive import check_archive, read_archive
+from olmo_lns.checkpoints.shards import read_safetensors
+from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import huggingface, tokenizer
-from olmo_lns.export.architecture import Architecture
-from olmo_lns.export.archive import check_archive, read_archive
-from olmo_lns.export.fold import LazyTensor, Rounding, check_shapes, one_line, scaled
-from olmo_lns.export.shards import read_safetensors
-from olmo_lns.record import LNSRecord
-from olmo_lns.scale import DEFAULT_EXPONENT, lns_scale
+from olmo_lns.export.fold import scaled
+from olmo_lns.export.options import HF, Options, Target
+from olmo_lns.record import Record
+from olmo_lns.schemes import DEFAULT_EXPONENT, Scheme, lns_scale
 
-__all__ = ["job", "unfolded"]
+__all__ = ["target", "unfolded"]
 
 
-def job(
-    source: Path, args: argparse.Namespace, dtype: torch.dtype | None, rounding: Rounding
-) -> Callable[[Path], list[str]]:
+def target(source: Path, options: Options) -> Target:
     """:raises LNSConfigError: not their layout, damaged, or another format than ``hf`` asked for."""
-    if args.format != "hf":
+    if options.format != HF:
         raise LNSConfigError("--source authors is a Llama: give --format hf")
     config = _read_config(source / "config.json")
     model = _architecture(config, source)
-    weights = _weights(source)
-    check_shapes(weights, _llama_shapes(model), source)
-    exponent = DEFAULT_EXPONENT if args.exponent is None else args.exponent
+    weights = _checked_weights(model, source)
+    exponent = DEFAULT_EXPONENT if options.exponent is None else options.exponent
     factors = {
         f"{name}.weight": lns_scale(index + 1, exponent=exponent)
         for index in range(model.n_layers)
         for name in huggingface.llama_names(index).values()
     }
-    folded = scaled(weights, factors, rounding, dtype)
-    record = LNSRecord.lns("lns_rms", exponent, folded=True)
+    folded = scaled(weights, factors, options.rounding, options.dtype)
+    record = Record(Scheme.of("lns", exponent=exponent), "rms", "plain", folded=True)
     target = huggingface.transformers_config(model, huggingface.dominant_dtype(folded), record)
     tokens = huggingface.special_tokens(config.get("eos_token_id"), config.get("pad_token_id"), model.embeddings)
     target |= tokens | {"bos_token_id": config.get("bos_token_id")}
@@ -53,27 +51,27 @@ def job(
     def write(out: Path) -> list[str]:
         lines = ["LlamaForCausalLM: the authors' LLaMA with the factor 1/sqrt(i+1) of layer i inside its norms"]
         lines.append("their files do not say which NORM_TYPE they were trained with: LNS is taken on your word")
-        chosen = args.tokenizer or (str(own) if own else tokenizer.NONE)
-        if chosen == tokenizer.NONE:
-            lines.append("no tokenizer: give --tokenizer to include one")
-        else:
-            lines.append(tokenizer.write_tokenizer(out, chosen, config=target, beside=source))
-        huggingface.write_huggingface(out, folded, target, max_shard_bytes=args.max_shard_size)
+        chosen = options.tokenizer or (str(own) if own else None)
+        lines.append(tokenizer.write_tokenizer(out, chosen, config=target, beside=source))
+        huggingface.write_huggingface(out, folded, target, max_shard_bytes=options.max_shard_size)
         return lines
 
     return write
 
 
 def unfolded(source: Path) -> tuple[Architecture, dict[str, LazyTensor]]:
-    """Their model and its weights as they are, in transformers' names."""
+    """Their model and its weights as they are, in transformers' names.
+
+    :raises LNSConfigError: not their layout, or damaged.
+    """
     model = _architecture(_read_config(source / "config.json"), source)
-    return model, _weights(source)
+    return model, _checked_weights(model, source)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LNSConfigError(f"{path} cannot be read: {one_line(error)}") from None
     if not isinstance(config, dict) or config.get("model_type") != "llama":
         raise LNSConfigError(f"{path} is not the config of a Llama")
@@ -85,7 +83,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _architecture(config: Mapping[str, Any], source: Path) -> Architecture:
     try:
         heads = int(config["num_attention_heads"])
-        return Architecture(
+        model = Architecture(
             d_model=int(config["hidden_size"]),
             n_heads=heads,
             n_kv_heads=int(config.get("num_key_value_heads") or heads),
@@ -101,8 +99,16 @@ def _architecture(config: Mapping[str, Any], source: Path) -> Architecture:
             embedding_size=int(config["vocab_size"]),
             weight_tying=bool(config.get("tie_word_embeddings", False)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise LNSConfigError(f"{source}/config.json: missing or wrong value: {error!r}") from None
+    return model.checked(source / "config.json")
+
+
+def _checked_weights(model: Architecture, source: Path) -> dict[str, LazyTensor]:
+    weights = _weights(source)
+    check_depth(model.n_layers, weights, source)
+    check_shapes(weights, _llama_shapes(model), source)
+    return weights
 
 
 def _weights(source: Path) -> dict[str, LazyTensor]:

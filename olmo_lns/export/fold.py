@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Callable, Iterable, Mapping
 
 import torch
 
+from olmo_lns.checkpoints.tensors import LazyTensor, check_dtype
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.schemes import SUB_LAYERS, Scheme
 
-__all__ = ["DTYPES", "LazyTensor", "Rounding", "block_factors", "cast", "check_shapes", "one_line", "scaled"]
+__all__ = [
+    "Factor",
+    "Rounding",
+    "block_factors",
+    "cast",
+    "norm_factor",
+    "scaled",
+]
 
-#: Names on the command line -> dtypes that weights may be written in.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
+#: What a tensor is multiplied by: a number, or one for each of its rows.
+Factor = float | torch.Tensor
 #: Elements handled at once, so that the float64 intermediates stay at 8 MiB each whatever the tensor.
 _CHUNK = 1 << 20
 
 
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor that is read when it is needed: its shape and dtype are known, its data is not held.
+def norm_factor(scheme: Scheme, n_layers: int) -> Callable[[int], float]:
+    """1-based layer number -> what both block norms are multiplied by under ``scheme``.
 
-    :param load: reads the tensor into fresh memory; called once for each time it is written.
+    :raises LNSConfigError: a scheme that does more than multiply them.
     """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    load: Callable[[], torch.Tensor]
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: object) -> LazyTensor:
-        """The tensor ``function(self)``; ``changes`` names its shape or dtype where they differ."""
-        return replace(self, load=lambda: function(self.load()), **changes)  # type: ignore[arg-type]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    if not scheme.keeps_forward(n_layers):
+        raise LNSConfigError(
+            f"scheme {scheme} ({scheme.definition.title}) cannot be folded into a stock Pre-LN model: it does more "
+            "than multiply the norms in front of the sub-layers"
+        )
+    return lambda number: scheme.plan(number, n_layers, SUB_LAYERS[0]).norm_scale
 
 
 @dataclass
@@ -56,20 +57,21 @@ class Rounding:
             self.worst, self.where = error, name
 
     def scale(
-        self, name: str, tensor: torch.Tensor, factor: float, dtype: torch.dtype, shift: float = 0.0
+        self, name: str, tensor: torch.Tensor, factor: Factor, dtype: torch.dtype, shift: float = 0.0
     ) -> torch.Tensor:
         """``(tensor + shift) * factor`` in ``dtype``, computed in float64 and rounded once.
 
         :param tensor: any shape, any floating dtype.
-        :param factor: dimensionless.
+        :param factor: dimensionless; a number, or fp64 (rows,), one for each row.
         :param shift: 1.0 for a zero-centred gain, whose stored value is the gain minus one.
-        :raises LNSConfigError: a finite value overflows ``dtype``.
+        :raises LNSConfigError: a finite value overflows ``dtype``, or the tensor is not of a plain floating dtype.
         """
+        check_dtype(name, tensor.dtype, "cannot scale")
         result = torch.empty(tensor.shape, dtype=dtype)
         source, target = tensor.reshape(-1), result.view(-1)
         worst = 0.0
         for start in range(0, source.numel(), _CHUNK):
-            exact = (source[start : start + _CHUNK].double() + shift) * factor
+            exact = (source[start : start + _CHUNK].double() + shift) * _of_elements(factor, tensor, start)
             rounded = target[start : start + _CHUNK].copy_(exact)
             # In place, because this is most of the work. Zeros, and what is not finite, give nan.
             error = rounded.double().sub_(exact).div_(exact).abs_().nan_to_num_(nan=0.0, posinf=math.inf)
@@ -80,10 +82,18 @@ class Rounding:
         return result
 
     def folded(
-        self, name: str, tensor: LazyTensor, factor: float, dtype: torch.dtype, shift: float = 0.0
+        self, name: str, tensor: LazyTensor, factor: Factor, dtype: torch.dtype, shift: float = 0.0
     ) -> LazyTensor:
         """:meth:`scale`, when the tensor is read."""
         return tensor.map(lambda t: self.scale(name, t, factor, dtype, shift), dtype=dtype)
+
+
+def _of_elements(factor: Factor, tensor: torch.Tensor, start: int) -> Factor:
+    """``factor`` for the elements of a chunk that begins at ``start``."""
+    if isinstance(factor, float):
+        return factor
+    width = max(1, tensor.numel() // max(1, len(factor)))
+    return factor[torch.arange(start, min(start + _CHUNK, tensor.numel())) // width]
 
 
 def cast(name: str, tensor: LazyTensor, dtype: torch.dtype, rounding: Rounding) -> LazyTensor:
@@ -92,7 +102,7 @@ def cast(name: str, tensor: LazyTensor, dtype: torch.dtype, rounding: Rounding) 
 
 
 def scaled(
-    tensors: Mapping[str, LazyTensor], factors: Mapping[str, float], rounding: Rounding, dtype: torch.dtype | None
+    tensors: Mapping[str, LazyTensor], factors: Mapping[str, Factor], rounding: Rounding, dtype: torch.dtype | None
 ) -> dict[str, LazyTensor]:
     """``tensors`` multiplied by ``factors`` where they have one, in ``dtype`` (None: each in its own)."""
     return {
@@ -108,25 +118,3 @@ def block_factors(
 ) -> dict[str, float]:
     """Parameter name -> factor. ``names_of_block`` gets the 0-based block index, ``scale`` the 1-based number."""
     return {name: scale(index + 1) for index in range(layers) for name in names_of_block(index)}
-
-
-def check_shapes(found: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], source: object) -> None:
-    """:raises LNSConfigError: keys are missing or unexpected, or a shape is not what the config says."""
-    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-    for problem, names in (("lacks", missing), ("holds unexpected", extra)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise LNSConfigError(
-                f"{source} {problem} the weight {names[0]}{more}: it is damaged, or not the model of its config"
-            )
-    for name, shape in expected.items():
-        if tuple(found[name].shape) != tuple(shape):
-            raise LNSConfigError(
-                f"{source}: {name} has shape {tuple(found[name].shape)}, but its config implies {tuple(shape)}"
-            )
-
-
-def one_line(error: BaseException, limit: int = 200) -> str:
-    """First line of an upstream error's text, for a one-line message."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:limit]

@@ -3,7 +3,9 @@
 ``scripts/convert_olmo_to_hf_new.py`` never looks at the norms: it writes an ``OlmoForCausalLM``,
 whose norms have neither factor nor gain, whatever the checkpoint holds. ``hf_olmo`` keeps the
 name of the norm but not the exponent. A script runs as ``__main__`` and imports neither OLMo nor
-this package, so the first is recognised by its file name when it imports transformers' Olmo.
+this package, so the first is recognised by its file name when it imports transformers' Olmo, before it works.
+Under another name it is recognised by what it cannot do without: it opens the weights of a checkpoint, and
+saves transformers' own configuration of OLMo.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import os
 import sys
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable
 
+from olmo_lns.doors.autoload import on_import
+from olmo_lns.doors.olmo import types
+from olmo_lns.doors.patching import MARKER, Target, replace
 from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.integrations.autoload import on_import
-from olmo_lns.integrations.patching import MARKER, Target, replace
-from olmo_lns.record import LNSRecord, check_match
+from olmo_lns.record import Record, check_match
 
 __all__ = ["CONVERTERS", "TRIGGER", "check_conversion", "install"]
 
@@ -29,18 +34,36 @@ log = logging.getLogger("olmo_lns")
 TRIGGER = "transformers.models.olmo.configuration_olmo"
 #: OLMo's script, and the copy of it that transformers ships.
 CONVERTERS = ("convert_olmo_to_hf_new", "convert_olmo_weights_to_hf")
+#: Where transformers has its configurations of OLMo models -> the class, and whether its norms have gains.
+CONFIGURATIONS = {
+    TRIGGER: ("OlmoConfig", False),
+    "transformers.models.olmo2.configuration_olmo2": ("Olmo2Config", True),
+}
+#: A file whose opening means that the weights of an OLMo checkpoint are read -> the checkpoint's folder from there.
+_WEIGHTS = {"model.pt": ".", ".metadata": ".."}
+#: Whose reading and saving is no conversion: OLMo's Trainer, whose checkpoints the plugin compares, and our own rooms
+#: (not the doors, which stand between a converter and OLMo's functions).
+_ROOMS = ("checkpoints", "demo", "diagnostics", "export", "finetune", "models", "study", "vision")
+_OURS = ("olmo.train", *(f"olmo_lns.{room}." for room in _ROOMS))
+_read: dict[str, None] = {}
+_installed: list[bool] = []
 _VERIFIED = {"01810dd1b8a5ed6b": "ai2-olmo 0.5.0 to main (2025-09)"}
 
 
 def install() -> None:
     """Guard the converters that are imported from now on, or already are. Idempotent and inert.
 
-    Call it when ``olmo`` or :data:`TRIGGER` is imported. Nothing happens unless a checkpoint
-    that was trained with LNS is about to be converted.
+    Call it before ``hf_olmo`` or a converter is imported, or when :data:`TRIGGER` is. Nothing happens unless a
+    checkpoint that was trained under a scheme is about to be converted.
 
     :raises CheckpointMismatchError: (in the converter) the conversion would lose the factor.
     """
+    if _installed:
+        return
+    _installed.append(True)
     on_import(TRIGGER, lambda module: _check_script())
+    for name in CONFIGURATIONS:
+        on_import(name, _guard_configuration)
     on_import("hf_olmo.configuration_olmo", _guard_hf_olmo)
     for name in CONVERTERS[:1]:
         for module in (name, f"scripts.{name}"):
@@ -55,13 +78,12 @@ def check_conversion(folder: str | Path, *, keeps_gains: bool) -> None:
     :raises CheckpointMismatchError: it would, and the difference was not allowed.
     """
     model = _model_section(Path(folder))
-    name = str(model.get("layer_norm_type", ""))
-    record = LNSRecord.read(folder) or (LNSRecord.lns(name) if name.startswith("lns") else LNSRecord())
+    record = Record.read(folder) or Record(types.scheme_of(model.get("layer_norm_type", "")))
     in_gains = record.folded and model.get("layer_norm_with_affine", True) and not keeps_gains
     if in_gains:
-        record = LNSRecord.lns(record.type, record.exponent, scaled_init=record.scaled_init)
+        record = replace_fields(record, folded=False)
     try:
-        allowed = check_match(record, LNSRecord(scaled_init=record.scaled_init), source=folder, training=False)
+        allowed = check_match(record, Record(scaled_init=record.scaled_init), source=folder, training=False)
     except CheckpointMismatchError as error:
         why = "this converter drops the gains into which its factor was folded. " if in_gains else ""
         raise CheckpointMismatchError(f"{why}{error} Or: olmo-lns export {folder} OUT --format hf") from None
@@ -79,6 +101,50 @@ def _check_script() -> None:
     folder = parser.parse_known_args(sys.argv[1:])[0].input_dir
     if folder:
         check_conversion(folder, keeps_gains=False)
+
+
+def _guard_configuration(module: ModuleType) -> None:
+    """Refuse to save a configuration of OLMo in a process that has read weights of a scheme."""
+    name, keeps_gains = CONFIGURATIONS[module.__name__]
+    config_class: Any = getattr(module, name)
+    original = config_class.save_pretrained
+    if getattr(original, MARKER, False):
+        return
+    _watch()
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is config_class and not _is_ours():  # a class of ours, below it, carries its scheme
+            for folder in list(_read):
+                check_conversion(folder, keeps_gains=keeps_gains)
+        return original(self, *args, **kwargs)
+
+    setattr(save_pretrained, MARKER, True)
+    config_class.save_pretrained = save_pretrained
+
+
+@functools.cache
+def _watch() -> None:
+    sys.addaudithook(_note)
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: Python tells of every file that is opened, by whatever function."""
+    if event == "open" and isinstance(arguments[0], (str, os.PathLike)) and "r" in (arguments[1] or "r"):
+        folder, name = os.path.split(os.fspath(arguments[0]))
+        if name in _WEIGHTS and not _is_ours():
+            _read[os.path.normpath(os.path.join(os.getcwd(), folder, _WEIGHTS[name]))] = None
+
+
+def _is_ours() -> bool:
+    """Whether one of :data:`_OURS` is at work further up."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(_OURS) and name != __name__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _guard_function(target: Target) -> None:
@@ -101,7 +167,7 @@ def _guard_hf_olmo(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(self.layer_norm_type).startswith("lns"):
+        if types.has_scheme(self.layer_norm_type):
             folder = Path(save_directory)
             if not (folder / "config.yaml").is_file():
                 _refuse_type(str(self.layer_norm_type), folder)
@@ -114,7 +180,12 @@ def _guard_hf_olmo(module: ModuleType) -> None:
 
 def _refuse_type(name: str, folder: Path) -> None:
     """A model in memory, saved elsewhere: its config names the norm and loses the exponent."""
-    check_match(LNSRecord.lns(name), LNSRecord(), source=f"the model to be saved in {folder}", training=False)
+    check_match(
+        Record(types.scheme_of(name)),
+        Record(scaled_init="plain"),
+        source=f"the model to be saved in {folder}",
+        training=False,
+    )
 
 
 def _model_section(folder: Path) -> dict[str, Any]:

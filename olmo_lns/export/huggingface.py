@@ -19,13 +19,22 @@ from typing import Any, Mapping
 
 import torch
 
+from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.shards import write_safetensors
+from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.architecture import Architecture
-from olmo_lns.export.fold import DTYPES, LazyTensor
-from olmo_lns.export.shards import write_safetensors
-from olmo_lns.record import LNSRecord
+from olmo_lns.norm.dtypes import DTYPES
+from olmo_lns.record import Record
 
-__all__ = ["choose_class", "llama_names", "to_huggingface", "transformers_config", "write_huggingface"]
+__all__ = [
+    "choose_class",
+    "llama_names",
+    "problems",
+    "projections",
+    "to_huggingface",
+    "transformers_config",
+    "write_huggingface",
+]
 
 _MODEL_TYPES = {"LlamaForCausalLM": "llama", "OlmoForCausalLM": "olmo", "StableLmForCausalLM": "stablelm"}
 #: OlmoLayerNorm's eps is a constant in its forward.
@@ -37,29 +46,29 @@ def choose_class(model: Architecture) -> tuple[str, str]:
 
     :raises LNSConfigError: no class computes the same, with everything that stands in the way.
     """
-    problems = _problems(model)
+    found = problems(model)
     rms = model.base_norm == "rms"
     if rms:
         name, why = "LlamaForCausalLM", "RMSNorm, SwiGLU and RoPE are Llama's"
-        problems += ["biases in RMSNorm"] * model.norm_bias + ["clip_qkv (only Olmo clips)"] * bool(model.clip_qkv)
+        found += ["biases in RMSNorm"] * model.norm_bias + ["clip_qkv (only Olmo clips)"] * bool(model.clip_qkv)
     elif not model.layer_norm_with_affine and model.layer_norm_eps == _OLMO_EPS:
         name, why = "OlmoForCausalLM", "its LayerNorm has no gain and no bias, like this model's"
-        problems += ["biases in the feed-forward layers (Olmo has none)"] * model.include_bias
+        found += ["biases in the feed-forward layers (Olmo has none)"] * model.include_bias
     else:
         name, why = "StableLmForCausalLM", "its LayerNorm has a gain and a bias; Llama's and Olmo's have not"
         if not model.layer_norm_with_affine:
             why = f"Olmo's LayerNorm has eps {_OLMO_EPS:g}, not {model.layer_norm_eps:g}; unit gains are written"
-        problems += ["biases in the linear layers (StableLm has none)"] * model.include_bias
-        problems += ["clip_qkv (only Olmo clips)"] * bool(model.clip_qkv)
-    if problems:
+        found += ["biases in the linear layers (StableLm has none)"] * model.include_bias
+        found += ["clip_qkv (only Olmo clips)"] * bool(model.clip_qkv)
+    if found:
         raise LNSConfigError(
-            f"no stock transformers class computes exactly this model (nearest: {name}): {'; '.join(problems)}. "
+            f"no stock transformers class computes exactly this model (nearest: {name}): {'; '.join(found)}. "
             "Use --format olmo, which keeps the architecture"
         )
     return name, why
 
 
-def _problems(model: Architecture) -> list[str]:
+def problems(model: Architecture) -> list[str]:
     """What no class of this module can do."""
     checks = {
         "norm_after (post-norm blocks)": model.norm_after,
@@ -90,17 +99,24 @@ def to_huggingface(model: Architecture, weights: Mapping[str, LazyTensor]) -> di
         block, layer = f"transformer.blocks.{index}", f"model.layers.{index}"
         for ours, theirs in llama_names(index).items():
             result.update(_norm(model, name, weights, f"{block}.{ours}", theirs))
-        for kind in ("weight", "bias") if model.include_bias else ("weight",):
-            for part, tensor in _qkv(model, weights, block, kind).items():
-                result[f"{layer}.self_attn.{part}.{kind}"] = tensor
-            result[f"{layer}.self_attn.o_proj.{kind}"] = weights[f"{block}.attn_out.{kind}"]
-            fused = weights[f"{block}.ff_proj.{kind}"]
-            for part, start in (("up_proj", 0), ("gate_proj", model.ff_out_inner)):
-                result[f"{layer}.mlp.{part}.{kind}"] = rows(fused, start, model.ff_out_inner)
-            result[f"{layer}.mlp.down_proj.{kind}"] = weights[f"{block}.ff_out.{kind}"]
+        result.update({f"{layer}.{key}": tensor for key, tensor in projections(model, weights, index).items()})
     result.update(_norm(model, name, weights, "transformer.ln_f", "model.norm"))
     if not model.weight_tying:
         result["lm_head.weight"] = weights["transformer.ff_out.weight"]
+    return result
+
+
+def projections(model: Architecture, weights: Mapping[str, LazyTensor], index: int) -> dict[str, LazyTensor]:
+    """The matrices and biases of block ``index`` (0-based) under transformers' names within a layer."""
+    block, result = f"transformer.blocks.{index}", {}
+    for kind in ("weight", "bias") if model.include_bias else ("weight",):
+        for part, tensor in _qkv(model, weights, block, kind).items():
+            result[f"self_attn.{part}.{kind}"] = tensor
+        result[f"self_attn.o_proj.{kind}"] = weights[f"{block}.attn_out.{kind}"]
+        fused = weights[f"{block}.ff_proj.{kind}"]
+        for part, start in (("up_proj", 0), ("gate_proj", model.ff_out_inner)):
+            result[f"mlp.{part}.{kind}"] = rows(fused, start, model.ff_out_inner)
+        result[f"mlp.down_proj.{kind}"] = weights[f"{block}.ff_out.{kind}"]
     return result
 
 
@@ -131,7 +147,7 @@ def _norm(
     return {f"{theirs}.{part}": weights.get(f"{ours}.{part}", constant) for part, constant in constants.items()}
 
 
-def transformers_config(model: Architecture, dtype: torch.dtype, record: LNSRecord) -> dict[str, Any]:
+def transformers_config(model: Architecture, dtype: torch.dtype, record: Record) -> dict[str, Any]:
     """``config.json``, in keys that transformers 4 and 5, vLLM and llama.cpp read."""
     name, _ = choose_class(model)
     config: dict[str, Any] = {
@@ -164,7 +180,7 @@ def transformers_config(model: Architecture, dtype: torch.dtype, record: LNSReco
     return config | record_keys(record)
 
 
-def record_keys(record: LNSRecord) -> dict[str, Any]:
+def record_keys(record: Record) -> dict[str, Any]:
     """What tells later readers of a config that the factor is inside; stock code keeps and ignores it."""
     return {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
 

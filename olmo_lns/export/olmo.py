@@ -1,181 +1,161 @@
-"""OLMo checkpoints, unsharded and sharded: opened, checked and written with some weights scaled."""
+"""OLMo checkpoints written with some weights multiplied: folded, unfolded, or in another layout or dtype."""
 
 from __future__ import annotations
 
 import re
-import shutil
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping
 
 import torch
 import yaml
 
+from olmo_lns.checkpoints.archive import write_archive
+from olmo_lns.checkpoints.distributed import ChunkFunction
+from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint
+from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.architecture import BASE_NORMS, Architecture
-from olmo_lns.export.archive import check_archive, read_archive, write_archive
-from olmo_lns.export.distributed import ChunkFunction, DistributedCheckpoint
-from olmo_lns.export.fold import LazyTensor, Rounding, block_factors, check_shapes, one_line, scaled
-from olmo_lns.record import RECORD_FILE, LNSRecord
-from olmo_lns.scale import lns_scale
+from olmo_lns.export import fold_schemes, trainer_mark
+from olmo_lns.export.atomic import copy_unread
+from olmo_lns.export.fold import Factor, Rounding, block_factors, norm_factor, scaled
+from olmo_lns.record import RECORD_FILE, Record
+from olmo_lns.schemes import Scheme
 
-__all__ = ["LAYOUTS", "SHARDED", "OLMoCheckpoint", "copy_trainer_state", "is_olmo", "write_config", "write_olmo"]
+__all__ = ["NewCheckpoint", "chunk_scaler", "copy_trainer_state", "factors_of", "folding", "plain", "write_config"]
 
-#: Folder of a sharded (``torch_new``) checkpoint.
-SHARDED = "model_and_optim"
 _NOTE = "# LayerNorm Scaling"
-LAYOUTS = ("unsharded", "sharded")
 
 
-def is_olmo(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file()
+def folding(checkpoint: OLMoCheckpoint) -> dict[str, Factor]:
+    """Parameter -> what it is multiplied by when the checkpoint's scheme is folded into stock Pre-LN.
+
+    :raises LNSConfigError: a scheme that cannot be.
+    """
+    scheme, layers = checkpoint.record.scheme, checkpoint.architecture.n_layers
+    if not checkpoint.record.active:
+        return {}
+    if scheme.keeps_forward(layers):
+        return dict(factors_of(checkpoint, scheme))
+    if problem := fold_schemes.obstacle(scheme, layers):
+        raise LNSConfigError(
+            f"{checkpoint.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: "
+            f"{problem}. It runs in OLMo with olmo-lns; --format olmo keeps it as it is"
+        )
+    return fold_schemes.factors(checkpoint.architecture, scheme, checkpoint.tensors)
+
+
+def factors_of(checkpoint: OLMoCheckpoint, scheme: Scheme) -> dict[str, float]:
+    """Parameter -> the factor of its block, for all parameters that carry it when ``scheme`` is folded in."""
+    layers = checkpoint.architecture.n_layers
+    return block_factors(checkpoint.architecture.sites, layers, norm_factor(scheme, layers))
+
+
+def plain(checkpoint: OLMoCheckpoint, rounding: Rounding, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    """All weights as a Pre-LN model needs them: the factor folded in, if it is not already."""
+    return scaled(_without_gates(checkpoint), folding(checkpoint), rounding, dtype)
+
+
+def _without_gates(checkpoint: OLMoCheckpoint) -> dict[str, LazyTensor]:
+    """The weights that a stock model has, once the gates are folded in."""
+    gates = set(fold_schemes.gates(checkpoint.architecture)) if checkpoint.record.active else set()
+    return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in gates}
 
 
 @dataclass(frozen=True)
-class OLMoCheckpoint:
-    """An OLMo checkpoint folder whose config, record and weights agree.
+class NewCheckpoint:
+    """What is made of an OLMo checkpoint, in OLMo's format.
 
-    :param config: the whole config.yaml, and ``text`` its text.
-    :param record: how LNS was used; made from the config where the folder has no ``lns.json``.
-    :param layout: ``unsharded`` (model.pt) or ``sharded`` (model_and_optim/).
+    :param record: of the weights written, and ``layer_norm_type`` what the config calls them.
+    :param factors: parameter -> what it is multiplied by.
+    :param layout: ``unsharded`` or ``sharded``; a sharded one needs a sharded source.
+    :param dtype: of the weights, None as they are.
+    :param moments: also keep what is not the model in a sharded checkpoint (the optimizer), and do
+        this to its tensors; None: the model alone.
     """
 
-    folder: Path
-    text: str
-    config: Mapping[str, Any]
-    architecture: Architecture
-    record: LNSRecord
+    source: OLMoCheckpoint
+    record: Record
+    layer_norm_type: str
     layout: str
+    rounding: Rounding
+    factors: Mapping[str, Factor] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+    moments: Mapping[str, ChunkFunction] | None = None
 
-    @classmethod
-    def open(cls, folder: str | Path, *, exponent: float | None = None) -> OLMoCheckpoint:
-        """Read and compare config, record and the names and shapes of all weights; load no weight.
+    def write(self, out: Path) -> bool:
+        """Weights, record, trainer's state and config.yaml into the folder ``out``.
 
-        :param exponent: of the factor, only for an LNS checkpoint that lost its record.
-        :raises LNSConfigError: damaged, incomplete, contradictory, or of a kind that is not supported.
+        :returns: whether the source had a trainer's state.
+        :raises LNSConfigError: sharded was asked for of an unsharded one.
         """
-        folder = Path(folder)
-        path = folder / "config.yaml"
-        try:
-            text = path.read_text(encoding="utf-8")
-            config = yaml.safe_load(text)
-        except OSError as error:
-            raise LNSConfigError(f"{path} cannot be read: {one_line(error)}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise LNSConfigError(f"{path} is not valid YAML: {one_line(error)}") from None
-        if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-            raise LNSConfigError(f"{path} has no section 'model': it is not the config.yaml of an OLMo checkpoint")
-        architecture = Architecture.from_config(config["model"], path)
-        record = _record(folder, architecture, exponent)
-        checkpoint = cls(folder, text, config, architecture, record, _layout(folder))
-        check_shapes(checkpoint.tensors, architecture.shapes(), folder)
-        return checkpoint
-
-    @cached_property
-    def sharded(self) -> DistributedCheckpoint:
-        return DistributedCheckpoint(self.folder / SHARDED)
-
-    @cached_property
-    def stored_names(self) -> dict[str, str]:
-        """Parameter name, block groups flattened -> its name in the file."""
-        if self.layout == "sharded":
-            stored = [name for name in self.sharded.names if name.startswith("model.")]
+        if self.layout == "unsharded":
+            self._unsharded(out)
+        elif self.source.layout == "sharded":
+            self._sharded(out)
         else:
-            stored = list(self._unsharded)
-        size = 1 + max((int(m[1]) for n in stored if (m := re.search(r"block_groups\.0\.(\d+)\.", n))), default=0)
-        return {_canonical(name, size): name for name in stored}
+            raise LNSConfigError(f"{self.source.folder} is unsharded: a sharded one can only be made of a sharded one")
+        self.record.write(out)
+        found = copy_trainer_state(self.source, out, self.layout, self.record)
+        write_config(out / "config.yaml", self.source, self.layer_norm_type, self.record)
+        return found
 
-    @cached_property
+    @property
     def tensors(self) -> dict[str, LazyTensor]:
-        """Parameter name, block groups flattened -> the weight."""
-        if self.layout == "sharded":
-            return {name: self.sharded.tensor(stored) for name, stored in self.stored_names.items()}
-        return {name: self._unsharded[stored] for name, stored in self.stored_names.items()}
+        """Those of the source that are kept."""
+        return _without_gates(self.source) if self.record.folded else self.source.tensors
 
-    @cached_property
-    def _unsharded(self) -> dict[str, LazyTensor]:
-        path = self.folder / "model.pt"
-        check_archive(path)
-        state = read_archive(path)
-        if not isinstance(state, dict) or not all(isinstance(value, LazyTensor) for value in state.values()):
-            raise LNSConfigError(f"{path} is not a state dict of tensors")
-        return state
-
-    def factors(self, exponent: float | None = None) -> dict[str, float]:
-        """Parameter -> the LNS factor of its block, for all parameters that carry it when folded."""
-        power = self.record.exponent if exponent is None else exponent
-        layers = self.architecture.n_layers
-        return block_factors(self.architecture.sites, layers, lambda number: lns_scale(number, exponent=power))
-
-    def plain(self, rounding: Rounding, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-        """All weights as a Pre-LN model needs them: the factor folded in, if it is not already."""
-        return scaled(self.tensors, self.factors() if self.record.active else {}, rounding, dtype)
-
-
-def write_olmo(
-    out: Path,
-    checkpoint: OLMoCheckpoint,
-    factors: Mapping[str, float],
-    record: LNSRecord,
-    *,
-    layer_norm_type: str,
-    rounding: Rounding,
-    dtype: torch.dtype | None = None,
-    layout: str | None = None,
-    extra: Mapping[str, ChunkFunction] | None = None,
-) -> None:
-    """Write the weights of ``checkpoint`` times ``factors`` into the folder ``out``; config.yaml comes last.
-
-    :param layout: ``unsharded`` or ``sharded``; a sharded output needs a sharded source.
-    :param extra: also keep what is not the model in a sharded checkpoint (the optimizer), and do
-        this to its tensors; default: the model alone.
-    :raises LNSConfigError: unsharded to sharded was asked for.
-    """
-    layout = layout or checkpoint.layout
-    if layout == "unsharded":
-        weights = scaled(checkpoint.tensors, factors, rounding, dtype)
+    def _unsharded(self, out: Path) -> None:
+        weights = scaled(self.tensors, self.factors, self.rounding, self.dtype)
         # A distributed checkpoint stores the model's names under "model."; a state dict does not.
-        names = {name: stored.removeprefix("model.") for name, stored in checkpoint.stored_names.items()}
+        names = {name: stored.removeprefix("model.") for name, stored in self.source.stored_names.items()}
         write_archive(out / "model.pt", {names[name]: weights[name] for name in weights})
-    elif checkpoint.layout == "sharded":
+
+    def _sharded(self, out: Path) -> None:
         functions: dict[str, ChunkFunction] = {}
-        for name, stored in checkpoint.stored_names.items():
-            tensor = checkpoint.tensors[name]
-            if name in factors or (dtype is not None and dtype != tensor.dtype):
-                functions[stored] = chunk_scaler(name, factors.get(name, 1.0), rounding, dtype)
-        functions.update(extra or {})
-        checkpoint.sharded.rewrite(out / SHARDED, lambda n: extra is not None or n.startswith("model."), functions)
-    else:
-        raise LNSConfigError(f"{checkpoint.folder} is unsharded: a sharded one can only be made of a sharded one")
-    record.write(out)
-    write_config(out / "config.yaml", checkpoint, layer_norm_type, record)
+        for name, stored in self.source.stored_names.items():
+            tensor = self.source.tensors[name]
+            if name in self.factors or (self.dtype is not None and self.dtype != tensor.dtype):
+                functions[stored] = chunk_scaler(name, self.factors.get(name, 1.0), self.rounding, self.dtype)
+        functions.update(self.moments or {})
+        kept = self.tensors
+        gone = {stored for name, stored in self.source.stored_names.items() if name not in kept}
+        model_only = self.moments is None
+        self.source.sharded.rewrite(
+            out / SHARDED, lambda n: n not in gone and (n.startswith("model.") or not model_only), functions
+        )
 
 
-def copy_trainer_state(checkpoint: OLMoCheckpoint, out: Path, layout: str) -> bool:
+def copy_trainer_state(checkpoint: OLMoCheckpoint, out: Path, layout: str, record: Record) -> bool:
     """Copy ``train.pt`` or ``train/``, unread: it holds arbitrary objects, and OLMo's Trainer wants it.
 
+    :param record: of the weights beside it; where they need this package the state carries the mark, else none.
     :returns: whether there was one; otherwise an empty one is written, for ``--reset_trainer_state``.
+    :raises LNSConfigError: it is a symbolic link, or no file of ``torch.save``.
     """
     names = {"unsharded": "train.pt", "sharded": "train/rank0.pt"}
     source, target = checkpoint.folder / names[checkpoint.layout], out / names[layout]
-    if source.is_file() and layout == checkpoint.layout == "sharded":
-        shutil.copytree(source.parent, target.parent)
-        return True
-    target.parent.mkdir(exist_ok=True)
-    if source.is_file():
-        shutil.copyfile(source, target)
-        return True
-    write_archive(target, {})
-    return False
+    found = source.is_file()
+    if found and layout == checkpoint.layout == "sharded":
+        copy_unread(source.parent, target.parent)
+    else:
+        target.parent.mkdir(exist_ok=True)
+        copy_unread(source, target) if found else write_archive(target, {})
+    for path in target.parent.glob("rank*.pt") if layout == "sharded" else [target]:
+        trainer_mark.mark(path, record)
+    return found
 
 
-def chunk_scaler(name: str, factor: float, rounding: Rounding, dtype: torch.dtype | None) -> ChunkFunction:
-    """A function for :meth:`DistributedCheckpoint.rewrite` that scales every chunk alike."""
-    return lambda _, offsets, chunk: rounding.scale(name, chunk, factor, dtype or chunk.dtype)
+def chunk_scaler(name: str, factor: Factor, rounding: Rounding, dtype: torch.dtype | None) -> ChunkFunction:
+    """A function for :meth:`DistributedCheckpoint.rewrite` that scales every chunk, by rows if the factor has rows."""
+
+    def scale(_: Any, offsets: Any, chunk: torch.Tensor) -> torch.Tensor:
+        part = factor if isinstance(factor, float) else factor[offsets[0] : offsets[0] + chunk.shape[0]]
+        return rounding.scale(name, chunk, part, dtype or chunk.dtype)
+
+    return scale
 
 
-def write_config(path: Path, checkpoint: OLMoCheckpoint, layer_norm_type: str, record: LNSRecord) -> None:
+def write_config(path: Path, checkpoint: OLMoCheckpoint, layer_norm_type: str, record: Record) -> None:
     """The checkpoint's config.yaml with another norm type; everything else keeps its text."""
     pattern = re.compile(r"(?m)^(\s+layer_norm_type:[ \t]*)\S+[ \t]*$")
     text = pattern.sub(lambda match: match[1] + layer_norm_type, checkpoint.text)
@@ -184,57 +164,6 @@ def write_config(path: Path, checkpoint: OLMoCheckpoint, layer_norm_type: str, r
         # An unusual spelling of the file: its comments are lost, its content is not.
         text = yaml.safe_dump(wanted, sort_keys=False)
     state = "is folded into the weights" if record.folded else "is active"
-    note = f"{_NOTE} (exponent {record.exponent:g}) {state}; see {RECORD_FILE}.\n"
+    note = f"{_NOTE} ({record.scheme}) {state}; see {RECORD_FILE}.\n"
     text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_NOTE))
     path.write_text(note + text, encoding="utf-8")
-
-
-def _canonical(stored: str, group_size: int) -> str:
-    name = stored.removeprefix("model.").replace("_fsdp_wrapped_module.", "")
-
-    def flatten(match: re.Match[str]) -> str:
-        return f"transformer.blocks.{int(match[1]) * group_size + int(match[2])}."
-
-    return re.sub(r"^transformer\.block_groups\.(\d+)\.(\d+)\.", flatten, name)
-
-
-def _record(folder: Path, architecture: Architecture, exponent: float | None) -> LNSRecord:
-    """The record in ``folder``, compared with the config."""
-    named = architecture.layer_norm_type
-    kind = f"lns_{architecture.base_norm}" if architecture.lns else named
-    record = LNSRecord.read(folder)
-    if record is None:
-        if not architecture.lns:
-            return LNSRecord()
-        if exponent is None:
-            raise LNSConfigError(
-                f"{folder}: config.yaml names {named} but {RECORD_FILE} is missing, so the exponent is unknown: "
-                f"copy {RECORD_FILE} from the checkpoint it was made from, or give --exponent (0.5 is the paper's)"
-            )
-        return LNSRecord.lns(kind, exponent)
-    if exponent is not None and record.active and exponent != record.exponent:
-        raise LNSConfigError(f"{folder}: {RECORD_FILE} says exponent {record.exponent:g}, --exponent says {exponent:g}")
-    says = f"{'folded ' if record.folded else ''}{record.type}"
-    if record.active != architecture.lns or (record.active and record.type != kind):
-        raise LNSConfigError(
-            f"{folder}: config.yaml names layer_norm_type {named}, {RECORD_FILE} says {says}: they contradict each "
-            "other, one of them was changed after the checkpoint was written"
-        )
-    if record.folded and BASE_NORMS.get(record.type) not in (None, named):
-        raise LNSConfigError(f"{folder}: config.yaml names layer_norm_type {named}, {RECORD_FILE} says {says}")
-    return record
-
-
-def _layout(folder: Path) -> str:
-    if (folder / "model.pt").is_file():
-        return "unsharded"
-    if (folder / SHARDED).is_dir():
-        return "sharded"
-    unshard = "unshard it first with OLMo's scripts/unshard.py (and copy lns.json beside the result)"
-    if (folder / "rank0.pt").is_file():
-        raise LNSConfigError(f"{folder} is sharded by torch_legacy, whose files need a full unpickling: {unshard}")
-    if (folder / "model" / "rank0.pt").is_file():
-        raise LNSConfigError(f"{folder} is sharded by the local checkpointer (flat FSDP parameters): {unshard}")
-    if (folder / "model").is_dir():
-        raise LNSConfigError(f"{folder} is sharded by olmo_core, another format: {unshard}")
-    raise LNSConfigError(f"{folder} has neither model.pt nor {SHARDED}/: it is not a complete OLMo checkpoint")

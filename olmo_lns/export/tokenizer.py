@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import json
-import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable
 
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.fold import one_line
+from olmo_lns import hub
+from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.export.atomic import copy_unread
 
 __all__ = ["NONE", "write_tokenizer"]
 
@@ -19,31 +19,23 @@ NONE = "none"
 _FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template.jinja")
 
 
-def write_tokenizer(out: Path, identifier: str, *, config: dict[str, Any], beside: Path) -> str:
+def write_tokenizer(out: Path, identifier: str | None, *, config: dict[str, Any], beside: Path) -> str:
     """Write the tokenizer named ``identifier`` into ``out``.
 
     :param identifier: a tokenizer.json, a folder of tokenizer files, one of OLMo's own
-        (``tokenizers/….json``), or the name of a tokenizer on the Hugging Face hub.
+        (``tokenizers/….json``), or the name of a tokenizer on the Hugging Face hub; None or ``none``: no tokenizer.
     :param config: the model's ``config.json``: eos and pad tokens, vocabulary size, length.
     :param beside: the checkpoint; relative paths are looked up there too.
     :returns: one line that says what was written.
     :raises LNSConfigError: it cannot be found or read, or has more tokens than the model.
     """
+    if identifier is None or identifier == NONE:
+        return "no tokenizer: give --tokenizer to include one"
     folder = Path(identifier)
     if folder.is_dir():
-        files = sorted({path for pattern in _FILES for path in folder.glob(pattern) if path.is_file()})
-        if not files:
-            raise LNSConfigError(f"{folder} holds no tokenizer files")
-        for path in files:
-            shutil.copyfile(path, out / path.name)
-        return f"{len(files)} tokenizer files from {folder}"
+        return _copy_folder(out, folder, config["vocab_size"])
     tokenizer = _load(identifier, beside)
-    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    if size > config["vocab_size"]:
-        raise LNSConfigError(
-            f"tokenizer {identifier} has {size} tokens, the model only {config['vocab_size']}: it is another model's; "
-            "give --tokenizer FILE, or --tokenizer none to leave it out"
-        )
+    size = _checked_size(tokenizer.get_vocab(with_added_tokens=True).values(), identifier, config["vocab_size"])
     settings: dict[str, Any] = {
         # The name that every version of transformers knows.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -61,6 +53,55 @@ def write_tokenizer(out: Path, identifier: str, *, config: dict[str, Any], besid
     return f"tokenizer {identifier}: {size} tokens, eos {special.get('eos_token')!r}, pad {special.get('pad_token')!r}"
 
 
+def _copy_folder(out: Path, folder: Path, vocabulary: int) -> str:
+    files = sorted({path for pattern in _FILES for path in folder.glob(pattern) if not path.is_dir()})
+    if not files:
+        raise LNSConfigError(f"{folder} holds no tokenizer files")
+    size = _checked_size(_ids(folder), folder, vocabulary)
+    for path in files:
+        copy_unread(path, out / path.name)
+    return f"{len(files)} tokenizer files from {folder}: {size} tokens"
+
+
+def _ids(folder: Path) -> list[int]:
+    """The token ids of a folder of tokenizer files.
+
+    :raises LNSConfigError: the files cannot be read.
+    """
+    try:
+        if (folder / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            ids = list(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True).values())
+        else:
+            from transformers import AutoTokenizer
+
+            ids = list(AutoTokenizer.from_pretrained(str(folder), local_files_only=True).get_vocab().values())
+        # transformers adds what these two files list to the tokenizer's own.
+        settings, added = (_json(folder / name) for name in ("tokenizer_config.json", "added_tokens.json"))
+        return ids + [int(number) for number in settings.get("added_tokens_decoder", {})] + list(added.values())
+    except Exception as error:  # both libraries raise bare Exception for whatever is wrong with a file
+        raise LNSConfigError(
+            f"--tokenizer {folder}: not a folder of tokenizer files that can be read ({one_line(error)}): expected "
+            "tokenizer.json, or what transformers saves"
+        ) from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _checked_size(ids: Iterable[int], name: object, vocabulary: int) -> int:
+    """Number of tokens. :raises LNSConfigError: more than the model has."""
+    size = max(ids, default=-1) + 1
+    if size > vocabulary:
+        raise LNSConfigError(
+            f"tokenizer {name} has {size} tokens, the model only {vocabulary}: it is another model's; "
+            "give --tokenizer FILE, or --tokenizer none to leave it out"
+        )
+    return size
+
+
 def _load(identifier: str, beside: Path) -> Any:
     from tokenizers import Tokenizer
 
@@ -71,7 +112,10 @@ def _load(identifier: str, beside: Path) -> Any:
         for path in places:
             if path.is_file():
                 return Tokenizer.from_file(str(path))
-        return Tokenizer.from_pretrained(identifier)
+        from huggingface_hub import hf_hub_download
+
+        known = hub.cached_only(identifier, "tokenizer.json")
+        return Tokenizer.from_file(hf_hub_download(identifier, "tokenizer.json", local_files_only=known))
     except Exception as error:  # the library raises bare Exception for whatever is wrong with a file
         raise LNSConfigError(
             f"tokenizer {identifier!r} is neither a readable file nor on the hub ({one_line(error)}): give "

@@ -7,81 +7,89 @@ its second by ``s²``. Without gains the same holds for the projections after th
 
 from __future__ import annotations
 
-import argparse
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Mapping
 
 from olmo_lns import __version__
+from olmo_lns.checkpoints.archive import check_archive, map_tensors, read_archive, write_archive
+from olmo_lns.checkpoints.distributed import ChunkFunction, DistributedCheckpoint
+from olmo_lns.checkpoints.megatron import MegatronCheckpoint
+from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint
+from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.archive import check_archive, map_tensors, read_archive, write_archive
-from olmo_lns.export.distributed import ChunkFunction
-from olmo_lns.export.fold import LazyTensor, Rounding
-from olmo_lns.export.megatron import MegatronCheckpoint
-from olmo_lns.export.olmo import SHARDED, OLMoCheckpoint, chunk_scaler, copy_trainer_state, write_olmo
-from olmo_lns.record import LNSRecord
-from olmo_lns.scale import DEFAULT_EXPONENT, lns_scale
+from olmo_lns.export.fold import Rounding, norm_factor
+from olmo_lns.export.megatron import write_megatron
+from olmo_lns.export.olmo import NewCheckpoint, chunk_scaler, factors_of
+from olmo_lns.export.options import Options, Target
+from olmo_lns.record import Record
 
-__all__ = ["MOMENT_POWERS", "job"]
+__all__ = ["MOMENT_POWERS", "megatron_target", "moment_functions", "olmo_target", "unfolded_record"]
 
 #: Optimizer state of a parameter -> the power of the factor by which it is multiplied.
 MOMENT_POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "grad_norm_exp_avg": 1, "step": 0}
+#: Of these every parameter that was trained has one; the rest is kept by some optimizers for some parameters.
+_OF_EVERY_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+#: What wrappers put into a parameter's name: DDP in front of all, FSDP and torch.compile anywhere.
+_WRAPPERS = re.compile(r"^module\.|\b(?:_fsdp_wrapped_module|_orig_mod)\.")
 _OPTIMIZER = "optim.pt"
 _SHARDED_STATE = re.compile(r"optim\.state\.(?P<parameter>.+)\.(?P<moment>[a-z_]+)$")
 
 
-def job(source: Path, kind: str, args: argparse.Namespace, rounding: Rounding) -> Callable[[Path], list[str]]:
-    """``olmo-lns export --unfold``.
+def olmo_target(source: Path, options: Options) -> Target:
+    """``olmo-lns export --unfold`` of an OLMo checkpoint.
 
-    :raises LNSConfigError: not folded, or Pre-LN and not asked to convert it.
+    :raises LNSConfigError: not folded.
     """
-    if args.dtype != "keep":
-        raise LNSConfigError("--unfold keeps the dtype of the checkpoint: training continues from it")
-    if kind == "megatron":
-        return _megatron_job(MegatronCheckpoint.open(source), args, rounding)
-    if kind != "olmo":
-        raise LNSConfigError(f"--unfold reads OLMo and Megatron checkpoints, not --source {kind}")
     checkpoint = OLMoCheckpoint.open(source)
-    record = _target(checkpoint.record, f"lns_{checkpoint.architecture.base_norm}", args, source)
-    scales = checkpoint.factors(record.exponent)
+    base = checkpoint.architecture.base_norm
+    record = unfolded_record(checkpoint.record, options, source)
+    scales, layer_norm_type = factors_of(checkpoint, record.scheme), types.spell(record.scheme, base)
+    _check_name(options.output, checkpoint.layout)
 
     def write(out: Path) -> list[str]:
         factors = {name: 1 / scale for name, scale in scales.items()}
-        lines = [f"{record.type} (exponent {record.exponent:g}), {checkpoint.layout}: the factor is outside again"]
-        note, moments = _optimizer(checkpoint, scales, rounding, out, drop=args.drop_optimizer)
-        write_olmo(out, checkpoint, factors, record, layer_norm_type=record.type, rounding=rounding, extra=moments)
-        if not copy_trainer_state(checkpoint, out, checkpoint.layout):
+        lines = [f"{record}, {checkpoint.layout}: the factor is outside again"]
+        note, moments = _optimizer(checkpoint, scales, options.rounding, out, drop=options.drop_optimizer)
+        new = NewCheckpoint(
+            checkpoint, record, layer_norm_type, checkpoint.layout, options.rounding, factors, moments=moments
+        )
+        if not new.write(out):
             note += "; no trainer state either: also --reset_trainer_state"
-        return [*lines, note, *_consequence(checkpoint.record)]
+        return [*lines, note]
 
     return write
 
 
-def _target(saved: LNSRecord, kind: str, args: argparse.Namespace, source: Path) -> LNSRecord:
+def _check_name(output: str, layout: str) -> None:
+    """OLMo's ``--load_path`` tells the layout by the folder's name alone.
+
+    :raises LNSConfigError: it would take this one for the other layout.
+    """
+    name = os.path.basename(os.path.normpath(output))
+    if name.endswith("-unsharded") != (layout == "unsharded"):
+        better = f"{name}-unsharded" if layout == "unsharded" else name.removesuffix("-unsharded") or "lns"
+        raise LNSConfigError(
+            f"{output}: OLMo takes a --load_path for unsharded when its name ends in -unsharded, and only then; this "
+            f"checkpoint is {layout}: call it {better}"
+        )
+
+
+def unfolded_record(saved: Record, options: Options, source: Path) -> Record:
     """The record of the unfolded weights."""
     if saved.folded:
-        if args.exponent not in (None, saved.exponent):
-            raise LNSConfigError(f"{source} was folded with exponent {saved.exponent:g}, not {args.exponent:g}")
+        folded_with = saved.scheme.parameters.get("exponent")
+        if options.exponent not in (None, folded_with):
+            raise LNSConfigError(f"{source} was folded with exponent {folded_with}, not {options.exponent:g}")
         return replace(saved, folded=False, plugin_version=__version__)
     if saved.active:
         raise LNSConfigError(f"{source} is not folded: it can be trained on under LNS as it is")
-    if not args.convert_preln:
-        raise LNSConfigError(
-            f"{source} is Pre-LN and never was LNS. --convert-preln divides the gains by the factor, so that the model "
-            "computes the same under LNS; but the gain of block l then starts at sqrt(l) times its value, deep blocks "
-            "get smaller gradients than before, and nothing in the paper says that this trains well"
-        )
-    exponent = DEFAULT_EXPONENT if args.exponent is None else args.exponent
-    return LNSRecord.lns(kind, exponent, scaled_init=saved.scaled_init)
-
-
-def _consequence(saved: LNSRecord) -> list[str]:
-    if saved.folded:
-        return []
-    return [
-        "converted from Pre-LN: same function, other training dynamics; not a model trained with LNS from the start"
-    ]
+    raise LNSConfigError(
+        f"{source} is Pre-LN and never was LNS: there is no factor to take out, and a new label makes no LNS model"
+    )
 
 
 def _optimizer(
@@ -102,6 +110,8 @@ def _optimizer(
     check_archive(path)
     state, count = _rescaled(read_archive(path), checkpoint, scales, rounding)
     write_archive(out / _OPTIMIZER, state)
+    if not count:
+        return "the optimizer has no moments yet: it was saved before its first step", None
     return f"{count} moments of the optimizer rescaled to match", None
 
 
@@ -117,33 +127,74 @@ def _rescaled(
         moments = state["state"]
     except (KeyError, TypeError, ValueError):
         raise LNSConfigError(f"{path} does not name its parameters: give --drop-optimizer") from None
-    canonical = {stored: name for name, stored in checkpoint.stored_names.items()}
-    count = 0
+    canonical = {_unwrapped(stored): name for name, stored in checkpoint.stored_names.items()}
+    found: dict[str, set[str]] = {}
 
     def rescale(keys: tuple[Any, ...], tensor: LazyTensor) -> LazyTensor:
-        nonlocal count
-        name = names.get(keys[0], keys[0])
-        scale = scales.get(canonical.get(str(name).replace("_fsdp_wrapped_module.", ""), ""))
-        if scale is None or (power := _power(str(keys[-1]), path)) == 0:
+        name, moment = str(names.get(keys[0], keys[0])), str(keys[-1])
+        known = canonical.get(_unwrapped(name), name)
+        found.setdefault(known, set()).add(moment)
+        if known not in scales or (power := _power(moment, path)) == 0:
             return tensor
-        count += 1
-        return rounding.folded(f"{name}.{keys[-1]}", tensor, scale**power, tensor.dtype)
+        return rounding.folded(f"{name}.{moment}", tensor, scales[known] ** power, tensor.dtype)
 
-    return state | {"state": map_tensors(moments, rescale)}, count
+    rescaled = map_tensors(moments, rescale)
+    return state | {"state": rescaled}, _counted(found, scales, path)
 
 
 def _sharded_moments(
     checkpoint: OLMoCheckpoint, scales: Mapping[str, float], rounding: Rounding
 ) -> dict[str, ChunkFunction]:
-    folder = checkpoint.folder / SHARDED
-    canonical = {stored.removeprefix("model."): name for name, stored in checkpoint.stored_names.items()}
+    canonical = {_unwrapped(stored): name for name, stored in checkpoint.stored_names.items()}
+    return moment_functions(checkpoint.sharded, checkpoint.folder / SHARDED, scales, rounding, canonical)
+
+
+def moment_functions(
+    stored: DistributedCheckpoint,
+    folder: Path,
+    scales: Mapping[str, float],
+    rounding: Rounding,
+    canonical: Mapping[str, str] | None = None,
+) -> dict[str, ChunkFunction]:
+    """Name of a stored moment -> what to do with its chunks, for the parameters in ``scales``.
+
+    :param canonical: name of a parameter as stored -> its name in ``scales``, where they differ.
+    :raises LNSConfigError: moments that are missing, or of a kind whose scaling is unknown.
+    """
     functions: dict[str, ChunkFunction] = {}
-    for stored in checkpoint.sharded.names:
-        match = _SHARDED_STATE.match(stored)
-        scale = scales.get(canonical.get(match["parameter"], "")) if match else None
-        if match and scale and (power := _power(match["moment"], folder)):
-            functions[stored] = chunk_scaler(stored, scale**power, rounding, None)
+    found: dict[str, set[str]] = {}
+    for name in stored.names:
+        if not (match := _SHARDED_STATE.match(name)):
+            continue
+        known = (canonical or {}).get(_unwrapped(match["parameter"]), match["parameter"])
+        found.setdefault(known, set()).add(match["moment"])
+        if known in scales and (power := _power(match["moment"], folder)):
+            functions[name] = chunk_scaler(name, scales[known] ** power, rounding, None)
+    _counted(found, scales, folder)
     return functions
+
+
+def _unwrapped(name: str) -> str:
+    """A parameter's name in the model itself."""
+    return _WRAPPERS.sub("", name.removeprefix("model."))
+
+
+def _counted(found: Mapping[str, set[str]], scales: Mapping[str, float], path: Path) -> int:
+    """Number of moments that are rescaled; 0 where no parameter has any.
+
+    :param found: parameter -> the moments that its state holds.
+    :raises LNSConfigError: a scaled parameter lacks one that other parameters have.
+    """
+    if not found:
+        return 0
+    expected = _OF_EVERY_PARAMETER & {moment for moments in found.values() for moment in moments}
+    if lacking := sorted(name for name in scales if not expected <= found.get(name, set()) or not expected):
+        raise LNSConfigError(
+            f"{path}: found the moments of {len(scales) - len(lacking)} of the {len(scales)} parameters to rescale, "
+            f"none or not all of {lacking[0]}'s (it names {min(found, default='no parameter')}, …): training would go "
+            "on with moments of another scale; give --drop-optimizer to leave the optimizer's state out"
+        )
+    return sum(1 for name in scales for moment in found[name] if _power(moment, path))
 
 
 def _power(moment: str, path: Path) -> int:
@@ -154,19 +205,22 @@ def _power(moment: str, path: Path) -> int:
     return MOMENT_POWERS[moment]
 
 
-def _megatron_job(
-    checkpoint: MegatronCheckpoint, args: argparse.Namespace, rounding: Rounding
-) -> Callable[[Path], list[str]]:
-    record = _target(checkpoint.record, "lns", args, checkpoint.folder)
+def megatron_target(source: Path, options: Options) -> Target:
+    """``olmo-lns export --unfold`` of a Megatron checkpoint.
+
+    :raises LNSConfigError: not folded.
+    """
+    checkpoint = MegatronCheckpoint.open(source)
+    record = unfolded_record(checkpoint.record, options, checkpoint.folder)
+    factor = norm_factor(record.scheme, int(checkpoint.args.num_layers))
 
     def write(out: Path) -> list[str]:
-        changes = {"layernorm_scaling": True, "layernorm_scaling_folded": False}
-        changes |= {"layernorm_scaling_exponent": record.exponent}  # type: ignore[dict-item]
-        checkpoint.write(out, lambda number: 1 / lns_scale(number, exponent=record.exponent), rounding, **changes)
+        changes: dict[str, Any] = {"layernorm_scaling": True, "layernorm_scaling_folded": False}
+        changes["layernorm_scaling_exponent"] = record.scheme.parameters["exponent"]
+        write_megatron(out, checkpoint, lambda number: 1 / factor(number), options.rounding, **changes)
         return [
-            f"Megatron torch_dist, LNS (exponent {record.exponent:g}): the factor is outside again",
+            f"Megatron torch_dist, {record}: the factor is outside again",
             "warning: the optimizer's moments were dropped: load with --finetune and --layernorm-scaling",
-            *_consequence(checkpoint.record),
         ]
 
     return write

@@ -2,22 +2,24 @@
 
 The checkpoint runs with the factor, in OLMo with this plugin (a Megatron or the authors'
 checkpoint: its unfolded weights in a Llama whose block norms are multiplied by a hook). The
-export runs in the class its config names, which knows nothing of the factor.
+export runs in stock software: in the transformers class its config names, or in OLMo in a process
+of its own without this plugin.
 
-Passes when, with an fp32 export, no logit is off by more than 1e-5 of the largest; with a bf16 or
-fp16 export, by more than twice what running the checkpoint itself in that dtype costs.
+Passes when every logit is finite and, with an fp32 export, none is off by more than 1e-5 of the
+largest; with a bf16 or fp16 export, by more than twice what running the checkpoint itself in that
+dtype costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
-from unittest import mock
+from typing import Any, Callable, Sequence
 
 from olmo_lns.errors import LNSConfigError
 
@@ -32,19 +34,24 @@ class Comparison:
     """:param difference: max |Δ logit|, and ``allowed`` what it may be.
     :param agreement: fraction of positions with the same most likely token.
     :param perplexities: of the checkpoint and of the export, on the prompts.
+    :param not_finite: which model has NaN or infinite logits, and the first of its layers that has; then nothing
+        was compared.
     """
 
-    difference: float
-    allowed: float
-    agreement: float
-    perplexities: tuple[float, float]
-    positions: int
+    difference: float = math.inf
+    allowed: float = 0.0
+    agreement: float = 0.0
+    perplexities: tuple[float, float] = (math.inf, math.inf)
+    positions: int = 0
+    not_finite: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.difference <= self.allowed  # false for NaN
+        return not self.not_finite and math.isfinite(self.allowed) and self.difference <= self.allowed
 
     def __str__(self) -> str:
+        if self.not_finite:
+            return f"not finite              {self.not_finite}\nFAIL"
         before, after = self.perplexities
         return (
             f"positions compared      {self.positions}\n"
@@ -61,36 +68,63 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from olmo_lns.export.atomic import verify_checksums
+    from olmo_lns.export.sources import source_of
+    from olmo_lns.export.stock import StockOLMo, open_export
 
+    if os.path.realpath(args.checkpoint) == os.path.realpath(args.export):
+        raise LNSConfigError(f"{args.export} is the checkpoint itself: give what olmo-lns export made of it")
     files = verify_checksums(args.export)
     print(f"checksums               {f'{files} files match' if files else 'none in this folder'}")
-    exported, vocabulary = _export_model(Path(args.export))
-    source = _source_model(Path(args.checkpoint), args)
-    batches = _prompts(args, vocabulary)
-    with torch.inference_mode():
-        result = compare(source, exported, batches)
+    exported, vocabulary, longest = open_export(Path(args.export))
+    with exported if isinstance(exported, StockOLMo) else contextlib.nullcontext():
+        batches = _prompts(args, vocabulary, longest)
+        checkpoint = Path(args.checkpoint)
+        source = source_of(checkpoint, args.source).model(checkpoint)
+        with torch.inference_mode():
+            result = compare(source, exported, batches)
     print(result)
     return 0 if result.passed else 1
+
+
+class _NotFinite(Exception):
+    pass
 
 
 def compare(source: Any, exported: Any, batches: Any) -> Comparison:
     """Run both on ``batches`` (int64, (count, length)), one prompt at a time.
 
     :param source: a module in fp32.
-    :param exported: a module in the dtype to judge.
+    :param exported: a module in the dtype to judge, or :class:`olmo_lns.export.stock.StockOLMo`.
     """
+    try:
+        return _compare(source, exported, batches)
+    except _NotFinite as error:
+        return Comparison(not_finite=str(error))
+
+
+def _compare(source: Any, exported: Any, batches: Any) -> Comparison:
     import torch
 
-    dtype = next(exported.parameters()).dtype
+    dtype = next(exported.parameters()).dtype if isinstance(exported, torch.nn.Module) else exported.dtype
     low = None if dtype == torch.float32 else copy.deepcopy(source).to(dtype)
     difference = gap = largest = 0.0
     agree, losses, count = 0, [0.0, 0.0], 0
     for ids in batches.split(1):
-        expected, found = _logits(source, ids), _logits(exported, ids)
+        try:
+            expected, found = _logits(source, ids, "checkpoint"), _logits(exported, ids, "export")
+        except IndexError:  # of the embedding
+            raise LNSConfigError(
+                f"the checkpoint has no token {int(ids.max())}: the export is of another model"
+            ) from None
+        if expected.shape != found.shape:
+            raise LNSConfigError(
+                f"the checkpoint has {expected.shape[-1]} logits a token, the export {found.shape[-1]}: it is of "
+                "another model"
+            )
         difference = max(difference, _max(expected - found))
         largest = max(largest, _max(expected))
         if low is not None:
-            gap = max(gap, _max(_logits(low, ids) - expected))
+            gap = max(gap, _max(_logits(low, ids, f"checkpoint run in {dtype}") - expected))
         agree += int((expected.argmax(-1) == found.argmax(-1)).sum())
         for index, logits in enumerate((expected, found)):
             losses[index] += _loss(logits, ids)
@@ -102,12 +136,19 @@ def compare(source: Any, exported: Any, batches: Any) -> Comparison:
 
 
 def _max(values: Any) -> float:
-    maximum = float(values.abs().max())
-    return math.inf if math.isnan(maximum) else maximum  # max(0.0, nan) would hide it
+    return float(values.abs().max())
 
 
-def _logits(model: Any, ids: Any) -> Any:
-    return model(ids).logits.double()
+def _logits(model: Any, ids: Any, which: str) -> Any:
+    """:raises _NotFinite: with ``which`` model it is and the first of its layers concerned."""
+    import torch
+
+    from olmo_lns.export.stock_olmo import logits_of
+
+    logits, first = logits_of(model, ids) if isinstance(model, torch.nn.Module) else model(ids)
+    if first is not None:
+        raise _NotFinite(f"{which}: NaN or infinite from {first} on")
+    return logits.double()
 
 
 def _loss(logits: Any, ids: Any) -> float:
@@ -116,66 +157,11 @@ def _loss(logits: Any, ids: Any) -> float:
     return float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
 
 
-def _export_model(folder: Path) -> tuple[Any, int]:
-    """The export in stock code, and its number of tokens."""
-    if (folder / "config.json").is_file():
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto").eval()
-        return model, model.config.vocab_size
-    if (folder / "config.yaml").is_file():
-        model, dtype = _olmo(folder)
-        return model.to(dtype), model.config.vocab_size
-    raise LNSConfigError(
-        f"{folder} holds neither config.json nor config.yaml: verify reads Hugging Face and OLMo exports "
-        "(a folded Megatron checkpoint can be exported with --format hf and verified so)"
-    )
-
-
-def _olmo(folder: Path) -> tuple[Any, Any]:
-    """OLMo's model in fp32 and the dtype of its file; a folded checkpoint becomes the Pre-LN model it is.
-
-    The exponent comes from the checkpoint's record, whatever this process is set to.
-    """
-    from olmo_lns.export.olmo import OLMoCheckpoint
-    from olmo_lns.integrations.olmo import register
-    from olmo_lns.settings import EXPONENT
-
-    checkpoint = OLMoCheckpoint.open(folder)
-    settings = {EXPONENT: repr(checkpoint.record.exponent)} if checkpoint.record.active else {}
-    with mock.patch.dict(os.environ, settings):
-        register()
-        from olmo.config import ModelConfig
-        from olmo.model import OLMo
-
-        config = ModelConfig.load(folder / "config.yaml", key="model", validate_paths=False)
-        config.init_device, config.block_group_size = "cpu", 1
-        model = OLMo(config, init_params=False)
-    # Not OLMo.from_checkpoint: it cannot read sharded checkpoints under newer versions of torch.
-    model.load_state_dict({name: tensor.load().float() for name, tensor in checkpoint.tensors.items()})
-    return model.float().eval(), next(iter(checkpoint.tensors.values())).dtype
-
-
-def _source_model(folder: Path, args: argparse.Namespace) -> Any:
-    """The checkpoint with its factor, in fp32."""
-    from olmo_lns.export import authors, megatron
-    from olmo_lns.export.hooked import hooked_llama
-    from olmo_lns.export.olmo import is_olmo
-
-    if args.source == "authors":
-        return hooked_llama(*authors.unfolded(folder), exponent=0.5)
-    if is_olmo(folder):
-        return _olmo(folder)[0]
-    if megatron.is_megatron(folder):
-        checkpoint = megatron.MegatronCheckpoint.open(folder)
-        exponent = checkpoint.record.exponent if checkpoint.record.active else 0.0
-        return hooked_llama(*checkpoint.as_olmo(), exponent=exponent)
-    raise LNSConfigError(f"{folder} is not an OLMo or Megatron checkpoint (the authors' LLaMA: --source authors)")
-
-
-def _prompts(args: argparse.Namespace, vocabulary: int) -> Any:
+def _prompts(args: argparse.Namespace, vocabulary: int, longest: int) -> Any:
     import torch
 
+    if args.length > longest:
+        raise LNSConfigError(f"--length {args.length}: the model takes at most {longest} tokens")
     if not args.text:
         generator = torch.Generator().manual_seed(args.seed)
         return torch.randint(0, vocabulary, (args.prompts, args.length), generator=generator)
@@ -192,6 +178,15 @@ def _prompts(args: argparse.Namespace, vocabulary: int) -> Any:
     return torch.tensor(ids[: count * args.length]).view(count, args.length)
 
 
+def _at_least(smallest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"expected a whole number >= {smallest}, found {text!r}")
+        return int(text)
+
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="olmo-lns verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -201,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     add("export", help="what olmo-lns export made of it")
     add("--source", choices=("auto", "authors"), default="auto", help="'authors': a LLaMA of the paper's code")
     add("--text", help="file to take the prompts from, with the export's tokenizer; default: random tokens")
-    add("--prompts", type=int, default=8, help="how many (default 8)")
-    add("--length", type=int, default=64, help="tokens of each (default 64)")
+    add("--prompts", type=_at_least(1), default=8, help="how many (default 8)")
+    add("--length", type=_at_least(2), default=64, help="tokens of each (default 64)")
     add("--seed", type=int, default=0, help="of the random tokens")
     return parser

@@ -62,12 +62,15 @@ def layer_norm(
 _chosen: dict[str | None, str] = {}
 
 
-@torch.compiler.assume_constant_result
 def _chosen_for(setting: str | None) -> str:
     """The implementation's name for a setting, decided at its first use."""
     if setting not in _chosen:
         _chosen[setting] = choose_backend(setting).name
     return _chosen[setting]
+
+
+# All that torch.compiler.assume_constant_result does, without the 2 s of CPU that importing the compiler takes.
+_chosen_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _implementation(backend: Backend | str | None) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping
 
 import torch
 from packaging.version import Version
 
-from olmo_lns.errors import BackendUnavailableError, LNSConfigError
-from olmo_lns.norm import pytorch
+from olmo_lns.environment import NORM_BACKEND, read
+from olmo_lns.errors import BackendUnavailableError, LNSConfigError, did_you_mean
+from olmo_lns.norm import kernels, pytorch, pytorch_layer, tuning
 from olmo_lns.norm import transformer_engine as te
 
-__all__ = ["ENVIRONMENT_VARIABLE", "LAYER_NORMS", "NAMES", "RMS_NORMS", "Backend", "choose_backend"]
+__all__ = ["ENVIRONMENT_VARIABLE", "LAYER_NORMS", "NAMES", "RMS_NORMS", "Backend", "choose_backend", "tune"]
 
-ENVIRONMENT_VARIABLE = "OLMO_LNS_NORM_BACKEND"
+ENVIRONMENT_VARIABLE = NORM_BACKEND
 #: What may be asked for. "torch" includes PyTorch's own fused kernel where there is one.
 NAMES = ("auto", "te", "torch")
 
@@ -27,8 +26,8 @@ RMS_NORMS: Mapping[str, Callable[..., torch.Tensor]] = {
 }
 LAYER_NORMS: Mapping[str, Callable[..., torch.Tensor]] = {
     "te": te.layer_norm,
-    "torch-fused": pytorch.layer_norm,
-    "torch": pytorch.layer_norm,
+    "torch-fused": pytorch_layer.layer_norm,
+    "torch": pytorch_layer.layer_norm,
 }
 
 
@@ -66,8 +65,9 @@ def choose_backend(name: str | None = None, *, device: torch.device | str | None
     """Choose the implementation for a model that will run on ``device``.
 
     :param name: ``auto``, ``te`` or ``torch``; None reads ``OLMO_LNS_NORM_BACKEND``, else ``auto``. ``auto`` takes
-        Transformer Engine where it can be imported and the device is CUDA with compute capability 8.0 or more, else
-        PyTorch's fused kernel (CUDA, torch 2.9 or newer), else PyTorch operations.
+        what ``olmo-lns doctor --tune`` found fastest on this machine; where nothing was measured, Transformer Engine
+        if it can be imported and the device is CUDA with compute capability 8.0 or more, else PyTorch's fused kernel
+        (CUDA, torch 2.9 or newer), else PyTorch operations.
     :param device: where the model will run; None means CUDA if this machine has it.
     :raises LNSConfigError: ``name`` is unknown.
     :raises BackendUnavailableError: ``te`` was asked for and cannot run; the message holds TE's own failure.
@@ -82,27 +82,70 @@ def choose_backend(name: str | None = None, *, device: torch.device | str | None
     if asked == "auto" and device_problem:  # no import of TE where it could not run
         return _torch_backend(target, device_problem)
     problem = device_problem or te.status().problem
-    if problem is None:
-        why = f"asked for by {origin}" if asked == "te" else "its fused kernels take the factor in gamma"
-        return Backend("te", f"Transformer Engine {te.status().version}: {why}")
-    if asked == "te":
+    if asked == "te" and problem:
         raise BackendUnavailableError(
             f"the norm backend 'te' was asked for by {origin} and cannot run: {_all_problems(problem)}. Install a "
             f"supported release (pip install --no-build-isolation 'olmo-lns[te]') on a machine with an NVIDIA GPU, "
-            f"or set {ENVIRONMENT_VARIABLE}=auto."
+            f"or set {NORM_BACKEND}=auto."
         )
-    return _torch_backend(target, problem)
+    if asked == "te":
+        return _te_backend(f"asked for by {origin}")
+    measured, why = _measured(target)
+    if measured is not None:
+        return measured
+    if problem is None:
+        return _te_backend(f"its fused kernels take the factor in gamma; {why}")
+    return _torch_backend(target, f"{problem}; {why}")
+
+
+def tune(device: torch.device | str = "cuda") -> Mapping[str, Any]:
+    """Measure the backends that can run on ``device`` and write the table that ``auto`` reads.
+
+    :returns: the entry: ``backend``, ``measured`` (date) and ``milliseconds`` (case -> backend -> time).
+    :raises LNSConfigError: there is no CUDA device, or the table that is there cannot be read.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise LNSConfigError("no CUDA device is visible: on CPU there is one backend and nothing to choose")
+    names = ["torch", _torch_backend(device, "").name]
+    if _device_problem(device) is None and te.status().problem is None:
+        names.append("te")
+    return tuning.write(tuning.key(device), tuning.measure({name: RMS_NORMS[name] for name in names}, device))
+
+
+def _measured(device: torch.device) -> tuple[Backend | None, str]:
+    """The fastest backend in this machine's table, if there is one; otherwise why there is none."""
+    if device.type != "cuda":
+        return None, "not measured"
+    try:
+        entry = tuning.read(tuning.key(device))
+    except LNSConfigError as error:
+        return None, str(error)
+    if entry is None:
+        return None, f"which is fastest here was not measured ({tuning.COMMAND})"
+    reason = f"fastest here, measured {entry['measured']} ({tuning.path()})"
+    if entry["backend"] == "te":
+        return _te_backend(reason), ""
+    return Backend(entry["backend"], _with_kernel(reason, entry["backend"], device)), ""
+
+
+def _te_backend(why: str) -> Backend:
+    return Backend("te", f"Transformer Engine {te.status().version}: {why}")
+
+
+def _with_kernel(reason: str, name: str, device: torch.device) -> str:
+    kernel = kernels.running_kernel(name, device)
+    return f"{reason}; kernel: {kernel.name} ({kernel.why})"
 
 
 def _asked(name: str | None) -> tuple[str, str]:
     """The setting and where it came from."""
     origin = "argument"
     if name is None:
-        name, origin = os.environ.get(ENVIRONMENT_VARIABLE) or "auto", ENVIRONMENT_VARIABLE
+        name, origin = read(NORM_BACKEND) or "auto", NORM_BACKEND
     if name not in NAMES:
-        close = difflib.get_close_matches(str(name).lower(), NAMES, n=1, cutoff=0.3)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise LNSConfigError(f"unknown norm backend {name!r} (from {origin}); allowed: {', '.join(NAMES)}.{hint}")
+        hint = did_you_mean(str(name), NAMES)
+        raise LNSConfigError(f"unknown norm backend {name!r}{hint} (from {origin}); allowed: {', '.join(NAMES)}")
     return name, origin
 
 
@@ -130,8 +173,9 @@ def _device_problem(device: torch.device) -> str | None:
 
 def _torch_backend(device: torch.device, because: str) -> Backend:
     version = Version(torch.__version__)
-    if device.type == "cuda" and torch.version.hip is None and version >= Version("2.9"):
-        return Backend("torch-fused", f"{because}; torch {version.public} has a fused rms_norm on CUDA")
+    if device.type == "cuda" and torch.version.hip is None and version >= kernels.FUSED_SINCE:
+        reason = f"{because}; torch {version.public} has a fused rms_norm on CUDA"
+        return Backend("torch-fused", _with_kernel(reason, "torch-fused", device))
     if device.type == "cuda":
         return Backend("torch", f"{because}; torch {version.public} has no fused rms_norm here (2.9 on CUDA has)")
     return Backend("torch", because)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
+from olmo_lns.dtypes import NAMES
 from olmo_lns.errors import LNSConfigError
 
-__all__ = ["autocast_dtype", "check_shapes", "compute_dtype", "fold", "folded_gain", "kernel_dtype", "output_dtype"]
+__all__ = [
+    "DTYPES",
+    "autocast_dtype",
+    "cast",
+    "check_shapes",
+    "compute_dtype",
+    "fold",
+    "folded_gain",
+    "kernel_dtype",
+    "output_dtype",
+    "without_autocast",
+]
 
+#: What weights may be stored and computed in, by the word of the command lines.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in NAMES.items()}
 #: Asked once, at import: Dynamo cannot trace the question before torch 2.8.
 _AUTOCAST_DEVICES = frozenset(
     device for device in ("cpu", "cuda", "mps", "xpu", "hpu", "xla") if torch.amp.is_autocast_available(device)
@@ -26,6 +42,13 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return None
 
 
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Switches autocast off where it is on; entering ``torch.autocast`` for nothing costs more than a small norm."""
+    if autocast_dtype(device_type) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 def output_dtype(base: torch.dtype, device_type: str) -> torch.dtype:
     """Dtype of the result, given the one that the upstream norm would return without autocast.
 
@@ -40,6 +63,11 @@ def output_dtype(base: torch.dtype, device_type: str) -> torch.dtype:
 def kernel_dtype(x: torch.Tensor, out: torch.dtype) -> torch.dtype:
     """Dtype in which a fused kernel must read ``x`` so that the result is exact to ``out``."""
     return torch.promote_types(x.dtype, out)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor.to(dtype)``, which even where it does nothing costs as much as an operation on a small input."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_centered: bool = False) -> torch.Tensor:
@@ -71,13 +99,18 @@ def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
     :raises LNSConfigError: ``x`` has no last dimension or is not floating point, or a parameter is
         not one number for each of its channels.
     """
-    if x.dim() == 0 or not x.is_floating_point():
+    shape = x.shape[-1:]
+    if not shape or not x.is_floating_point():
         raise LNSConfigError(
             f"a norm needs a floating-point input of shape (..., width), got {tuple(x.shape)} {x.dtype}"
         )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != x.shape[-1:]:
-            raise LNSConfigError(
-                f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[-1]},) for an input of shape "
-                f"{tuple(x.shape)}"
-            )
+    if weight is not None and weight.shape != shape:
+        raise _wrong_shape("weight", weight, x)
+    if bias is not None and bias.shape != shape:
+        raise _wrong_shape("bias", bias, x)
+
+
+def _wrong_shape(name: str, parameter: torch.Tensor, x: torch.Tensor) -> LNSConfigError:
+    return LNSConfigError(
+        f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[-1]},) for an input of shape {tuple(x.shape)}"
+    )

@@ -1,22 +1,48 @@
-"""PyTorch backend of ``y = s * Norm(x)``: no kernel of its own, exact on every device.
+"""PyTorch backend of ``y = s * RMSNorm(x)``: no kernel of its own, exact on every device.
 
-The hand-written backward keeps only the input and one number a row; automatic differentiation of
-the formula keeps at least one more tensor of the size of the input.
+Two ways, one picked by the size of the input. The formula, differentiated automatically, is the fewest operations:
+small inputs on CPU, and compilers, which fuse it. The hand-written backward works on blocks of rows that stay in the
+cache and keeps only the input and one or two numbers a row, where automatic differentiation makes several passes and
+keeps at least one more tensor of the size of the input.
 """
 
 from __future__ import annotations
 
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from olmo_lns.norm.dtypes import check_shapes, compute_dtype, fold, folded_gain, kernel_dtype, output_dtype
+from olmo_lns.norm.dtypes import (
+    cast,
+    check_shapes,
+    compute_dtype,
+    fold,
+    folded_gain,
+    kernel_dtype,
+    output_dtype,
+    without_autocast,
+)
 
-__all__ = ["fused_rms_norm", "in_functorch", "layer_norm", "rms_norm", "rms_output_dtype"]
+__all__ = [
+    "Settings",
+    "formula_grads",
+    "fused_rms_norm",
+    "in_functorch",
+    "rms_norm",
+    "rms_output_dtype",
+    "rows_at_a_time",
+    "takes_formula",
+]
 
 #: Elements a thread works on at a time: 512 kB of fp32, so that the passes over a block of rows find it in L2.
 BLOCK_ELEMENTS = 131_072
+#: Up to this many elements an input on CPU costs what its operations cost to launch, and the formula has fewer.
+SMALL_ELEMENTS = 196_608
+#: The same without gradients: nothing is kept, and the tensors of the formula stay in the cache longer.
+SMALL_INFERENCE = 1_048_576
+#: A factor below this is multiplied, not squared and divided by.
+_SMALLEST_INSIDE = 1e-4
 
 
 def rms_norm(
@@ -30,9 +56,10 @@ def rms_norm(
 ) -> torch.Tensor:
     """``scale * (x / rms(x) * weight + bias)``; see :func:`olmo_lns.norm.rms_norm`."""
     check_shapes(x, weight, bias)
-    out = rms_output_dtype(x, weight, bias)
-    settings = _Settings(eps, scale, zero_centered, False, out)
-    return _Norm.apply(x, weight, bias, settings) if _eager() else _formula(x, weight, bias, settings)
+    settings = Settings(eps, scale, zero_centered, rms_output_dtype(x, weight, bias))
+    if takes_formula(x):
+        return _rms_formula(x, weight, bias, settings)
+    return _RMSNorm.apply(x, weight, bias, settings)
 
 
 def fused_rms_norm(
@@ -51,7 +78,7 @@ def fused_rms_norm(
     out = rms_output_dtype(x, weight, bias)
     dtype = kernel_dtype(x, out)
     # Autocast would run the kernel in fp32; mixed dtypes would fall back to the unfused formula.
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
         y = F.rms_norm(x.to(dtype), x.shape[-1:], gain, eps)
         if bias is not None:
@@ -59,48 +86,31 @@ def fused_rms_norm(
         return y.to(out)
 
 
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    scale: float,
-    *,
-    zero_centered: bool = False,
-) -> torch.Tensor:
-    """``scale * LayerNorm(x)``; see :func:`olmo_lns.norm.layer_norm`."""
-    check_shapes(x, weight, bias)
-    out = output_dtype(x.dtype, x.device.type)
-    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and _eager():
-        # torch's CPU kernel sums the parameters' gradients in 16 bits: 7 % off over 8192 rows.
-        return _Norm.apply(x, weight, bias, _Settings(eps, scale, zero_centered, True, out))
-    dtype = compute_dtype(x.dtype) if x.device.type == "cpu" else x.dtype  # CUDA's kernel takes one dtype only
-    with torch.autocast(x.device.type, enabled=False):
-        gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-        shift = None if bias is None else fold(bias, scale, dtype=dtype)
-        return F.layer_norm(x, x.shape[-1:], gain, shift, eps).to(out)
-
-
 def rms_output_dtype(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.dtype:
     """Dtype of the result: what OLMo's RMSLayerNorm gives, but see :func:`~olmo_lns.norm.dtypes.output_dtype`."""
     base = x.dtype
-    for parameter in (weight, bias):
-        if parameter is not None:
-            base = torch.promote_types(base, parameter.dtype)
+    if weight is not None and weight.dtype != base:
+        base = torch.promote_types(base, weight.dtype)
+    if bias is not None and bias.dtype != base:
+        base = torch.promote_types(base, bias.dtype)
     return output_dtype(base, x.device.type)
 
 
-class _Settings(NamedTuple):
+class Settings(NamedTuple):
+    """What a norm is besides its tensors; ``out`` is the dtype of the result."""
+
     eps: float
     scale: float
     zero_centered: bool
-    subtract_mean: bool  # LayerNorm is RMSNorm of the centred input
     out: torch.dtype
 
 
-def _eager() -> bool:
-    """Inductor fuses the plain formula and functorch transforms it; neither can see into ``_Norm``."""
-    return not (torch.compiler.is_compiling() or in_functorch())
+def takes_formula(x: torch.Tensor) -> bool:
+    """Whether the formula runs: Inductor fuses it and functorch transforms it, neither can see into our functions."""
+    if torch.compiler.is_compiling():  # first, for no graph may depend on the size
+        return True
+    limit = SMALL_ELEMENTS if torch.is_grad_enabled() else SMALL_INFERENCE
+    return (x.is_cpu and x.numel() <= limit) or in_functorch()
 
 
 def in_functorch() -> bool:
@@ -108,52 +118,65 @@ def in_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _formula(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, settings: _Settings
+def _rms_formula(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, settings: Settings
 ) -> torch.Tensor:
-    """The definition, for compilers and for higher derivatives."""
-    wide = x.to(compute_dtype(x.dtype))
-    if settings.subtract_mean:
-        wide = wide - wide.mean(-1, keepdim=True)
-    # The factor goes into the one number a row, not into a pass over the result.
-    y = wide * (torch.rsqrt(wide.square().mean(-1, keepdim=True) + settings.eps) * settings.scale)
+    """The definition, for small inputs, for compilers and for higher derivatives."""
+    wide = cast(x, compute_dtype(x.dtype))
+    y = wide * _scaled_inverse_rms(wide, settings.eps, settings.scale)
     if weight is not None:
-        gain = weight.to(wide.dtype)
-        y = y * (gain + 1.0 if settings.zero_centered else gain)
+        # A 16-bit weight is widened inside the product: one operation fewer in each direction than a cast before it.
+        y = y * (cast(weight, wide.dtype) + 1.0 if settings.zero_centered else weight)
     if bias is not None:
-        y = y + bias.to(wide.dtype) * settings.scale
-    return y.to(settings.out)
+        y = y + cast(bias, wide.dtype) * settings.scale
+    return cast(y, settings.out)
 
 
-def _row_blocks(x: torch.Tensor) -> Iterator[slice]:
-    """Slices over the rows of a 2-D ``x``: cache-sized on CPU, everything at once elsewhere."""
-    rows, width = x.shape
-    step = rows
-    if x.device.type == "cpu":
-        step = max(1, BLOCK_ELEMENTS * torch.get_num_threads() // max(width, 1))
-    for start in range(0, rows, max(step, 1)):
-        yield slice(start, start + step)
+def _scaled_inverse_rms(wide: torch.Tensor, eps: float, scale: float) -> torch.Tensor:
+    """``scale / rms``: the factor goes into the one number a row, not into a pass over the result."""
+    squares = wide.square()
+    if torch.compiler.is_compiling() or scale < _SMALLEST_INSIDE:
+        return torch.rsqrt(squares.mean(-1, keepdim=True) + eps) * scale
+    # The same with everything inside the root. On a small input an operation with a Python number costs as much as
+    # two on tensors, in either direction: here is one where there would be three.
+    width, square = max(wide.shape[-1], 1), scale * scale
+    start = torch.full((), eps / square, dtype=wide.dtype, device=wide.device)
+    return torch.add(start, squares.sum(-1, keepdim=True), alpha=1.0 / (width * square)).rsqrt()
 
 
-class _Norm(torch.autograd.Function):
+def rows_at_a_time(rows: torch.Tensor) -> int:
+    """How many rows of a 2-D tensor to work on at a time: as many as the cache holds on CPU, all elsewhere."""
+    count, width = rows.shape
+    if rows.device.type == "cpu":
+        count = BLOCK_ELEMENTS * torch.get_num_threads() // max(width, 1)
+    return max(1, count)
+
+
+class _RMSNorm(torch.autograd.Function):
     """The formula, keeping ``x``, the parameters and 1/rms (fp32, one a row) for the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, settings: _Settings
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, settings: Settings
     ) -> torch.Tensor:
-        eps, scale, zero_centered, subtract_mean, out = settings
+        eps, scale, zero_centered, out = settings
         rows, dtype = x.reshape(-1, x.shape[-1]), compute_dtype(x.dtype)
         y = torch.empty(rows.shape, dtype=out, device=x.device)
         rstd = torch.empty((rows.shape[0], 1), dtype=dtype, device=x.device)
-        gain = None if weight is None else folded_gain(x, weight, 1.0, zero_centered=zero_centered, dtype=dtype)
+        gain = None if weight is None else fold(weight, scale, zero_centered=zero_centered, dtype=dtype)
         shift = None if bias is None else fold(bias, scale, dtype=dtype)
-        for block in _row_blocks(rows):
-            wide = _centred(rows[block].to(dtype), subtract_mean)
+        start, width = torch.full((), eps, dtype=dtype, device=x.device), max(x.shape[-1], 1)
+        step = rows_at_a_time(rows)
+        for block, target, r in zip(rows.split(step), y.split(step), rstd.split(step), strict=True):
+            wide = cast(block, dtype)
             norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-            r = torch.rsqrt(norm.square_().div_(wide.shape[-1]).add_(eps), out=rstd[block])
-            target = y[block]
-            result = torch.mul(wide, r * scale, out=target if out == dtype else None)
+            torch.addcmul(start, norm, norm, value=1.0 / width, out=r).rsqrt_()
+            # Into the result, or, where that is of another dtype, into the copy that the input was widened to.
+            result = torch.mul(
+                wide,
+                r * scale if gain is None else r,
+                out=target if out == dtype else wide if wide is not block else None,
+            )
             if gain is not None:
                 result.mul_(gain)
             if shift is not None:
@@ -167,40 +190,37 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, rstd = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             if torch.is_grad_enabled():  # create_graph: this backward is to be differentiated in its turn
-                return (*_formula_grads(x, weight, bias, dy, ctx.settings, ctx.needs_input_grad), None)
-            return (*_grads(x, weight, bias, rstd, dy, ctx.settings, ctx.needs_input_grad), None)
+                return (*formula_grads(_rms_formula, ctx, (x, weight, bias), dy), None)
+            return (*_rms_grads(x, weight, bias, rstd, dy, ctx.settings, ctx.needs_input_grad), None)
 
 
-def _centred(wide: torch.Tensor, subtract_mean: bool) -> torch.Tensor:
-    return wide - wide.mean(-1, keepdim=True) if subtract_mean else wide
-
-
-def _grads(
+def _rms_grads(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     rstd: torch.Tensor,
     dy: torch.Tensor,
-    settings: _Settings,
+    settings: Settings,
     needed: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients for input, weight and bias, in the dtype of each (None where not needed).
 
-    With c the input (centred for LayerNorm), r = 1/rms(c), g = scale * weight and width D:
-    ``dc = r * (dy*g) - c * r^3 / D * sum(dy*g*c)``, ``dx = dc`` (LayerNorm: minus its mean),
-    ``dweight = scale * sum_rows(dy * c * r)``, ``dbias = scale * sum_rows(dy)``.
+    With r = 1/rms(x), g = scale * weight and width D: ``dx = r * (dy*g) - x * r^3 / D * sum(dy*g*x)``,
+    ``dweight = scale * sum_rows(dy * x * r)``, ``dbias = scale * sum_rows(dy)``.
     """
-    _, scale, zero_centered, subtract_mean, _ = settings
+    _, scale, zero_centered, _ = settings
     width, dtype = x.shape[-1], rstd.dtype
     rows, grads = x.reshape(-1, width), dy.reshape(-1, width)
     gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
     dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if needed[0] else None
     dweight = torch.zeros(width, dtype=dtype, device=x.device) if needed[1] else None
     dbias = torch.zeros(width, dtype=dtype, device=x.device) if needed[2] else None
-    for block in _row_blocks(rows):
-        wide, g, r = _centred(rows[block].to(dtype), subtract_mean), grads[block].to(dtype), rstd[block]
+    step = rows_at_a_time(rows)
+    targets = (None,) * len(rows.split(step)) if dx is None else dx.split(step)
+    for block, g, r, target in zip(rows.split(step), grads.split(step), rstd.split(step), targets, strict=True):
+        wide, g = cast(block, dtype), cast(g, dtype)
         product = wide * g
         # Sums over rows and over channels are matrix-vector products: one pass each, no temporary. A sum for
         # each block, added up afterwards, also rounds less than one long chain over all rows.
@@ -208,15 +228,12 @@ def _grads(
             dweight += product.t().mv(r.flatten())
         if dbias is not None:
             dbias += g.t().mv(torch.ones_like(r).flatten())
-        if dx is not None:
+        if target is not None:
             dot = product.mv(gain).unsqueeze_(-1)
-            target = dx[block]
-            dc = torch.mul(g, gain, out=target if x.dtype == dtype else None).mul_(r)
-            dc.addcmul_(wide, dot.mul_(r.pow(3)), value=-1.0 / width)
-            if subtract_mean:
-                dc.sub_(dc.mean(-1, keepdim=True))
-            if dc is not target:
-                target.copy_(dc)
+            result = torch.mul(g, gain, out=target if x.dtype == dtype else None).mul_(r)
+            result.addcmul_(wide, dot.mul_(r.pow(3)), value=-1.0 / width)
+            if result is not target:
+                target.copy_(result)
     return (
         None if dx is None else dx.view(x.shape),
         None if dweight is None or weight is None else dweight.mul_(scale).to(weight.dtype),
@@ -224,16 +241,11 @@ def _grads(
     )
 
 
-def _formula_grads(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dy: torch.Tensor,
-    settings: _Settings,
-    needed: tuple[bool, ...],
+def formula_grads(
+    formula: Callable[..., torch.Tensor], ctx: Any, tensors: Sequence[torch.Tensor | None], dy: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """The same gradients by differentiating the formula, with a graph of their own."""
-    wanted = [t if need else None for t, need in zip((x, weight, bias), needed, strict=False)]
+    """The gradients for ``tensors`` by differentiating the formula, with a graph of their own."""
+    wanted = [t if need else None for t, need in zip(tensors, ctx.needs_input_grad, strict=False)]
     inputs = [t for t in wanted if t is not None]
-    grads = iter(torch.autograd.grad(_formula(x, weight, bias, settings), inputs, dy, create_graph=True))
+    grads = iter(torch.autograd.grad(formula(*tensors, ctx.settings), inputs, dy, create_graph=True))
     return [None if t is None else next(grads) for t in wanted]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from packaging.version import InvalidVersion, Version
 
-from olmo_lns.norm import pytorch
+from olmo_lns.norm import pytorch, pytorch_layer
 from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, kernel_dtype, output_dtype
 
 __all__ = ["SUPPORTED", "Status", "layer_norm", "rms_norm", "status"]
@@ -131,7 +131,7 @@ def layer_norm(
 ) -> torch.Tensor:
     """``scale * LayerNorm(x)``; see :func:`olmo_lns.norm.layer_norm`."""
     if not _has_kernel(x):
-        return pytorch.layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
+        return pytorch_layer.layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
     check_shapes(x, weight, bias)
     out = output_dtype(x.dtype, x.device.type)
     dtype = kernel_dtype(x, out)

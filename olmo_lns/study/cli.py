@@ -6,9 +6,10 @@ import argparse
 import os
 import shlex
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.arms import check_environment
 from olmo_lns.study.spec import Run, Study
 
 __all__ = ["main"]
@@ -17,19 +18,23 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """:returns: 0, or 1 when a run failed. Errors of the study itself are LNSErrors."""
     args = _parser().parse_args(argv)
+    if args.study.suffix == ".csv":
+        return _table_report(args)
     code: int = args.run_command(Study.load(args.study), args)
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="olmo-lns study", description="A scaling study from one description.")
-    commands = parser.add_subparsers(required=True, metavar="plan|launch|stamp|collect|report|all")
+    commands = parser.add_subparsers(required=True, metavar="plan|launch|status|collect|report|all")
 
     def add(name: str, function: object, text: str, *, out: bool = True) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
+        listed: dict[str, Any] = {} if function is _stamp else {"help": text}  # without help it is not listed
+        command = commands.add_parser(name, description=text, **listed)
         command.add_argument("study", type=Path, help="the description, such as configs/study/paper.yaml")
         if out:
-            command.add_argument("--out", type=Path, required=True, help="folder of the study: one folder per run")
+            table = name == "report"  # needs no folder where a table is given
+            command.add_argument("--out", type=Path, required=not table, help="folder of the study: one folder per run")
         command.set_defaults(run_command=function)
         return command
 
@@ -42,10 +47,18 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--slurm", type=Path, metavar="FOLDER", help="write Slurm array scripts to this folder")
     launch.add_argument("--workers", type=int, help="runs at a time, instead of the description's")
     launch.add_argument("--only", nargs="+", metavar="RUN", help="these runs only")
+    site = launch.add_argument_group("lines of the Slurm scripts")
+    site.add_argument("--activate", metavar="PATH", help="virtual environment, or file to source, at the job's start")
+    site.add_argument("--modules", nargs="+", default=(), metavar="MODULE", help="for `module load`")
+    for name in ("partition", "account", "time"):
+        site.add_argument(f"--{name}", help=f"#SBATCH --{name}")
+    status = add("status", _status, "what runs, what failed and why, and the time left")
+    status.add_argument("--only", nargs="+", metavar="RUN")
     stamp = add("stamp", _stamp, "record what a run is started with (the Slurm scripts call it)")
     stamp.add_argument("--only", nargs="+", metavar="RUN")
     collect = add("collect", _collect, "read the logs into <out>/results.csv and check that the arms are comparable")
-    report = add("report", _report, "write <out>/report/: tables, power law and figure")
+    report = add("report", _report, "write <out>/report/: tables and figures; of a table of finished runs (.csv) too")
+    report.add_argument("--page", type=Path, help="also fill the regions <!-- study:NAME --> of this Markdown file")
     everything = add("all", _all, "launch here, collect and report")
     everything.add_argument("--workers", type=int)
     for command in (collect, everything):
@@ -81,14 +94,17 @@ def _plan(study: Study, args: argparse.Namespace) -> int:
 def _launch(study: Study, args: argparse.Namespace) -> int:
     from olmo_lns.study import collect, launch, slurm
 
+    check_environment()
     runs = _selected(study, args.only)
     if args.run:
+        launch.check(study, runs, args.out)
         os.environ.update(launch.environment(study, args.out))  # before the configs that read it are resolved
     collect.compare_planned(study)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out, workers=args.workers))
     if args.slurm:
-        for path in slurm.write(study, runs, args.out, args.slurm):
+        site = slurm.Site(args.activate, tuple(args.modules), args.partition, args.account, args.time)
+        for path in slurm.write(study, runs, args.out, args.slurm, site=site):
             print(f"wrote {path}; submit with: sbatch {path}")
         return 0
     for name, value in launch.environment(study, args.out).items():
@@ -98,21 +114,39 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
     return 0
 
 
+def _status(study: Study, args: argparse.Namespace) -> int:
+    from olmo_lns.study import progress
+
+    held = progress.locked(args.out)
+    found = [progress.examine(run, args.out, held=held) for run in _selected(study, args.only)]
+    for status in found:
+        print(progress.describe(status))
+    states = [status.state for status in found]
+    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    return int("failed" in states)
+
+
 def _stamp(study: Study, args: argparse.Namespace) -> int:
     from olmo_lns.study import launch
 
+    check_environment()
     for run in _selected(study, args.only):
         print(launch.stamp(study, run, args.out))
     return 0
 
 
 def _collect(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study import collect
+    from olmo_lns.study import collect, launch
+    from olmo_lns.study.finished import Finished
 
+    if study.finished:
+        os.environ.update(launch.environment(study, args.out))  # its runs are known by their data
     results = collect.collect(study, args.out, wandb_export=args.wandb_export, allow_missing=args.allow_missing)
     path = args.out / "results.csv"
     args.out.mkdir(parents=True, exist_ok=True)
     collect.write_results(results, path)
+    if (table := Finished(study).add(study, results)) is not None:
+        print(f"wrote {table}")
     for result in results:
         loss = f"{result.loss:.4f}" if result.loss is not None else result.status
         print(f"{result.run:<32} {result.step:>8,}/{result.steps:,}  {loss}")
@@ -121,10 +155,29 @@ def _collect(study: Study, args: argparse.Namespace) -> int:
 
 
 def _report(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study import collect, report
+    from olmo_lns.study import collect, rates, rates_report, report
 
+    if args.out is None:
+        raise LNSConfigError("--out: the folder of the study is needed; a table (.csv) needs none")
     results = collect.read_results(args.out / "results.csv")
-    for path in report.write(study, results, args.report or args.out / "report"):
+    folder, page = args.report or args.out / "report", getattr(args, "page", None)
+    several = rates.is_map(results)
+    if page and not several:
+        raise LNSConfigError(f"--page: the runs of {study.name} have one learning rate a size: its report has no parts")
+    written = rates_report.write(results, folder, page) if several else report.write(study, results, folder)
+    for path in written:
+        print(f"wrote {path}")
+    return 0
+
+
+def _table_report(args: argparse.Namespace) -> int:
+    """The report of a committed table, of which no description and no run is needed."""
+    from olmo_lns.study import finished, rates_report
+
+    if args.run_command is not _report:
+        raise LNSConfigError(f"{args.study}: a table of runs can be reported only; name a description (.yaml)")
+    results = finished.read(args.study)
+    for path in rates_report.write(results, args.report or args.study.parent / "report", args.page):
         print(f"wrote {path}")
     return 0
 

@@ -2,62 +2,42 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import logs
 from olmo_lns.study.arms import arm_problems, differences
+from olmo_lns.study.curves import Curve
+from olmo_lns.study.engines import Engine
+from olmo_lns.study.finished import prepared
 from olmo_lns.study.launch import STAMP
-from olmo_lns.study.logs import Curve
+from olmo_lns.study.results import COMPLETE, INCOMPLETE, MISSING, Result, place, read_results, write_results
 from olmo_lns.study.spec import Run, Study
 
 __all__ = ["Result", "collect", "compare_arms", "compare_planned", "read_results", "write_results"]
-
-COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One run. ``loss`` (mean over the last part of the run, nats per token) is None unless ``status`` is complete.
-
-    :param last_loss: the latest loss seen, of an incomplete run too.
-    :param cpu_s: CPU seconds, where ``study launch --run`` ran it.
-    """
-
-    run: str
-    size: str
-    arm: str
-    seed: int
-    parameters: int
-    status: str
-    step: int
-    steps: int
-    tokens: int
-    loss: float | None
-    loss_std: float | None
-    points: int
-    last_loss: float | None
-    cpu_s: float | None
-    source: str
 
 
 def collect(study: Study, out: Path, *, wandb_export: Path | None = None, allow_missing: bool = False) -> list[Result]:
     """Read every run of the study from ``<out>/<run>/``: logs, CSV or TensorBoard, or from one W&B chart export.
 
+    A run of which nothing is there is taken from the description's table of finished runs, if it has it.
+
     :param allow_missing: report a run of which nothing was found as missing, instead of refusing the study.
     :raises LNSConfigError: a missing run, a damaged log, a loss that is not finite, or arms that differ in more
         than the arm; each with the run and what was found.
     """
+    table = prepared(study, out)
     exported = logs.read_wandb_export(wandb_export) if wandb_export else {}
     identities: dict[str, dict[str, Any]] = {}
     results = []
     for run in study.runs:
         folder = out / run.name
         curve = exported.get(run.name) or _curve(folder)
+        if curve is None and (known := table.result(run)) is not None:
+            results.append(known)
+            continue
         if curve is None:
             if not allow_missing:
                 raise LNSConfigError(
@@ -85,14 +65,10 @@ def _identity(run: Run, folder: Path) -> dict[str, Any] | None:
     stamp = folder / STAMP
     record = json.loads(stamp.read_text()) if stamp.is_file() else {}
     settings: dict[str, Any] = record.get("settings", {})
-    saved = folder / "config.yaml"
-    if run.framework == "olmo" and saved.is_file():
-        from olmo_lns.study import olmo_config
-
-        settings = olmo_config.flatten(olmo_config.load(saved))
-    elif run.framework == "megatron":
-        for path in sorted(folder.glob("*.log")):
-            settings = logs.megatron_arguments(path) or settings
+    settings = run.engine.used(folder) or settings
+    key = run.engine.start[0]
+    if run.start_checkpoint and str(settings.get(key)).endswith(f"/{run.start_checkpoint}"):
+        settings = settings | {key: None}  # the study's own trunk, which each arm has of its own
     if not settings:
         return None
     return {"settings": settings, "data": record.get("data"), "environment": record.get("environment", {})}
@@ -127,7 +103,15 @@ def _result(study: Study, run: Run, curve: Curve, folder: Path) -> Result:
         last_loss=curve.losses[curve.last] if curve.losses else None,
         cpu_s=_cpu(folder),
         source=curve.source,
+        heldout=_heldout(run, curve, folder),
+        **place(run),
     )
+
+
+def _heldout(run: Run, curve: Curve, folder: Path) -> float | None:
+    """Nats per token with a label."""
+    loss = curve.heldout.get(run.shape.steps)
+    return None if loss is None else loss * run.engine.padding(run.engine.used(folder) or run.settings)
 
 
 def _cpu(folder: Path) -> float | None:
@@ -144,9 +128,7 @@ def compare_arms(study: Study, identities: Mapping[str, Mapping[str, Any]]) -> N
     :raises LNSConfigError: the two runs, the key and both values.
     """
     for run in study.runs:
-        if run.name in identities and (
-            found := arm_problems(run.arm, _typed(identities[run.name]["settings"]), run.framework)
-        ):
+        if run.name in identities and (found := arm_problems(run.arm, identities[run.name]["settings"], run.engine)):
             raise LNSConfigError(f"run {run.name} is not its arm: {found[0]}")
     groups: dict[tuple[str, int], list[Run]] = {}
     for run in study.runs:
@@ -154,7 +136,7 @@ def compare_arms(study: Study, identities: Mapping[str, Mapping[str, Any]]) -> N
             groups.setdefault((run.size, run.seed), []).append(run)
     for first, *others in groups.values():
         for other in others:
-            _compare(study.framework, first.name, identities[first.name], other.name, identities[other.name])
+            _compare(study.engine, first.name, identities[first.name], other.name, identities[other.name])
 
 
 def compare_planned(study: Study) -> None:
@@ -162,12 +144,12 @@ def compare_planned(study: Study) -> None:
     compare_arms(study, {run.name: {"settings": run.settings, "data": None, "environment": {}} for run in study.runs})
 
 
-def _compare(framework: str, name: str, one: Mapping[str, Any], other_name: str, other: Mapping[str, Any]) -> None:
-    found = differences(one["settings"], other["settings"], framework, ignore={"data.paths"})
+def _compare(engine: Engine, name: str, one: Mapping[str, Any], other_name: str, other: Mapping[str, Any]) -> None:
+    found = differences(one["settings"], other["settings"], engine)
     for kind in ("data", "environment"):
         # Without a stamp on both (runs started by hand) the paths must do for the data.
         if kind == "data" and (one["data"] is None or other["data"] is None):
-            key = "data.paths"
+            key = engine.data_key
             pair = one["settings"].get(key), other["settings"].get(key)
         else:
             key, pair = kind, (one[kind], other[kind])
@@ -180,34 +162,3 @@ def _compare(framework: str, name: str, one: Mapping[str, Any], other_name: str,
             f"{name} and {other_name} differ in more than the arm: {key} is {here!r} and {there!r}{more}; "
             "their losses cannot be compared"
         )
-
-
-def _typed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron prints its arguments as text: give the booleans back."""
-    words = {"True": True, "False": False, "None": None}
-    return {key: words.get(value, value) if isinstance(value, str) else value for key, value in settings.items()}
-
-
-def write_results(results: Sequence[Result], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Result)])
-        writer.writeheader()
-        writer.writerows(asdict(result) for result in results)
-
-
-def read_results(path: Path) -> list[Result]:
-    """:raises LNSConfigError: no such file, or not one that ``study collect`` wrote."""
-    if not path.is_file():
-        raise LNSConfigError(f"{path}: not there; run `olmo-lns study collect` first")
-    kinds = {f.name: str(f.type) for f in fields(Result)}
-    with path.open(newline="") as file:
-        table = list(csv.DictReader(file))
-    if table and set(table[0]) != set(kinds):
-        raise LNSConfigError(f"{path}: not a table of `olmo-lns study collect`: columns {', '.join(table[0])}")
-    return [Result(**{key: _value(kinds[key], text) for key, text in row.items()}) for row in table]
-
-
-def _value(kind: str, text: str) -> Any:
-    if kind == "float | None":
-        return float(text) if text else None
-    return int(text) if kind == "int" else text

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Sequence
@@ -13,11 +10,15 @@ from typing import Any, Iterable, Sequence
 import yaml
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import megatron_args, olmo_config
-from olmo_lns.study.arms import ARMS, arm_problems, init_problems, is_lns
-from olmo_lns.study.shape import GPUS, Shape
+from olmo_lns.study.arms import ARMS, arm_problems, init_problems
+from olmo_lns.study.engines import ENGINES, Engine
+from olmo_lns.study.shape import GPUS, STRATEGIES, Shape
 
 __all__ = ["Checked", "check", "find", "main"]
+
+STUDY = "study"
+#: A file of fine-tuning.
+TRL = "trl"
 
 
 @dataclass
@@ -56,7 +57,12 @@ def check(path: Path, *, gpus: int, gpu: str, budget: float | None) -> Checked:
     try:
         kind = _kind(path)
         result = Checked(path, kind)
-        {"olmo": _olmo, "megatron": _megatron, "study": _study}[kind](result, gpus)
+        if kind == TRL:
+            result.notes.append("a config of TRL's own command, which checks it itself: not looked at here")
+        elif kind == STUDY:
+            _study(result)
+        else:
+            _config(result, ENGINES[kind], gpus)
     except LNSConfigError as error:
         message = str(error).removeprefix(f"{path}: ")
         return Checked(path, "?", problems=[message])
@@ -73,82 +79,41 @@ def _kind(path: Path) -> str:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LNSConfigError(f"not YAML: {' '.join(str(error).split())}") from error
     if isinstance(raw, dict):
-        for kind, key in (("olmo", "model"), ("megatron", "num-layers"), ("study", "arms")):
+        keys = {name: engine.file_key for name, engine in ENGINES.items()} | {STUDY: "arms", TRL: "dataset_name"}
+        for kind, key in keys.items():
             if key in raw:
                 return kind
-    raise LNSConfigError("neither an OLMo config (model:), a Megatron one (num-layers:) nor a study (arms:)")
+    known = ", ".join(f"{engine.title}'s config ({engine.file_key}:)" for engine in ENGINES.values())
+    raise LNSConfigError(f"of no known kind: expected {known} or a study (arms:)")
 
 
-def _arm(result: Checked, settings: dict[str, Any]) -> None:
+def _arm(result: Checked, settings: dict[str, Any], engine: Engine) -> None:
     """The arm is the part of the file's name after the size; a file named otherwise has none to check."""
     _, _, name = result.path.stem.partition("-")
     if name in ARMS:
         result.arm = name
-        result.problems += arm_problems(name, settings, result.kind)
-    elif is_lns(settings, result.kind):
-        result.arm = "(lns)"
-    result.problems += init_problems(settings, result.kind)
+        result.problems += arm_problems(name, settings, engine)
+    elif not (scheme := engine.scheme(settings)).is_pre_ln:
+        result.arm = f"({scheme})"
+    result.problems += init_problems(settings, engine, name)
 
 
-def _olmo(result: Checked, gpus: int) -> None:
-    config = olmo_config.load(result.path)
-    settings = olmo_config.flatten(config)
-    shape = result.shape = Shape.of(settings, "olmo")
-    _arm(result, settings)
-    result.parameters, _ = olmo_config.count(config)
-    result.strategy = str(settings["distributed_strategy"])
-    recompute = settings["activation_checkpointing"] is not None
-    micro = int(settings["device_train_microbatch_size"])
-    if result.strategy in ("ddp", "fsdp"):
-        result.memory = shape.memory(result.strategy, gpus, micro, recompute=recompute)["total"]
-    stop = settings["stop_at"]
-    if stop is None:
-        result.problems.append(f"stop_at is not set: OLMo would run {shape.steps + 10} steps; expected {shape.steps}")
-    elif stop != shape.steps:
-        result.problems.append(f"stop_at {stop} is not max_duration {shape.steps}: the schedule would be cut or idle")
-    if result.strategy == "ddp" and settings["model.init_device"] == "meta":
-        result.problems.append("distributed_strategy ddp needs model.init_device cuda, found meta")
-    _batch(result, shape.batch, gpus, micro)
+def _config(result: Checked, engine: Engine, gpus: int) -> None:
+    found = engine.config(result.path, gpus)
+    shape = result.shape = found.shape
+    _arm(result, found.settings, engine)
+    result.parameters, result.strategy, copies = found.parameters, found.strategy, max(1, gpus // found.split)
+    if found.strategy in STRATEGIES:
+        memory = shape.memory(found.strategy, copies, found.micro_batch, recompute=found.recompute)["total"]
+        result.memory = memory / found.split
+    if found.split_by:
+        result.split = f" with {found.split_by}, as the file has it (see its header for this GPU),"
+    result.problems += found.problems
+    result.notes += found.notes
+    _batch(result, shape.batch, copies, found.micro_batch)
 
 
-def _megatron(result: Checked, gpus: int) -> None:
-    settings = megatron_args.read(result.path)
-    shape = result.shape = Shape.of(settings, "megatron")
-    _arm(result, settings)
-    result.parameters = shape.parameters
-    result.strategy = "distributed_optimizer" if settings.get("use_distributed_optimizer") else "ddp"
-    micro = int(settings.get("micro_batch_size") or 1)
-    parallel = int(settings.get("tensor_model_parallel_size") or 1)
-    result.memory = shape.memory(result.strategy, max(1, gpus // parallel), micro)["total"] / parallel
-    result.split = f" with tensor-model-parallel-size {parallel}, as the file has it (see its header for this GPU),"
-    decay = settings.get("lr_decay_iters")
-    if decay not in (None, shape.steps):
-        result.problems.append(f"lr-decay-iters {decay} is not train-iters {shape.steps}")
-    _batch(result, shape.batch, gpus // parallel, micro)
-    _parse_megatron(result, settings, gpus)
-
-
-def _parse_megatron(result: Checked, settings: dict[str, Any], gpus: int) -> None:
-    """Megatron's own parser and validation, where there is a Megatron; else a note."""
-    flags = megatron_args.to_flags(settings, placeholder=True)
-    if not megatron_args.available():
-        result.notes.append("not parsed by Megatron: set MEGATRON_LM_SRC to a checkout")
-        return
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ.update(RANK="0", WORLD_SIZE=str(gpus))  # validate_args derives data parallelism from them
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            megatron_args.parse(flags)
-    except LNSConfigError as error:
-        lines = [line for line in printed.getvalue().splitlines() if "error:" in line]
-        result.problems.append(lines[-1].strip() if lines else str(error))
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
-
-
-def _study(result: Checked, gpus: int) -> None:
+def _study(result: Checked) -> None:
     from olmo_lns.study.collect import compare_planned
     from olmo_lns.study.spec import Study
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Iterable, Sequence
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.corpora import DOLMA
 
 __all__ = ["Data", "check_file", "find", "main"]
 
@@ -39,6 +40,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
     :raises LNSConfigError: a path that does not exist, or nothing found.
     """
     found: list[Path] = []
+    paths = list(paths)
     for path in paths:
         if path.is_dir():
             found += sorted(p for p in path.rglob("*") if p.suffix in (".npy", ".bin") and p.is_file())
@@ -47,7 +49,8 @@ def find(paths: Iterable[Path]) -> list[Path]:
         else:
             raise LNSConfigError(f"{path}: no such file or folder")
     if not found:
-        raise LNSConfigError("no data found: expected *.npy (OLMo) or *.bin with *.idx (Megatron)")
+        where = ", ".join(map(str, paths))
+        raise LNSConfigError(f"no data found in {where}: expected *.npy (OLMo) or *.bin with *.idx (Megatron)")
     return found
 
 
@@ -167,16 +170,39 @@ def _report(results: Sequence[Data], budget: float, sequence: int) -> int:
     return int(bad > 0)
 
 
+def _path(text: str) -> Path:
+    if not text.strip():  # Path("") would be the present folder
+        raise argparse.ArgumentTypeError("the path is empty: is the variable on the command line set?")
+    return Path(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """:returns: 1 when a file has a problem or the tokens do not reach the budget."""
-    parser = argparse.ArgumentParser(prog="olmo-lns data", description="Check tokenised training data.")
+    if argv and argv[0] == "commonsense":
+        from olmo_lns.finetune import commonsense
+
+        return commonsense.main(argv[1:])
+    if argv and argv[0] == "prepare":
+        from olmo_lns.study import data_prepare
+
+        return data_prepare.main(argv[1:])
+    parser = argparse.ArgumentParser(
+        prog="olmo-lns data",
+        description="Check tokenised training data.",
+        epilog="olmo-lns data prepare --help: tokenise C4, text or JSON lines. olmo-lns data commonsense --help: "
+        "Commonsense170K as prompts and completions",
+    )
     command = parser.add_subparsers(required=True, metavar="check").add_parser(
         "check", help="dtype, size, vocabulary range and number of tokens; exit code 1 when something is wrong"
     )
-    command.add_argument("paths", nargs="+", type=Path, help="folders (searched recursively) or files")
-    command.add_argument("--dtype", choices=DTYPES, default="uint16", help="of the .npy files, as data.memmap_dtype")
-    command.add_argument("--vocab-size", type=int, default=50280, help="default 50280, the shipped configs'")
-    command.add_argument("--eos", type=int, default=50279, help="end-of-document token (default 50279); -1: none")
+    command.add_argument("paths", nargs="+", type=_path, help="folders (searched recursively) or files")
+    command.add_argument("--dtype", choices=DTYPES, default=DOLMA.dtype, help="of the .npy files, as data.memmap_dtype")
+    command.add_argument(
+        "--vocab-size", type=int, default=DOLMA.vocabulary, help="default %(default)s, the shipped configs'"
+    )
+    command.add_argument(
+        "--eos", type=int, default=DOLMA.eos, help="end-of-document token (default %(default)s); -1: none"
+    )
     command.add_argument("--budget", type=float, default=20e9, help="tokens needed (default 20e9); 0: do not compare")
     command.add_argument("--sequence", type=int, default=4096, help="sequence length (default 4096)")
     command.add_argument("--full", action="store_true", help="read files above 1 GiB whole too")

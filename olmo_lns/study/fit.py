@@ -7,9 +7,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Sequence
 
+from olmo_lns.study.arms import BASELINE
 from olmo_lns.study.collect import COMPLETE, Result
 
-__all__ = ["PAPER", "Point", "PowerLaw", "paired", "points", "power_law"]
+__all__ = ["PAPER", "Point", "PowerLaw", "paired", "points", "power_law", "saved_parameters"]
 
 #: Final training losses published in the paper (arXiv 2502.05795): 20B tokens, OLMo. (label, parameters, arm, loss).
 PAPER = (
@@ -78,8 +79,21 @@ def power_law(found: Sequence[Point]) -> PowerLaw | None:
     return PowerLaw(math.exp(intercept), -slope, error, n)
 
 
+def saved_parameters(arm: Sequence[Point], base: Sequence[Point]) -> tuple[float, float, bool] | None:
+    """``(N, needed, outside)``: the largest size of ``base``, and how many parameters ``arm`` needs for its loss.
+
+    Both by their power laws; ``outside`` says that ``needed`` lies outside the sizes of ``arm``. None without two fits.
+    """
+    law, other = power_law(arm), power_law(base)
+    if law is None or other is None or law.alpha <= 0:
+        return None
+    size = float(base[-1].parameters)
+    needed = (law.scale / other(size)) ** (1 / law.alpha)
+    return size, needed, not arm[0].parameters <= needed <= arm[-1].parameters
+
+
 def paired(
-    results: Sequence[Result], size: str, arm: str, base: str = "preln"
+    results: Sequence[Result], size: str, arm: str, base: str = BASELINE
 ) -> tuple[float, float | None, int] | None:
     """``loss(arm) - loss(base)`` over the seeds that both have: mean, standard deviation (None for one) and count."""
     by = {(r.arm, r.seed): r.loss for r in results if r.size == size and r.status == COMPLETE and r.loss is not None}

@@ -6,46 +6,39 @@ folder with what it was started with, and leaves out what is finished.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import signal
-import subprocess
+import shutil
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 from olmo_lns import __version__
-from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.study import logs
+from olmo_lns.environment import INITIALIZATION, SCHEME
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import logs, processes, progress
+from olmo_lns.study.corpora import BUILT
+from olmo_lns.study.processes import Children
 from olmo_lns.study.spec import Run, Study
 
-__all__ = ["attempts", "command", "environment", "fingerprint", "run_here", "stamp", "steps_done"]
+if TYPE_CHECKING:
+    from olmo_lns.study.finished import Finished
+
+__all__ = ["attempts", "check", "command", "environment", "fingerprint", "run_here", "stamp", "steps_done"]
 
 STAMP = "run.json"
 SAMPLE = 1 << 20
-LNS_VARIABLES = ("OLMO_LNS_EXPONENT", "OLMO_LNS_SCALED_INIT")
+LNS_VARIABLES = (SCHEME, INITIALIZATION)
 
 
 def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, slurm: bool = False) -> list[str]:
     """The command line of one run; it starts the run or resumes it from its last checkpoint."""
     folder, options = (out / run.name).resolve(), study.launch
-    if run.framework == "olmo":
-        from olmo_lns.study.olmo_config import overrides_to_args
-
-        settings = {**run.overrides, "save_folder": str(folder), "try_load_latest_save": True, "save_overwrite": True}
-        words = [options.command, str(run.config), *(f"--{word}" for word in overrides_to_args(settings))]
-    else:
-        words = [options.command, "--lns-config", str(run.config)]
-        for key, value in run.overrides.items():
-            words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
-        words += ["--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
-    words += options.args
+    script = os.path.abspath(options.command) if os.path.isfile(options.command) else options.command
+    words = [script, *run.engine.words(run, folder), *options.args]
     nodes = options.nodes_of(run.size)
     if options.nproc == 1 and nodes == 1:
         return [python, "-m", "olmo_lns", *words]
@@ -60,27 +53,69 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     return [*torchrun, "-m", "olmo_lns", *words]
 
 
+def check(study: Study, runs: Sequence[Run], out: Path, *, slurm: bool = False) -> None:
+    """Everything that a launch can know beforehand, of every run, before the first one starts.
+
+    :raises LNSConfigError: the run, what is wrong, and what to set.
+    """
+    command_word = study.launch.command
+    if command_word != "train" and not os.path.isfile(command_word):
+        raise LNSConfigError(
+            f"{study.path}: launch.command {command_word!r} is no file here: call this in the framework's checkout, "
+            "or name the script with its path"
+        )
+    given = os.environ if slurm else {**os.environ, **environment(study, out)}
+    for run in runs:
+        words = command(study, run, out, slurm=slurm)
+        if not slurm and shutil.which(words[0]) is None:
+            raise LNSConfigError(f"run {run.name}: {words[0]} is not on PATH: activate the environment that has torch")
+        if not slurm and (missing := unset_variables(run.config, given)):
+            names = " and ".join(missing)
+            raise LNSConfigError(
+                f"run {run.name}: {run.config} reads {names}, which {'is' if len(missing) == 1 else 'are'} not set: "
+                f"export {missing[0]}=…"
+            )
+
+
+def unset_variables(config: Path, given: Mapping[str, str]) -> list[str]:
+    """The variables without a default that a config file names and ``given`` lacks or has empty."""
+    from olmo_lns.study.olmo_config import ENVIRONMENT
+
+    return [name for name in dict.fromkeys(ENVIRONMENT.findall(config.read_text())) if not given.get(name)]
+
+
 def environment(study: Study, out: Path) -> dict[str, str]:
     """What the config files and the launch read from the environment, on top of the present one."""
-    save, data = ("OLMO_SAVE_DIR", "OLMO_DATA_DIR")
-    if study.framework == "megatron":
-        save, data = ("MEGATRON_SAVE_DIR", "MEGATRON_DATA")
-    extra = {save: str(out.resolve())}
+    data = study.engine.data_variable
+    extra = {study.engine.save_variable: str(out.resolve())}
     if study.launch.threads:
         extra["OMP_NUM_THREADS"] = str(study.launch.threads)
-    if study.data == "demo":
+    if study.data in BUILT:
         extra[data] = str((out / "data").resolve())
     elif study.data:
         extra[data] = str((study.path.parent / study.data).resolve())
     return extra
 
 
-def prepare_data(study: Study, out: Path) -> None:
-    """Build the demo's data where the study asks for them; a no-op otherwise, and when they are there."""
-    if study.data == "demo":
-        from olmo_lns.demo import data
+def environment_of() -> dict[str, str]:
+    """What is set here and would change a run."""
+    return {name: os.environ[name] for name in LNS_VARIABLES if os.environ.get(name)}
 
-        data.build(out / "data")
+
+def prepare_data(study: Study, out: Path) -> None:
+    """Build the corpus where the study names one that is built here; a no-op otherwise, and when it is there."""
+    if study.data in BUILT:
+        BUILT[study.data].build(out / "data")
+
+
+def make_folder(path: Path) -> None:
+    """:raises LNSConfigError: it cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LNSConfigError(f"{path}: cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise LNSConfigError(f"{path}: no permission to write there")
 
 
 def fingerprint(paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -104,28 +139,30 @@ def stamp(study: Study, run: Run, out: Path) -> Path:
     :raises LNSConfigError: the folder holds a run started with other settings or data.
     """
     settings = json.loads(json.dumps(run.settings, default=str))
-    data = settings.get("data.paths")
+    data = run.engine.data_files(settings)
     record = {
         "study": study.name,
         "name": run.name,
         "size": run.size,
         "arm": run.arm,
         "seed": run.seed,
-        "framework": run.framework,
+        "framework": run.engine.name,
         "settings": settings,
         "data": fingerprint(data) if data else None,
-        "environment": {name: os.environ[name] for name in LNS_VARIABLES if os.environ.get(name)},
+        "environment": environment_of(),
         "version": __version__,
     }
+    if run.start_checkpoint:
+        record["start"] = run.start_checkpoint
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / STAMP
     if path.is_file():
         found = json.loads(path.read_text())
-        for key in ("settings", "data", "environment"):
-            if found.get(key) != record[key]:
+        for key in ("settings", "data", "environment", "start"):
+            if found.get(key) != record.get(key):
                 raise LNSConfigError(
-                    f"{path}: was started with other {key}: {_first_difference(found.get(key), record[key])}; "
+                    f"{path}: was started with other {key}: {_first_difference(found.get(key), record.get(key))}; "
                     "use another --out, or remove the folder to start it anew"
                 )
     else:
@@ -153,26 +190,56 @@ def steps_done(folder: Path) -> int:
 def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | None = None) -> int:
     """Run what is not finished, ``workers`` at a time. A killed study continues with the same call.
 
-    :returns: the number of runs that failed; each is named on stderr with the end of its log.
+    :returns: the number of runs that failed; each is named on stderr with the line of its log that says why.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with _only_one(out) as lock:
+    from olmo_lns.study.finished import Finished
+
+    check(study, runs, out)
+    make_folder(out)
+    with processes.only_one(out) as lock:
         prepare_data(study, out)
-        todo = []
-        for run in runs:
-            stamp(study, run, out)
-            done, steps = steps_done(out / run.name), run.shape.steps
-            if done < steps:
-                todo.append(run)
-            print(f"{run.name}: {'finished' if done >= steps else f'at step {done} of {steps}'}", flush=True)
-        with _children(lock) as children, ThreadPoolExecutor(workers or study.launch.workers) as pool:
-            return sum(pool.map(lambda run: _run_one(study, run, out, children), todo))
+        todo = _unfinished(study, runs, out, Finished(study))
+        with (
+            processes.children(lock) as children,
+            progress.reported(runs, out),
+            ThreadPoolExecutor(workers or study.launch.workers) as pool,
+        ):
+            failed = 0
+            for wave in ([run for run in todo if run.start is None], [run for run in todo if run.start is not None]):
+                failed += sum(pool.map(lambda run: _run_one(study, run, out, children), wave))
+            return failed
 
 
-def _run_one(study: Study, run: Run, out: Path, children: _Children) -> int:
+def _unfinished(study: Study, runs: Sequence[Run], out: Path, table: Finished) -> list[Run]:
+    """The runs to make, stamped: also a finished trunk whose checkpoint an unfinished branch misses."""
+    finished = {run.name for run in runs if table.result(run) is not None}
+    missed = {
+        run.start[0].name
+        for run in runs
+        if run.start and run.start_checkpoint and run.name not in finished and not (out / run.start_checkpoint).exists()
+    }
+    todo = []
+    for run in runs:
+        if run.name in finished - missed:
+            print(f"{run.name}: finished, as {table.path} has it", flush=True)
+            continue
+        stamp(study, run, out)
+        done, steps = steps_done(out / run.name), run.shape.steps
+        if done < steps:
+            todo.append(run)
+        print(f"{run.name}: {'finished' if done >= steps else f'at step {done} of {steps}'}", flush=True)
+    return todo
+
+
+def _run_one(study: Study, run: Run, out: Path, children: Children) -> int:
     folder = out / run.name
+    if run.start and run.start_checkpoint and not (out / run.start_checkpoint).exists() and not children.stopping:
+        print(f"{run.name} failed: it goes on from {run.start_checkpoint}, which is not in {out}: launch "
+              f"{run.start[0].name} too", file=sys.stderr, flush=True)  # fmt: skip
+        return 1
     log = folder / f"attempt-{len(attempts(folder)) + 1:02d}.log"
     started = time.time()
+    progress.record_start(log)
     with log.open("wb") as file:
         process = children.start(command(study, run, out), file)
         if process is None:
@@ -185,63 +252,5 @@ def _run_one(study: Study, run: Run, out: Path, children: _Children) -> int:
         return 0
     print(f"{run.name}: exit {code}, {cost['wall_s']} s, {cost['cpu_s']} s of CPU", flush=True)
     if code:
-        tail = "\n  ".join(log.read_text(errors="replace").splitlines()[-5:])
-        print(f"{run.name} failed ({log}):\n  {tail}", file=sys.stderr, flush=True)
+        print(f"{run.name} failed: {progress.cause(log)}\n  the whole log: {log}", file=sys.stderr, flush=True)
     return int(code != 0)
-
-
-class _Children:
-    """The running processes, ended together when the launcher is."""
-
-    def __init__(self, lock_file: int) -> None:
-        self.lock_file = lock_file  # inherited: a run that outlives a killed launcher keeps the study locked
-        self.running: list[subprocess.Popen[bytes]] = []
-        self.stopping = False
-        self.lock = threading.Lock()
-
-    def start(self, words: list[str], file: Any) -> subprocess.Popen[bytes] | None:
-        with self.lock:
-            if self.stopping:
-                return None
-            process = subprocess.Popen(
-                words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(self.lock_file,)
-            )
-            self.running.append(process)
-            return process
-
-    def stop(self) -> None:
-        with self.lock:
-            self.stopping = True
-            for process in self.running:
-                if process.returncode is None:
-                    try:
-                        os.killpg(process.pid, signal.SIGTERM)
-                    except ProcessLookupError:
-                        continue  # it ended by itself meanwhile
-
-
-@contextmanager
-def _children(lock_file: int) -> Iterator[_Children]:
-    children = _Children(lock_file)
-
-    def stop(*_: Any) -> None:
-        children.stop()
-        raise KeyboardInterrupt
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield children
-    finally:
-        children.stop()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _only_one(out: Path) -> Iterator[int]:
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LNSError(f"{out}: another launch of this study is running (it holds {out}/.lock)") from None
-        yield file.fileno()

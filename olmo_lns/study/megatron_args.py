@@ -44,6 +44,8 @@ def read(path: Path) -> dict[str, Any]:
             raise LNSConfigError(f"{path}: key {key!r}: expected a Megatron flag without dashes, such as num-layers")
         if isinstance(value, dict):
             raise LNSConfigError(f"{path}: {key}: expected a value, found a mapping: the file must be flat")
+        if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+            raise LNSConfigError(f"{path}: {key}: expected a list of values, found a list or mapping inside it")
     return {key.replace("-", "_"): value for key, value in raw.items()}
 
 
@@ -127,7 +129,7 @@ def parse(flags: Sequence[str], *, validate: bool = True) -> argparse.Namespace:
     source = os.environ.get("MEGATRON_LM_SRC")
     if source and source not in sys.path:
         sys.path.insert(0, source)
-    from olmo_lns.integrations.megatron import register
+    from olmo_lns.doors.megatron import register
 
     register()
     try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = ["count", "flatten", "load", "overrides_to_args"]
 
@@ -42,7 +42,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     """
     from omegaconf.errors import OmegaConfBaseException
 
-    from olmo_lns.integrations.olmo import register
+    from olmo_lns.doors.olmo import register
 
     register()
     from olmo.config import TrainConfig
@@ -55,7 +55,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
         try:
             return TrainConfig.load(str(path), overrides_to_args(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
-            raise LNSConfigError(f"{path}: OLMo refuses it: {str(error).splitlines()[0]}") from error
+            raise LNSConfigError(f"{path}: OLMo refuses it: {one_line(error)}") from error
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -86,5 +86,8 @@ def count(config: Any) -> tuple[int, float]:
     """``(parameters, OLMo's training FLOPs per token)`` of the config's model, built on the meta device."""
     from olmo.model import OLMo
 
+    from olmo_lns.doors.olmo.config import check_sizes
+
+    check_sizes(config.model)
     model = OLMo(config.model.update_with(init_device="meta"), init_params=False)
     return model.num_params(), float(model.num_fwd_flops + model.num_bck_flops)

@@ -50,13 +50,9 @@ def rows(study: Study, mfu: float) -> list[Row]:
 
 def _row(run: Run, mfu: float) -> Row:
     shape = run.shape
-    parameters, olmo = shape.parameters, None
-    if run.framework == "olmo":
-        from olmo_lns.study import olmo_config
-
-        parameters, per_token = olmo_config.count(olmo_config.load(run.config, run.overrides))
-        olmo = per_token * shape.tokens
-    hours = {f"hours_{name.lower()}": shape.gpu_hours(name, mfu) for name in GPUS}
+    parameters, per_token = run.engine.count(run)
+    share = 1 - run.first_step / shape.steps  # a branch makes its own steps only
+    hours = {f"hours_{name.lower()}": share * shape.gpu_hours(name, mfu) for name in GPUS}
     return Row(
         run=run.name,
         size=run.size,
@@ -66,8 +62,8 @@ def _row(run: Run, mfu: float) -> Row:
         steps=shape.steps,
         tokens=shape.tokens,
         warmup_share=shape.warmup_share,
-        flops=shape.flops,
-        flops_olmo=olmo,
+        flops=share * shape.flops,
+        flops_olmo=None if per_token is None else share * per_token * shape.tokens,
         checkpoint_gb=shape.checkpoint_bytes / 1e9,
         **hours,
     )

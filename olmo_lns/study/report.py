@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
-from olmo_lns.study.arms import ARMS
+from olmo_lns.study import published_report
+from olmo_lns.study.arms import ARMS, BASELINE, Arm
 from olmo_lns.study.collect import COMPLETE, Result
-from olmo_lns.study.fit import PAPER, paired, points, power_law
+from olmo_lns.study.fit import PAPER, Point, paired, points, power_law, saved_parameters
 from olmo_lns.study.spec import Study
 
 __all__ = ["figure", "markdown", "write"]
 
-COLOURS = {"preln": "tab:red", "preln_scaled_init": "tab:orange", "lns": "tab:blue", "preln_mitchell": "tab:gray"}
+
+#: Above this many arms a report has a line for each.
+MANY_ARMS = 6
 
 
 def write(study: Study, results: Sequence[Result], out: Path) -> list[Path]:
@@ -37,7 +40,10 @@ def markdown(study: Study, results: Sequence[Result], image: str | None) -> str:
     if image:
         parts.append(f"![loss against parameters]({image})")
     parts += ["## Loss", _loss_table(study, results), "## Power law", _fits(study, results)]
-    parts += ["## Runs", _run_table(results), "## The paper", _paper()]
+    if any(result.heldout is not None for result in results):
+        parts += ["## Perplexity", published_report.perplexity(study, results)]
+    parts += ["## Runs", _run_table(results), "## The paper"]
+    parts.append(published_report.beside(study, results) if study.published else _paper())
     return "\n\n".join(parts) + "\n"
 
 
@@ -47,29 +53,50 @@ def _number(mean: float, std: float | None, count: int, *, sign: bool = False) -
 
 
 def _loss_table(study: Study, results: Sequence[Result]) -> str:
-    arms = study.arms
-    others = [arm for arm in arms if arm != "preln"] if "preln" in arms else []
-    head = ["size", "parameters", *(ARMS[a].label for a in arms), *(f"{ARMS[a].label} − Pre-LN" for a in others)]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for size in study.sizes:
-        row = [size, f"{next(r.parameters for r in results if r.size == size):,}"]
-        for arm in arms:
-            found = [point for point in points(results, arm) if point.size == size]
-            row.append(
-                _number(found[0].loss, found[0].std, found[0].seeds) if found else _unfinished(results, size, arm)
-            )
-        for arm in others:
-            gap = paired(results, size, arm)
-            row.append(_number(*gap, sign=True) if gap else "–")
-        lines.append("| " + " | ".join(row) + " |")
-    note = "Differences are paired by seed. Negative: lower loss than Pre-LN."
-    if "preln_mitchell" in arms:
-        note += (
-            " The mitchell arm changes every matrix's initialization and so does not isolate the scaled initialization."
-        )
+    """A row for each size, or for each arm where there are too many for one line."""
+    base = ARMS[BASELINE].label
+    others = [arm for arm in study.arms if arm != BASELINE] if BASELINE in study.arms else []
+    many = len(study.arms) > MANY_ARMS
+    table = _by_arm(study, results, others) if many else _by_size(study, results, others)
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    lines.insert(1, "|---" * len(table[0]) + "|")
+    note = f"Differences are paired by seed. Negative: lower loss than {base}."
+    if several := [ARMS[arm].label for arm in others if not ARMS[arm].isolates]:
+        note += f" Changing more than one thing, and so beside the others: {'; '.join(several)}."
     if any(r.status != COMPLETE for r in results):
         note += " Runs that did not finish take no part in any number."
     return "\n".join(lines) + "\n\n" + note
+
+
+def _by_size(study: Study, results: Sequence[Result], others: Sequence[str]) -> list[list[str]]:
+    base = ARMS[BASELINE].label
+    head = ["size", "parameters", *(ARMS[a].label for a in study.arms), *(f"{ARMS[a].label} − {base}" for a in others)]
+    rows = [head]
+    for size in study.sizes:
+        losses = [_loss(results, size, arm) for arm in study.arms]
+        gaps = [_gap(results, size, arm) for arm in others]
+        rows.append([size, f"{next(r.parameters for r in results if r.size == size):,}", *losses, *gaps])
+    return rows
+
+
+def _by_arm(study: Study, results: Sequence[Result], others: Sequence[str]) -> list[list[str]]:
+    rows = [["arm", *(text for size in study.sizes for text in (size, f"{size} − {ARMS[BASELINE].label}"))]]
+    for arm in study.arms:
+        row = [ARMS[arm].label]
+        for size in study.sizes:
+            row += [_loss(results, size, arm), _gap(results, size, arm) if arm in others else "–"]
+        rows.append(row)
+    return rows
+
+
+def _loss(results: Sequence[Result], size: str, arm: str) -> str:
+    found = [point for point in points(results, arm) if point.size == size]
+    return _number(found[0].loss, found[0].std, found[0].seeds) if found else _unfinished(results, size, arm)
+
+
+def _gap(results: Sequence[Result], size: str, arm: str) -> str:
+    gap = paired(results, size, arm)
+    return _number(*gap, sign=True) if gap else "–"
 
 
 def _unfinished(results: Sequence[Result], size: str, arm: str) -> str:
@@ -80,8 +107,10 @@ def _unfinished(results: Sequence[Result], size: str, arm: str) -> str:
 
 def _fits(study: Study, results: Sequence[Result]) -> str:
     lines = ["`loss = A · N^-α`, least squares in log-log over sizes, N all parameters."]
-    for arm in study.arms:
-        law = power_law(points(results, arm))
+    laws = {arm: power_law(points(results, arm)) for arm in study.arms}
+    if not any(laws.values()):
+        return f"{lines[0]} No arm has two complete sizes: no fit."
+    for arm, law in laws.items():
         if law is None:
             lines.append(f"- {ARMS[arm].label}: fewer than two sizes are complete: no fit.")
         elif law.alpha_error is None:
@@ -94,7 +123,23 @@ def _fits(study: Study, results: Sequence[Result]) -> str:
                 f"- {ARMS[arm].label}: α = {law.alpha:.4f} ± {law.alpha_error:.4f} (standard error, {law.points} "
                 f"sizes, {law.points - 2} degree{'s' if law.points > 3 else ''} of freedom), A = {law.scale:.3f}."
             )
-    return "\n".join(lines)
+    saved = [text for arm in study.arms if arm != BASELINE and (text := _saved(results, arm))]
+    return "\n".join([*lines, *saved])
+
+
+def _saved(results: Sequence[Result], arm: str) -> str | None:
+    """Parameters saved at equal loss, from the two fits; None where either has none."""
+    found = saved_parameters(points(results, arm), points(results, BASELINE))
+    if found is None:
+        return None
+    size, needed, outside = found
+    share = 1 - needed / size
+    words = f"{share:.0%} fewer" if share >= 0 else f"{-share:.0%} more"
+    text = (
+        f"- Parameters saved at equal loss, by these fits: {ARMS[arm].label} needs {needed:.3g} for the loss of "
+        f"{ARMS[BASELINE].label} at {size:.3g}: {words}"
+    )
+    return text + (" (outside the sizes that were trained)." if outside else ".")
 
 
 def _run_table(results: Sequence[Result]) -> str:
@@ -138,41 +183,8 @@ def figure(study: Study, results: Sequence[Result], path: Path) -> bool:
         return False
     chart, axes = pyplot.subplots(figsize=(7, 4.5), dpi=120)
     for arm, found in curves.items():
-        x, y = [p.parameters for p in found], [p.loss for p in found]
-        axes.plot(x, y, "o", color=COLOURS[arm], markersize=5, label=f"{ARMS[arm].label} (this study)")
-        spread = [p for p in found if p.std is not None]
-        if spread:
-            stds = [p.std for p in spread]
-            axes.errorbar(
-                [p.parameters for p in spread],
-                [p.loss for p in spread],
-                stds,
-                fmt="none",
-                color=COLOURS[arm],
-                capsize=3,
-            )
-        law = power_law(found)
-        if law is not None and law.points > 2:
-            axes.plot(x, [law(n) for n in x], "-", color=COLOURS[arm], linewidth=1, alpha=0.7)
-    for arm in ("preln", "lns"):
-        published = [(n, loss) for _, n, name, loss in PAPER if name == arm]
-        axes.plot(
-            *zip(*published, strict=True),
-            "s",
-            color=COLOURS[arm],
-            fillstyle="none",
-            label=f"{ARMS[arm].label} (paper, 20B tokens)",
-        )
-    for label, n, arm, loss in PAPER:
-        if arm == "preln":
-            axes.annotate(
-                label.replace("paper, v1: ", "").replace("paper: ", ""),
-                (n, loss),
-                textcoords="offset points",
-                xytext=(0, 7),
-                fontsize=7,
-                ha="center",
-            )
+        _draw_arm(axes, ARMS[arm], found)
+    _draw_paper(axes)
     axes.set_xscale("log")
     axes.margins(y=0.1)
     axes.set_xlabel("parameters")
@@ -184,3 +196,28 @@ def figure(study: Study, results: Sequence[Result], path: Path) -> bool:
     chart.savefig(path, metadata={"Software": None})
     pyplot.close(chart)
     return True
+
+
+def _draw_arm(axes: Any, arm: Arm, found: Sequence[Point]) -> None:
+    x, y = [p.parameters for p in found], [p.loss for p in found]
+    axes.plot(x, y, arm.marker, color=arm.colour, markersize=5, label=f"{arm.label} (this study)")
+    if spread := [p for p in found if p.std is not None]:
+        stds = [p.std for p in spread]
+        at = [p.parameters for p in spread], [p.loss for p in spread]
+        axes.errorbar(*at, stds, fmt="none", color=arm.colour, capsize=3)
+    law = power_law(found)
+    if law is not None and law.points > 2:
+        axes.plot(x, [law(n) for n in x], arm.line, color=arm.colour, linewidth=1, alpha=0.7)
+
+
+def _draw_paper(axes: Any) -> None:
+    for arm in dict.fromkeys(arm for _, _, arm, _ in PAPER):
+        published = [(n, loss) for _, n, name, loss in PAPER if name == arm]
+        label = f"{ARMS[arm].label} (paper, 20B tokens)"
+        axes.plot(
+            *zip(*published, strict=True), ARMS[arm].marker, color=ARMS[arm].colour, fillstyle="none", label=label
+        )
+    for label, n, arm, loss in PAPER:
+        if arm == BASELINE:
+            text = label.replace("paper, v1: ", "").replace("paper: ", "")
+            axes.annotate(text, (n, loss), textcoords="offset points", xytext=(0, 7), fontsize=7, ha="center")

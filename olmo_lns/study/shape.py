@@ -7,15 +7,19 @@ Megatron's own models and the FLOPs with OLMo's own counter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping
 
 from olmo_lns.errors import LNSConfigError
 
-__all__ = ["GPUS", "Gpu", "Shape"]
+if TYPE_CHECKING:
+    from olmo_lns.study.engines import Engine
+
+__all__ = ["GPUS", "STRATEGIES", "Gpu", "Shape"]
 
 ADAM_BYTES = 16  # per parameter, mixed precision: fp32 weight, fp32 gradient, two fp32 moments
 CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 BF16 = 2
+STRATEGIES = ("ddp", "fsdp", "distributed_optimizer")
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,13 @@ class Shape:
     min_learning_rate: float
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], framework: str) -> Shape:
-        """Read flat settings (:mod:`olmo_lns.study.arms`) of ``"olmo"`` or ``"megatron"``.
+    def of(cls, settings: Mapping[str, Any], engine: Engine) -> Shape:
+        """Read an engine's flat settings.
 
         :raises LNSConfigError: a key that is missing, or a duration not given in steps or tokens.
         """
         try:
-            return _of_olmo(settings) if framework == "olmo" else _of_megatron(settings)
+            return engine.shape(settings)
         except KeyError as error:
             raise LNSConfigError(f"the config has no {error.args[0]!r}: it must be complete") from error
 
@@ -115,7 +119,7 @@ class Shape:
         :param strategy: ``ddp``, ``fsdp``, or ``distributed_optimizer`` (Megatron's: bf16 weights and fp32
             gradients on every GPU, the fp32 weights and moments divided by ``gpus``).
         """
-        if strategy not in ("ddp", "fsdp", "distributed_optimizer"):
+        if strategy not in STRATEGIES:
             raise LNSConfigError(f"strategy {strategy!r}: expected ddp, fsdp or distributed_optimizer")
         tokens = micro_batch * self.sequence
         block = (self.parameters - self.embedding * (1 if self.tied else 2)) / self.layers
@@ -133,67 +137,3 @@ class Shape:
             "logits": logits,
             "total": states + activations + logits,
         }
-
-
-def _of_olmo(settings: Mapping[str, Any]) -> Shape:
-    width, heads = int(settings["model.d_model"]), int(settings["model.n_heads"])
-    hidden = settings.get("model.mlp_hidden_size") or int(settings["model.mlp_ratio"]) * width
-    batch, sequence = int(settings["global_train_batch_size"]), int(settings["model.max_sequence_length"])
-    kv = settings.get("model.n_kv_heads") or (1 if settings.get("model.multi_query_attention") else heads)
-    rate = float(settings["optimizer.learning_rate"])
-    return Shape(
-        layers=int(settings["model.n_layers"]),
-        width=width,
-        heads=heads,
-        kv_heads=int(kv),
-        inner=int(hidden) // 2,
-        vocabulary=int(settings.get("model.embedding_size") or settings["model.vocab_size"]),
-        tied=bool(settings["model.weight_tying"]),
-        gain=bool(settings["model.layer_norm_with_affine"]),
-        sequence=sequence,
-        batch=batch,
-        steps=_steps(settings["max_duration"], batch * sequence),
-        warmup=int(settings["scheduler.t_warmup"]),
-        learning_rate=rate,
-        min_learning_rate=rate * float(settings["scheduler.alpha_f"]),
-    )
-
-
-def _of_megatron(settings: Mapping[str, Any]) -> Shape:
-    heads, width = int(settings["num_attention_heads"]), int(settings["hidden_size"])
-    groups = settings.get("num_query_groups") if settings.get("group_query_attention") else heads
-    return Shape(
-        layers=int(settings["num_layers"]),
-        width=width,
-        heads=heads,
-        kv_heads=int(groups or heads),
-        inner=int(settings["ffn_hidden_size"]),
-        vocabulary=_padded(settings),
-        tied=not settings.get("untie_embeddings_and_output_weights"),
-        gain=True,
-        sequence=int(settings["seq_length"]),
-        batch=int(settings["global_batch_size"]),
-        steps=int(settings["train_iters"]),
-        warmup=int(settings.get("lr_warmup_iters") or 0),
-        learning_rate=float(settings["lr"]),
-        min_learning_rate=float(settings["min_lr"]),
-    )
-
-
-def _padded(settings: Mapping[str, Any]) -> int:
-    """Megatron's padded vocabulary: the next multiple of ``divisible-by × TP`` from the tokenizer's size."""
-    multiple = int(settings.get("make_vocab_size_divisible_by") or 128)
-    multiple *= int(settings.get("tensor_model_parallel_size") or 1)
-    return -(-int(settings["vocab_size"]) // multiple) * multiple
-
-
-def _steps(duration: Any, tokens_per_step: int) -> int:
-    """OLMo's ``max_duration``: steps, or tokens as ``"20e9T"``."""
-    text = str(duration).strip()
-    if text.endswith("ep"):
-        raise LNSConfigError(
-            f"max_duration={duration!r} is in epochs: give steps or tokens ('20e9T'), so that it is equal"
-        )
-    if text.endswith("T"):
-        return -(-int(float(text[:-1])) // tokens_per_step)
-    return int(float(text))

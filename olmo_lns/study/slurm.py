@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.launch import command, environment
+from olmo_lns.study.corpora import BUILT
+from olmo_lns.study.launch import check, command, environment, make_folder
 from olmo_lns.study.spec import Run, Study
 
-__all__ = ["write"]
+__all__ = ["Site", "write"]
 
 TEMPLATE = """#!/bin/bash
 # {study}: size {size}, one array task per run. Submit with: sbatch {file}
 # A requeued or resubmitted task continues from its last checkpoint.
 #SBATCH --job-name={study}-{size}
 #SBATCH --array=0-{last}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={nproc}
-#SBATCH --requeue
-#SBATCH --output={out}/slurm-%x-%A_%a.out
-{extra}set -euo pipefail
+{options}
+{setup}set -euo pipefail
 {checks}
 OUT={out}
 RUNS=({runs})
@@ -37,28 +35,74 @@ srun "${{COMMAND[@]}}" >"$OUT/$RUN/attempt-$ATTEMPT.log" 2>&1
 """
 
 
-def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, *, python: str = "python") -> list[Path]:
-    """Write ``<folder>/<size>.sbatch`` for every size. ``launch.sbatch`` of the description adds ``#SBATCH`` lines.
+@dataclass(frozen=True)
+class Site:
+    """What a cluster and a user's environment need in the scripts.
+
+    :param activate: a virtual environment's folder, or a file to source. :param modules: for ``module load``.
+    """
+
+    activate: str | None = None
+    modules: tuple[str, ...] = ()
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+
+    def lines(self) -> str:
+        """Shell lines before anything runs; before ``set -u``, under which many such files fail."""
+        text = f"module load {shlex.join(self.modules)} || exit 1\n" if self.modules else ""
+        if self.activate is None:
+            return text
+        path = Path(self.activate).expanduser().resolve()
+        if not (file := path / "bin" / "activate" if path.is_dir() else path).is_file():
+            raise LNSConfigError(f"--activate {self.activate}: {file} does not exist: name an environment or a file")
+        return f"{text}source {shlex.quote(str(file))} || exit 1\n"
+
+
+def write(
+    study: Study, runs: Sequence[Run], out: Path, folder: Path, *, python: str = "python", site: Site | None = None
+) -> list[Path]:
+    """Write ``<folder>/<size>.sbatch`` for every size, and make ``out``, where Slurm writes the tasks' output.
+
+    ``launch.sbatch`` of the description adds ``#SBATCH`` lines or replaces one of ours; null leaves it out.
 
     The variables of the config files (``OLMO_DATA_DIR``, or ``MEGATRON_DATA``) must be set where it is submitted.
 
-    :raises LNSConfigError: the study's data are the demo's, which are built on one machine.
+    :raises LNSConfigError: the study's data are built on one machine.
     """
-    if study.data == "demo":
-        raise LNSConfigError(f"{study.path}: data: demo is for one machine; name the folder of your data, or none")
-    folder.mkdir(parents=True, exist_ok=True)
+    if study.data in BUILT:
+        raise LNSConfigError(
+            f"{study.path}: data: {study.data} is for one machine; name the folder of your data, or none"
+        )
+    check(study, runs, out, slurm=True)
+    make_folder(out)
+    make_folder(folder)
     written = []
     for size in dict.fromkeys(run.size for run in runs):
         path = folder / f"{size}.sbatch"
         mine = [run for run in runs if run.size == size]
-        path.write_text(_script(study, size, mine, out.resolve(), path.resolve(), python))
+        path.write_text(_script(study, size, mine, out.resolve(), path.resolve(), python, site or Site()))
         path.chmod(0o755)
         written.append(path)
     return written
 
 
-def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path, python: str) -> str:
-    needed = "OLMO_DATA_DIR" if study.framework == "olmo" else "MEGATRON_DATA"
+def _options(study: Study, size: str, out: Path, site: Site) -> str:
+    options: dict[str, Any] = {
+        "nodes": study.launch.nodes_of(size),
+        "ntasks-per-node": 1,
+        "gpus-per-node": study.launch.nproc,
+        "requeue": True,
+        "output": shlex.quote(f"{out}/slurm-%x-%A_%a.out"),
+        **study.launch.sbatch,
+    }
+    options |= {key: value for key in ("partition", "account", "time") if (value := getattr(site, key)) is not None}
+    kept = {key: value for key, value in options.items() if value is not None and value is not False}
+    return "\n".join(f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in kept.items())
+
+
+def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path, python: str, site: Site) -> str:
+    needed = study.engine.data_variable
     exports = environment(study, out)
     cases = []
     for run in runs:
@@ -71,10 +115,9 @@ def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path,
         size=size,
         file=shlex.quote(str(path)),
         last=len(runs) - 1,
-        nodes=study.launch.nodes_of(size),
-        nproc=study.launch.nproc,
+        options=_options(study, size, out, site),
+        setup=site.lines(),
         out=shlex.quote(str(out)),
-        extra="".join(f"#SBATCH --{key}={value}\n" for key, value in study.launch.sbatch.items()),
         checks="".join(f"export {name}={shlex.quote(value)}\n" for name, value in exports.items())
         + f': "${{{needed}:?set it to your tokenised data, see docs/data.md}}"',
         runs=" ".join(run.name for run in runs),

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Mapping
 
 import yaml
 
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.arms import arm_named
+from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.study.arms import arm_named, settings_of
+from olmo_lns.study.engines import OLMO, Engine, engine_named
+from olmo_lns.study.horizons import Horizons
+from olmo_lns.study.published import PUBLISHED
 from olmo_lns.study.shape import Shape
 
 __all__ = ["Launch", "Run", "Study"]
 
-KEYS = {"name", "framework", "config", "data", "sizes", "arms", "seeds", "more_seeds", "final_fraction", "launch"}
-DEFAULT_SEED = {"olmo": 6198, "megatron": 1234}
+KEYS = {
+    "name",
+    "framework",
+    "config",
+    "data",
+    "sizes",
+    "arms",
+    "seeds",
+    "more_seeds",
+    "only",
+    "final_fraction",
+    "horizons",
+    "decay",
+    "finished",
+    "published",
+    "launch",
+}
 
 
 @dataclass(frozen=True)
@@ -42,46 +60,65 @@ class Launch:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a study; ``name`` is its folder's."""
+    """One training run of a study; ``name`` is its folder's.
+
+    :param start: the run of the same arm and seed that this one goes on from, and the step at which it leaves it.
+    """
 
     size: str
     arm: str
     seed: int
-    framework: str
+    engine: Engine
     config: Path
     overrides: Mapping[str, Any]
+    start: tuple[Run, int] | None = None
 
     @property
     def name(self) -> str:
         return f"{self.size}-{self.arm}-s{self.seed}"
 
     @cached_property
+    def loaded(self) -> Any:
+        """The config as its framework takes it, loaded once."""
+        return self.engine.load(self)
+
+    @cached_property
     def settings(self) -> dict[str, Any]:
-        """Flat settings: OLMo's whole ``TrainConfig``, or the keys of the Megatron file."""
-        if self.framework == "olmo":
-            from olmo_lns.study import olmo_config
-
-            return olmo_config.flatten(olmo_config.load(self.config, self.overrides))
-        from olmo_lns.study import megatron_args
-
-        return {**megatron_args.read(self.config), **{k.replace("-", "_"): v for k, v in self.overrides.items()}}
+        """Flat settings, all of them."""
+        return self.engine.settings(self)
 
     @property
     def shape(self) -> Shape:
-        return Shape.of(self.settings, self.framework)
+        return Shape.of(self.settings, self.engine)
+
+    @property
+    def first_step(self) -> int:
+        """Steps made by the run that it goes on from; 0 for a run that starts anew."""
+        return self.start[1] if self.start else 0
+
+    @property
+    def start_checkpoint(self) -> str | None:
+        """``<run>/<checkpoint>`` in the study's folder; None for a run that starts anew."""
+        return f"{self.start[0].name}/{self.engine.checkpoint(self.start[1])}" if self.start else None
 
 
 @dataclass(frozen=True)
 class Study:
-    """:param final_fraction: a run's loss is the mean over this last part of its steps."""
+    """:param final_fraction: a run's loss is the mean over this last part of its steps.
+
+    :param finished: a committed table of finished runs (:mod:`olmo_lns.study.finished`).
+    :param published: the name of the papers' table that it is to be set beside (:mod:`olmo_lns.study.published`).
+    """
 
     name: str
-    framework: str
+    engine: Engine
     path: Path
     runs: tuple[Run, ...]
     final_fraction: float
     data: str | None
     launch: Launch
+    finished: Path | None = None
+    published: str | None = None
 
     @property
     def sizes(self) -> list[str]:
@@ -105,9 +142,10 @@ class Study:
             raise LNSConfigError(f"{path}: a study description needs name, config, sizes and arms")
         if unknown := sorted(set(raw) - KEYS):
             raise LNSConfigError(f"{path}: unknown keys {', '.join(unknown)}; known: {', '.join(sorted(KEYS))}")
-        framework = raw.get("framework", "olmo")
-        if framework not in DEFAULT_SEED:
-            raise LNSConfigError(f"{path}: framework {framework!r}: expected 'olmo' or 'megatron'")
+        try:
+            engine = engine_named(raw.get("framework", OLMO.name))
+        except LNSConfigError as error:
+            raise LNSConfigError(f"{path}: {error}") from None
         fraction = float(raw.get("final_fraction", 0.01))
         if not 0 < fraction <= 1:
             raise LNSConfigError(f"{path}: final_fraction {fraction}: expected a number in (0, 1]")
@@ -116,39 +154,68 @@ class Study:
             launch = Launch(**options | {"args": tuple(options.get("args", ()))})
         except TypeError as error:
             raise LNSConfigError(f"{path}: launch: {str(error).split('()')[-1].strip()}") from error
-        return cls(raw["name"], framework, path, _runs(raw, path, framework), fraction, raw.get("data"), launch)
+        table = path.parent / raw["finished"] if raw.get("finished") else None
+        published = raw.get("published")
+        if published is not None and published not in PUBLISHED:
+            known = ", ".join(PUBLISHED)
+            raise LNSConfigError(
+                f"{path}: published {published!r}{did_you_mean(published, PUBLISHED)}: expected one of {known}"
+            )
+        runs = _runs(raw, path, engine)
+        return cls(raw["name"], engine, path, runs, fraction, raw.get("data"), launch, table, published)
 
 
-def _runs(raw: Mapping[str, Any], path: Path, framework: str) -> tuple[Run, ...]:
+def _runs(raw: Mapping[str, Any], path: Path, engine: Engine) -> tuple[Run, ...]:
     """Size by size, smallest first as listed, the arms of a seed together: a study cut short still compares arms."""
     sizes, arms = _table(raw["sizes"]), _table(raw["arms"])
-    seeds = [int(seed) for seed in raw.get("seeds", [DEFAULT_SEED[framework]])]
-    more = raw.get("more_seeds", {})
-    if unknown := sorted(set(more) - set(sizes)):
-        raise LNSConfigError(f"{path}: more_seeds names {', '.join(unknown)}, which is not among the sizes")
+    seeds = [int(seed) for seed in raw.get("seeds", [engine.default_seed])]
+    more, only = raw.get("more_seeds", {}), raw.get("only", {})
+    for key, named in (("more_seeds", more), ("only", only)):
+        if unknown := sorted(set(named) - set(sizes)):
+            raise LNSConfigError(f"{path}: {key} names {', '.join(unknown)}, which is not among the sizes")
+    if unknown := sorted({arm for wanted in only.values() for arm in wanted} - set(arms)):
+        raise LNSConfigError(f"{path}: only names {', '.join(unknown)}, which is not among the arms")
     for name in sizes:
         if not re.fullmatch(r"[A-Za-z0-9._]+", name):
             raise LNSConfigError(f"{path}: size {name!r}: letters, digits, '.' and '_' only (it names folders)")
-    runs = []
+    horizons = Horizons.of(raw, path)
+    runs: list[Run] = []
     for size, seed in [(name, int(seed)) for name in sizes for seed in (*seeds, *more.get(name, []))]:
-        for arm in arms:
-            runs.append(_run(raw, path, framework, size, arm, seed, {**sizes[size], **arms[arm]}))
+        for arm in only.get(size, arms):
+            extra = {**sizes[size], **arms[arm]}
+            if horizons is None:
+                runs.append(_run(raw, path, engine, size, arm, seed, extra))
+            else:
+                runs += _branched(raw, path, engine, size, arm, seed, extra, horizons)
     if len({run.name for run in runs}) != len(runs):
         raise LNSConfigError(f"{path}: a seed is listed twice for one size")
     return tuple(runs)
 
 
-def _run(raw: Mapping[str, Any], path: Path, framework: str, size: str, arm: str, seed: int, extra: dict) -> Run:
-    defined = arm_named(arm)
+def _run(raw: Mapping[str, Any], path: Path, engine: Engine, size: str, arm: str, seed: int, extra: dict) -> Run:
+    try:
+        arm_keys = settings_of(arm_named(arm), engine)
+    except LNSConfigError as error:
+        raise LNSConfigError(f"{path}: {error}") from None
     config = path.parent / str(raw["config"]).format(size=size, arm=arm)
     per_arm_file = "{arm}" in str(raw["config"])
-    arm_keys: Mapping[str, Any] = (defined.olmo if framework == "olmo" else defined.megatron) or {}
-    if framework == "megatron" and defined.megatron is None:
-        raise LNSConfigError(f"{path}: arm {arm!r} exists for OLMo only")
     overrides: dict[str, Any] = {**extra} if per_arm_file else {**extra, **arm_keys}
     name = f"{size}-{arm}-s{seed}"
-    overrides |= {"run_name": name, "seed": seed} if framework == "olmo" else {"seed": seed}
-    return Run(size, arm, seed, framework, config, overrides)
+    overrides |= engine.identity(name, seed)
+    return Run(size, arm, seed, engine, config, overrides)
+
+
+def _branched(
+    raw: Mapping[str, Any], path: Path, engine: Engine, size: str, arm: str, seed: int, extra: dict, horizons: Horizons
+) -> list[Run]:
+    """The trunk ``<size>_trunk`` and its branches ``<size>to<steps>``."""
+    length = engine.trunk(horizons.starts[-1], horizons.every)
+    trunk = _run(raw, path, engine, f"{size}_trunk", arm, seed, {**extra, **length})
+    branches = [
+        _run(raw, path, engine, f"{size}to{stop}", arm, seed, {**extra, **engine.branch(start, stop)})
+        for start, stop in zip(horizons.starts, horizons.steps, strict=True)
+    ]
+    return [trunk, *(replace(run, start=(trunk, start)) for run, start in zip(branches, horizons.starts, strict=True))]
 
 
 def _table(value: Any) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,12 @@ pytest.importorskip("olmo", reason="needs ai2-olmo")
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import olmo_config
-from olmo_lns.study.arms import ARMS
+from olmo_lns.study.arms import ARMS, settings_of
+from olmo_lns.study.engines import OLMO
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FILES = sorted((REPOSITORY / "configs" / "olmo").rglob("*.yaml"))
+FILES = sorted((REPOSITORY / "configs" / "olmo").glob("*.yaml"))
+LLAMA = sorted((REPOSITORY / "configs" / "olmo" / "llama-c4").glob("*.yaml"))
 ARM_NAMES = ("preln", "preln_scaled_init", "lns", "preln_mitchell")
 #: size -> (layers, width, heads, SwiGLU inner, parameters, sequence, batch, steps, learning rate, warm-up).
 FAMILY = {
@@ -52,8 +55,11 @@ def test_the_pack_is_complete() -> None:
 
 def test_what_is_committed_is_what_renders(renderer: ModuleType) -> None:
     rendered = renderer.render()
-    committed = [*FILES, *sorted((REPOSITORY / "configs" / "megatron").rglob("*.yaml"))]
-    assert sorted(rendered) == sorted(committed)
+    others = [
+        path for folder in ("megatron", "olmo_core") for path in (REPOSITORY / "configs" / folder).rglob("*.yaml")
+    ]
+    committed = [*FILES, *LLAMA, *others]
+    assert sorted(rendered) == sorted(committed) and len(LLAMA) == 6
     assert [path.name for path in committed if path.read_text() != rendered[path]] == []
 
 
@@ -83,7 +89,7 @@ def test_values_follow_the_family(path: Path, loaded: dict[str, Any]) -> None:
     assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (rate, (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, cfg.max_grad_norm, cfg.scheduler.alpha_f) == (0.1, 1.0, 0.1)
     assert cfg.scheduler.t_warmup == warmup and cfg.precision == "amp_bf16" and cfg.wandb is None
-    for key, value in ARMS[arm].olmo.items():
+    for key, value in settings_of(ARMS[arm], OLMO).items():
         assert olmo_config.flatten(cfg)[key] == value
 
 
@@ -104,7 +110,9 @@ def test_arms_of_a_size_differ_in_the_arm_only(size: str, loaded: dict[str, Any]
     flat = {arm: olmo_config.flatten(loaded[f"{size}-{arm}"]) for arm in ARM_NAMES}
     for arm in ARM_NAMES:
         changed = {key for key in flat[arm] if flat[arm][key] != flat["preln"][key]}
-        expected = {key for key, value in ARMS[arm].olmo.items() if value != ARMS["preln"].olmo[key]}
+        expected = {
+            key for key, value in settings_of(ARMS[arm], OLMO).items() if value != settings_of(ARMS["preln"], OLMO)[key]
+        }
         assert changed - {"run_name", "save_folder"} == expected
 
 
@@ -145,17 +153,28 @@ def test_nothing_of_a_site_and_a_useful_header(path: Path) -> None:
     assert "Override:" in header and "Our choice" in header and "Paper:" in header
 
 
-def test_the_lns_arm_needs_the_plugin_and_says_so() -> None:
-    """In an OLMo without the plugin the file is refused, never trained without the factor."""
-    code = f"""
-import os
+def test_an_arm_of_ours_needs_the_plugin_and_says_so() -> None:
+    """In an OLMo without the plugin the file is refused, never trained as another arm."""
+    code = """
+import os, sys
 os.environ.update(OLMO_DATA_DIR="/x", OLMO_SAVE_DIR="/x")
 from olmo.config import TrainConfig
-TrainConfig.load({str(REPOSITORY / "configs/olmo/60M-lns.yaml")!r}, validate_paths=False)
+from olmo.exceptions import OLMoConfigurationError
+for path in sys.argv[1:]:
+    try:
+        TrainConfig.load(path, validate_paths=False)
+        print("loaded")
+    except OLMoConfigurationError as error:
+        print("refused:", str(error).splitlines()[0])
 """
+    files = [REPOSITORY / "configs" / "olmo" / f"60M-{arm}.yaml" for arm in ("lns", "preln_scaled_init", "preln")]
     env = {"PATH": "/usr/bin:/bin", "OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "HOME": "/tmp"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert result.returncode != 0 and "lns_rms" in result.stderr
+    command = [sys.executable, "-c", code, *map(str, files)]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    lns, scaled, stock = result.stdout.splitlines()
+    assert lns.startswith("refused:") and "lns_rms" in lns
+    assert scaled.startswith("refused:") and "normal_scaled" in scaled
+    assert stock == "loaded"
 
 
 @pytest.mark.parametrize("arm", ARM_NAMES)
@@ -170,6 +189,9 @@ def test_initialization_and_factors_are_the_arm(arm: str) -> None:
     model = OLMo(olmo_config.load(REPOSITORY / "configs" / "olmo" / f"60M-{arm}.yaml", small).model)
     # A normal cut at 3 std has std 0.98658 of the uncut one.
     cut = math.sqrt(1 - 2 * 3 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))
+    others = 192**-0.5 if arm == "preln_mitchell" else 0.02
+    # The head too: an arm whose head differs would compare two things.
+    assert model.transformer.ff_out.weight.std().item() == pytest.approx(others * cut, rel=0.02)
     for number, block in enumerate(model.transformer.blocks, start=1):
         expected = {
             "preln": (0.02, 0.02),
@@ -179,6 +201,7 @@ def test_initialization_and_factors_are_the_arm(arm: str) -> None:
         }[arm]
         found = block.attn_out.weight.std().item(), block.ff_out.weight.std().item()
         assert found == pytest.approx((expected[0] * cut, expected[1] * cut), rel=0.02)
+        assert block.att_proj.weight.std().item() == pytest.approx(others * cut, rel=0.02)
         factors = [getattr(norm, "lns_scale", 1.0) for norm in (block.attn_norm, block.ff_norm)]
         assert factors == pytest.approx([number**-0.5 if arm == "lns" else 1.0] * 2, rel=1e-12)
     assert getattr(model.transformer.ln_f, "lns_scale", 1.0) in (1.0, None)
@@ -187,3 +210,37 @@ def test_initialization_and_factors_are_the_arm(arm: str) -> None:
 def test_an_override_that_is_wrong_is_named() -> None:
     with pytest.raises(LNSConfigError, match="60M-lns.yaml: OLMo refuses it: .*nonsense"):
         olmo_config.load(REPOSITORY / "configs" / "olmo" / "60M-lns.yaml", {"model.layer_norm_type": "nonsense"})
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "width", "inner", "heads", "millions", "steps", "warmup", "rate"),
+    [
+        ("71M", 12, 512, 1368, 8, 70.6, 10_000, 1_000, 1e-3),
+        ("130M", 12, 768, 2048, 12, 134.1, 20_000, 2_000, 1e-3),
+        ("250M", 24, 768, 2560, 16, 247.4, 40_000, 4_000, 1e-3),
+        ("350M", 24, 1024, 2736, 16, 368.0, 60_000, 6_000, 1e-3),
+        ("1B", 24, 2048, 5461, 32, 1339.1, 100_000, 10_000, 5e-4),
+        ("7B", 32, 4096, 11008, 32, 6738.4, 150_000, 15_000, 5e-4),
+    ],
+)
+def test_llama_on_c4(
+    size: str, layers: int, width: int, inner: int, heads: int, millions: float, steps: int, warmup: int, rate: float
+) -> None:
+    """The papers' shapes and recipe, loaded by OLMo; the data are padded rows with label masks."""
+    path = REPOSITORY / "configs" / "olmo" / "llama-c4" / f"{size}.yaml"
+    cfg = olmo_config.load(path)
+    model = cfg.model
+    assert (model.n_layers, model.d_model, model.mlp_hidden_size, model.n_heads) == (layers, width, 2 * inner, heads)
+    assert olmo_config.count(cfg)[0] / 1e6 == pytest.approx(millions, abs=0.06)
+    assert (cfg.max_duration, cfg.stop_at, cfg.scheduler.t_warmup, cfg.optimizer.learning_rate) == (
+        steps, steps, warmup, rate,
+    )  # fmt: skip
+    assert (model.emb_init_std, model.init_cutoff_factor, cfg.max_grad_norm, cfg.optimizer.weight_decay) == (
+        0.632, None, None, 0.0,
+    )  # fmt: skip
+    assert cfg.global_train_batch_size * model.max_sequence_length == 131_072
+    assert cfg.scheduler.warmup_min_lr == 0 and cfg.optimizer.betas == (0.9, 0.999) and cfg.optimizer.eps == 1e-8
+    # Every value says where it is from.
+    body = path.read_text().split("\nmodel:")[1].split("\ndistributed_strategy")[0]
+    unsaid = [line for line in body.splitlines() if re.match(r"  \w+: \S", line) and "#" not in line]
+    assert unsaid == []

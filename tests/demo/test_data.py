@@ -7,23 +7,23 @@ import json
 import numpy as np
 import pytest
 
-from olmo_lns.demo import data as demo_data
-from olmo_lns.demo.data import DemoData, build, documents
+from olmo_lns.study import text as demo_data
+from olmo_lns.study.text import Text, build, documents
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return build(tmp_path_factory.mktemp("data"))
 
 
-def test_two_builds_are_identical(data: DemoData, tmp_path):
+def test_two_builds_are_identical(data: Text, tmp_path):
     other = build(tmp_path)
     assert other.digest == data.digest
     assert other.train.read_bytes() == data.train.read_bytes()
     assert other.heldout.read_bytes() == data.heldout.read_bytes()
 
 
-def test_is_text_and_code_as_bytes_with_ends_of_documents(data: DemoData):
+def test_is_text_and_code_as_bytes_with_ends_of_documents(data: Text):
     tokens = np.memmap(data.train, dtype=np.uint16, mode="r")
     assert len(tokens) == data.train_tokens > 5_000_000
     assert tokens.max() == data.eos_token_id == 256
@@ -33,7 +33,7 @@ def test_is_text_and_code_as_bytes_with_ends_of_documents(data: DemoData):
     assert bytes(tokens[: len(first_text)].astype(np.uint8)) == first_text
 
 
-def test_split_is_by_document_and_complete(data: DemoData):
+def test_split_is_by_document_and_complete(data: Text):
     everything = [text for _, text in documents()]
     ends = {path: np.flatnonzero(np.fromfile(path, np.uint16) == 256) for path in (data.train, data.heldout)}
     assert len(ends[data.train]) + len(ends[data.heldout]) == len(everything)
@@ -73,7 +73,7 @@ def test_a_python_without_sources_is_refused(tmp_path, monkeypatch: pytest.Monke
         build(tmp_path / "out")
 
 
-def test_tokenizer_gives_the_bytes(data: DemoData):
+def test_tokenizer_gives_the_bytes(data: Text):
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(data.tokenizer))
@@ -84,10 +84,23 @@ def test_tokenizer_gives_the_bytes(data: DemoData):
     assert tokenizer.encode("<|endoftext|>").ids == [data.eos_token_id]
 
 
-def test_olmo_reads_it(data: DemoData):
+def test_olmo_reads_it(data: Text):
     from olmo.data import MemMapDataset
 
     dataset = MemMapDataset(data.heldout, chunk_size=256, memmap_dtype=np.uint16)
     assert len(dataset) == data.heldout_tokens // 256
     expected = np.memmap(data.heldout, dtype=np.uint16, mode="r")[256:512]
     assert dataset[1]["input_ids"].tolist() == expected.tolist()
+
+
+def test_packages_come_after_python_and_are_part_of_what_the_files_are(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo_data, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
+    texts = [text for _, text in demo_data.package_documents(("yaml",))]
+    assert len(texts) == len(set(texts)) > 10 and all(texts)
+    plain, more = build(tmp_path / "plain"), build(tmp_path / "more", packages=("yaml",))
+    added = sum(map(len, texts)) + len(texts)
+    assert more.train_tokens + more.heldout_tokens == plain.train_tokens + plain.heldout_tokens + added
+    assert list(more.packages) == ["yaml"] and build(tmp_path / "more", packages=("yaml",)) == more
+    assert build(tmp_path / "more") == build(tmp_path / "more") and build(tmp_path / "more").digest == plain.digest
+    with pytest.raises(demo_data.LNSConfigError, match="package no_such_package is not installed"):
+        list(demo_data.package_documents(("no_such_package",)))

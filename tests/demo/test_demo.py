@@ -17,12 +17,13 @@ import torch
 from support.launch import environment
 
 from olmo_lns import cli
-from olmo_lns.demo import arms as demo_arms
 from olmo_lns.demo import cli as demo_cli
+from olmo_lns.demo import config as demo_config
 from olmo_lns.demo import report
-from olmo_lns.demo import data as demo_data
 from olmo_lns.demo.runs import Result
-from olmo_lns.record import LNSRecord
+from olmo_lns.record import Record
+from olmo_lns.schemes import LNS, PRE_LN
+from olmo_lns.study import text as demo_data
 
 ARMS = ("preln", "preln_scaled_init", "lns")
 TINY = ["--steps", "6", "--layers", "4", "--d-model", "32", "--sequence", "64", "--threads", "1"]
@@ -80,9 +81,13 @@ def test_figure_is_a_picture_of_some_size(finished: Path):
 def test_checkpoints_load_and_their_variance_is_the_reported_one(finished: Path):
     from olmo.model import OLMo
 
-    for arm, norm in (("preln", None), ("lns", LNSRecord.lns("lns_rms"))):
+    for arm, norm in (
+        ("preln", None),
+        ("preln_scaled_init", Record(PRE_LN, "", "scaled")),
+        ("lns", Record(LNS, "rms", "plain")),
+    ):
         folder = finished / arm / "seed0" / "step6-unsharded"
-        assert LNSRecord.read(folder) == norm
+        assert Record.read(folder) == norm
         model = OLMo.from_checkpoint(str(folder))
         tokens = np.fromfile(finished / "data" / "heldout.npy", np.uint16).astype(np.int64)
         count = len(tokens) // 64
@@ -95,6 +100,12 @@ def test_checkpoints_load_and_their_variance_is_the_reported_one(finished: Path)
         assert outputs[0].double().var(dim=-1, correction=0).mean().item() == pytest.approx(
             result.variance[2], rel=1e-4
         )
+
+
+def test_what_ran_is_a_study(finished: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["study", "plan", str(finished / "study.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert "3 runs (Pre-LN, Pre-LN + scaled init, Pre-LN + LNS)" in printed and not (finished / ".study.yaml").exists()
 
 
 def test_second_call_trains_nothing(finished: Path, monkeypatch: pytest.MonkeyPatch):
@@ -140,8 +151,12 @@ def test_interrupt_reports_what_is_done_and_the_command_goes_on(
         patched.setattr(demo_cli._Display, "step", interrupting)
         patched.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # as in an activated environment
         assert cli.main(command) == 130
-    out = " ".join(capsys.readouterr().out.split())
-    assert "preln seed 0: finished" in out and "lns seed 0: at step 3 of 6" in out
+    printed = capsys.readouterr()
+    assert "ending after this step with a checkpoint; once more ends at once" in printed.out
+    out = " ".join(printed.out.split())
+    (saved,) = (tmp_path / "lns" / "seed0").glob("step*-unsharded")
+    step_saved = saved.name.removeprefix("step").removesuffix("-unsharded")
+    assert "preln seed 0: finished" in out and f"lns seed 0: saved at step {step_saved} of 6" in out
     assert "run the same command again: olmo-lns demo --steps 6" in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["complete"] is False and [result["arm"] for result in report["results"]] == ["preln"]
@@ -152,13 +167,14 @@ def test_interrupt_reports_what_is_done_and_the_command_goes_on(
     assert json.loads((tmp_path / "report.json").read_text())["complete"] is True
 
 
-def test_kill_loses_at_most_the_steps_since_the_checkpoint(finished: Path, tmp_path: Path):
+@pytest.mark.slow
+def test_kill_loses_at_most_the_steps_since_the_checkpoint(tmp_path: Path):
     arguments = ["demo", *TINY, "--steps", "60", "--arms", "lns", "--out"]
-    share_data(finished, killed := tmp_path / "killed")
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = [str(Path(sys.executable).with_name("olmo-lns")), *arguments, str(killed)]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     written = killed / "lns" / "seed0" / "losses.csv"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # a busy machine
     while not (written.is_file() and len(written.read_text().splitlines()) > 12):  # a checkpoint every 10 steps
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -166,7 +182,7 @@ def test_kill_loses_at_most_the_steps_since_the_checkpoint(finished: Path, tmp_p
     process.wait()
     assert not (killed / "lns" / "seed0" / "result.json").exists()
     assert cli.main([*arguments, str(killed)]) == 0
-    share_data(finished, whole := tmp_path / "whole")
+    share_data(killed, whole)
     assert cli.main([*arguments, str(whole)]) == 0
     assert losses(killed, "lns") == losses(whole, "lns")
     first, second = (json.loads((out / "report.json").read_text())["results"][0] for out in (killed, whole))
@@ -174,9 +190,10 @@ def test_kill_loses_at_most_the_steps_since_the_checkpoint(finished: Path, tmp_p
         assert first[name] == second[name], name
 
 
-def test_arms_differ_in_norm_and_initialization_alone(finished: Path):
+def test_arms_differ_in_norm_and_initialization_alone(finished: Path, tmp_path: Path):
     data = demo_data.build(finished / "data")
-    flat = {arm: demo_arms.train_config(arm, 0, 6, demo_arms.Shape(), data, Path("x")).asdict() for arm in ARMS}
+    study = demo_config.make_study(tmp_path / "study.yaml", ARMS, [0], 6, demo_config.Shape.default())
+    flat = {run.arm: demo_config.train_config(run, data, Path("x")).asdict() for run in study.runs}
     for arm, changed in (("preln_scaled_init", {"init_fn"}), ("lns", {"layer_norm_type"})):
         differing = {key for key in flat["preln"] if flat["preln"][key] != flat[arm][key]}
         assert differing == {"run_name", "model"}
@@ -184,11 +201,12 @@ def test_arms_differ_in_norm_and_initialization_alone(finished: Path):
         assert {key for key in model if model[key] != other[key]} == changed
 
 
-def test_default_model_is_deep_and_of_four_million_parameters(finished: Path):
+def test_default_model_is_deep_and_of_four_million_parameters(finished: Path, tmp_path: Path):
     from olmo.model import OLMo
 
     data = demo_data.build(finished / "data")
-    config = demo_arms.train_config("lns", 0, 300, demo_arms.Shape(), data, Path("x")).model
+    (run,) = demo_config.make_study(tmp_path / "study.yaml", ["lns"], [0], 300, demo_config.Shape.default()).runs
+    config = demo_config.train_config(run, data, Path("x")).model
     config.init_device = "meta"
     model = OLMo(config, init_params=False)
     assert len(model.transformer.blocks) == 24 and config.d_model == 128 and config.max_sequence_length == 256
@@ -201,7 +219,7 @@ def test_default_model_is_deep_and_of_four_million_parameters(finished: Path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--arms", "preln,lsn"], "unknown arm 'lsn'. Did you mean 'lns'?"),
+        (["--arms", "preln,lsn"], "unknown arm 'lsn' (did you mean 'lns'?)"),
         (["--arms", ","], "no arm given"),
         (["--layers", "1"], "--layers 1: expected at least 2"),
         (["--d-model", "20"], "--d-model 20: expected a multiple of 8"),
@@ -218,6 +236,7 @@ def test_bad_values_are_one_line(arguments: list[str], expected: str, capsys: py
     [
         (["--steps", "0"], "argument --steps: expected a whole number >= 1, got '0'"),
         (["--steps", "-3"], "--steps"),
+        (["--seeds", "1,1"], "argument --seeds: 1 is listed twice in '1,1'"),
         (["--seeds", "one"], "argument --seeds: expected whole numbers >= 0 separated by commas, got 'one'"),
     ],
 )
@@ -253,3 +272,37 @@ def test_commands_to_paste_name_the_script_when_it_is_not_on_the_path(monkeypatc
     assert report.program_name() == ".venv/bin/olmo-lns"
     monkeypatch.setenv("PATH", str(script.parent))
     assert report.program_name() == "olmo-lns"
+
+
+def test_without_a_terminal_a_line_comes_although_no_step_ends(monkeypatch, tmp_path):
+    import io
+    import time
+    from types import SimpleNamespace
+
+    from rich.console import Console
+
+    monkeypatch.setattr(demo_cli._Display, "EVERY", 0.05)
+    console = Console(file=io.StringIO())
+    display = demo_cli._Display(console, [SimpleNamespace(arm="lns", steps=300)])
+    with display.shown():
+        display.step(0, 7, 2.5)
+        time.sleep(0.5)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) >= 2 and lines[0].endswith("lns (1/1): step 7/300 loss 2.500")
+
+
+@pytest.mark.parametrize(("cores", "load", "threads"), [(8, 0.2, 4), (8, 6.0, 2), (2, 5.0, 1), (2, 0.0, 2)])
+def test_threads_leave_busy_cores_alone(monkeypatch, cores, load, threads):
+    monkeypatch.setattr(demo_cli.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(demo_cli.os, "getloadavg", lambda: (load, load, load))
+    assert demo_cli._free_cores() == threads
+
+
+def test_the_step_that_is_reported_is_the_newest_checkpoints(tmp_path):
+    from olmo_lns.demo.runs import Run
+
+    run = Run("lns", 0, None, tmp_path)
+    assert run.saved_step == 0
+    for name in ("step5-unsharded", "step12-unsharded", "step20-tmp"):
+        (tmp_path / name).mkdir()
+    assert run.saved_step == 12

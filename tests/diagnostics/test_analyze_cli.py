@@ -43,7 +43,7 @@ def test_json_csv_and_figure(what, model, results, tmp_path):
     report = Report.read(path)
     assert (report.what, report.label) == (what, model)
     assert report.settings["sequence_length"] == 16 and report.settings["dtype"] == "float32"
-    assert (report.settings["lns"] or {}).get("type") == ("lns_rms" if model == "olmo" else None)
+    assert (report.settings["lns"] or {}).get("scheme") == ("lns" if model == "olmo" else None)
     assert report.result.tokens == {"jacobian": 4, "layer-drop": 562, "gradnorm": 562}.get(what, 600)
     report.write(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text(), "reading and writing loses nothing"
@@ -60,7 +60,7 @@ def test_sharded_olmo_checkpoints(group, olmo_folder, tmp_path):
     """``model_and_optim/`` as FSDP training with torch_new writes it."""
     import torch.distributed.checkpoint as dcp
 
-    from olmo_lns.diagnostics.loading import load_model
+    from olmo_lns.models.loading import load_model
 
     whole = load_model(str(olmo_folder), device="cpu").model
     shutil.copytree(olmo_folder, tmp_path / "sharded", ignore=shutil.ignore_patterns("model.pt"))
@@ -95,8 +95,8 @@ def _grouped(name, size):
 
 
 def test_matches_the_functions(results, olmo_folder, token_file):
-    from olmo_lns.diagnostics.loading import load_model
     from olmo_lns.diagnostics.variance import block_output_variance
+    from olmo_lns.models.loading import load_model
 
     loaded = load_model(str(olmo_folder), device="cpu")
     assert [round(b.attn_norm.lns_scale, 4) for b in loaded.blocks] == [1.0, 0.7071, 0.5774, 0.5]
@@ -133,12 +133,26 @@ def test_angular_figures_share_one_scale(results):
     reports = [Report.read(results["angular", name]) for name in ("olmo", "llama")]
     figure = draw(reports)
     maps = [image for axis in figure.axes for image in axis.images]
-    assert len(maps) == 2 and [image.get_clim() for image in maps] == [(0, 1), (0, 1)]
+    top = max(value for report in reports for row in report.result.distance for value in row)
+    assert len(maps) == 2 and {image.get_clim() for image in maps} == {(0, top)} and top < 1
+    assert f"scale 0 to {top:.2g}, the largest shown" in {axis.get_ylabel().split("\n")[-1] for axis in figure.axes}
     for image, report in zip(maps, reports, strict=True):
         rows = report.result.distance
         assert image.get_array()[0, 0] == pytest.approx(rows[0][0])
         assert image.get_array()[1, 0] == pytest.approx(rows[0][1]), "l runs to the right, n upwards"
     assert [axis.get_xlim()[0] for axis in figure.axes[:2]] == [0.5, 0.5]
+
+
+def test_default_labels_tell_runs_apart(tmp_path):
+    from olmo_lns.diagnostics.cli import _label
+
+    names = ("demo/lns/seed0/step300-unsharded", "demo/preln/seed0/step300-unsharded", "runs/s-lns-s1/latest")
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("model: {}\n")
+    expected = ["lns/seed0/step300-unsharded", "preln/seed0/step300-unsharded", "s-lns-s1/latest"]
+    assert [_label(str(tmp_path / name)) for name in names] == expected
+    assert _label("EleutherAI/pythia-70m") == "pythia-70m"
 
 
 def test_bert_with_its_mask_token(bert_folder, token_file, tmp_path):
@@ -190,7 +204,8 @@ def test_bad_models(capsys, tmp_path, llama_folder, olmo_folder, token_file):
     (tmp_path / "empty").mkdir()
     message = fails(capsys, "variance", "--model", tmp_path / "empty", *data)
     assert "found neither config.yaml (an OLMo checkpoint) nor config.json (a Hugging Face model)" in message
-    assert "not a loadable Hugging Face model" in fails(capsys, "variance", "--model", "no/such-model", *data)
+    for name in ("no/such-model", "nonsense"):
+        assert "not in the cache of the Hugging Face hub" in fails(capsys, "variance", "--model", name, *data)
     assert "/no/such/model: no such folder" in fails(capsys, "variance", "--model", "/no/such/model", *data)
     shutil.copytree(olmo_folder, tmp_path / "broken")
     (tmp_path / "broken" / "model.pt").unlink()

@@ -4,8 +4,8 @@ import torch
 from support.diagnostic_models import Linear, Toy, huggingface, ids, matrices, numpy_states
 
 from olmo_lns.diagnostics.gradnorm import gradient_norms, kind_of
-from olmo_lns.diagnostics.models import find_blocks
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import find_blocks
 
 
 def by_hand(model, tokens, keep):

@@ -7,8 +7,8 @@ from support import olmo_models
 from support.diagnostic_models import Linear, Toy, huggingface, ids, matrices, numpy_states
 
 from olmo_lns.diagnostics.layer_drop import bypassed, drop_layers, perplexity
-from olmo_lns.diagnostics.models import find_blocks
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import find_blocks
 
 
 def nll(logits, tokens):

@@ -9,8 +9,8 @@ from support.diagnostic_models import huggingface
 
 from olmo_lns.diagnostics.layer_drop import bypassed, removable
 from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
-from olmo_lns.diagnostics.loading import load_model, load_tokenizer
 from olmo_lns.errors import LNSError
+from olmo_lns.models.loading import load_model, load_tokenizer
 
 pytest.importorskip("lm_eval")
 

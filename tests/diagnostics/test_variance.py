@@ -18,9 +18,9 @@ from support.diagnostic_models import (
 from torch import nn
 
 from olmo_lns.diagnostics.capture import observe
-from olmo_lns.diagnostics.models import find_blocks
 from olmo_lns.diagnostics.variance import Moments, block_output_variance
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import find_blocks
 
 
 def expected(states, keep=None):

@@ -11,10 +11,10 @@ from typing import Any, Callable
 
 import pytest
 import torch
-from support.exports import refused
+from support.exports import export, refused
 
+from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.distributed import DistributedCheckpoint
 
 Capture = pytest.CaptureFixture[str]
 
@@ -36,6 +36,11 @@ def flip(folder: Path) -> None:
     data = bytearray((folder / "model.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "model.pt").write_bytes(data)
+
+
+def relink(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
 
 
 def edit(old: str, new: str) -> Callable[[Path], None]:
@@ -72,11 +77,41 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model.pt": (lambda f: (f / "model.pt").unlink(), "neither model.pt nor"),
     "wrong depth": (edit("n_layers: 4", "n_layers: 5"), "lacks the weight"),
     "unknown setting": (edit("  n_layers: 4", "  n_layers: 4\n  magic: 1"), "unknown model setting 'magic'"),
+    "no heads": (edit("n_heads: 4", "n_heads: 0"), "n_heads must be at least 1, found 0"),
+    "odd heads": (edit("n_heads: 4", "n_heads: 5"), "expected each to be a multiple of the next"),
+    "ten million layers": (edit("n_layers: 4", "n_layers: 10000000"), "says 10000000 layers, but it holds only 27"),
+    "a truth as a number": (edit("n_layers: 4", "n_layers: true"), "n_layers must be of type int, found True"),
+    "a number as a truth": (edit("rope: true", "rope: 3"), "rope must be of type bool, found 3"),
+    "a list as a name": (
+        edit("block_type: sequential", "block_type: [1]"),
+        "block_type must be of type str, found [1]",
+    ),
+    "text as a size": (edit("embedding_size: 128", "embedding_size: x"), "must be of type int or null, found 'x'"),
+    "no eps": (edit("layer_norm_eps: 1.0e-06", "layer_norm_eps: null"), "layer_norm_eps must be of type float"),
+    "recursive yaml": (edit("n_layers: 4", "n_layers: 4\n  x: &x [*x]"), "holds a YAML alias"),
+    "deep yaml": (lambda f: (f / "config.yaml").write_text("[" * 1000), "is not valid YAML"),
+    "no date": (edit("n_layers: 4", "n_layers: 2020-99-99"), "is not valid YAML"),
+    "int8 weight": (
+        state_change(lambda s: s.update({WEIGHT: s[WEIGHT].char()})),
+        f"{WEIGHT} is a tensor of torch.int8",
+    ),
+    "int32 weight": (state_change(lambda s: s.update({WEIGHT: s[WEIGHT].int()})), f"{WEIGHT} is int32: expected fp32"),
+    "complex weight": (state_change(lambda s: s.update({WEIGHT: s[WEIGHT] + 1j})), "tensor of torch.complex64"),
+    "fp8 weight": (
+        state_change(lambda s: s.update({WEIGHT: s[WEIGHT].to(torch.float8_e4m3fn)})),
+        "torch.float8_e4m3fn",
+    ),
+    "sparse weight": (state_change(lambda s: s.update({WEIGHT: s[WEIGHT].to_sparse()})), "is a sparse tensor"),
+    "meta weight": (state_change(lambda s: s.update({WEIGHT: s[WEIGHT].to("meta")})), "on the device meta"),
     "not yaml": (edit("n_layers: 4", "n_layers: [4"), "not valid YAML"),
     "not a number": (edit("n_layers: 4", "n_layers: four"), "n_layers must be of type int"),
     "no record": (lambda f: (f / "lns.json").unlink(), "--exponent"),
     "half a record": (lambda f: (f / "lns.json").write_text("{"), "not valid JSON"),
-    "record of another norm": (record(type="lns_default"), "contradict each other"),
+    "deep record": (lambda f: (f / "lns.json").write_text("[" * 100_000), "not valid JSON"),
+    "unreadable record": (lambda f: relink(f / "lns.json", "/proc/self/mem"), "lns.json cannot be read: Input/output"),
+    "huge exponent": (record(parameters={"exponent": 1e9}), "exponent must be at most 8"),
+    "true exponent": (record(parameters={"exponent": True}), "a finite number, found True"),
+    "record of another norm": (record(norm="default"), "contradict each other"),
     "record says folded": (record(folded=True), "contradict each other"),
     "config says rms": (edit("layer_norm_type: lns_rms", "layer_norm_type: rms"), "contradict each other"),
 }
@@ -103,9 +138,21 @@ def flip_shard(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def as_int8(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    place = folder / "model_and_optim"
+    stored: Any = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    dcp.load(state, checkpoint_id=place, no_dist=True)
+    shutil.rmtree(place)
+    dcp.save(state | {f"model.{WEIGHT}": state[f"model.{WEIGHT}"].char()}, checkpoint_id=place, no_dist=True)
+
+
 SHARD_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated shard": (lambda f: os.truncate(shards_of(f)[0], 3000), "is truncated"),
     "flipped bits": (flip_shard, ""),
+    "int8 weight": (as_int8, f"{WEIGHT} is int8: expected fp32"),
     "missing shard": (lambda f: shards_of(f)[0].unlink(), "is missing"),
     "no metadata": (lambda f: (f / "model_and_optim" / ".metadata").unlink(), "not a complete distributed checkpoint"),
     "half metadata": (lambda f: os.truncate(f / "model_and_optim" / ".metadata", 100), "damaged or unsafe"),
@@ -156,6 +203,24 @@ def test_paths_outside_the_folder_are_refused(sharded: Path, tmp_path: Path) -> 
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(LNSConfigError, match="outside the folder"):
         DistributedCheckpoint(copy)
+
+
+def test_the_folder_of_a_run_names_its_checkpoints(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "run"
+    for name in ("step9", "step10-unsharded", "stepwise"):
+        shutil.copytree(checkpoint, run / name)
+    (run / "latest").symlink_to("step9")
+    shutil.rmtree(run / "stepwise")
+    expected = "it is the folder of a run; give one of its checkpoints: step9, step10-unsharded"
+    assert expected.removeprefix("it ") in refused(capsys, run, tmp_path / "out")
+    shutil.copyfile(checkpoint / "config.yaml", run / "config.yaml")  # as OLMo's train.py leaves it
+    assert expected in refused(capsys, run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("exponent", ["nan", "-1", "inf", "1e9", "x"])
+def test_wrong_exponents(checkpoint: Path, tmp_path: Path, exponent: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        export(checkpoint, tmp_path / "out", f"--exponent={exponent}")
 
 
 def test_reading_errors_name_the_file(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -125,7 +125,7 @@ def test_the_reference_is_the_papers_formula(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exponent", [0.25, 1.0])
 def test_other_exponents(tmp_path: Path, exponent: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OLMO_LNS_EXPONENT", str(exponent))
+    monkeypatch.setenv("OLMO_LNS_SCHEME", f"lns:exponent={exponent}")
     model = save_olmo(tmp_path / "checkpoint", layer_norm_type="lns_rms", exponent=exponent)
     assert export(tmp_path / "checkpoint", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     assert relative(logits(load_hf(tmp_path / "hf"), IDS), logits(model, IDS)) <= 1e-5

@@ -11,7 +11,7 @@ import torch
 from support.exports import export, load_hf, load_olmo, logits, relative, save_olmo
 from support.olmo_models import tokens
 
-from olmo_lns.export.distributed import DistributedCheckpoint
+from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
 IDS = tokens(batch=2, length=16)
 
@@ -24,7 +24,7 @@ def write_on_rank(rank: int, folder: str, weights: str) -> None:
     from olmo.model import OLMo
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-    from olmo_lns.integrations.olmo import register
+    from olmo_lns.doors.olmo import register
 
     register()
     store = dist.FileStore(f"{folder}/../store", 2)

@@ -14,12 +14,15 @@ import torch
 from support import megatron_tiny as tiny
 from support.exports import export, load_hf, relative
 from support.megatron_cpu import single_process
+from support.megatron_saved import saved_arguments
 
+from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, common_bytes, load_common
+from olmo_lns.checkpoints.distributed import DistributedCheckpoint as MegatronState
+from olmo_lns.checkpoints.megatron import MegatronCheckpoint
+from olmo_lns.checkpoints.megatron_architecture import ZERO_CENTRED
+from olmo_lns.checkpoints.records import record_in
 from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.common_state import COMMON, COMMON_OBJECT, common_bytes, load_common
-from olmo_lns.export.distributed import DistributedCheckpoint as MegatronState
-from olmo_lns.export.megatron import MegatronCheckpoint
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with psutil")
@@ -33,34 +36,25 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def arguments(config: Any, **changes: Any) -> argparse.Namespace:
-    """What Megatron saves beside a model: its command line."""
+def arguments(config: Any, case: str = "base", version: str | None = None, **changes: Any) -> argparse.Namespace:
+    """What Megatron saves beside a model: its command line, as its own parser read it.
+
+    :param case: of ``megatron_arguments.json``. :param version: of Megatron Core; default: the installed one.
+    """
+    from megatron.core import __version__
     from megatron.core.transformer.enums import AttnBackend
 
+    version = version or ".".join(__version__.split(".")[:2])
+    saved = saved_arguments(version, case)
+    assert saved is not None
+    epsilon = "norm_epsilon" if hasattr(saved, "norm_epsilon") else "layernorm_epsilon"
     values = {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
         "num_query_groups": config.num_query_groups,
-        "kv_channels": config.kv_channels,
-        "normalization": config.normalization,
-        "norm_epsilon": config.layernorm_epsilon,
-        "apply_layernorm_1p": config.layernorm_zero_centered_gamma,
-        "swiglu": True,
-        "add_bias_linear": False,
-        "position_embedding_type": "rope",
-        "rotary_base": 10000,
-        "rotary_percent": 1.0,
-        "max_position_embeddings": tiny.SEQUENCE,
-        "untie_embeddings_and_output_weights": True,
-        "num_experts": None,
+        epsilon: config.layernorm_epsilon,
         "attention_backend": AttnBackend.auto,
-        "layernorm_scaling": True,
-        "layernorm_scaling_exponent": 0.5,
     }
-    return argparse.Namespace(**values | changes)
+    return argparse.Namespace(**vars(saved) | values | changes)
 
 
 def perturbed(config: Any) -> Any:
@@ -196,6 +190,11 @@ def test_hugging_face_llama(case: tuple[Path, Any, torch.Tensor], capsys: pytest
     assert "PASS" in capsys.readouterr().out
 
 
+def test_its_folder_says_what_it_is(case: tuple[Path, Any, torch.Tensor]) -> None:
+    record = record_in(case[0])
+    assert record == MegatronCheckpoint.open(case[0]).record and record is not None and record.active
+
+
 def test_unfolded_again(case: tuple[Path, Any, torch.Tensor]) -> None:
     root, config, expected = case
     folded, again = root.with_name("folded-2"), root.with_name("unfolded")
@@ -216,8 +215,9 @@ def test_a_mixture_of_experts_is_folded_as_a_megatron_checkpoint(tmp_path: Path)
     assert relative(run(load(root, tiny.build(config))), expected) > 1e-2, "without folding it must differ"
 
 
-def test_zero_centred_gains_become_plain(tmp_path: Path) -> None:
-    """The file holds gain - 1; the export holds s·gain, and the argument is switched off."""
+@pytest.mark.parametrize("version", ["0.15", "0.16", "0.20"])
+def test_zero_centred_gains_become_plain(tmp_path: Path, version: str) -> None:
+    """The file holds gain - 1; the export holds s·gain, and the argument is switched off, whatever it is called."""
     config = tiny.config()
     plain = perturbed(config)
     expected = run(tiny.hook_reference(plain))
@@ -226,13 +226,18 @@ def test_zero_centred_gains_become_plain(tmp_path: Path) -> None:
         for name, parameter in centred.named_parameters():
             if "norm" in name:
                 parameter.sub_(1)
-    root = save(tmp_path / "run", centred, arguments(config, apply_layernorm_1p=True))
+    args = arguments(config, "zero_centred", version)
+    root = save(tmp_path / "run", centred, args)
     assert export(root, tmp_path / "folded", "--format", "megatron") == 0
-    assert not MegatronCheckpoint.open(tmp_path / "folded").args.apply_layernorm_1p
+    written = vars(MegatronCheckpoint.open(tmp_path / "folded").args)
+    assert written.keys() - vars(args).keys() == {"layernorm_scaling_folded"}
+    assert not any(written[name] for name in ZERO_CENTRED if name in written)
     assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
     assert export(root, tmp_path / "hf", "--format", "hf") == 0
     with torch.no_grad():
         assert relative(load_hf(tmp_path / "hf")(TOKENS).logits.double(), expected) <= 1e-5
+    assert export(tmp_path / "folded", tmp_path / "again", "--format", "megatron", "--unfold") == 0
+    assert relative(run(tiny.hook_reference(load(tmp_path / "again", tiny.build(config)))), expected) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -298,6 +303,29 @@ def test_what_megatron_wrote_is_where_it_is_looked_for(case: tuple[Path, Any, to
     folder = case[0] / "iter_0000010"
     assert COMMON_OBJECT in MegatronState(folder).metadata.state_dict_metadata
     assert serialization.load_common_state_dict(str(folder))["args"].num_layers == tiny.LAYERS
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["run", "iteration"])
+def test_fsdp_dtensor_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], inside: bool) -> None:
+    """Megatron writes that format, and torch_dcp, with torch's own writer."""
+    from torch.distributed import checkpoint as dcp
+
+    folder = tmp_path / "run" / "iter_0000010"
+    dcp.save({"args": arguments(tiny.config()), "model": {"w": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("10")
+    assert export(folder if inside else folder.parent, tmp_path / "out", "--format", "megatron") == 1
+    line = capsys.readouterr().err
+    assert "torch_dcp or fsdp_dtensor format" in line and "--ckpt-format torch_dist" in line
+
+
+def test_an_exponent_that_would_make_zeros_is_refused(
+    case: tuple[Path, Any, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copy_with(
+        case[0], tmp_path / "run", lambda common: vars(common["args"]).update(layernorm_scaling_exponent=1e9)
+    )
+    assert export(copy, tmp_path / "out", "--format", "megatron") == 1
+    assert "exponent must be at most 8" in capsys.readouterr().err
 
 
 def test_checkpoint_without_arguments_is_refused(

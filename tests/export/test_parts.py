@@ -1,11 +1,10 @@
-"""The pieces under the exports: rounding, file formats, what is refused, tokenizers, config."""
+"""The pieces under the exports: rounding, what is refused, tokenizers, config."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,16 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.exports import byte_tokenizer, export, load_hf, save_olmo
 
+from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold
-from olmo_lns.export.architecture import Architecture
-from olmo_lns.export.archive import check_archive, map_tensors, read_archive, write_archive
 from olmo_lns.export.cli import byte_size
-from olmo_lns.export.fold import LazyTensor, Rounding
+from olmo_lns.export.fold import Rounding
 from olmo_lns.export.huggingface import choose_class
-from olmo_lns.export.shards import read_safetensors, write_safetensors
 
 Capture = pytest.CaptureFixture[str]
 
@@ -69,85 +67,6 @@ def test_zeros_and_zero_centred_gains() -> None:
 def test_overflow_is_refused() -> None:
     with pytest.raises(LNSConfigError, match=r"overflow torch\.float16"):
         Rounding().scale("w", torch.tensor([1e6]), 1.0, torch.float16)
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-NESTED = {
-    "state": {
-        0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 7)},
-        "name": {"x": torch.randn(3).bfloat16(), "empty": torch.empty(0, 4), "count": torch.arange(3)},
-    },
-    "param_groups": [{"lr": 1e-3, "params": [0, 1], "betas": (0.9, 0.95), "none": None}],
-}
-
-
-def test_archive_round_trip(tmp_path: Path) -> None:
-    """What is streamed out is what torch.save would have written, for torch.load with and without mmap."""
-    torch.save(NESTED, tmp_path / "a.pt")
-    write_archive(tmp_path / "b.pt", read_archive(tmp_path / "a.pt"))
-    check_archive(tmp_path / "b.pt")
-    for mmap in (False, True):
-        found = torch.load(tmp_path / "b.pt", weights_only=True, mmap=mmap)
-        assert found["param_groups"] == NESTED["param_groups"]
-        pairs = _pairs(NESTED, found)
-        assert len(pairs) == 5
-        for expected, value in pairs:
-            assert value.dtype == expected.dtype and torch.equal(value, expected)
-
-
-def _pairs(expected: Any, found: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    map_tensors(expected, lambda keys, tensor: pairs.append((tensor, _at(found, keys))))
-    return pairs
-
-
-def _at(value: Any, keys: tuple[Any, ...]) -> Any:
-    for key in keys:
-        value = value[key]
-    return value
-
-
-def test_archive_records_are_aligned(tmp_path: Path) -> None:
-    write_archive(tmp_path / "b.pt", {"a": lazy(torch.ones(3)), "b": lazy(torch.ones(5))})
-    with zipfile.ZipFile(tmp_path / "b.pt") as archive, (tmp_path / "b.pt").open("rb") as file:
-        for info in archive.infolist():
-            file.seek(info.header_offset + 26)
-            name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
-            assert (info.header_offset + 30 + name + extra) % 64 == 0
-
-
-def test_old_torch_files_are_refused(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(LNSConfigError, match=r"not a file of torch\.save"):
-        check_archive(tmp_path / "old.pt")
-
-
-@pytest.mark.parametrize("size", [10, 100, 10_000])
-def test_safetensors_round_trip(tmp_path: Path, size: int) -> None:
-    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.randn(2, 2).half()}
-    files = write_safetensors(tmp_path, {name: lazy(t) for name, t in tensors.items()}, size)
-    assert len(files) == {10: 3, 100: 1, 10_000: 1}[size]
-    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    again = {name: tensor.load() for name, tensor in read_safetensors(tmp_path).items()}
-    for result in (found, again):
-        assert set(result) == set(tensors)
-        assert all(torch.equal(result[name], tensor) for name, tensor in tensors.items())
-
-
-def test_safetensors_damage(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
-    data = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(data[:-8])
-    with pytest.raises(LNSConfigError, match="truncated"):
-        read_safetensors(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
-    with pytest.raises(LNSConfigError, match=r"x\.safetensors does not exist"):
-        read_safetensors(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(data)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "model.safetensors"}}')
-    with pytest.raises(LNSConfigError, match="lack b"):
-        read_safetensors(tmp_path)
 
 
 # --- what the config says ------------------------------------------------------------------------
@@ -232,7 +151,7 @@ def test_config_yaml_changes_one_line(tmp_path: Path) -> None:
     assert export(tmp_path / "checkpoint", tmp_path / "out") == 0
     before = (tmp_path / "checkpoint" / "config.yaml").read_text().splitlines()
     after = (tmp_path / "out" / "config.yaml").read_text().splitlines()
-    assert after[0] == "# LayerNorm Scaling (exponent 0.5) is folded into the weights; see lns.json."
+    assert after[0] == "# LayerNorm Scaling (lns) is folded into the weights; see lns.json."
     changed = [(a, b) for a, b in zip(before, after[1:], strict=True) if a != b]
     assert changed == [("  layer_norm_type: lns_rms", "  layer_norm_type: rms")]
     assert json.loads((tmp_path / "out" / "lns.json").read_text())["folded"] is True
@@ -324,7 +243,7 @@ def test_record_survives_transformers(tmp_path: Path) -> None:
     load_hf(tmp_path / "hf").save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["lns"] == "folded"
-    assert config["lns_record"]["exponent"] == 0.5 and config["lns_record"]["folded"] is True
+    assert config["lns_record"]["parameters"] == {"exponent": 0.5} and config["lns_record"]["folded"] is True
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("60kb", 60_000), ("7", 7)])
@@ -338,3 +257,13 @@ def test_bad_sizes(text: str) -> None:
 
     with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
         byte_size(text)
+
+
+def test_a_hugging_face_export_has_a_model_card(tmp_path: Path) -> None:
+    save_olmo(tmp_path / "step9-unsharded", layer_norm_type="lns_rms")
+    assert export(tmp_path / "step9-unsharded", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "# step9-unsharded" in card and "`LlamaForCausalLM`, trained under `lns`" in card
+    assert "8 tensors were multiplied" in card and "| scaled_init | `plain` |" in card
+    assert "README.md" in (tmp_path / "hf" / "SHA256SUMS").read_text()
+    assert str(tmp_path) not in card

@@ -27,7 +27,7 @@ Capture = pytest.CaptureFixture[str]
 KILLED = textwrap.dedent(
     """
     import os, signal, sys
-    from olmo_lns.export import {module}
+    from olmo_lns.{room} import {module}
     original = {module}.{function}
     calls = 0
     def killed(*args, **kwargs):
@@ -44,7 +44,8 @@ KILLED = textwrap.dedent(
 
 
 def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: int, stop: str = "SIGKILL") -> int:
-    code = KILLED.format(module=module, function=function, call=call, signal=stop)
+    room = "checkpoints" if module == "shards" else "export"
+    code = KILLED.format(room=room, module=module, function=function, call=call, signal=stop)
     command = [sys.executable, "-c", code, str(checkpoint), str(out), "--format", "hf", "--tokenizer", "none"]
     return subprocess.run([*command, "--max-shard-size", "60KB"], capture_output=True, timeout=120).returncode
 
@@ -83,6 +84,32 @@ def test_running_export_is_not_cleared(checkpoint: Path, tmp_path: Path, capsys:
         assert "another export" in refused(capsys, checkpoint, tmp_path / "out")
 
 
+def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path: Path) -> None:
+    """A folder, file, link and pipe of a user's that have the name of a hidden folder of ours."""
+    ours = [tmp_path / f".out.{name}.partial" for name in ("folder", "file", "link", "pipe", "other")]
+    ours[0].mkdir()
+    (ours[0] / "thesis.txt").write_text("a year's work")
+    ours[1].write_text("also work")
+    ours[2].symlink_to(ours[0])
+    os.mkfifo(ours[3])
+    ours[4].mkdir()
+    (ours[4] / ".olmo-lns-export").write_text("out.other")  # the leftover of an export to another folder
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("1")
+    assert sorted(tmp_path.iterdir()) == sorted([*ours, tmp_path / "out"])
+    assert (ours[0] / "thesis.txt").read_text() == "a year's work"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["SHA256SUMS", "a"]
+
+
+def test_an_export_beside_one_with_a_longer_name(tmp_path: Path) -> None:
+    """``model`` while ``model.bf16`` is being written, whose hidden folder starts with the same letters."""
+    with atomic_folder(tmp_path / "model.bf16") as longer:
+        (longer / "a").write_text("1")
+        with atomic_folder(tmp_path / "model") as folder:
+            (folder / "b").write_text("2")
+    assert (tmp_path / "model.bf16" / "a").exists() and (tmp_path / "model" / "b").exists()
+
+
 # --- the disk ------------------------------------------------------------------------------------
 
 
@@ -102,7 +129,7 @@ def test_file_size_limit(sharded: Path, tmp_path: Path, capsys: Capture, form: s
 def test_disk_full(
     checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    from olmo_lns.export import archive
+    from olmo_lns.checkpoints import archive
 
     original, calls = archive._write_record, []
 
@@ -118,7 +145,7 @@ def test_disk_full(
 
 def test_full_device(checkpoint: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A real ENOSPC: the weights go to /dev/full."""
-    from olmo_lns.export import shards
+    from olmo_lns.checkpoints import shards
 
     monkeypatch.setattr(shards, "_write_file", lambda path, tensors: _to(Path("/dev/full"), tensors))
 

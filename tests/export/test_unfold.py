@@ -29,15 +29,15 @@ IDS = tokens(batch=2, length=16)
 def test_fold_and_unfold(tmp_path: Path, changes: dict[str, Any], capsys: Capture) -> None:
     model = save_olmo(tmp_path / "lns", **changes)
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0
+    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 0
     assert "no optimizer state: start training with --reset_optimizer_state" in capsys.readouterr().out
-    again = load_olmo(tmp_path / "again")
+    again = load_olmo(tmp_path / "again-unsharded")
     assert str(again.config.layer_norm_type) == changes["layer_norm_type"]
     assert relative(logits(again, IDS), logits(model, IDS)) <= 1e-5
     for (name, before), after in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.allclose(before, after, rtol=3e-7, atol=0), name
-    record = json.loads((tmp_path / "again" / "lns.json").read_text())
-    assert record["folded"] is False and record["exponent"] == 0.5
+    record = json.loads((tmp_path / "again-unsharded" / "lns.json").read_text())
+    assert record["folded"] is False and record["parameters"] == {"exponent": 0.5}
 
 
 def test_adams_next_step_is_the_same_function_of_the_gradient(tmp_path: Path) -> None:
@@ -50,9 +50,8 @@ def test_adams_next_step_is_the_same_function_of_the_gradient(tmp_path: Path) ->
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
     folded, unfolded = load_olmo(tmp_path / "folded"), load_olmo(tmp_path / "lns")
     torch.save(first_moments(folded), tmp_path / "folded" / "optim.pt")
-    (tmp_path / "folded" / "train.pt").write_bytes(b"opaque")
-    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0
-    found = torch.load(tmp_path / "again" / "optim.pt", weights_only=True)
+    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 0
+    found = torch.load(tmp_path / "again-unsharded" / "optim.pt", weights_only=True)
     expected = first_moments(unfolded)
     assert found["param_groups"] == expected["param_groups"]
     for index, state in expected["state"].items():
@@ -60,7 +59,6 @@ def test_adams_next_step_is_the_same_function_of_the_gradient(tmp_path: Path) ->
             scale = value.abs().max().clamp(min=1e-30)
             error = (found["state"][index][moment] - value).abs().max() / scale
             assert error < 1e-4, (expected["param_groups"][0]["param_names"][index], moment)
-    assert (tmp_path / "again" / "train.pt").read_bytes() == b"opaque"
 
 
 def first_moments(model: Any) -> dict[str, Any]:
@@ -85,10 +83,10 @@ def test_olmos_checkpointer_restores_it(tmp_path: Path) -> None:
     model = save_olmo(tmp_path / "lns", optimizer=True, layer_norm_type="lns_rms")
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
     shutil.copyfile(tmp_path / "lns" / "optim.pt", tmp_path / "folded" / "optim.pt")
-    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0
+    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 0
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        for name, optimizer_too in (("folded", False), ("again", True)):
+        for name, optimizer_too in (("folded", False), ("again-unsharded", True)):
             config = TrainConfig.load(tmp_path / name / "config.yaml")
             wrapped = DistributedDataParallel(OLMo(config.model))
             optimizer = torch.optim.AdamW(wrapped.parameters())
@@ -106,6 +104,74 @@ def test_olmos_checkpointer_restores_it(tmp_path: Path) -> None:
         assert torch.allclose(optimizer.state[gain]["exp_avg_sq"], 0.25 * saved["state"][index]["exp_avg_sq"])
     finally:
         dist.destroy_process_group()
+
+
+def save_as_ddp(folder: Path, config: Any) -> None:
+    """One step of OLMo's own optimizer under DDP, saved by OLMo's own checkpointer."""
+    import torch.distributed as dist
+    from olmo.checkpoint import FullCheckpointer
+    from olmo.config import OptimizerType
+    from olmo.model import OLMo
+    from olmo.optim import build_optimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        wrapped = DistributedDataParallel(OLMo(config.model))
+        config.optimizer.name = OptimizerType.adamw
+        optimizer = build_optimizer(config, wrapped)
+        wrapped(IDS).logits.square().mean().backward()
+        optimizer.step()
+        FullCheckpointer(config).save_checkpoint(folder, wrapped, optimizer, {"global_step": 1})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_moments_of_a_ddp_run(tmp_path: Path, capsys: Capture) -> None:
+    """DDP's optimizer names its parameters ``module.…``."""
+    from olmo.config import TrainConfig
+
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    save_as_ddp(tmp_path / "trained", TrainConfig.load(tmp_path / "folded" / "config.yaml"))
+    shutil.copyfile(tmp_path / "folded" / "lns.json", tmp_path / "trained" / "lns.json")
+    before = torch.load(tmp_path / "trained" / "optim.pt", weights_only=True)
+    assert all(name.startswith("module.") for group in before["param_groups"] for name in group["param_names"])
+    capsys.readouterr()
+    assert export(tmp_path / "trained", tmp_path / "again-unsharded", "--unfold") == 0
+    assert "16 moments of the optimizer rescaled" in capsys.readouterr().out
+    after = torch.load(tmp_path / "again-unsharded" / "optim.pt", weights_only=True)
+    for group in before["param_groups"]:
+        for index, name in zip(group["params"], group["param_names"], strict=True):
+            number = int(name.split(".")[3]) + 1 if ".blocks." in name and "norm" in name else 1
+            for moment, value in before["state"][index].items():
+                expected = value * (number**-0.5) ** MOMENT_POWERS[moment]
+                assert torch.allclose(after["state"][index][moment], expected, rtol=1e-6), (name, moment)
+
+
+def rename_one(state: dict[str, Any]) -> None:
+    names = state["param_groups"][0]["param_names"]
+    names[names.index("transformer.blocks.2.ff_norm.weight")] = "elsewhere.ff_norm.weight"
+
+
+def forget_one(state: dict[str, Any]) -> None:
+    names = state["param_groups"][0]["param_names"]
+    del state["state"][names.index("transformer.blocks.2.ff_norm.weight")]["exp_avg_sq"]
+
+
+@pytest.mark.parametrize("change", [rename_one, forget_one])
+def test_fewer_moments_than_expected_stop(tmp_path: Path, capsys: Capture, change: Any) -> None:
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+    state = adam_state(load_olmo(tmp_path / "folded"))
+    change(state)
+    torch.save(state, tmp_path / "folded" / "optim.pt")
+    capsys.readouterr()
+    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 1
+    line = capsys.readouterr().err
+    assert "the moments of 7 of the 8 parameters" in line and "transformer.blocks.2.ff_norm.weight" in line
+    assert not (tmp_path / "again-unsharded").exists()
+    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold", "--drop-optimizer") == 0
 
 
 def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
@@ -134,13 +200,25 @@ def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
             assert torch.allclose(found["optim"]["state"][name][moment], expected, rtol=1e-6), (name, moment)
 
 
+def test_the_name_is_one_that_load_path_takes(tmp_path: Path, capsys: Capture) -> None:
+    """OLMo's Trainer tells the layout by the name of the folder."""
+    for sharded, name, better in ((False, "again", "again-unsharded"), (True, "again-unsharded", "again")):
+        folder = tmp_path / str(sharded)
+        save_olmo(folder / "lns", sharded=sharded, layer_norm_type="lns_rms")
+        assert export(folder / "lns", folder / "folded") == 0
+        capsys.readouterr()
+        assert export(folder / "folded", folder / name, "--unfold") == 1
+        assert f"call it {better}\n" in capsys.readouterr().err
+        assert export(folder / "folded", folder / better, "--unfold") == 0
+
+
 def test_optimizer_may_be_dropped(tmp_path: Path, capsys: Capture) -> None:
     save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
     torch.save(adam_state(load_olmo(tmp_path / "folded")), tmp_path / "folded" / "optim.pt")
-    assert export(tmp_path / "folded", tmp_path / "again", "--unfold", "--drop-optimizer") == 0
+    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold", "--drop-optimizer") == 0
     assert "warning: the optimizer's moments were dropped as asked" in capsys.readouterr().out
-    assert not (tmp_path / "again" / "optim.pt").exists()
+    assert not (tmp_path / "again-unsharded" / "optim.pt").exists()
 
 
 def test_unknown_optimizer_state_is_refused(tmp_path: Path, capsys: Capture) -> None:
@@ -150,34 +228,26 @@ def test_unknown_optimizer_state_is_refused(tmp_path: Path, capsys: Capture) -> 
     for values in state["state"].values():
         values["hessian"] = torch.ones_like(values["exp_avg"])
     torch.save(state, tmp_path / "folded" / "optim.pt")
-    assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 1
+    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 1
     assert "'hessian', whose scaling is unknown: give --drop-optimizer" in capsys.readouterr().err
-    assert not (tmp_path / "again").exists()
+    assert not (tmp_path / "again-unsharded").exists()
 
 
-def test_preln_is_converted_only_when_asked(tmp_path: Path, capsys: Capture) -> None:
-    model = save_olmo(tmp_path / "preln", layer_norm_type="rms")
-    assert export(tmp_path / "preln", tmp_path / "lns", "--unfold") == 1
-    line = capsys.readouterr().err
-    assert "never was LNS" in line and "--convert-preln" in line and "nothing in the paper" in line
-    assert not (tmp_path / "lns").exists()
-    assert export(tmp_path / "preln", tmp_path / "lns", "--unfold", "--convert-preln") == 0
-    assert "not a model trained with LNS from the start" in capsys.readouterr().out
-    converted = load_olmo(tmp_path / "lns")
-    assert str(converted.config.layer_norm_type) == "lns_rms"
-    assert relative(logits(converted, IDS), logits(model, IDS)) <= 1e-5
-    gain = converted.state_dict()["transformer.blocks.3.ff_norm.weight"]
-    assert torch.allclose(gain, 2 * model.state_dict()["transformer.blocks.3.ff_norm.weight"])
+def test_preln_is_not_made_lns(tmp_path: Path, capsys: Capture) -> None:
+    save_olmo(tmp_path / "preln", layer_norm_type="rms")
+    assert export(tmp_path / "preln", tmp_path / "lns-unsharded", "--unfold") == 1
+    assert "is Pre-LN and never was LNS" in capsys.readouterr().err
+    assert not (tmp_path / "lns-unsharded").exists()
 
 
 def test_what_is_not_folded_is_refused(tmp_path: Path, capsys: Capture) -> None:
     save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "x", "--unfold") == 1
+    assert export(tmp_path / "lns", tmp_path / "x-unsharded", "--unfold") == 1
     assert "is not folded" in capsys.readouterr().err
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    assert export(tmp_path / "folded", tmp_path / "x", "--unfold", "--exponent", "1") == 1
+    assert export(tmp_path / "folded", tmp_path / "x-unsharded", "--unfold", "--exponent", "1") == 1
     assert "was folded with exponent 0.5, not 1" in capsys.readouterr().err
-    assert export(tmp_path / "folded", tmp_path / "x", "--unfold", "--dtype", "bf16") == 1
+    assert export(tmp_path / "folded", tmp_path / "x-unsharded", "--unfold", "--dtype", "bf16") == 1
     assert "--unfold keeps the dtype" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        export(tmp_path / "folded", tmp_path / "x", "--unfold", "--format", "hf")
+        export(tmp_path / "folded", tmp_path / "x-unsharded", "--unfold", "--format", "hf")

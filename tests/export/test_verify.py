@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,6 @@ def test_prompts_from_text(checkpoint: Path, tmp_path: Path, capsys: Capture) ->
 
 def test_export_without_the_factor_fails(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     """The same export with the factor taken out of the gains again."""
-    import shutil
-
     wrong = shutil.copytree(checkpoint / "hf", tmp_path / "wrong")
     state = load_file(wrong / "model.safetensors")
     for index in range(4):
@@ -88,15 +88,125 @@ def test_nan_fails() -> None:
         assert not compare(Constant(1.0), Constant(1.001), ids).passed
 
 
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose feed-forward layer of block 3 overflows fp16 and not fp32, and its exports."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    model = save_olmo(folder / "lns", layer_norm_type="lns_rms")
+    state = model.state_dict()
+    state["transformer.blocks.2.ff_proj.weight"] *= 3000.0
+    torch.save(state, folder / "lns" / "model.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("form", "layer"),
+    [
+        pytest.param("hf", "model.layers.2.mlp", id="hf"),
+        pytest.param("olmo", "transformer.blocks.2", id="olmo", marks=pytest.mark.slow),
+    ],
+)
+def test_overflow_fails(overflowing: Path, tmp_path: Path, capsys: Capture, form: str, layer: str) -> None:
+    for name, options in (("fp16", ("--dtype", "fp16")), ("fp32", ())):
+        out = tmp_path / name
+        assert export(overflowing / "lns", out, "--format", form, "--tokenizer", "none", *options) == 0
+        capsys.readouterr()
+        assert verify(overflowing / "lns", out) == (1 if name == "fp16" else 0)
+        text = capsys.readouterr().out
+        assert text.rstrip().endswith("FAIL" if name == "fp16" else "PASS")
+        assert ("not finite              export: NaN or infinite from " + layer in text) == (name == "fp16"), text
+
+
+@pytest.mark.slow
+def test_nan_in_a_weight_fails_and_is_located(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    for form, name, layer in (
+        ("hf", "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj"),
+        ("olmo", "transformer.blocks.1.ff_out.weight", "transformer.blocks.1.ff_out"),
+    ):
+        wrong = shutil.copytree(checkpoint / form, tmp_path / form)
+        (wrong / "SHA256SUMS").unlink()
+        if form == "hf":
+            state = load_file(wrong / "model.safetensors")
+            state[name][0, 0] = torch.nan
+            save_file(state, wrong / "model.safetensors", metadata={"format": "pt"})
+        else:
+            state = torch.load(wrong / "model.pt")
+            state[name][0, 0] = torch.nan
+            torch.save(state, wrong / "model.pt")
+        assert verify(checkpoint / "lns", wrong) == 1
+        assert f"export: NaN or infinite from {layer} on\nFAIL" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_not_an_export(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert verify(checkpoint / "lns", checkpoint / "lns") == 1
+    assert "is the checkpoint itself" in capsys.readouterr().err
+    copy = shutil.copytree(checkpoint / "lns", tmp_path / "copy")
+    assert verify(checkpoint / "lns", copy) == 1
+    assert "is an LNS checkpoint, which stock OLMo cannot run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_stock_olmo_runs_without_the_plugin(checkpoint: Path, tmp_path: Path) -> None:
+    """The process that runs an OLMo export refuses the lns types, and holds none of our OLMo modules."""
+    from olmo_lns.errors import LNSConfigError
+    from olmo_lns.export.stock import StockOLMo
+
+    with pytest.raises(LNSConfigError, match="stock OLMo cannot run it: .*lns_rms"):
+        StockOLMo(checkpoint / "lns", torch.float32)
+    ids = torch.arange(8)[None]
+    with StockOLMo(checkpoint / "olmo", torch.float32) as stock:
+        logits, not_finite = stock(ids)
+    assert logits.shape == (1, 8, 128) and not_finite is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [(("--prompts", "0"), ">= 1, found '0'"), (("--length", "1"), ">= 2, found '1'"), (("--length", "x"), ">= 2")],
+)
+def test_wrong_numbers(checkpoint: Path, capsys: Capture, options: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", str(checkpoint / "lns"), str(checkpoint / "hf"), *options])
+    assert reason in capsys.readouterr().err
+
+
+def test_an_export_of_another_model(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    for name, changes in (("wider", {"embedding_size": 192}), ("more", {"vocab_size": 4096, "embedding_size": 4096})):
+        save_olmo(tmp_path / name, layer_norm_type="lns_rms", **changes)
+        assert export(tmp_path / name, tmp_path / f"{name}-hf", "--format", "hf", "--tokenizer", "none") == 0
+        capsys.readouterr()
+        assert verify(checkpoint / "lns", tmp_path / f"{name}-hf") == 1
+        captured = capsys.readouterr()
+        assert "of another model" in captured.err and "PASS" not in captured.out
+
+
+def test_what_stock_transformers_cannot_load(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    for name, changes, reason in (
+        ("lns", {"lns": "lns_rms"}, "config.json says lns: 'lns_rms'"),
+        ("type", {"model_type": "olmo_lns_unknown"}, "stock transformers cannot load it"),
+    ):
+        copy = shutil.copytree(checkpoint / "hf", tmp_path / name)
+        (copy / "SHA256SUMS").unlink()
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | changes))
+        assert verify(checkpoint / "lns", copy) == 1
+        assert reason in capsys.readouterr().err
+
+
+def test_prompts_longer_than_the_model(checkpoint: Path, capsys: Capture) -> None:
+    assert main(["verify", str(checkpoint / "lns"), str(checkpoint / "hf"), "--length", "17"]) == 1
+    assert "at most 16 tokens" in capsys.readouterr().err
+
+
 def test_exponent_comes_from_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from this process' environment, which verify leaves as it was."""
-    monkeypatch.setenv("OLMO_LNS_EXPONENT", "1.0")
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=1.0")
     save_olmo(tmp_path / "lns", layer_norm_type="lns_rms", exponent=1.0)
-    monkeypatch.setenv("OLMO_LNS_EXPONENT", "0.5")
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.5")
     assert export(tmp_path / "lns", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     assert verify(tmp_path / "lns", tmp_path / "hf") == 0
 
 
+@pytest.mark.slow
 def test_sharded_checkpoint(tmp_path: Path) -> None:
     save_olmo(tmp_path / "lns", sharded=True, layer_norm_type="lns_rms", block_group_size=2)
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
@@ -107,4 +217,4 @@ def test_what_cannot_be_run(checkpoint: Path, tmp_path: Path, capsys: Capture) -
     assert verify(checkpoint / "lns", tmp_path) == 1
     assert "neither config.json nor config.yaml" in capsys.readouterr().err
     assert verify(tmp_path, checkpoint / "hf") == 1
-    assert "is not an OLMo or Megatron checkpoint" in capsys.readouterr().err
+    assert "not a checkpoint (the paper's LLaMA: say --source authors)" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,10 +49,9 @@ def step(model, x, scale):
     return loss.detach().float()
 
 
-def worker(rank, name, low_precision, port, queue):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def worker(rank, name, low_precision, store, queue):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     with tex.installed():
         mixed = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16) if low_precision else None
         model = FSDP(
@@ -85,10 +82,9 @@ def worker(rank, name, low_precision, port, queue):
 @pytest.mark.slow
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["torch", "te"])
-def test_two_ranks_equal_one_process(name, low_precision):
+def test_two_ranks_equal_one_process(name, low_precision, tmp_path):
     queue = mp.get_context("spawn").SimpleQueue()
-    port = 29_500 + os.getpid() % 2_000
-    context = mp.spawn(worker, (name, low_precision, port, queue), nprocs=WORLD, join=False)
+    context = mp.spawn(worker, (name, low_precision, tmp_path / "store", queue), nprocs=WORLD, join=False)
     loss, called, grads = queue.get()
     while not context.join():
         continue

@@ -126,7 +126,7 @@ def test_an_olmo_model_with_te_equals_it_with_torch(layer_norm_type, autocast):
     if problem := te.status().problem:
         pytest.skip(problem)
     olmo = pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo_lns.integrations.olmo import register
+    from olmo_lns.doors.olmo import register
 
     register()
     config = olmo.ModelConfig(
@@ -152,3 +152,37 @@ def test_an_olmo_model_with_te_equals_it_with_torch(layer_norm_type, autocast):
     for name in ("torch-fused", "torch"):
         for got, want in zip(results["te"], results[name], strict=True):
             assert reference.relative_error(got, want) < tolerance
+
+
+@pytest.mark.parametrize("layer_norm_type", ["rms", "lns_rms", "lns_default"])
+def test_reduce_overhead_captures_blocks_with_a_factor(layer_norm_type):
+    """Compiled norms read their factor from a 0-d CPU tensor. Inductor moves it to the GPU in a partition of its own
+    and captures the rest (``move_constructors_to_gpu`` in torch/_inductor/fx_passes/post_grad.py)."""
+    inductor = pytest.importorskip("torch._inductor.config")
+    if not getattr(inductor, "graph_partition", False):
+        pytest.skip("this torch's Inductor does not partition graphs: any CPU tensor keeps it from CUDA graphs")
+    olmo = pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from torch._dynamo.utils import counters
+
+    from olmo_lns.doors.olmo import register
+
+    register()
+    config = olmo.ModelConfig(
+        d_model=256, n_heads=4, n_layers=3, max_sequence_length=128, vocab_size=512, embedding_size=512, rope=True,
+        layer_norm_type=layer_norm_type, init_device="cuda", init_fn="normal", include_bias=False, weight_tying=False,
+        attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = olmo.OLMo(config)
+    tokens = torch.randint(0, 512, (2, 128), device="cuda")
+    expected = model(tokens).logits.detach()
+    torch._dynamo.reset()
+    counters.clear()
+    for block in model.transformer.blocks:
+        block.compile(mode="reduce-overhead")
+    for _ in range(4):  # warm-up, recording, replay
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = model(tokens).logits
+        logits.float().square().mean().backward()
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert reference.relative_error(logits, expected) < 1e-4

@@ -48,17 +48,33 @@ def test_bench_norms_writes_a_report(tmp_path, bench, capsys):
     assert bench("bench_norms", "--shapes", "64x32", "--rounds", "3", "--json", report) == 0
     shown = capsys.readouterr().out
     cases = json.loads(report.read_text())["cases"]
-    assert [(c["rows"], c["width"], c["dtype"]) for c in cases] == [(64, 32, "float32"), (64, 32, "bfloat16")]
+    assert [(c["norm"], c["rows"], c["width"], c["dtype"]) for c in cases] == [
+        (norm, 64, 32, dtype) for norm in ("rms", "layer") for dtype in ("float32", "bfloat16")
+    ]
     for case in cases:
-        assert set(case["results"]) == {"olmo", "olmo x s", "torch", "torch x s", "ours (torch)"}
+        plain = {"torch", "torch x s"} if case["norm"] == "rms" else set()
+        assert set(case["results"]) == {"olmo", "olmo x s", "ours (torch)"} | plain
         for phases in case["results"].values():
-            assert all(phases[phase]["microseconds"]["median"] > 0 for phase in ("forward", "backward", "both"))
+            for phase in ("inference", "forward", "backward", "both"):
+                assert phases[phase]["microseconds"]["median"] > 0
+            assert phases["kept_bytes_per_element"] > 0
         assert case["results"]["olmo"]["both"]["ratio_to_olmo"]["median"] == 1.0
-    assert "| 64x32 | float32 | ours (torch) |" in shown and "aim <= 0.9" in shown
+    assert "| 64x32 | float32 | rms ours (torch) |" in shown and "aim <= 1.0" in shown
+
+
+def test_bytes_kept_are_those_of_the_graph(monkeypatch):
+    """Known by hand: silu keeps its input (not counted), a multiplication by a tensor of its own keeps that one."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    kept_bytes = importlib.import_module("norm_contenders").kept_bytes
+    x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    assert kept_bytes(torch.nn.functional.silu, x, weight) == 0
+    assert kept_bytes(lambda x: x * weight, x, weight) == 0
+    assert kept_bytes(lambda x: x * torch.ones(8, 4), x, weight) == 8 * 4 * 4
+    assert kept_bytes(lambda x: x.exp(), x, weight) == 8 * 4 * 4
 
 
 @without_cuda
-@pytest.mark.parametrize("name", ["bench_norms", "bench_step"])
+@pytest.mark.parametrize("name", ["bench_norms", "bench_step", "bench_schemes"])
 def test_without_cuda_the_benchmarks_say_so(name, bench):
     with pytest.raises(SystemExit, match="^no CUDA device"):
         bench(name, "--device", "cuda")
@@ -84,6 +100,21 @@ def test_bench_step_compares_the_arms(tmp_path, bench, monkeypatch):
     (case,) = json.loads(report.read_text())["cases"]
     assert case["results"]["preln"]["norm"] == "olmo" and case["results"]["lns (auto)"]["norm"] == "torch"
     assert case["results"]["lns (auto)"]["ratio_to_preln"]["median"] > 0
+
+
+def test_bench_schemes_names_the_work_of_each(tmp_path, bench, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_NORM_BACKEND", "auto")  # the script sets it: restored after the test
+    report = tmp_path / "report.json"
+    few = ["--rounds", "1", "--warmup", "1", "--sequences", "1", "--schemes", "lns", "sandwich", "skipinit"]
+    assert bench("bench_schemes", *few, "--json", report) == 0
+    (case,) = json.loads(report.read_text())["cases"]
+    assert all(result["ratio_to_preln"]["median"] > 0 for result in case["results"].values())
+    assert {name: result["extra_work"] for name, result in case["results"].items()} == {
+        "preln": "none",
+        "lns": "none",
+        "sandwich": "16 more norms",
+        "skipinit": "16 branches kept for the gradients of their gates",
+    }
 
 
 @without_cuda
@@ -133,3 +164,42 @@ def test_the_signature_parser_on_a_declaration():
     assert parser.signature("rmsnorm_bwd", header, binding)["parameters"] == ["a", "b", "c", "d"]
     with pytest.raises(SystemExit, match="layernorm_fwd is not declared"):
         parser.signature("layernorm_fwd", header, binding)
+
+
+def test_bench_generate_compares_the_arms(tmp_path, bench, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_NORM_BACKEND", "auto")  # the script sets it: restored after the test
+    report = tmp_path / "report.json"
+    assert bench("bench_generate", "--rounds", "2", "--warmup", "1", "--tokens", "2", "--json", report) == 0
+    rms, layer = json.loads(report.read_text())["cases"]
+    assert list(rms["results"]) == ["preln (rms)", "lns (lns_rms)"]
+    assert list(layer["results"]) == ["preln (default)", "lns (lns_default)"]
+    assert all(result["ratio_to_preln"]["median"] > 0 for result in (rms["results"] | layer["results"]).values())
+    with pytest.raises(SystemExit, match="--tokens 999: small reads at most 256"):
+        bench("bench_generate", "--tokens", "999")
+
+
+def test_generation_is_that_of_the_model(bench, monkeypatch):
+    """Token by token with the cache as with the whole text at once."""
+    monkeypatch.setenv("OLMO_LNS_NORM_BACKEND", "auto")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    bench_step, bench_generate = (importlib.import_module(name) for name in ("bench_step", "bench_generate"))
+    model = bench_step.build("small", "lns_rms", "auto", torch.device("cpu"), False).eval()
+    text = torch.arange(1, 9)[None]
+    last = bench_generate.generation(model, text, 3)()
+    with torch.no_grad():
+        for _ in range(3):
+            text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(last, text[:, -1:])
+
+
+def test_bench_tools_times_a_command_and_says_when_it_fails(tmp_path, bench, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    tools = importlib.import_module("bench_tools")
+    monkeypatch.setitem(tools.COMMANDS, "version", (["--version"], 60.0))
+    monkeypatch.setitem(tools.COMMANDS, "nothing", (["nothing"], 60.0))
+    report = tmp_path / "report.json"
+    assert bench("bench_tools", "--commands", "version", "--rounds", "1", "--json", report) == 0
+    (row,) = json.loads(report.read_text())["commands"]
+    assert 0 < row["seconds"]["median"] < 60 and "| met |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="olmo-lns nothing ended with 2: .*no such command"):
+        bench("bench_tools", "--commands", "nothing", "--rounds", "1")

@@ -30,9 +30,11 @@ def tensors(x_dtype, p_dtype, *, affine="weight+bias", shape=(3, 5, 71), seed=0)
     return x, weight, bias
 
 
-@pytest.fixture(params=[131_072, 200], ids=["one-block", "many-blocks"])
+@pytest.fixture(params=[(10**6, 131_072), (0, 131_072), (0, 200)], ids=["small", "one-block", "many-blocks"])
 def blocks(request, monkeypatch):
-    monkeypatch.setattr(pytorch, "BLOCK_ELEMENTS", request.param)
+    """Every way that the size of an input picks, on inputs of one size."""
+    monkeypatch.setattr(pytorch, "SMALL_ELEMENTS", request.param[0])
+    monkeypatch.setattr(pytorch, "BLOCK_ELEMENTS", request.param[1])
 
 
 @pytest.mark.parametrize("affine", ["none", "weight", "weight+bias"])
@@ -96,7 +98,7 @@ def test_gradients_of_first_and_second_order(name, blocks):
     assert torch.autograd.gradgradcheck(function, (x, weight, bias))
 
 
-def test_only_the_gradients_asked_for_are_computed():
+def test_only_the_gradients_asked_for_are_computed(blocks):
     x, weight, bias = tensors(torch.float32, torch.float32)
     y = rms_norm(x, weight.detach(), EPS, SCALE, bias=bias)
     y.sum().backward()
@@ -138,7 +140,7 @@ def test_any_shape(lead, width, dtype, rms):
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_inputs_that_are_not_contiguous(norm):
+def test_inputs_that_are_not_contiguous(norm, blocks):
     weight = torch.rand(6, dtype=torch.float64, requires_grad=True)
     base = torch.randn(6, 5, 4, dtype=torch.float64)
     for view in (
@@ -160,7 +162,7 @@ def test_inputs_that_are_not_contiguous(norm):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
-def test_no_elements(shape):
+def test_no_elements(shape, blocks):
     for norm in (lambda x, w: rms_norm(x, w, EPS, SCALE), lambda x, w: layer_norm(x, w, None, EPS, SCALE)):
         x, weight = torch.empty(shape, requires_grad=True), torch.ones(8, requires_grad=True)
         norm(x, weight).sum().backward()
@@ -192,7 +194,7 @@ def test_shapes_that_broadcasting_would_hide_are_refused(x, weight, bias, found)
         layer_norm(x, weight, bias, EPS, SCALE)
 
 
-def test_sixteen_bit_layer_norm_sums_parameter_gradients_in_fp32():
+def test_sixteen_bit_layer_norm_sums_parameter_gradients_in_fp32(blocks):
     """torch's own CPU kernel sums them in 16 bits and is 7 % off here."""
     x, weight, bias = tensors(torch.bfloat16, torch.float32, shape=(8192, 16))
     y = layer_norm(x, weight, bias, EPS, SCALE)
@@ -204,11 +206,31 @@ def test_sixteen_bit_layer_norm_sums_parameter_gradients_in_fp32():
         assert reference.relative_error(got, want) < 1e-5
 
 
-def test_the_backward_keeps_the_input_and_one_number_a_row():
+@pytest.mark.parametrize(("norm", "numbers_a_row"), [("rms", 1), ("layer", 2)])
+def test_the_backward_keeps_the_input_and_a_number_or_two_a_row(norm, numbers_a_row, monkeypatch):
+    monkeypatch.setattr(pytorch, "SMALL_ELEMENTS", 0)
     x, weight, _ = tensors(torch.bfloat16, torch.float32, affine="weight", shape=(64, 256))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = rms_norm(x, weight, EPS, SCALE)
-    own = [t for t in kept if t.data_ptr() not in (x.data_ptr(), weight.data_ptr())]
-    assert [tuple(t.shape) for t in own] == [(64, 1)]
+    assert kept(lambda: call(norm, x, weight), x, weight) == 64 * numbers_a_row * 4
+
+
+def test_a_small_input_keeps_no_more_than_the_formula_needs():
+    """The input in fp32 (a copy if it was 16-bit), the product that the weight's gradient needs, two numbers a row."""
+    x, weight, _ = tensors(torch.float32, torch.float32, affine="weight", shape=(64, 256))
+    assert kept(lambda: call("rms", x, weight), x, weight) <= 4 * x.numel() + 3 * 4 * 64
+    low = x.detach().bfloat16().requires_grad_()
+    assert kept(lambda: call("rms", low, weight), low, weight) <= 8 * x.numel() + 3 * 4 * 64
+
+
+def call(norm, x, weight):
+    return rms_norm(x, weight, EPS, SCALE) if norm == "rms" else layer_norm(x, weight, None, EPS, SCALE)
+
+
+def kept(function, *own):
+    """Bytes that autograd keeps besides the storages of ``own``."""
+    found = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: found.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t
+    ):
+        y = function()
     assert y.requires_grad
+    return sum(size for where, size in found.items() if where not in {t.untyped_storage().data_ptr() for t in own})

@@ -97,10 +97,40 @@ def test_arms_on_different_data(built: Built, tmp_path: Path) -> None:
 def test_arms_under_different_lns_settings(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in RUNS:
         if name == "b-lns-s1":
-            monkeypatch.setenv("OLMO_LNS_EXPONENT", "1.0")
+            monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "plain")
         built.finish(name, 3.0)
-    with pytest.raises(LNSConfigError, match="environment is {} and {'OLMO_LNS_EXPONENT': '1.0'}"):
+    with pytest.raises(LNSConfigError, match="environment is {} and {'OLMO_LNS_INITIALIZATION': 'plain'}"):
         collect.collect(built.study, built.out)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OLMO_LNS_SCHEME", "lns:exponent=0.25"), ("OLMO_LNS_INITIALIZATION", "plain")]
+)
+def test_a_variable_that_would_change_an_arm_starts_nothing(
+    built: Built, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    for command in (["launch", "--run"], ["stamp"]):
+        with pytest.raises(LNSConfigError, match=f"{name}={value}: an arm says itself"):
+            cli.main([command[0], str(built.path), "--out", str(built.out), *command[1:]])
+    assert not built.out.exists()
+
+
+def test_arms_started_from_different_checkpoints(built: Built) -> None:
+    """A start elsewhere makes another run; one in a run's own folder is a restart."""
+    study = finish_all(built)
+    for name in RUNS:
+        built.finish(name, 3.0, load_path=str(built.out / name / "step10-unsharded"))
+    assert len(collect.collect(study, built.out)) == len(RUNS)
+    built.finish("a-preln-s1", 3.0, load_path="/elsewhere/step100")
+    built.finish("a-lns-s1", 3.0, load_path="/elsewhere/step200")
+    with pytest.raises(LNSConfigError, match="load_path is '/elsewhere/step100' and '/elsewhere/step200'"):
+        collect.collect(study, built.out)
+    built.finish("a-lns-s1", 3.0, load_path="/elsewhere/step100")
+    assert len(collect.collect(study, built.out)) == len(RUNS)
+    built.finish("a-lns-s1", 3.0, load_path=str(built.out / "a-lns-s10" / "step10"))  # a neighbour of a like name
+    with pytest.raises(LNSConfigError, match="load_path is '/elsewhere/step100' and .*a-lns-s10"):
+        collect.collect(study, built.out)
 
 
 def test_a_run_that_is_not_its_arm(built: Built) -> None:
@@ -162,6 +192,14 @@ def test_megatron_arms_on_different_data_or_batch(tmp_path: Path) -> None:
     megatron_run(out, study.runs[0].name)
     megatron_run(out, study.runs[1].name, data_path="['/data/y']")
     with pytest.raises(LNSConfigError, match=r"data_path is .*x.* and .*y"):
+        collect.collect(study, out)
+
+
+def test_megatron_arms_started_from_different_checkpoints(tmp_path: Path) -> None:
+    study, out = megatron_study(tmp_path)
+    megatron_run(out, study.runs[0].name, load="/runs/60M-preln-s1234/")  # its own folder: a restart
+    megatron_run(out, study.runs[1].name, load="/elsewhere")
+    with pytest.raises(LNSConfigError, match="load is None and '/elsewhere'"):
         collect.collect(study, out)
 
 

@@ -128,7 +128,14 @@ def test_megatrons_own_writer_is_read(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_nothing_found(tmp_path: Path) -> None:
-    with pytest.raises(LNSConfigError, match="no data found"):
+    with pytest.raises(LNSConfigError, match=f"no data found in {tmp_path}: expected"):
         data_check.main(["check", str(tmp_path)])
     with pytest.raises(LNSConfigError, match="no such file or folder"):
         data_check.main(["check", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_path_is_not_the_present_folder(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        data_check.main(["check", text])
+    assert stop.value.code == 2 and "the path is empty: is the variable" in capsys.readouterr().err

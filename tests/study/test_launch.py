@@ -15,7 +15,7 @@ import pytest
 from support.studies import REPOSITORY, Built
 
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.study import cli, launch, logs, slurm
+from olmo_lns.study import cli, launch, logs, processes, slurm
 from olmo_lns.study.spec import Study
 
 
@@ -96,7 +96,7 @@ def test_missing_data_are_named(built: Built, tmp_path: Path) -> None:
 
 def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
     built.out.mkdir()
-    with launch._only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
+    with processes.only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
         launch.run_here(built.study, built.study.runs, built.out)
 
 
@@ -109,6 +109,8 @@ def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
         ({"final_fraction": 0}, "final_fraction 0"),
         ({"more_seeds": {"c": [1]}}, "more_seeds names c"),
         ({"more_seeds": {"a": [1]}}, "a seed is listed twice"),
+        ({"only": {"c": ["lns"]}}, "only names c"),
+        ({"only": {"a": ["mixln"]}}, "only names mixln, which is not among the arms"),
         ({"sizes": {"a/b": {}}, "more_seeds": {}}, "size 'a/b'"),
         ({"launch": {"gpus": 3}}, "unexpected keyword argument 'gpus'"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),
@@ -152,6 +154,7 @@ def study(path: Path, out: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
     """Real training, twice, through the study: equal to the last printed digit."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")

@@ -9,6 +9,7 @@ from support.studies import OLMO, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import logs
+from olmo_lns.study.engines.megatron import printed_arguments
 
 
 def write(path: Path, text: str) -> Path:
@@ -30,7 +31,7 @@ def test_megatron_console_log_and_its_arguments(tmp_path: Path) -> None:
     path = write(tmp_path / "a.log", head + megatron_log({10: "1.082000E+01", 20: "9.500000E+00"}))
     curve = logs.read(path)
     assert curve.losses == {10: 10.82, 20: 9.5} and curve.total == 100
-    assert logs.megatron_arguments(path) == {"adam_beta2": "0.95", "layernorm_scaling": "True"}
+    assert printed_arguments(path) == {"adam_beta2": "0.95", "layernorm_scaling": "True"}
 
 
 def test_a_log_cut_by_a_kill_keeps_what_it_has(tmp_path: Path) -> None:
@@ -114,3 +115,16 @@ def test_final_loss_is_the_mean_of_the_last_part(tmp_path: Path) -> None:
     assert (mean, count) == (10.5, 2) and std == pytest.approx(0.70710678)
     with pytest.raises(LNSConfigError, match="log more often"):
         logs.Curve({10: 3.0}, 1000, "a.log").final(0.01, 1000)
+
+
+def test_heldout_losses_of_all_attempts(tmp_path: Path) -> None:
+    """OLMo prints them after the step at which it measured; a repeated step replaces its measurement."""
+
+    def evaluated(loss: float) -> str:
+        return f"2026-01-01 10:00:00.000\thost:0\tolmo.train:967\tINFO\theldout\n    eval/heldout/CrossEntropyLoss={loss}\n"
+
+    first = olmo_log({1: 3.0, 2: 2.9}, total=4) + evaluated(2.95) + olmo_log({3: 2.8}, total=4)
+    write(tmp_path / "1.log", first)
+    write(tmp_path / "2.log", olmo_log({3: 2.81, 4: 2.7}, total=4) + evaluated(2.75))
+    curve = logs.merge(logs.read(tmp_path / name) for name in ("1.log", "2.log"))
+    assert curve.heldout == {2: 2.95, 4: 2.75} and curve.losses == {1: 3.0, 2: 2.9, 3: 2.81, 4: 2.7}

@@ -16,6 +16,7 @@ import yaml
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import megatron_args
 from olmo_lns.study.arms import ARMS, arm_problems
+from olmo_lns.study.engines import MEGATRON
 from olmo_lns.study.megatron_args import expand, read, to_flags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -62,6 +63,7 @@ def test_explicit_flags_win_wherever_they_stand(tmp_path: Path) -> None:
         ("num_layers: 2\n", "key 'num_layers'"),
         ("--num-layers: 2\n", "key '--num-layers'"),
         ("model: {num-layers: 2}\n", "must be flat"),
+        ("num-layers: &a [*a]\n", "num-layers: expected a list of values, found a list or mapping inside it"),
         ("a: [\n", "not YAML"),
     ],
 )
@@ -95,7 +97,7 @@ def test_the_command_prints_what_it_expands(
 def test_the_pack_is_complete_and_each_file_its_arm() -> None:
     assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in SIZES for arm in ARM_NAMES}
     for path in FILES:
-        assert arm_problems(path.stem.partition("-")[2], read(path), "megatron") == []
+        assert arm_problems(path.stem.partition("-")[2], read(path), MEGATRON) == []
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -104,7 +106,7 @@ def test_arms_of_a_size_differ_in_the_arm_only(size: str) -> None:
     for arm, settings in files.items():
         keys = {*settings, *files["preln"]}
         changed = {key for key in keys if settings.get(key) != files["preln"].get(key)} - {"save", "load"}
-        assert changed == set() if arm == "preln" else changed == {"no_scaled_init", *(ARMS[arm].megatron or ())}
+        assert changed == set() if arm == "preln" else changed == {"no_scaled_init", *(MEGATRON.arm(ARMS[arm]) or ())}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from olmo_lns.record import LNSRecord
+from olmo_lns.doors.olmo import types
+from olmo_lns.record import Record
+from olmo_lns.schemes import Scheme
 from support.olmo_models import build
 
 
@@ -24,7 +26,7 @@ def save_olmo(
     from olmo.config import TrainConfig
     from omegaconf import OmegaConf
 
-    from olmo_lns.integrations.olmo import register
+    from olmo_lns.doors.olmo import register
 
     register()
     model = build(**changes)
@@ -34,8 +36,11 @@ def save_olmo(
         config.tokenizer.identifier = str(tokenizer)
     OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
     kind = str(model.config.layer_norm_type)
-    if kind.startswith("lns"):
-        LNSRecord.lns(kind, exponent).write(folder)
+    if types.has_scheme(kind):
+        scheme = types.scheme_of(kind)
+        if "exponent" in scheme.parameters and not types.has_parameters(kind):
+            scheme = Scheme.of(scheme.name, exponent=exponent)
+        Record(scheme, types.base_type(kind), "plain").write(folder)
     optim = adam_state(model) if optimizer else None
     if sharded:
         save_distributed(folder / "model_and_optim", model, optim)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -236,13 +235,6 @@ def write_tokenizer(folder: Path) -> Path:
     path = folder / "bytes.json"
     tokenizer.save(str(path))
     return path
-
-
-def free_port() -> int:
-    """A port that nothing listens on, for the rendezvous of one process."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def change(path: Path, old: str, new: str) -> None:

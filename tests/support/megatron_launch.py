@@ -57,11 +57,11 @@ def build_helpers(tree: Path) -> None:
     subprocess.run(command, env=environment(), check=True, capture_output=True)
 
 
-def pretrain(tree: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """One rank of pretrain_gpt.py with the model of the matrix."""
+def pretrain(tree: Path, *flags: str, script: str = "pretrain_gpt.py") -> subprocess.CompletedProcess[str]:
+    """One rank of pretrain_gpt.py, or of another script, with the model of the matrix."""
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-         "pretrain_gpt.py", *model_flags(), *flags],
+         script, *model_flags(), *flags],
         cwd=tree, env=environment(), capture_output=True, text=True, timeout=900,
     )  # fmt: skip
 

@@ -5,14 +5,18 @@
 ``lns``: "plugin", "hooks" (the reference: a stock model, each block norm's output multiplied by a
 forward hook) or "off", or several of them with commas, one after the other. All start from plain
 initialization, so their weights are equal.
-``save`` / ``load``: a folder for a distributed checkpoint; after ``load`` only one loss is computed.
+``schemes``: a list of others than LayerNorm Scaling; each is run with the plugin, in a folder of its own.
+``save`` / ``load``: a folder for a distributed checkpoint; after ``load`` only one loss is computed, unless ``steps``
+says how many to train.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from typing import Any
+from typing import Any, Iterator
+from unittest import mock
 
 from support import megatron_cpu
 
@@ -31,9 +35,12 @@ def layout(options: dict[str, Any]) -> dict[str, Any]:
         "bf16": bf16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        "sequence_parallel": bool(options.get("sp")),
     }
     if options.get("vpp"):  # without it Megatron on gloo trains wrongly, with or without LNS
         values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if options.get("fsdp2"):  # for another implementation it shards linear layers twice
+        values["transformer_impl"] = "local"
     if options.get("recompute"):
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return values
@@ -43,15 +50,18 @@ def build(options: dict[str, Any]) -> tuple[Any, list[Any]]:
     """The config and this rank's chunks."""
     from megatron.core.transformer.module import Float16Module
 
-    from olmo_lns.integrations.megatron import apply
+    from olmo_lns.doors.megatron import apply
     from support import megatron_tiny as tiny
 
     cfg = tiny.config(**layout(options))
     if options["lns"] == "plugin":
-        apply(cfg)
+        apply(cfg, scheme=options.get("scheme", "lns"))
     cfg.output_layer_init_method = cfg.init_method
     chunks = options.get("vpp") or 1
-    models = [tiny.build(cfg, vp_stage=stage if chunks > 1 else None, seed=1234 + stage) for stage in range(chunks)]
+    spec = tiny.sequence_parallel_spec(cfg) if cfg.sequence_parallel else None
+    models = [
+        tiny.build(cfg, spec, vp_stage=stage if chunks > 1 else None, seed=1234 + stage) for stage in range(chunks)
+    ]
     if options["lns"] == "hooks":
         for model in models:
             tiny.hook_reference(model)
@@ -62,10 +72,22 @@ def optimizer_for(cfg: Any, models: list[Any], options: dict[str, Any]) -> tuple
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    distributed = bool(options.get("distopt"))
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
-    models = [DistributedDataParallel(cfg, ddp, model) for model in models]
-    cfg.finalize_model_grads_func = finalize_model_grads
+    own = bool(options.get("mfsdp"))
+    distributed = bool(options.get("distopt")) or own
+    more = (
+        {
+            "use_megatron_fsdp": True,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "gradient_reduce_div_fusion": False,
+        }
+        if own
+        else {}
+    )
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True, **more)
+    wrap = megatron_fsdp if own else fully_sharded if options.get("fsdp2") else DistributedDataParallel
+    models = [wrap(cfg, ddp, model) for model in models]
+    if not options.get("fsdp2"):  # which reduces by itself; in 0.16.1 the two do not fit each other
+        cfg.finalize_model_grads_func = finalize_model_grads
     settings = OptimizerConfig(
         optimizer="adam",
         lr=3e-3,
@@ -79,6 +101,49 @@ def optimizer_for(cfg: Any, models: list[Any], options: dict[str, Any]) -> tuple
     for group in optimizer.param_groups:
         group["lr"] = 3e-3
     return optimizer, models
+
+
+def fully_sharded(cfg: Any, ddp: Any, model: Any) -> Any:
+    """Megatron's wrapper of PyTorch's FSDP2, which asks for a mesh of CUDA devices by name."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from_group = DeviceMesh.from_group
+    with mock.patch.object(
+        DeviceMesh, "from_group", lambda group, device: from_group(group, megatron_cpu.on_cpu(device))
+    ):
+        return TorchFullyShardedDataParallel(cfg, ddp, model)
+
+
+def megatron_fsdp(cfg: Any, ddp: Any, model: Any) -> Any:
+    """Megatron's own FSDP; its streams, of which a CPU has one, stand still."""
+    import torch
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from_group = DeviceMesh.from_group
+
+    def on_cpu(group: Any, device_type: str, **kwargs: Any) -> Any:
+        return from_group(group, megatron_cpu.on_cpu(device_type), **kwargs)
+
+    number = mock.patch.object(torch.cuda, "current_device", lambda: 0)  # it only compares: another device, a warning
+    with number, mock.patch.object(DeviceMesh, "from_group", on_cpu):
+        return FullyShardedDataParallel(cfg, ddp, model, device=torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def streams_stand_still() -> Iterator[None]:
+    import torch
+
+    cuda: Any = torch.cuda
+    with contextlib.ExitStack() as stack:
+        for name, value in (
+            ("Stream", lambda *args, **kwargs: mock.MagicMock(name="a stream")),
+            ("stream", lambda stream: contextlib.nullcontext()),
+            ("empty_cache", lambda: None),
+        ):
+            stack.enter_context(mock.patch.object(cuda, name, value))
+        yield
 
 
 def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float | None:
@@ -118,15 +183,18 @@ def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float |
 def run(options: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
-    from olmo_lns.integrations.megatron.layers import scaled_norms
+    from olmo_lns.doors import binding
 
     cfg, models = build(options)
-    sites = [(norm.lns_depth, norm.lns_scale) for model in models for norm in scaled_norms(model)]
+    sites = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in binding.sites(model)]
     losses: list[float | None] = []
     if folder := options.get("load"):
-        for model in models:
-            model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder))
-    else:
+        # All chunks at once, as Megatron does: together they must want every shard.
+        state = {f"model{index}": model.sharded_state_dict() for index, model in enumerate(models)}
+        loaded = dist_checkpointing.load(state, folder)
+        for index, model in enumerate(models):
+            model.load_state_dict(loaded[f"model{index}"])
+    if not folder or options.get("steps"):
         optimizer, models = optimizer_for(cfg, models, options)
         for number in range(options.get("steps", 3)):
             for model in models:
@@ -134,12 +202,24 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             losses.append(step(models, seed=number))
             optimizer.step()
-        models = [model.module for model in models]
+        if not options.get("mfsdp"):
+            models = [model.module for model in models]
     if folder := options.get("save"):
         dist_checkpointing.save(models[0].sharded_state_dict(), folder)
     cfg.finalize_model_grads_func = cfg.grad_scale_func = None
     losses.append(step(models, seed=99, forward_only=True))
     return {"losses": losses, "sites": sites}
+
+
+def cases(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is run one after the other: name -> changes of the options."""
+    if "schemes" not in options:
+        return {mode: {"lns": mode} for mode in options["lns"].split(",")}
+    folders = [key for key in ("save", "load") if key in options]
+    return {
+        scheme: {"lns": "plugin", "scheme": scheme} | {key: f"{options[key]}/{scheme.split(':')[0]}" for key in folders}
+        for scheme in options["schemes"]
+    }
 
 
 def main() -> int:
@@ -148,7 +228,9 @@ def main() -> int:
     options = json.loads(sys.argv[1])
     with megatron_cpu.cuda_answered():
         megatron_cpu.initialize(options.get("tp", 1), options.get("pp", 1), options.get("vpp"))
-        results = {mode: run(options | {"lns": mode}) for mode in options["lns"].split(",")}
+        own = streams_stand_still() if options.get("mfsdp") else contextlib.nullcontext()
+        with own:
+            results = {mode: run(options | changes) for mode, changes in cases(options).items()}
         # In turn: two ranks that print at once share a line.
         for turn in range(dist.get_world_size()):
             if turn == dist.get_rank():

@@ -1,4 +1,4 @@
-"""A tiny GPT of Megatron Core, and a reference for LayerNorm Scaling that shares no code with it.
+"""A tiny GPT of Megatron Core, and references for LayerNorm Scaling and other schemes that share no code with them.
 
 The reference is the stock model with a forward hook on each norm in front of attention and MLP
 that multiplies its output: slow, and right because autograd differentiates the product.
@@ -42,6 +42,24 @@ def local_spec(cfg: Any, **kwargs: Any) -> Any:
     return get_gpt_layer_local_spec(num_experts=cfg.num_moe_experts, normalization=cfg.normalization, **kwargs)
 
 
+class ParallelRMSNorm:
+    """torch's RMSNorm with the mark that TE sets, which Megatron's own wrapper of torch refuses to set."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+        norm = torch.nn.RMSNorm(hidden_size, eps)
+        norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def sequence_parallel_spec(cfg: Any) -> Any:
+    """The local spec with norms that allow sequence parallelism."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layer = local_spec(cfg)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ParallelRMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * cfg.num_layers, layer_norm=ParallelRMSNorm)
+
+
 def build(cfg: Any, spec: Any = None, *, vp_stage: int | None = None, seed: int = 1234, **kwargs: Any) -> Any:
     """A GPTModel of this rank's (and chunk's) layers."""
     from megatron.core import parallel_state as ps
@@ -82,6 +100,42 @@ def hook_reference(model: Any, exponent: float = 0.5) -> Any:
         factor = float(layer.layer_number) ** -exponent
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             norm.register_forward_hook(lambda module, inputs, output, factor=factor: output * factor)
+    return model
+
+
+def branch_reference(model: Any, scheme: str, learned: dict[str, torch.Tensor]) -> Any:
+    """Turn a stock model into one whose branches are what ``scheme``'s equation says, in the model's dtype.
+
+    :param learned: parameters of the scheme by name (``decoder.layers.0.self_attn_bda.gate``), leaves of the graph.
+    """
+    for layer in model.decoder.layers:
+        for holder, slot in (("self_attention", "self_attn_bda"), ("mlp", "mlp_bda")):
+            prefix = f"decoder.layers.{layer.layer_number - 1}.{slot}."
+            p = {k.removeprefix(prefix): v for k, v in learned.items() if k.startswith(prefix)}
+            root = layer.layer_number**0.5
+            attention = holder == "self_attention"
+
+            def norm(h: torch.Tensor, p: dict[str, torch.Tensor] = p) -> torch.Tensor:
+                if "norm.bias" in p:
+                    h = h - h.mean(-1, keepdim=True)
+                h = h / torch.sqrt((h**2).mean(-1, keepdim=True) + 1e-6)
+                return h * p["norm.weight"] + p.get("norm.bias", 0)
+
+            branches: dict[str, Any] = {
+                "lnsafterbranch": lambda h, root=root: h / root,
+                "lnsafterattn": lambda h, root=root, attention=attention: h / root if attention else h,
+                "lnsafterff": lambda h, root=root, attention=attention: h if attention else h / root,
+                "sandwich": norm,
+                "sandwich_depth": lambda h, norm=norm, root=root: norm(h) / root,
+                "layerscale": lambda h, p=p: p["gate"] * h,
+                "skipinit": lambda h, p=p: p["gate"] * h,
+            }
+
+            def hook(module: Any, inputs: Any, output: Any, branch: Any = branches[scheme]) -> Any:
+                h, bias = output
+                return branch(h if bias is None else h + bias), None
+
+            getattr(layer, holder).register_forward_hook(hook)
     return model
 
 

@@ -82,6 +82,7 @@ def install() -> None:
     # Triton also where it is installed: without a GPU its autotuner cannot be built.
     names = [name for name in ("onnxscript", "onnx", "einops") if importlib.util.find_spec(name) is None]
     names += ["triton", "triton.language", "triton.language.standard"]
+    importlib.import_module("torch._dynamo")  # it looks for Triton when it is first imported: not at the stand-in
     present = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update({name: mock.MagicMock(name=name, __version__="3.5.0") for name in names})
     import transformer_engine.pytorch as te

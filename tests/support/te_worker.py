@@ -62,25 +62,30 @@ def perturbed(model: Any, seed: int = 3) -> Any:
     return model
 
 
-def compare(normalization: str = "RMSNorm", **changes: Any) -> dict[str, Any]:
+def compare(normalization: str = "RMSNorm", scheme: str = "lns", **changes: Any) -> dict[str, Any]:
     """Largest relative error of any gradient, and both losses."""
-    from olmo_lns.integrations.megatron import apply
-    from olmo_lns.integrations.megatron.layers import scaled_norms
+    from olmo_lns.doors import binding
+    from olmo_lns.doors.megatron import apply
 
     reference_changes = {k: v for k, v in changes.items() if k not in ("recompute_modules", "recompute_granularity")}
     cfg = tiny.config(normalization=normalization, **changes)
-    apply(cfg)
+    apply(cfg, scheme=scheme)
     model = perturbed(tiny.build(cfg, te_spec(cfg)))
     centered = reference_changes.pop("layernorm_zero_centered_gamma", False)
     plain = tiny.config(normalization=normalization, **reference_changes)
     stock = tiny.build(plain, tiny.local_spec(plain))
     values = {local_name(k): v for k, v in model.state_dict().items() if v is not None}
-    block_gains = [k for k in values if "layernorm.weight" in k]
+    block_gains = [k for k in values if "layernorm.weight" in k or "bda.norm.weight" in k]
     if centered:
         values |= {k: values[k] + 1 for k in block_gains}
     stock.load_state_dict({k: v for k, v in values.items() if not k.endswith("_extra_state")}, strict=False)
     loss, grads = tiny.gradients(model, tiny.batch())
-    right, right_grads = tiny.gradients(tiny.hook_reference(stock), tiny.batch())
+    learned = {
+        k: v.detach().clone().requires_grad_() for k, v in values.items() if "_bda." in k and v.is_floating_point()
+    }
+    expected = tiny.hook_reference(stock) if scheme == "lns" else tiny.branch_reference(stock, scheme, learned)
+    right, right_grads = tiny.gradients(expected, tiny.batch())
+    right_grads |= {k: v.grad for k, v in learned.items() if v.grad is not None}
     grads = {local_name(k): v for k, v in grads.items()}
     errors = {k: _error(grads[k], v) for k, v in right_grads.items()}
     worst = max(errors, key=lambda name: errors[name])
@@ -90,7 +95,8 @@ def compare(normalization: str = "RMSNorm", **changes: Any) -> dict[str, Any]:
         "same_parameters": set(grads) == set(right_grads),
         "worst": worst,
         "error": errors[worst],
-        "sites": [(type(m).__name__, m.lns_depth, m.lns_method) for m in scaled_norms(model)],
+        "norms": sorted({type(m).__module__.split(".")[0] for n, m in model.named_modules() if n.endswith("bda.norm")}),
+        "sites": [(type(m).__name__, site.layer_number, m.lns_method) for _, m, site in binding.sites(model)],
     }
 
 
@@ -102,7 +108,9 @@ def naive_standalone() -> dict[str, float]:
     """TE's RMSNorm with its weight swapped for the forward only: what the plugin must not do."""
     import transformer_engine.pytorch as te
 
-    from olmo_lns.integrations.megatron.norms import FoldedStandalone, _scaled_class, scale_norm
+    from olmo_lns.doors.binding import Site
+    from olmo_lns.doors.megatron.norms import FoldedStandalone, _scaled_class, bind_norm
+    from olmo_lns.schemes import LNS
 
     x = torch.randn(8, tiny.HIDDEN, generator=torch.Generator().manual_seed(0))
     upstream = torch.randn(8, tiny.HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -120,7 +128,7 @@ def naive_standalone() -> dict[str, float]:
         norm.lns_scale = 0.5
 
     right = run(lambda norm: None, factor=0.5)
-    naive, ours = run(swap), run(lambda norm: scale_norm(norm, 0.5, 4))
+    naive, ours = run(swap), run(lambda norm: bind_norm(norm, Site(LNS, 4, 4, "attn")))
     found = {}
     for kind, result in (("naive", naive), ("ours", ours)):
         for what, one, other in zip(("y", "dx", "dgain"), result, right, strict=True):
@@ -130,7 +138,7 @@ def naive_standalone() -> dict[str, float]:
 
 def keys() -> dict[str, Any]:
     """Parameter names and checkpoint keys with and without LNS."""
-    from olmo_lns.integrations.megatron import apply
+    from olmo_lns.doors.megatron import apply
 
     stock_cfg, cfg = tiny.config(), tiny.config()
     apply(cfg)
@@ -153,19 +161,19 @@ def mtp() -> list[Any]:
     """Depths in a model with two MTP modules."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    from olmo_lns.integrations.megatron import apply
-    from olmo_lns.integrations.megatron.layers import scaled_norms
+    from olmo_lns.doors.megatron import apply
+    from olmo_lns.doors.megatron.layers import scaled_norms
 
     cfg = tiny.config(mtp_num_layers=2)
     apply(cfg)
     spec = te_spec(cfg)
     model = tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=True))
-    return [m.lns_depth for m in scaled_norms(model)]
+    return [m.lns_sites[0].layer_number for m in scaled_norms(model)]
 
 
 def fused_accumulation() -> float:
     """Two micro-batches into ``main_grad``: the gain's gradient comes from autograd, as before."""
-    from olmo_lns.integrations.megatron import apply
+    from olmo_lns.doors.megatron import apply
 
     cfg = tiny.config()
     apply(cfg)
@@ -182,8 +190,8 @@ def mla() -> dict[str, Any]:
     """Sites of an MLA layer: neither the q nor the kv norm, though both are fused linears with a gain."""
     from megatron.core.transformer import MLATransformerConfig
 
-    from olmo_lns.integrations.megatron import apply
-    from olmo_lns.integrations.megatron.layers import scaled_norms
+    from olmo_lns.doors.megatron import apply
+    from olmo_lns.doors.megatron.layers import scaled_norms
 
     base = {
         f: getattr(tiny.config(), f) for f in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
@@ -211,6 +219,13 @@ CASES: dict[str, Callable[[], Any]] = {
     "selective recompute": lambda: compare(
         num_moe_experts=4, recompute_granularity="selective", recompute_modules=["layernorm"]
     ),
+    "sandwich_depth": lambda: compare(scheme="sandwich_depth"),
+    "sandwich_depth, LayerNorm": lambda: compare("LayerNorm", scheme="sandwich_depth"),
+    "sandwich_depth, zero-centred gain": lambda: compare(scheme="sandwich_depth", layernorm_zero_centered_gamma=True),
+    "layerscale, MoE, selective recompute": lambda: compare(
+        scheme="layerscale", num_moe_experts=4, recompute_granularity="selective", recompute_modules=["layernorm"]
+    ),
+    "lnsafterbranch": lambda: compare(scheme="lnsafterbranch"),
     "naive standalone": naive_standalone,
     "keys": keys,
     "MTP": mtp,
@@ -220,7 +235,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def main() -> int:
-    from olmo_lns.integrations.megatron import register
+    from olmo_lns.doors.megatron import register
 
     results: dict[str, Any] = {}
     register()

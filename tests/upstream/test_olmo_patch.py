@@ -47,6 +47,7 @@ def test_both_upstreams_have_a_patch_with_a_header():
         assert all(word in header for word in ("Made for:", "Apply:", "Revert:"))
 
 
+@pytest.mark.slow
 def test_patch_alone_loads_the_plugin(patched):
     # With the hook's callbacks disabled, only the patch can have loaded it.
     code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]; " + PROBE
@@ -55,6 +56,7 @@ def test_patch_alone_loads_the_plugin(patched):
     assert done.stdout.strip() == f"1 1 {patched}/olmo/__init__.py"
 
 
+@pytest.mark.slow
 def test_patch_and_start_up_hook_together_register_once(patched):
     assert probe(patched) == f"1 1 {patched}/olmo/__init__.py"
 

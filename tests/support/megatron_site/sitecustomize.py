@@ -9,6 +9,7 @@ MEGATRON_NO_HOOK=1 the start-up hook of olmo-lns is taken out again, as if there
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import types
@@ -98,6 +99,7 @@ def no_fused_kernels(module: Any) -> None:
 def probe(module: Any) -> None:
     setup = module.setup_model_and_optimizer
 
+    @functools.wraps(setup)  # olmo-lns looks at the source of what it replaces
     def probed(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
         if int(os.environ.get("RANK", 0)) == 0:

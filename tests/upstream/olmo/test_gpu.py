@@ -9,7 +9,8 @@ import pytest
 import torch
 from support import launch
 
-from olmo_lns.record import LNSRecord
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +20,7 @@ pytestmark = [
     ),
 ]
 
+LNS = Record(parse("lns"), "rms", "plain")
 FSDP = ["--distributed_strategy=fsdp", "--model.init_device=meta", "--fsdp.wrapping_strategy=by_block"]
 MIXED = ["--precision=amp_bf16", "--fsdp.precision=mixed"]
 LAUNCHES: dict[str, list[str]] = {
@@ -46,4 +48,4 @@ def test_unmodified_launch_on_cuda(checkout: Any, name: str) -> None:
     losses = result.losses()
     assert len(losses) == 30 and all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
     assert result.text.count("LayerNorm Scaling on: 8 norms (lns_rms)") == 1
-    assert LNSRecord.read(folder / "run" / "step30-unsharded") == LNSRecord.lns("lns_rms")
+    assert Record.read(folder / "run" / "step30-unsharded") == LNS

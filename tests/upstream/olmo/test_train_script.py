@@ -15,11 +15,13 @@ import pytest
 import torch
 from support import launch
 
-from olmo_lns.record import LNSRecord
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
 
 pytestmark = pytest.mark.slow
 
 STEPS, SAVED = 30, (0, 10, 20, 30)
+LNS = Record(parse("lns"), "rms", "plain")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +38,9 @@ def config(olmo: Any, name: str, **changes: Any) -> Path:
 
 
 def variables(**more: str) -> dict[str, str]:
-    """What torchrun or Slurm gives the only process of a run."""
-    port = str(launch.free_port())
+    """What torchrun or Slurm gives the only process of a run; at port 0 it listens wherever the system says."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "FS_LOCAL_RANK": "0"}
-    return launch.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks, **more)
+    return launch.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", **ranks, **more)
 
 
 def train(olmo: Any, path: Path, *arguments: str, **more: str) -> launch.Result:
@@ -75,7 +76,7 @@ def test_trains_with_lns(uninterrupted):
 def test_every_checkpoint_has_its_record(uninterrupted):
     folders = sorted((uninterrupted.folder / "run").glob("step*"))
     assert sorted(path.name for path in folders) == sorted(f"step{step}-unsharded" for step in SAVED)
-    assert [LNSRecord.read(path) for path in folders] == [LNSRecord.lns("lns_rms")] * len(SAVED)
+    assert [Record.read(path) for path in folders] == [LNS] * len(SAVED)
     assert all("layer_norm_type: lns_rms" in (path / "config.yaml").read_text() for path in folders)
 
 
@@ -132,7 +133,7 @@ def test_killed_three_times_and_nothing_lost(olmo, uninterrupted):
     assert "step20-unsharded" in loaded_from(last)
     assert last.losses() == uninterrupted.losses[20:]
     assert_same_end(folder, uninterrupted.folder)
-    assert LNSRecord.read(folder / "run" / "step30-unsharded") == LNSRecord.lns("lns_rms")
+    assert Record.read(folder / "run" / "step30-unsharded") == LNS
 
 
 def loaded_from(result: launch.Result) -> str:
@@ -141,10 +142,15 @@ def loaded_from(result: launch.Result) -> str:
 
 #: Name of a difference -> layer-norm type of the run, its environment, and what the message says of both.
 MISMATCHES: dict[str, tuple[str, str, dict[str, str], tuple[str, str]]] = {
-    "preln-to-lns": ("rms", "lns", {}, ("Pre-LN", "lns_rms (exponent 0.5")),
-    "lns-to-preln": ("lns", "rms", {}, ("lns_rms (exponent 0.5", "Pre-LN")),
-    "exponent": ("lns", "lns", {"OLMO_LNS_EXPONENT": "0.25"}, ("exponent 0.5", "exponent 0.25")),
-    "scaled-init": ("lns", "lns", {"OLMO_LNS_SCALED_INIT": "keep"}, ("scaled_init=auto", "scaled_init=keep")),
+    "preln-to-lns": ("rms", "lns", {}, ("Pre-LN", "lns:exponent=0.5 over rms")),
+    "lns-to-preln": ("lns", "rms", {}, ("lns:exponent=0.5 over rms", "Pre-LN")),
+    "exponent": ("lns", "lns", {"OLMO_LNS_SCHEME": "lns:exponent=0.25"}, ("exponent=0.5", "exponent=0.25")),
+    "scaled-init": (
+        "lns",
+        "lns",
+        {"OLMO_LNS_INITIALIZATION": "upstream"},
+        ("initialization plain", "initialization upstream"),
+    ),
 }
 
 
@@ -187,8 +193,8 @@ def test_it_is_loaded_when_allowed(loads, olmo, name):
     folder = olmo.folder / f"{name}-allowed" / "run" / "step11-unsharded"
     assert (folder / "model.pt").is_file()
     _, running, settings, _ = MISMATCHES[name]
-    record = LNSRecord.read(folder)
+    record = Record.read(folder)
     assert (record is None) == (running == "rms")
     if record is not None:
-        assert record.exponent == float(settings.get("OLMO_LNS_EXPONENT", 0.5))
-        assert record.scaled_init == settings.get("OLMO_LNS_SCALED_INIT", "auto")
+        assert record.scheme == parse(settings.get("OLMO_LNS_SCHEME", "lns"))
+        assert record.scaled_init == settings.get("OLMO_LNS_INITIALIZATION", "plain")

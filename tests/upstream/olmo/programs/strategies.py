@@ -1,8 +1,8 @@
 """One forward, backward and SGD step of an OLMo model under each given strategy, against one process.
 
-Usage: ``torchrun … strategies.py cases.json results.json``. Every case runs with the lns type and
-with the stock type of the same norm; a result holds the loss, the reference's loss, the largest
-gradient error relative to the largest gradient, or the error that the strategy raised.
+Usage: ``torchrun … strategies.py cases.json results.json``. Every case runs with the stock type and
+with the lns type of the same norm, or with its ``kinds``; a result holds the loss, the reference's
+loss, the largest gradient error relative to the largest gradient, or the error that was raised.
 """
 
 import json
@@ -18,7 +18,7 @@ from support.olmo_models import build, model_config, tokens
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from olmo_lns.integrations.olmo import register
+from olmo_lns.doors.olmo import register
 
 BATCH, LENGTH, RATE = 4, 16, 1.0
 
@@ -125,7 +125,14 @@ def initialize(kind, case):
     residual = {
         name: w for name, w in weights.items() if "attn_out" in name or (".ff_out" in name and "blocks" in name)
     }
-    return {"std": {name: w.std().item() for name, w in residual.items()}}
+    # Of a fused projection the rows of v, which are its last third, apart.
+    parts = {
+        name: (w[: -len(w) // 3], w[-len(w) // 3 :]) if "att_proj" in name else (w,) for name, w in weights.items()
+    }
+    return {
+        "std": {name: w.std().item() for name, w in residual.items()},
+        "size": {name: [part.abs().mean().item() for part in found] for name, found in parts.items()},
+    }
 
 
 def main():
@@ -135,7 +142,7 @@ def main():
         cases = json.load(file)
     results = {}
     for name, case in cases.items():
-        for kind in ("rms", "lns_rms"):  # stock first: a crash in it is not ours
+        for kind in case.get("kinds", ("rms", "lns_rms")):  # stock first: a crash in it is not ours
             torch._dynamo.reset()
             print(f"running {kind}", flush=True)
             try:

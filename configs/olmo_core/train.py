@@ -1,0 +1,78 @@
+"""Train what a config file of OLMo-core says, as its own train scripts do; the pack beside this file is such files.
+
+    export OLMO_DATA_DIR=/path/to/memmaps OLMO_SAVE_DIR=/path/to/runs      # docs/data.md makes the memmaps
+    torchrun --nproc-per-node=8 configs/olmo_core/train.py configs/olmo_core/60M-lns.yaml [OVERRIDES…]
+    torchrun --nproc-per-node=8 configs/olmo_core/train.py configs/olmo_core/60M-preln.yaml --dry-run
+
+Overrides are OLMo-core's: ``--train_module.optim.lr=3e-4 --model.block.exponent=0.25``. A run that is started again
+resumes. A ``config.json`` that such a run has saved is a config file, too.
+
+Arms beside the pack's are overrides: OLMo 2's order of norms is ``--model.block.name=reordered_norm`` on a ``preln``
+file, Peri-LN's ``--model.block.name=peri_norm``; with the factor, on an ``lns`` file, besides
+``--model.block.scheme=branchln_depth`` or ``sandwich_depth``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import cast
+
+import rich
+from olmo_core.config import Config
+from olmo_core.data import NumpyDataLoaderConfig, NumpyFSLDatasetConfig
+from olmo_core.nn.transformer import TransformerConfig
+from olmo_core.train import TrainerConfig, prepare_training_environment, teardown_training_environment
+from olmo_core.train.callbacks import ConfigSaverCallback
+from olmo_core.train.train_module import TransformerTrainModuleConfig
+from olmo_core.utils import prepare_cli_environment, seed_all
+from torch import cuda
+
+from olmo_lns.study.olmo_core_config import read
+
+
+@dataclass
+class ExperimentConfig(Config):
+    """What a run is; saved as config.json in each of its checkpoints."""
+
+    model: TransformerConfig
+    dataset: NumpyFSLDatasetConfig
+    data_loader: NumpyDataLoaderConfig
+    train_module: TransformerTrainModuleConfig
+    trainer: TrainerConfig
+    init_seed: int = 6198
+
+
+def train(config: ExperimentConfig) -> None:
+    """Build and fit."""
+    seed_all(config.init_seed)
+    model = config.model.build(init_device="meta")
+    train_module = config.train_module.build(model)
+    dataset = config.dataset.build()
+    data_loader = config.data_loader.build(dataset, dp_process_group=train_module.dp_process_group)
+    trainer = config.trainer.build(train_module, data_loader)
+    cast(ConfigSaverCallback, trainer.callbacks["config_saver"]).config = config.as_config_dict()
+    trainer.fit()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="a YAML file of the pack, or a config.json")
+    parser.add_argument("--dry-run", action="store_true", help="print the config and exit")
+    arguments, overrides = parser.parse_known_args()
+    config = ExperimentConfig.from_dict(read(arguments.config), overrides)
+    if arguments.dry_run:
+        rich.print(config)
+        return
+    if "WORLD_SIZE" not in os.environ:  # one process without torchrun
+        prepare_cli_environment()
+        train(config)
+        return
+    prepare_training_environment(backend="cpu:gloo,cuda:nccl" if cuda.is_available() else "gloo")
+    train(config)
+    teardown_training_environment()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Checkpoints of each framework as they lie on disk: config, record and weights, one tensor in memory at a time."""

@@ -1,0 +1,208 @@
+"""Files of ``torch.save``: read and written one tensor at a time.
+
+``torch.save`` wants the whole object in memory. What it writes is an uncompressed zip of a pickle
+and one record per tensor, so an object whose tensors are :class:`LazyTensor` can be streamed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import torch
+
+from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.errors import LNSConfigError, one_line
+
+__all__ = [
+    "check_archive",
+    "map_tensors",
+    "read_archive",
+    "read_bytes",
+    "rewrite_pickle",
+    "tensor_bytes",
+    "write_archive",
+]
+
+_STORAGES = {
+    torch.float32: "FloatStorage",
+    torch.float64: "DoubleStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
+#: Records start at multiples of this, so that ``torch.load(mmap=True)`` can map them.
+_ALIGNMENT = 64
+
+
+def check_archive(path: Path, content: Any = None) -> None:
+    """Compare every record with its CRC-32, which ``torch.load`` does not do.
+
+    :param content: a binary stream to check in place of the file ``path``.
+    :raises LNSConfigError: not a zip, truncated, or a record is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path if content is None else content) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
+    except FileNotFoundError:
+        raise LNSConfigError(f"{path} does not exist") from None
+    if damaged:
+        raise LNSConfigError(f"{path} is damaged: the checksum of its record {damaged} does not match")
+
+
+def read_archive(path: Path) -> Any:
+    """The object in ``path`` with a :class:`LazyTensor` for each tensor; loaded with ``weights_only=True``."""
+
+    def lazy(keys: tuple[Any, ...], tensor: torch.Tensor) -> LazyTensor:
+        if problem := _unreadable(tensor):
+            raise LNSConfigError(f"{path}: {'.'.join(map(str, keys))} is {problem}, which cannot be exported")
+
+        # Mapped anew for each tensor: the pages of a mapping that stays would add up to the whole file.
+        def load() -> torch.Tensor:
+            value = _load(path)
+            for key in keys:
+                value = value[key]
+            return value.clone()
+
+        return LazyTensor(tuple(tensor.shape), tensor.dtype, load)
+
+    return map_tensors(_load(path), lazy)
+
+
+def _unreadable(tensor: torch.Tensor) -> str:
+    """What is in the way of writing ``tensor`` again, or nothing."""
+    if tensor.device.type != "cpu":
+        return f"a tensor on the device {tensor.device}, without values"
+    if tensor.layout != torch.strided:
+        return f"a sparse tensor ({tensor.layout})"
+    return "" if tensor.dtype in _STORAGES else f"a tensor of {tensor.dtype}"
+
+
+def read_bytes(content: bytes, source: str) -> torch.Tensor:
+    """One tensor from the bytes that ``torch.save`` made of it, its checksum compared.
+
+    :raises LNSConfigError: the bytes are damaged or hold something else.
+    """
+    check_archive(Path(source), io.BytesIO(content))
+    try:
+        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, ValueError) as error:
+        raise LNSConfigError(f"{source} cannot be loaded safely: {one_line(error)}") from None
+    if not isinstance(tensor, torch.Tensor):
+        raise LNSConfigError(f"{source}: expected a tensor, found {type(tensor).__name__}")
+    return tensor
+
+
+def map_tensors(value: Any, function: Callable[[tuple[Any, ...], Any], Any], keys: tuple[Any, ...] = ()) -> Any:
+    """Replace each (lazy) tensor in nested dicts, lists and tuples by ``function(keys, tensor)``."""
+    if isinstance(value, (torch.Tensor, LazyTensor)):
+        return function(keys, value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function, (*keys, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, function, (*keys, index)) for index, item in enumerate(value))
+    return value
+
+
+def write_archive(path: Path, value: Any) -> None:
+    """Write ``value`` as ``torch.save`` would, each :class:`LazyTensor` read when its turn comes.
+
+    :raises OSError: the file cannot be written.
+    """
+    tensors: list[LazyTensor] = []
+    pickled = io.BytesIO()
+    _Pickler(pickled, tensors).dump(value)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        _write_record(archive, "archive/data.pkl", pickled.getvalue())
+        _write_record(archive, "archive/byteorder", b"little")
+        for index, tensor in enumerate(tensors):
+            _write_record(archive, f"archive/data/{index}", tensor_bytes(tensor.load(), tensor))
+        _write_record(archive, "archive/version", b"3\n")
+
+
+def rewrite_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Replace the pickle in a file of ``torch.save``, of whatever objects, without loading it.
+
+    The file is not touched when nothing changes; otherwise its other records keep their bytes.
+
+    :raises LNSConfigError: not such a file, or damaged.
+    """
+    check_archive(path)
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    name = next((name for name in records if name.partition("/")[2] == "data.pkl"), None)
+    if name is None:
+        raise LNSConfigError(f"{path} holds no pickle: it is not a file of torch.save")
+    if (changed := change(records[name])) == records[name]:
+        return
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for record, content in (records | {name: changed}).items():
+            _write_record(archive, record, content)
+
+
+def tensor_bytes(tensor: torch.Tensor, expected: LazyTensor) -> memoryview:
+    """The raw bytes of ``tensor`` in row-major order, without a copy when it is contiguous."""
+    assert tuple(tensor.shape) == tuple(expected.shape) and tensor.dtype == expected.dtype, (tensor.shape, expected)
+    raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise LNSConfigError(f"{path} does not exist") from None
+    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError) as error:
+        raise LNSConfigError(f"{path} cannot be loaded safely (weights_only=True): {one_line(error)}") from None
+
+
+class _Storage:
+    def __init__(self, index: int, tensor: LazyTensor) -> None:
+        kind = getattr(torch, _STORAGES[tensor.dtype])
+        self.persistent_id = ("storage", kind, str(index), "cpu", torch.Size(tensor.shape).numel())
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a lazy tensor as the call that rebuilds it from its record in the zip."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[LazyTensor]) -> None:
+        super().__init__(file, protocol=2)
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.persistent_id if isinstance(value, _Storage) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return NotImplemented  # pickle's own word for: this object goes the ordinary way
+        self._tensors.append(value)
+        storage = _Storage(len(self._tensors) - 1, value)
+        strides = tuple(_strides(value.shape))
+        return torch._utils._rebuild_tensor_v2, (storage, 0, tuple(value.shape), strides, False, OrderedDict())
+
+
+def _strides(shape: tuple[int, ...]) -> Iterator[int]:
+    for axis in range(len(shape)):
+        yield torch.Size(shape[axis + 1 :]).numel()
+
+
+def _write_record(archive: zipfile.ZipFile, name: str, content: bytes | memoryview) -> None:
+    """One stored record; its data starts at a multiple of 64 bytes thanks to an ignored extra field."""
+    info = zipfile.ZipInfo(name)
+    large = len(content) >= 1 << 31
+    assert archive.fp is not None
+    header = archive.fp.tell() + 30 + len(info.filename) + 4 + (20 if large else 0)
+    padding = -header % _ALIGNMENT
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    with archive.open(info, "w", force_zip64=large) as record:
+        record.write(content)

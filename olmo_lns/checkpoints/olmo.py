@@ -1,0 +1,174 @@
+"""OLMo checkpoints, unsharded and sharded: opened and checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Mapping
+
+import yaml
+
+from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.archive import check_archive, read_archive
+from olmo_lns.checkpoints.distributed import DistributedCheckpoint
+from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
+from olmo_lns.doors.olmo import types
+from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.record import RECORD_FILE, Record
+from olmo_lns.schemes import Scheme
+
+__all__ = ["LAYOUTS", "SHARDED", "OLMoCheckpoint", "checkpoints_inside", "is_olmo"]
+
+#: Folder of a sharded (``torch_new``) checkpoint.
+SHARDED = "model_and_optim"
+LAYOUTS = ("unsharded", "sharded")
+
+
+def is_olmo(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def checkpoints_inside(folder: Path) -> list[str]:
+    """Names of the checkpoints in the folder of a run, by step."""
+    numbered = [(re.match(r"step(\d+)", path.name), path) for path in folder.iterdir()]
+    found = [(int(match[1]), path.name) for match, path in numbered if match and is_olmo(path)]
+    return [name for _, name in sorted(found)]
+
+
+@dataclass(frozen=True)
+class OLMoCheckpoint:
+    """An OLMo checkpoint folder whose config, record and weights agree.
+
+    :param config: the whole config.yaml, and ``text`` its text.
+    :param record: how LNS was used; made from the config where the folder has no ``lns.json``.
+    :param layout: ``unsharded`` (model.pt) or ``sharded`` (model_and_optim/).
+    """
+
+    folder: Path
+    text: str
+    config: Mapping[str, Any]
+    architecture: Architecture
+    record: Record
+    layout: str
+
+    @classmethod
+    def open(cls, folder: str | Path, *, exponent: float | None = None) -> OLMoCheckpoint:
+        """Read and compare config, record and the names and shapes of all weights; load no weight.
+
+        :param exponent: of the factor, only for an LNS checkpoint that lost its record.
+        :raises LNSConfigError: damaged, incomplete, contradictory, or of a kind that is not supported.
+        """
+        folder = Path(folder)
+        path = folder / "config.yaml"
+        text, config = _read_config(path)
+        if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+            raise LNSConfigError(f"{path} has no section 'model': it is not the config.yaml of an OLMo checkpoint")
+        architecture = Architecture.from_config(config["model"], path)
+        layout = _layout(folder)  # first: a folder of checkpoints has no record to be missed
+        record = _record(folder, architecture, exponent)
+        checkpoint = cls(folder, text, config, architecture, record, layout)
+        check_depth(architecture.n_layers, checkpoint.tensors, folder)
+        check_shapes(checkpoint.tensors, architecture.shapes(), folder)
+        return checkpoint
+
+    @cached_property
+    def sharded(self) -> DistributedCheckpoint:
+        return DistributedCheckpoint(self.folder / SHARDED)
+
+    @cached_property
+    def stored_names(self) -> dict[str, str]:
+        """Parameter name, block groups flattened -> its name in the file."""
+        if self.layout == "sharded":
+            stored = [name for name in self.sharded.names if name.startswith("model.")]
+        else:
+            stored = list(self._unsharded)
+        size = 1 + max((int(m[1]) for n in stored if (m := re.search(r"block_groups\.0\.(\d+)\.", n))), default=0)
+        return {_canonical(name, size): name for name in stored}
+
+    @cached_property
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Parameter name, block groups flattened -> the weight."""
+        if self.layout == "sharded":
+            return {name: self.sharded.tensor(stored) for name, stored in self.stored_names.items()}
+        return {name: self._unsharded[stored] for name, stored in self.stored_names.items()}
+
+    @cached_property
+    def _unsharded(self) -> dict[str, LazyTensor]:
+        path = self.folder / "model.pt"
+        check_archive(path)
+        state = read_archive(path)
+        if not isinstance(state, dict) or not all(isinstance(value, LazyTensor) for value in state.values()):
+            raise LNSConfigError(f"{path} is not a state dict of tensors")
+        return state
+
+
+def _read_config(path: Path) -> tuple[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        aliased = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
+        config = None if aliased else yaml.safe_load(text)
+    except OSError as error:
+        raise LNSConfigError(f"{path} cannot be read: {one_line(error)}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise LNSConfigError(f"{path} is not valid YAML: {one_line(error)}") from None
+    if aliased:  # what refers to itself could not even be compared
+        raise LNSConfigError(f"{path} holds a YAML alias (*name), which OLMo never writes: write the value out")
+    return text, config
+
+
+def _canonical(stored: str, group_size: int) -> str:
+    name = stored.removeprefix("model.").replace("_fsdp_wrapped_module.", "")
+
+    def flatten(match: re.Match[str]) -> str:
+        return f"transformer.blocks.{int(match[1]) * group_size + int(match[2])}."
+
+    return re.sub(r"^transformer\.block_groups\.(\d+)\.(\d+)\.", flatten, name)
+
+
+def _record(folder: Path, architecture: Architecture, exponent: float | None) -> Record:
+    """The record in ``folder``, compared with the config."""
+    named, base = architecture.layer_norm_type, architecture.base_norm
+    record = Record.read(folder)
+    if record is None:
+        if not architecture.lns:
+            return Record()
+        scheme = types.scheme_of(named)
+        if exponent is None:
+            raise LNSConfigError(
+                f"{folder}: config.yaml names {named} but {RECORD_FILE} is missing, so the exponent is unknown: "
+                f"copy {RECORD_FILE} from the checkpoint it was made from, or give --exponent (0.5 is the paper's)"
+            )
+        return Record(Scheme.of(scheme.name, exponent=exponent), base, scheme.definition.initialization)
+    says = record.scheme.parameters.get("exponent")
+    if exponent is not None and record.active and exponent != says:
+        raise LNSConfigError(f"{folder}: {RECORD_FILE} says exponent {says}, --exponent says {exponent:g}")
+    contradicts = record.active != architecture.lns or (not record.scheme.is_pre_ln and record.norm != base)
+    if record.active and not contradicts:
+        written = types.scheme_of(named)
+        contradicts = written.name != record.scheme.name or (bool(written.arguments) and written != record.scheme)
+    if contradicts:
+        raise LNSConfigError(
+            f"{folder}: config.yaml names layer_norm_type {named}, {RECORD_FILE} says {record}: they contradict each "
+            "other, one of them was changed after the checkpoint was written"
+        )
+    return record
+
+
+def _layout(folder: Path) -> str:
+    if (folder / "model.pt").is_file():
+        return "unsharded"
+    if (folder / SHARDED).is_dir():
+        return "sharded"
+    unshard = "unshard it first with OLMo's scripts/unshard.py (and copy lns.json beside the result)"
+    if (folder / "rank0.pt").is_file():
+        raise LNSConfigError(f"{folder} is sharded by torch_legacy, whose files need a full unpickling: {unshard}")
+    if (folder / "model" / "rank0.pt").is_file():
+        raise LNSConfigError(f"{folder} is sharded by the local checkpointer (flat FSDP parameters): {unshard}")
+    if (folder / "model").is_dir():
+        raise LNSConfigError(f"{folder} is sharded by olmo_core, another format: {unshard}")
+    problem = f"{folder} has neither model.pt nor {SHARDED}/"
+    if inside := checkpoints_inside(folder):
+        raise LNSConfigError(f"{problem}: it is the folder of a run; give one of its checkpoints: {', '.join(inside)}")
+    raise LNSConfigError(f"{problem}: it is not a complete OLMo checkpoint")

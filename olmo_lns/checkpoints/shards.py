@@ -1,0 +1,106 @@
+"""safetensors files: read lazily, written tensor by tensor into shards of a bounded size.
+
+The format is a length, a JSON header and the raw bytes, so a shard can be streamed; the library's
+own ``save_file`` takes a dictionary of tensors that are all in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Mapping
+
+import torch
+
+from olmo_lns.checkpoints.archive import tensor_bytes
+from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.errors import LNSConfigError, one_line
+
+__all__ = ["INDEX", "read_safetensors", "write_safetensors"]
+
+#: Name of the file that maps weights to shards, as transformers writes it.
+INDEX = "model.safetensors.index.json"
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes: int) -> list[Path]:
+    """Write ``model.safetensors``, or numbered shards of at most ``max_bytes`` and their index.
+
+    A tensor larger than ``max_bytes`` gets a shard of its own.
+    """
+    groups: list[dict[str, LazyTensor]] = [{}]
+    for name, tensor in tensors.items():
+        if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensor.nbytes > max_bytes:
+            groups.append({})
+        groups[-1][name] = tensor
+    if len(groups) == 1:
+        return [_write_file(folder / "model.safetensors", groups[0])]
+    paths = [
+        _write_file(folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
+        for number, group in enumerate(groups, 1)
+    ]
+    weight_map = {name: path.name for path, group in zip(paths, groups, strict=True) for name in group}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return paths
+
+
+def _write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> Path:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor_bytes(tensor.load(), tensor))
+    return path
+
+
+def read_safetensors(folder: Path) -> dict[str, LazyTensor]:
+    """Weights of a transformers folder: ``model.safetensors`` or the shards that its index names.
+
+    :raises LNSConfigError: a file is missing, truncated or not safetensors, or lacks a tensor of the index.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return _read_file(folder / "model.safetensors")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise LNSConfigError(f"{index} is not an index of shards: {one_line(error)}") from None
+    found: dict[str, LazyTensor] = {}
+    for name in sorted(set(weight_map.values())):
+        found.update(_read_file(folder / name))
+    if lost := sorted(set(weight_map) - set(found)):
+        raise LNSConfigError(f"{folder}: the shards lack {lost[0]}, which {INDEX} lists")
+    return found
+
+
+def _read_file(path: Path) -> dict[str, LazyTensor]:
+    from safetensors import SafetensorError, safe_open
+
+    def load(name: str) -> torch.Tensor:
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                view = file.get_slice(name)
+                if view.get_dtype() not in _DTYPES:
+                    raise LNSConfigError(f"{path}: {name} has dtype {view.get_dtype()}, expected {sorted(_DTYPES)}")
+                dtype = _DTYPES[view.get_dtype()]
+                found[name] = LazyTensor(tuple(view.get_shape()), dtype, lambda name=name: load(name))  # type: ignore[misc]
+    except FileNotFoundError:
+        raise LNSConfigError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise LNSConfigError(f"{path} is truncated or not a safetensors file: {one_line(error)}") from None
+    return found

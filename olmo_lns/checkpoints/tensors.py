@@ -1,0 +1,69 @@
+"""Weights of a checkpoint: read one at a time, and compared with what its config implies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Callable, Mapping
+
+import torch
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.norm.dtypes import DTYPES
+
+__all__ = ["LazyTensor", "check_depth", "check_dtype", "check_shapes"]
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read when it is needed: its shape and dtype are known, its data is not held.
+
+    :param load: reads the tensor into fresh memory; called once for each time it is written.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: object) -> LazyTensor:
+        """The tensor ``function(self)``; ``changes`` names its shape or dtype where they differ."""
+        return replace(self, load=lambda: function(self.load()), **changes)  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def check_depth(layers: int, found: Mapping[str, LazyTensor], source: object) -> None:
+    """Before a name is made for every weight of ``layers`` layers.
+
+    :raises LNSConfigError: there are not even as many weights as layers.
+    """
+    if layers > len(found):
+        raise LNSConfigError(f"{source}: its config says {layers} layers, but it holds only {len(found)} weights")
+
+
+def check_dtype(name: str, dtype: torch.dtype, source: object) -> None:
+    """:raises LNSConfigError: not a plain floating dtype."""
+    if dtype not in (*DTYPES.values(), torch.float64):
+        raise LNSConfigError(
+            f"{source}: {name} is {str(dtype).removeprefix('torch.')}: expected fp32, bf16, fp16 or fp64; quantized "
+            "weights cannot be multiplied exactly"
+        )
+
+
+def check_shapes(found: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], source: object) -> None:
+    """:raises LNSConfigError: keys are missing or unexpected, or a shape or dtype is not what it should be."""
+    for name, tensor in found.items():
+        check_dtype(name, tensor.dtype, source)
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    for problem, names in (("lacks", missing), ("holds unexpected", extra)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise LNSConfigError(
+                f"{source} {problem} the weight {names[0]}{more}: it is damaged, or not the model of its config"
+            )
+    for name, shape in expected.items():
+        if tuple(found[name].shape) != tuple(shape):
+            raise LNSConfigError(
+                f"{source}: {name} has shape {tuple(found[name].shape)}, but its config implies {tuple(shape)}"
+            )

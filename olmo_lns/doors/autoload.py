@@ -1,0 +1,166 @@
+"""Run something right after a module has been imported, and load plugins for the frameworks.
+
+At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path``, where it
+stays. It imports nothing; when a name of :data:`WATCHED` is imported for the first time it hands
+over to this module, which loads the framework's group of entry points as soon as the framework is
+there. A plugin that fails, fails the import, and every later import too: a launch must not go on
+without it.
+
+What other imports see is never changed: no finder is removed or replaced, so that threads that
+walk ``sys.meta_path`` meanwhile miss none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Callable, Sequence
+
+from olmo_lns.environment import DISABLE, check, is_set
+from olmo_lns.errors import LNSError
+
+__all__ = ["PLUGIN_GROUPS", "WATCHED", "PluginError", "activate", "autoload_active", "load_plugins", "on_import"]
+
+#: Module whose import loads a group of entry points -> the group.
+PLUGIN_GROUPS = {
+    "olmo": "olmo.plugins",
+    "olmo_core": "olmo_core.plugins",
+    "megatron.core": "megatron.plugins",
+    "megatron.training": "megatron.plugins",
+    "megatron.post_training": "megatron.plugins",
+    # A converter of OLMo's imports this and never OLMo (olmo_lns.export.guards).
+    "transformers.models.olmo.configuration_olmo": "transformers.plugins",
+    # The auto classes, by which a model type of ours is found.
+    "transformers.models.auto.configuration_auto": "transformers.plugins",
+}
+#: The same, loaded before the module is executed: it holds what is to be guarded, or imports it while it runs.
+EARLY_GROUPS = {
+    "hf_olmo": "converters.plugins",
+    "convert_olmo_to_hf_new": "converters.plugins",
+    "scripts.convert_olmo_to_hf_new": "converters.plugins",
+}
+#: What the start-up finder looks for, in ``olmo_lns_autoload.pth`` by the same names.
+WATCHED = ("olmo", "olmo_core", "megatron", "transformers", *EARLY_GROUPS)
+
+_callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
+_loaded_groups: set[str] = set()
+_activated: set[str] = set()
+
+
+class PluginError(LNSError):
+    """A plugin raised while its framework was being imported."""
+
+
+class _PostImportFinder:
+    """What watches where the start-up hook does not run (``-S``, ``pip --target``)."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return find_spec(name, path, target)
+
+
+def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    """Find nothing, but arrange that the callbacks of module ``name`` run after its ``exec_module``.
+
+    They are kept until all of them have run without an error: a module whose import failed with one of ours does so
+    again the next time.
+    """
+    if name in EARLY_GROUPS:
+        load_plugins(EARLY_GROUPS[name])
+    if name not in _callbacks:
+        return None
+    spec = _real_spec(name, path, target)
+    if spec is None or spec.loader is None:
+        return spec
+    execute = spec.loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        for callback in _callbacks.get(name, ()):  # the list grows where a callback asks for another of this module
+            callback(module)
+        _callbacks.pop(name, None)
+
+    # On the instance: the loader keeps its class, so inspect, pickle and runpy see nothing new.
+    spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    return spec
+
+
+def _real_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        # Python 3.12 passes over a finder that has only the find_module of long ago; so do we.
+        search = getattr(finder, "find_spec", None)
+        if search is None or isinstance(finder, _PostImportFinder) or _is_start_up_finder(finder):
+            continue
+        if (spec := search(name, path, target)) is not None:
+            return spec
+    return None
+
+
+def _is_start_up_finder(finder: Any) -> bool:
+    return bool(getattr(finder, "olmo_lns_start_up", False))
+
+
+def on_import(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call ``callback(module)`` right after module ``name`` is executed, or now if it already is.
+
+    An exception of the callback fails the import of ``name``.
+    """
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        callback(module)
+        return
+    _callbacks.setdefault(name, []).append(callback)
+    if not any(isinstance(finder, _PostImportFinder) or _is_start_up_finder(finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PostImportFinder())
+
+
+def activate() -> None:
+    """Arrange that each framework loads its plugins when it is imported. Idempotent."""
+    for name, group in PLUGIN_GROUPS.items():
+        if group not in _loaded_groups and name not in _activated:
+            _activated.add(name)
+            on_import(name, lambda module, group=group: load_plugins(group))  # type: ignore[misc]
+
+
+def load_plugins(group: str) -> None:
+    """Load and call every entry point of ``group``, once per process.
+
+    :raises PluginError: a plugin cannot be loaded or raised; it names the plugin.
+    """
+    if group in _loaded_groups or is_set(DISABLE) or _is_namesake(group):
+        return
+    check()
+    _loaded_groups.add(group)
+    for entry in {e.value: e for e in importlib.metadata.entry_points(group=group)}.values():
+        try:
+            entry.load()()
+        except Exception as error:
+            _loaded_groups.discard(group)
+            raise PluginError(
+                f"plugin {entry.name!r} ({entry.value}, group {group}) failed: {error} "
+                f"[{DISABLE}=1 starts without olmo-lns]"
+            ) from error
+
+
+def _is_namesake(group: str) -> bool:
+    """PyPI has other packages called ``olmo``; only AI2's has a model and a training config."""
+    if group != "olmo.plugins":
+        return False
+    module = sys.modules.get("olmo")
+    return module is not None and not (hasattr(module, "OLMo") or hasattr(module, "TrainConfig"))
+
+
+def autoload_active() -> bool:
+    """Whether the start-up hook ran in this interpreter (it does not under ``-S`` or ``-I -S``)."""
+    return any(_is_start_up_finder(finder) for finder in sys.meta_path)
+
+
+def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    """What the start-up finder asks: from the first watched name on, and whenever this module is there already."""
+    if name in WATCHED and not is_set(DISABLE):
+        activate()
+    return find_spec(name, path, target)

@@ -1,0 +1,201 @@
+"""The settings, and how they travel: command line -> args -> TransformerConfig -> checkpoint.
+
+The attribute names are the same on ``args``, on the config and in a saved checkpoint. LayerNorm Scaling is written in
+the two attributes of its own, whichever way it was given; every other scheme in ``norm_scheme``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.record import Record
+from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale, names, parse
+
+__all__ = ["FLAGS", "VISION", "Settings", "add_flags"]
+
+#: Option strings, in the order of ``Settings``' fields.
+FLAGS = (
+    "--layernorm-scaling",
+    "--layernorm-scaling-exponent",
+    "--layernorm-scaling-keep-scaled-init",
+    "--no-scaled-init",
+    "--norm-scheme",
+)
+
+#: Mark of a config whose vision tower is to be scaled too.
+VISION = "layernorm_scaling_vision"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    :param layernorm_scaling_exponent: None where nothing was said (then 0.5, the paper's).
+    :param norm_scheme: a scheme as it is spelled, ``""`` where nothing was said; never ``lns``, see :meth:`of`.
+    """
+
+    layernorm_scaling: bool = False
+    layernorm_scaling_exponent: float | None = None
+    layernorm_scaling_keep_scaled_init: bool = False
+    no_scaled_init: bool = False
+    norm_scheme: str = ""
+
+    @classmethod
+    def of(cls, holder: Any) -> Settings:
+        """Read from parsed arguments, a ``TransformerConfig`` or the arguments of a checkpoint.
+
+        :raises LNSConfigError: an unknown scheme, or two schemes.
+        """
+        exponent = getattr(holder, "layernorm_scaling_exponent", None)
+        return cls(
+            bool(getattr(holder, "layernorm_scaling", False)),
+            None if exponent is None else float(exponent),
+            bool(getattr(holder, "layernorm_scaling_keep_scaled_init", False)),
+            bool(getattr(holder, "no_scaled_init", False)),
+            str(getattr(holder, "norm_scheme", None) or ""),
+        )._with_one_spelling()
+
+    @classmethod
+    def of_scheme(cls, scheme: Scheme, *, keep_scaled_init: bool = False) -> Settings:
+        """Those of ``scheme``, as :meth:`of` reads them."""
+        return cls(False, None, keep_scaled_init, False, str(scheme))._with_one_spelling()
+
+    def _with_one_spelling(self) -> Settings:
+        """``lns`` in its own two attributes, any other scheme as it is written."""
+        if not self.norm_scheme:
+            return self
+        try:
+            scheme = parse(self.norm_scheme)
+        except LNSConfigError as error:
+            raise LNSConfigError(f"{FLAGS[4]}: {error}") from None
+        if scheme.name != LNS.name:
+            if self.layernorm_scaling:
+                raise LNSConfigError(f"{FLAGS[0]} is short for {FLAGS[4]} lns, but {FLAGS[4]} {scheme} was given too.")
+            return replace(self, norm_scheme=str(scheme))
+        exponent = scheme.parameters["exponent"]
+        if self.layernorm_scaling_exponent not in (None, exponent):
+            raise LNSConfigError(
+                f"{FLAGS[1]} is {self.layernorm_scaling_exponent:g}, but {FLAGS[4]} {self.norm_scheme} has exponent "
+                f"{exponent:g}: give one of them."
+            )
+        return replace(self, layernorm_scaling=True, layernorm_scaling_exponent=exponent, norm_scheme="")
+
+    def store(self, holder: Any) -> None:
+        """Write all attributes, the exponent as the number that is used."""
+        holder.layernorm_scaling = self.layernorm_scaling
+        holder.layernorm_scaling_exponent = self.exponent
+        holder.layernorm_scaling_keep_scaled_init = self.layernorm_scaling_keep_scaled_init
+        holder.no_scaled_init = self.no_scaled_init
+        holder.norm_scheme = self.norm_scheme
+
+    @property
+    def exponent(self) -> float:
+        return DEFAULT_EXPONENT if self.layernorm_scaling_exponent is None else self.layernorm_scaling_exponent
+
+    @property
+    def scheme(self) -> Scheme:
+        if self.layernorm_scaling:
+            return Scheme.of(LNS.name, exponent=self.exponent)
+        return parse(self.norm_scheme) if self.norm_scheme else PRE_LN
+
+    @property
+    def active(self) -> bool:
+        """Whether the blocks get anything."""
+        return not self.scheme.is_pre_ln
+
+    @property
+    def flag(self) -> str:
+        """The option that asks for the scheme, as it may be written."""
+        return FLAGS[0] if self.layernorm_scaling else f"{FLAGS[4]} {self.norm_scheme}"
+
+    @property
+    def scaled_init_off(self) -> bool:
+        """Whether the residual output projections get plain initialization."""
+        return self.no_scaled_init or (self.active and not self.layernorm_scaling_keep_scaled_init)
+
+    def check(self) -> Settings:
+        """:raises LNSConfigError: the settings contradict each other."""
+        if self.layernorm_scaling_keep_scaled_init and self.no_scaled_init:
+            raise LNSConfigError(f"{FLAGS[2]} and {FLAGS[3]} contradict each other: give one of them.")
+        try:
+            lns_scale(1, exponent=self.exponent)
+        except ValueError as error:
+            raise LNSConfigError(f"{FLAGS[1]}: {error}") from None
+        if not self.layernorm_scaling and self.exponent != DEFAULT_EXPONENT:
+            raise LNSConfigError(f"{FLAGS[1]} was given without {FLAGS[0]}: add {FLAGS[0]}, or drop it.")
+        if not self.active and self.layernorm_scaling_keep_scaled_init:
+            raise LNSConfigError(f"{FLAGS[2]} was given without {FLAGS[0]} or {FLAGS[4]}: add one, or drop it.")
+        return self
+
+    def filled_from(self, saved: Settings) -> Settings:
+        """These settings, with everything that was not given on the command line taken from ``saved``."""
+        ours = self
+        if not self.layernorm_scaling and not self.norm_scheme:
+            ours = replace(self, layernorm_scaling=saved.layernorm_scaling, norm_scheme=saved.norm_scheme)
+        if ours.layernorm_scaling and saved.layernorm_scaling and ours.layernorm_scaling_exponent is None:
+            ours = replace(ours, layernorm_scaling_exponent=saved.exponent)
+        if not (ours.no_scaled_init or ours.layernorm_scaling_keep_scaled_init):
+            ours = replace(
+                ours,
+                no_scaled_init=saved.no_scaled_init,
+                layernorm_scaling_keep_scaled_init=ours.active and saved.layernorm_scaling_keep_scaled_init,
+            )
+        return ours
+
+    def record(self, holder: Any = None) -> Record:
+        """What identifies the model; ``layernorm_scaling_folded`` of ``holder`` marks folded weights.
+
+        Folded weights of another scheme than LayerNorm Scaling have its name in ``norm_scheme_folded``.
+        """
+        if not getattr(holder, "layernorm_scaling_folded", False):
+            return Record(self.scheme, scaled_init=self.initialization)
+        name = getattr(holder, "norm_scheme_folded", None)
+        scheme = parse(name) if name else Scheme.of(LNS.name, exponent=self.exponent)
+        return Record(scheme, scaled_init=self.initialization, folded=True)
+
+    @property
+    def initialization(self) -> str:
+        """One of :data:`olmo_lns.schemes.INITIALIZATIONS`; Megatron's own is scaled."""
+        return "plain" if self.scaled_init_off else "upstream"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our options, in a group of their own."""
+    group = parser.add_argument_group("LayerNorm Scaling", "olmo-lns: y = l**-exponent * Norm(x) in block l")
+    group.add_argument(
+        FLAGS[4],
+        type=str,
+        default=None,
+        metavar="NAME[:KEY=VALUE,...]",
+        help=f"How the blocks normalise: one of {', '.join(names())} (some are refused here, with the reason), with "
+        f"parameters as in lns:exponent=0.25. {FLAGS[0]} is short for lns.",
+    )
+    group.add_argument(
+        FLAGS[0],
+        action="store_true",
+        help="Multiply both norms of block l (1-based, global) by 1/sqrt(l) and initialize the residual "
+        "output projections like every other matrix (arXiv 2502.05795).",
+    )
+    group.add_argument(
+        FLAGS[1],
+        type=float,
+        default=None,
+        metavar="P",
+        help=f"Use l**-P instead of 1/sqrt(l). Default: {DEFAULT_EXPONENT} (with --use-checkpoint-args: as saved).",
+    )
+    group.add_argument(
+        FLAGS[2],
+        action="store_true",
+        help="Keep Megatron's std/sqrt(2L) for the residual output projections together with "
+        f"{FLAGS[0]} or {FLAGS[4]} (the paper's ablation).",
+    )
+    group.add_argument(
+        FLAGS[3],
+        action="store_true",
+        help="Initialize the residual output projections like every other matrix, without std/sqrt(2L); "
+        f"works without {FLAGS[0]}.",
+    )
+    return parser

@@ -1,0 +1,81 @@
+"""Every environment variable of this package: name, what it does, and nothing else reads ``OLMO_LNS_*``.
+
+A variable with our prefix that is not listed here is a typing error that would otherwise pass in
+silence: :func:`check` refuses it, and every entry (command line, launcher, plugin) calls it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from olmo_lns.errors import LNSConfigError, did_you_mean
+
+__all__ = [
+    "ALLOW_MISMATCH",
+    "ALLOW_UNVERIFIED",
+    "DISABLE",
+    "INITIALIZATION",
+    "MONITOR",
+    "NORM_BACKEND",
+    "SCHEME",
+    "VARIABLES",
+    "check",
+    "describe",
+    "is_set",
+    "read",
+]
+
+PREFIX = "OLMO_LNS_"
+
+ALLOW_MISMATCH = "OLMO_LNS_ALLOW_MISMATCH"
+ALLOW_UNVERIFIED = "OLMO_LNS_ALLOW_UNVERIFIED"
+DISABLE = "OLMO_LNS_DISABLE"
+INITIALIZATION = "OLMO_LNS_INITIALIZATION"
+MONITOR = "OLMO_LNS_MONITOR"
+NORM_BACKEND = "OLMO_LNS_NORM_BACKEND"
+SCHEME = "OLMO_LNS_SCHEME"
+
+#: Name -> what it does, in one line; the help texts and ``olmo-lns doctor`` are made from it.
+VARIABLES = {
+    ALLOW_MISMATCH: "comma-separated differences between a checkpoint and this run that are accepted by name",
+    ALLOW_UNVERIFIED: "1 runs on upstream code that was never verified",
+    DISABLE: "1 keeps the installed plugin out of every interpreter",
+    INITIALIZATION: "'upstream' keeps scaled initialization under a scheme, 'plain' takes it off without one",
+    MONITOR: "logs the variance of each block's output while OLMo trains, for example 'every=100'",
+    NORM_BACKEND: "which implementation runs the norms: auto, te or torch",
+    SCHEME: "parameters of a scheme that the config names without any, for example 'lns:exponent=0.25'",
+}
+
+#: Words that one might look for among the names -> where that is set.
+_ELSEWHERE = {"EXPONENT": f"{SCHEME}=lns:exponent=...", "SCALED_INIT": f"{INITIALIZATION}=..."}
+
+
+def read(name: str) -> str:
+    """The value without surrounding blanks; ``""`` where the variable is not set."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not in the list of variables")
+    return os.environ.get(name, "").strip()
+
+
+def is_set(name: str) -> bool:
+    """Whether a switch is on: its value is ``1``."""
+    return read(name) == "1"
+
+
+def check() -> None:
+    """:raises LNSConfigError: an ``OLMO_LNS_*`` variable is set that nothing reads, with the nearest that is."""
+    # Without the prefix, which would make any two of them look alike.
+    known = {name.removeprefix(PREFIX): name for name in VARIABLES} | _ELSEWHERE
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            hint = did_you_mean(name.removeprefix(PREFIX), known, spell=known.__getitem__)
+            raise LNSConfigError(
+                f"environment variable {name} is unknown{hint}: "
+                f"known are {', '.join(sorted(VARIABLES))}. Unset it, or correct its name."
+            )
+
+
+def describe() -> str:
+    """The list, for a help text."""
+    width = max(map(len, VARIABLES))
+    return "environment:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in sorted(VARIABLES.items()))

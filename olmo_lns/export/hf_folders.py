@@ -1,0 +1,163 @@
+"""Model folders that carry a scheme: made fresh, or from an OLMo checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Mapping
+
+from olmo_lns import hub
+from olmo_lns.doors.transformers.configs import available, config_class, record_of, stock_config_class
+from olmo_lns.doors.transformers.families import FAMILIES, stock_type
+from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
+from olmo_lns.schemes.initialization import resolve
+
+__all__ = ["Fresh", "import_olmo", "init", "lns_config"]
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A model to make.
+
+    :param source: folder or hub name with a ``config.json``, or a model type. :param changes: of that config.
+    :param head: ``CausalLM``, ``SequenceClassification``, …: of transformers' ``AutoModelFor`` classes.
+    :param weights: whether to draw them; else config and tokenizer only.
+    """
+
+    source: str
+    scheme: str = "lns"
+    initialization: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    head: str = "CausalLM"
+    weights: bool = True
+    seed: int = 0
+    dtype: str = "fp32"
+
+
+def init(fresh: Fresh, output: Path) -> list[str]:
+    """``olmo-lns hf init``: write config, tokenizer and fresh weights into a new folder; returns the report."""
+    import torch
+    import transformers
+
+    from olmo_lns.doors.transformers.sites import require_supported
+    from olmo_lns.export.atomic import atomic_folder
+    from olmo_lns.norm.dtypes import DTYPES
+
+    config = lns_config(_stock_config(fresh.source, dict(fresh.changes)), fresh.scheme, fresh.initialization)
+    family = FAMILIES[stock_type(config.model_type)]
+    record = record_of(config)
+    require_supported(family, record.scheme, config.num_hidden_layers)
+    name = f"AutoModelFor{fresh.head}"
+    if not hasattr(transformers, name):
+        raise LNSConfigError(f"--head {fresh.head}: transformers has no {name}")
+    lines = [f"{config.model_type}: {record}"]
+    with atomic_folder(output) as folder:
+        lines += _copy_tokenizer(fresh.source, folder)
+        if not fresh.weights:
+            config.save_pretrained(folder)
+            return [*lines, "no weights: build it with AutoModelForCausalLM.from_config"]
+        torch.manual_seed(fresh.seed)
+        try:
+            model = getattr(transformers, name).from_config(config)
+        except ValueError as error:
+            raise LNSConfigError(f"--head {fresh.head}: {one_line(error)}") from error
+        model.to(DTYPES[fresh.dtype]).save_pretrained(folder)
+        count = sum(parameter.numel() for parameter in model.parameters())
+    return [*lines, f"{type(model).__name__}: {count:,} parameters, {fresh.dtype}, seed {fresh.seed}"]
+
+
+def _stock_config(source: str, changes: dict[str, Any]) -> Any:
+    """The config of a folder or hub name, or the default one of a model type."""
+    from transformers import AutoConfig
+
+    known = {family.model_type: family for family in available()}
+    try:
+        if source in known and not Path(source).exists():
+            return stock_config_class(known[source])(**changes)
+        config = AutoConfig.from_pretrained(source, local_files_only=hub.cached_only(source, "config.json"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LNSConfigError(f"{source}: no config could be read: {one_line(error)}") from error
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            raise LNSConfigError(f"--set {name}: {type(config).__name__} has none{did_you_mean(name, vars(config))}")
+        setattr(config, name, value)
+    return config
+
+
+def lns_config(config: Any, scheme: str, initialization: str = "") -> Any:
+    """A config of ours with the values of a stock one.
+
+    :raises LNSConfigError: a family that the door does not know, or a config that has a scheme.
+    """
+    known = {family.model_type: family for family in available()}
+    if config.model_type not in known:
+        raise LNSConfigError(
+            f"model_type {config.model_type!r}{did_you_mean(config.model_type, known)}: "
+            f"the transformers door knows {', '.join(known)}"
+        )
+    if (present := record_of(config)).folded:
+        raise LNSConfigError(f"the config is of {present}: start from one without a scheme")
+    wanted = parse(scheme)
+    if wanted.is_pre_ln:
+        raise LNSConfigError("scheme preln is the stock model: transformers' from_config makes it")
+    record = Record(wanted, "", resolve(initialization, wanted))
+    values = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+    return config_class(known[config.model_type])(**values, lns_record=record.as_dict())
+
+
+def _copy_tokenizer(source: str, folder: Path) -> list[str]:
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if source in FAMILIES or not any(cached_file(source, name, **quiet) for name in names):
+        return [f"no tokenizer: {source} has none"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"no tokenizer: {one_line(error)}"]
+    tokenizer.save_pretrained(folder)
+    return [f"tokenizer: {type(tokenizer).__name__} of {source}"]
+
+
+def import_olmo(folder: Path, output: Path, *, dtype: str | None = None, tokenizer: str | None = None) -> list[str]:
+    """``olmo-lns hf import``: an OLMo checkpoint with its factors outside the weights; returns the report.
+
+    :raises LNSConfigError: a Pre-LN checkpoint, or an architecture that no class of transformers has.
+    """
+    from olmo_lns.checkpoints.olmo import OLMoCheckpoint
+    from olmo_lns.export import huggingface
+    from olmo_lns.export import tokenizer as tokenizers
+    from olmo_lns.export.atomic import atomic_folder
+    from olmo_lns.export.fold import Rounding, scaled
+    from olmo_lns.export.olmo import factors_of
+    from olmo_lns.norm.dtypes import DTYPES
+
+    checkpoint, rounding = OLMoCheckpoint.open(folder), Rounding()
+    saved, model = checkpoint.record, checkpoint.architecture
+    if saved.scheme.is_pre_ln:
+        raise LNSConfigError(f"{folder} is Pre-LN: olmo-lns export --format hf makes a stock model of it")
+    # Refuses what our blocks of transformers do not have; the factors themselves only where they are inside.
+    factors = factors_of(checkpoint, saved.scheme)
+    factors = factors if saved.folded else {}
+    inverse = {name: 1 / factor for name, factor in factors.items()}
+    weights = huggingface.to_huggingface(
+        model, scaled(checkpoint.tensors, inverse, rounding, DTYPES[dtype] if dtype else None)
+    )
+    values = huggingface.transformers_config(model, huggingface.dominant_dtype(weights), Record())
+    kind = str(values.pop("model_type"))
+    if kind not in FAMILIES:
+        raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers door does not know")
+    record = Record(saved.scheme, saved.norm, saved.scaled_init)
+    config = config_class(FAMILIES[kind])(**values, lns_record=record.as_dict())
+    config.architectures = [f"LNS{name}" for name in values["architectures"]]
+    identifier = tokenizer or (checkpoint.config.get("tokenizer") or {}).get("identifier")
+    with atomic_folder(output) as out:
+        note = tokenizers.write_tokenizer(out, identifier, config=values, beside=folder)
+        huggingface.write_huggingface(out, weights, values, max_shard_bytes=5_000_000_000)
+        config.save_pretrained(out)
+    state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
+    return [f"{config.model_type}: {record}", state, note]

@@ -1,0 +1,67 @@
+"""What an export is asked for, as one value: the command line is read in ``cli`` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from olmo_lns.export.fold import Rounding
+
+__all__ = ["FORMATS", "HF", "MEGATRON", "OLMO", "OLMO_CORE", "OLMO_UNSHARDED", "Options", "Target"]
+
+OLMO, OLMO_UNSHARDED, OLMO_CORE, HF, MEGATRON = FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
+
+
+@dataclass(frozen=True)
+class Options:
+    """:param output: the folder to create. :param format: one of :data:`FORMATS`.
+
+    :param dtype: of the weights written, None as they are.
+    :param exponent: of the factor, only where the checkpoint does not say it.
+    :param tokenizer: a file, folder or hub name, or ``none``; None: the checkpoint's own.
+    :param max_shard_size: bytes of a safetensors file.
+    :param drop_optimizer: ``--unfold`` leaves the optimizer's moments out.
+    :param rounding: keeps account of what the export changes.
+    """
+
+    output: str
+    format: str = OLMO
+    dtype: torch.dtype | None = None
+    exponent: float | None = None
+    tokenizer: str | None = None
+    max_shard_size: int = 5_000_000_000
+    drop_optimizer: bool = False
+    rounding: Rounding = field(default_factory=Rounding)
+
+
+class Target(Protocol):
+    """An export that can be made: what it is made of was read and checked, and nothing is written yet."""
+
+    def __call__(self, out: Path, /) -> list[str]:
+        """Write it into the empty folder ``out``; returns what is worth telling, one line each."""
+        ...
+
+
+class Source(Protocol):
+    """A kind of checkpoint, as :data:`olmo_lns.export.sources.SOURCES` lists them."""
+
+    name: str
+
+    def recognises(self, folder: Path) -> bool:
+        """Whether ``folder`` holds such a checkpoint."""
+        ...
+
+    def fold(self, folder: Path, options: Options) -> Target:
+        """The checkpoint with its factors inside the weights. :raises LNSConfigError: refused."""
+        ...
+
+    def unfold(self, folder: Path, options: Options) -> Target:
+        """A folded checkpoint with its factors outside again. :raises LNSConfigError: refused."""
+        ...
+
+    def model(self, folder: Path) -> Any:
+        """The model with its factors, in fp32: a module that gives logits. :raises LNSConfigError: refused."""
+        ...

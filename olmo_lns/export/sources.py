@@ -1,0 +1,132 @@
+"""The kinds of checkpoints that are exported: for each, how it is recognised, folded, unfolded and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from olmo_lns.checkpoints.megatron import MegatronCheckpoint, is_megatron
+from olmo_lns.checkpoints.olmo import OLMoCheckpoint, checkpoints_inside, is_olmo
+from olmo_lns.checkpoints.olmo_core import is_olmo_core
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export import authors, from_olmo, megatron, olmo_core, olmo_core_unfold, transformers_folder, unfold
+from olmo_lns.export.hooked import hooked_llama
+from olmo_lns.export.options import Options, Source, Target
+from olmo_lns.schemes import LNS, PRE_LN
+
+__all__ = ["SOURCES", "source_of"]
+
+
+class _OLMo:
+    name = "olmo"
+
+    def recognises(self, folder: Path) -> bool:
+        return is_olmo(folder)
+
+    def fold(self, folder: Path, options: Options) -> Target:
+        return from_olmo.olmo_target(folder, options)
+
+    def unfold(self, folder: Path, options: Options) -> Target:
+        return unfold.olmo_target(folder, options)
+
+    def model(self, folder: Path) -> Any:
+        from olmo_lns.models.olmo import open_olmo
+
+        OLMoCheckpoint.open(folder)  # its weights against its config, as for an export
+        return open_olmo(folder)
+
+
+class _OLMoCore:
+    name = "olmo-core"
+
+    def recognises(self, folder: Path) -> bool:
+        return is_olmo_core(folder)
+
+    def fold(self, folder: Path, options: Options) -> Target:
+        return olmo_core.target(folder, options)
+
+    def unfold(self, folder: Path, options: Options) -> Target:
+        return olmo_core_unfold.unfold_target(folder, options)
+
+    def model(self, folder: Path) -> Any:
+        from olmo_lns.models.olmo_core import open_olmo_core
+
+        return open_olmo_core(folder)
+
+
+class _Megatron:
+    name = "megatron"
+
+    def recognises(self, folder: Path) -> bool:
+        return is_megatron(folder)
+
+    def fold(self, folder: Path, options: Options) -> Target:
+        return megatron.target(folder, options)
+
+    def unfold(self, folder: Path, options: Options) -> Target:
+        return unfold.megatron_target(folder, options)
+
+    def model(self, folder: Path) -> Any:
+        checkpoint = MegatronCheckpoint.open(folder)
+        scheme = checkpoint.record.scheme if checkpoint.record.active else PRE_LN
+        return hooked_llama(*checkpoint.as_olmo(), scheme=scheme)
+
+
+class _Transformers:
+    name = "transformers"
+
+    def recognises(self, folder: Path) -> bool:
+        return transformers_folder.is_ours(folder)
+
+    def fold(self, folder: Path, options: Options) -> Target:
+        return transformers_folder.target(folder, options)
+
+    def unfold(self, folder: Path, options: Options) -> Target:
+        raise _not_unfolded(self)
+
+    def model(self, folder: Path) -> Any:
+        return transformers_folder.load(folder).float().eval()
+
+
+class _Authors:
+    """The paper's LLaMA code; its files say nothing about the norms, so it is never recognised."""
+
+    name = "authors"
+
+    def recognises(self, folder: Path) -> bool:
+        return False
+
+    def fold(self, folder: Path, options: Options) -> Target:
+        return authors.target(folder, options)
+
+    def unfold(self, folder: Path, options: Options) -> Target:
+        raise _not_unfolded(self)
+
+    def model(self, folder: Path) -> Any:
+        return hooked_llama(*authors.unfolded(folder), scheme=LNS)
+
+
+#: In the order in which a folder is looked at.
+SOURCES: tuple[Source, ...] = (_OLMo(), _OLMoCore(), _Megatron(), _Transformers(), _Authors())
+
+
+def source_of(folder: Path, name: str = "auto") -> Source:
+    """The kind called ``name``, or the one that recognises ``folder``.
+
+    :raises LNSConfigError: no folder, or no checkpoint.
+    """
+    if not folder.is_dir():
+        raise LNSConfigError(f"{folder} is not a folder: give a checkpoint folder")
+    for source in SOURCES:
+        if source.name == name or (name == "auto" and source.recognises(folder)):
+            return source
+    if inside := checkpoints_inside(folder):
+        raise LNSConfigError(f"{folder} is the folder of a run; give one of its checkpoints: {', '.join(inside)}")
+    raise LNSConfigError(
+        f"{folder} holds neither config.yaml (OLMo), config.json and model_and_optim (OLMo-core) nor an iter_* "
+        "folder or metadata.json (Megatron): not a checkpoint (the paper's LLaMA: say --source authors)"
+    )
+
+
+def _not_unfolded(source: Source) -> LNSConfigError:
+    return LNSConfigError(f"--unfold reads OLMo, OLMo-core and Megatron checkpoints, not --source {source.name}")

@@ -1,0 +1,144 @@
+"""Open an export as somebody without this package would: in stock transformers, or in stock OLMo."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from olmo_lns.doors.autoload import DISABLE
+from olmo_lns.errors import LNSConfigError, one_line
+
+__all__ = ["StockOLMo", "open_export"]
+
+_PROGRAM = Path(__file__).with_name("stock_olmo.py")
+
+
+class StockOLMo:
+    """An OLMo export in a process of its own, in which this package's plugin is not loaded.
+
+    :param dtype: what the weights are run in.
+    :raises LNSConfigError: stock OLMo cannot load the folder.
+    """
+
+    def __init__(self, folder: Path, dtype: Any) -> None:
+        self.folder, self.dtype = folder, dtype
+        # The program's text, not its file: the folder of the file must not get on the module path.
+        program = f"import sys; sys.path[:] = {sys.path!r}\n" + _PROGRAM.read_text(encoding="utf-8").replace(
+            "from __future__ import annotations\n", ""
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, str(folder), str(dtype).removeprefix("torch.")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, DISABLE: "1"},
+        )
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> StockOLMo:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def __call__(self, ids: Any) -> tuple[Any, str | None]:
+        """Logits (1, length, embeddings) in float32 of ``ids`` (1, length), and the first module not finite."""
+        import torch
+
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its answer says why
+            self._process.stdin.write(json.dumps(ids[0].tolist()).encode() + b"\n")
+            self._process.stdin.flush()
+        header = self._answer()
+        size = 4 * torch.Size(header["shape"]).numel()
+        data = bytearray(self._process.stdout.read(size))
+        if len(data) < size:
+            raise LNSConfigError(f"{self.folder}: stock OLMo ended with exit code {self._process.wait()}")
+        return torch.frombuffer(data, dtype=torch.float32).view(header["shape"]), header["not_finite"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise LNSConfigError(f"{self.folder}: stock OLMo ended with exit code {self._process.wait()}")
+        header: dict[str, Any] = json.loads(line)
+        if "error" in header:
+            raise LNSConfigError(f"{self.folder}: stock OLMo cannot run it: {one_line(header['error'])}")
+        return header
+
+
+def open_export(folder: Path) -> tuple[Any, int, int]:
+    """The export in stock code, its number of tokens and the longest prompt that it takes.
+
+    :raises LNSConfigError: no export, or one that stock software cannot run, or would run without the factor.
+    """
+    from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint, is_olmo_core
+
+    if is_olmo_core(folder):
+        from olmo_lns.models.olmo_core import open_olmo_core
+
+        core = OLMoCoreCheckpoint.open(folder)
+        if core.record.active:
+            raise LNSConfigError(
+                f"{folder} is an OLMo-core checkpoint with our block, not an export: expected what olmo-lns "
+                "export made of one (usage: olmo-lns verify CHECKPOINT EXPORT)"
+            )
+        model = open_olmo_core(folder).to(next(iter(core.tensors.values())).dtype)
+        return model, model.vocab_size, 1 << 30
+    if (folder / "config.json").is_file():
+        return _transformers(folder)
+    if (folder / "config.yaml").is_file():
+        from olmo_lns.checkpoints.olmo import OLMoCheckpoint
+        from olmo_lns.export import fold_schemes
+        from olmo_lns.models.olmo import open_olmo
+
+        checkpoint = OLMoCheckpoint.open(folder)
+        scheme, layers = checkpoint.record.scheme, checkpoint.architecture.n_layers
+        if checkpoint.record.active and fold_schemes.obstacle(scheme, layers):
+            # No stock software runs it: what there is to compare is our own model of its weights.
+            loaded: Any = open_olmo(folder).to(next(iter(checkpoint.tensors.values())).dtype)
+            return loaded, checkpoint.architecture.vocab_size, checkpoint.architecture.max_sequence_length
+        if checkpoint.record.active:
+            raise LNSConfigError(
+                f"{folder} is an LNS checkpoint, which stock OLMo cannot run: expected what olmo-lns export made of "
+                "one (usage: olmo-lns verify CHECKPOINT EXPORT)"
+            )
+        model, dtype = checkpoint.architecture, next(iter(checkpoint.tensors.values())).dtype
+        return StockOLMo(folder, dtype), model.vocab_size, model.max_sequence_length
+    raise LNSConfigError(
+        f"{folder} holds neither config.json nor config.yaml: verify reads Hugging Face, OLMo and OLMo-core exports "
+        "(a folded Megatron checkpoint can be exported with --format hf and verified so)"
+    )
+
+
+def _transformers(folder: Path) -> tuple[Any, int, int]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config.get("lns", "folded") != "folded":
+            raise LNSConfigError(
+                f"{folder}/config.json says lns: {config['lns']!r}, which stock transformers drops: expected an export"
+            )
+        how = {"torch_dtype": "auto", "local_files_only": True, "trust_remote_code": False}
+        model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    except LNSConfigError:
+        raise
+    except Exception as error:  # transformers raises almost anything for a folder that it cannot load
+        raise LNSConfigError(f"{folder}: stock transformers cannot load it: {one_line(error)}") from None
+    if not type(model).__module__.startswith("transformers."):
+        raise LNSConfigError(f"{folder} is a {type(model).__module__}.{type(model).__name__}, not stock transformers")
+    return model, model.config.vocab_size, model.config.max_position_embeddings

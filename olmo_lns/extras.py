@@ -1,0 +1,67 @@
+"""What the optional dependencies of this package hold, by its own metadata, and which of them are here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Sequence
+
+from packaging.requirements import Requirement
+
+__all__ = ["IMPORTED_AS", "advice", "extra_of", "names", "problems"]
+
+DISTRIBUTION = "olmo-lns"
+#: Distribution -> the module it is imported as, where the two differ.
+IMPORTED_AS = {
+    "ai2-olmo": "olmo",
+    "ai2-olmo-core": "olmo_core",
+    "lm-eval": "lm_eval",
+    "megatron-core": "megatron",
+    "pyyaml": "yaml",
+    "scikit-learn": "sklearn",
+    "transformer-engine": "transformer_engine",
+}
+
+
+def names() -> list[str]:
+    """The extras, in the order of pyproject.toml."""
+    return importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+
+
+def _requirements(extra: str) -> list[Requirement]:
+    """What ``extra`` adds on this platform."""
+    found = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
+    return [r for r in found if r.marker and r.marker.evaluate({"extra": extra}) and "extra" in str(r.marker)]
+
+
+def _module(requirement: Requirement) -> str:
+    return IMPORTED_AS.get(requirement.name.lower(), requirement.name.replace("-", "_"))
+
+
+def problems(extra: str) -> tuple[list[str], list[str]]:
+    """``(missing, of another version)`` of what an extra asks for; a package on the path without metadata is there."""
+    missing, other = [], []
+    for requirement in _requirements(extra):
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            if importlib.util.find_spec(_module(requirement)) is None:
+                missing.append(requirement.name)
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            other.append(f"{requirement.name} {version} (wanted {requirement.specifier})")
+    return missing, other
+
+
+def extra_of(module: str, preferred: Sequence[str]) -> str | None:
+    """The extra that brings the top-level ``module``: one of ``preferred`` if it does, else any; None for none."""
+    for extra in (*preferred, *names()):
+        if any(_module(requirement) == module for requirement in _requirements(extra)):
+            return extra
+    return None
+
+
+def advice(extra: str) -> str:
+    """The command that installs an extra."""
+    isolation = "--no-build-isolation " if extra == "te" else ""
+    return f"pip install {isolation}'{DISTRIBUTION}[{extra}]'"

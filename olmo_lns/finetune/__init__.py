@@ -1,0 +1,1 @@
+"""The papers' fine-tuning: its data, and the seven tasks it is judged by."""

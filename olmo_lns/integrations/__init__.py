@@ -1,1 +1,0 @@
-"""Bindings of LayerNorm Scaling to training frameworks."""

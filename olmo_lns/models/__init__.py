@@ -1,0 +1,1 @@
+"""Models as they are opened and taken apart: one loader for ``analyze`` and ``verify``."""

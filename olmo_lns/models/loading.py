@@ -1,0 +1,213 @@
+"""Loading what ``--model`` names: an OLMo or OLMo-core checkpoint, or a Hugging Face folder or hub name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from olmo_lns import hub
+from olmo_lns.errors import LNSError, one_line
+from olmo_lns.models.blocks import find_blocks, is_masked_lm, vocabulary_size
+from olmo_lns.norm.dtypes import DTYPES
+
+__all__ = ["LoadedModel", "load_model", "load_tokenizer", "pick_device"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode with what the diagnostics ask of it.
+
+    :param kind: ``"olmo"``, ``"olmo-core"`` or ``"huggingface"``. :param device: where token ids go.
+    :param max_length: longest sequence it was made for. :param token_dtype: of its raw training data files.
+    :param tokenizer_name: file or name of its own tokenizer, None when unknown.
+    :param eos_token_id: its document end, for tokenizer files that do not say which token that is.
+    """
+
+    model: nn.Module
+    blocks: list[nn.Module]
+    kind: str
+    device: torch.device
+    vocabulary: int
+    max_length: int
+    tokenizer_name: str | None
+    token_dtype: str = "uint16"
+    eos_token_id: int | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, e.g. ``float32``."""
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    @property
+    def masked_lm(self) -> bool:
+        return is_masked_lm(getattr(getattr(self.model, "config", None), "model_type", None))
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` takes CUDA, else MPS, else the CPU."""
+    if name != "auto":
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise LNSError(f"--device: found {name!r}, expected auto, cpu, cuda, cuda:<n> or mps") from None
+        found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+        if (device.index or 0) >= found.get(device.type, 1):
+            raise LNSError(f"--device {name}: found {found[device.type]} {device.type} devices here; use --device cpu")
+        return device
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def load_model(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | None = None,
+    blocks: str | None = None,
+) -> LoadedModel:
+    """Load ``source`` for analysis.
+
+    :param dtype: ``fp32``, ``bf16``, ``fp16``, or ``auto``: as saved.
+    :param device_map: passed to Hugging Face, which then places the weights (needs accelerate).
+    :param blocks: dotted path of the block list, for models outside the table.
+    :raises LNSError: a folder without a config, a model that cannot be loaded, or blocks not found.
+    """
+    folder, place = Path(source), pick_device(device)
+    if (folder / "config.yaml").is_file():
+        if device_map is not None:
+            raise LNSError(f"{source} is an OLMo checkpoint: --device-map is for Hugging Face models, use --device")
+        return _load_olmo(folder, DTYPES.get(dtype), place, blocks)
+    from olmo_lns.checkpoints.olmo_core import is_olmo_core
+
+    if is_olmo_core(folder):
+        return _load_olmo_core(folder, DTYPES.get(dtype), place)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise LNSError(
+            f"{source}: found neither config.yaml (an OLMo checkpoint) nor config.json (a Hugging Face model); "
+            "give the folder that holds one of them"
+        )
+    # A hub name is `name` or `owner/name`; anything else that is not there is a mistyped path.
+    if not folder.exists() and (folder.is_absolute() or source.startswith((".", "~")) or len(folder.parts) > 2):
+        raise LNSError(f"{source}: no such folder; give an OLMo checkpoint, or a Hugging Face folder or hub name")
+    return _load_huggingface(source, DTYPES.get(dtype), place, device_map, blocks)
+
+
+def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, blocks: str | None) -> LoadedModel:
+    from olmo_lns.models.olmo import open_olmo
+
+    if not any((folder / name).exists() for name in ("model.pt", "model_and_optim")):
+        inside = sorted(path.name for path in folder.glob("step*") if (path / "config.yaml").is_file())
+        hint = f"; its checkpoints are {', '.join(inside)}" if inside else ""
+        raise LNSError(f"{folder}: found config.yaml but neither model.pt nor model_and_optim/: no checkpoint{hint}")
+    try:
+        model = open_olmo(folder).to(device)
+        from olmo.config import TrainConfig
+
+        config = TrainConfig.load(folder / "config.yaml", validate_paths=False)
+    except LNSError:
+        raise
+    except (OSError, KeyError, ValueError, RuntimeError, yaml.YAMLError) as error:
+        raise LNSError(f"{folder}: not a loadable OLMo checkpoint: {one_line(error)}") from error
+    if dtype is not None:
+        model = model.to(dtype)
+    return LoadedModel(
+        model=model,
+        blocks=find_blocks(model, blocks),
+        kind="olmo",
+        device=device,
+        vocabulary=vocabulary_size(model),
+        max_length=int(config.model.max_sequence_length),
+        tokenizer_name=config.tokenizer.identifier or None,
+        token_dtype=str(getattr(config.data, "memmap_dtype", None) or "uint16"),
+        eos_token_id=config.model.eos_token_id,
+    )
+
+
+def _load_olmo_core(folder: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
+    from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint
+    from olmo_lns.models.olmo_core import open_olmo_core
+
+    checkpoint = OLMoCoreCheckpoint.open(folder)
+    data = checkpoint.config.get("dataset") or {}
+    tokenizer = data.get("tokenizer") or {}
+    model = open_olmo_core(folder)
+    saved = next(iter(checkpoint.tensors.values())).dtype
+    return LoadedModel(
+        model=model.to(device, dtype or saved).eval(),
+        blocks=find_blocks(model),
+        kind="olmo-core",
+        device=device,
+        vocabulary=model.vocab_size,
+        max_length=int(data.get("sequence_length") or 2048),
+        tokenizer_name=tokenizer.get("identifier"),
+        token_dtype=str(data.get("dtype") or "uint16"),
+        eos_token_id=tokenizer.get("eos_token_id"),
+    )
+
+
+def _load_huggingface(
+    source: str, dtype: torch.dtype | None, device: torch.device, device_map: str | None, blocks: str | None
+) -> LoadedModel:
+    from olmo_lns.doors.transformers import register
+
+    try:
+        import transformers
+    except ImportError:
+        raise LNSError("analysing Hugging Face models needs transformers: pip install 'olmo-lns[analysis]'") from None
+    try:
+        register()  # a model type of ours is found also where the autoload hook did not run
+        known = {"local_files_only": hub.cached_only(source, "config.json")}
+        config = transformers.AutoConfig.from_pretrained(source, **known)
+        masked = is_masked_lm(config.model_type)
+        loader = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+        options = {"device_map": device_map, **known} if device_map else known
+        model = loader.from_pretrained(source, torch_dtype=dtype or "auto", **options)
+    except LNSError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise LNSError(f"{source}: not a loadable Hugging Face model: {one_line(error)}") from error
+    if not device_map:
+        model = model.to(device)
+    return LoadedModel(
+        model=model.eval(),
+        blocks=find_blocks(model, blocks),
+        kind="huggingface",
+        device=model.get_input_embeddings().weight.device,
+        vocabulary=vocabulary_size(model),
+        max_length=int(getattr(config, "max_position_embeddings", None) or 2048),
+        tokenizer_name=source,
+    )
+
+
+def load_tokenizer(name: str | None, eos_token_id: int | None = None) -> Any:
+    """A tokenizer from a ``tokenizer.json`` file, a folder or a hub name.
+
+    :param eos_token_id: document end of a ``tokenizer.json`` file, which does not name it.
+    :raises LNSError: none is known, or it cannot be loaded.
+    """
+    if not name:
+        raise LNSError("this needs a tokenizer and the model names none: give one with --tokenizer")
+    try:
+        import transformers
+    except ImportError:
+        raise LNSError("tokenizing text needs transformers: pip install 'olmo-lns[analysis]'") from None
+    try:
+        if Path(name).is_file():
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=name)
+            if eos_token_id is not None and eos_token_id < len(tokenizer):
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos_token_id)
+            return tokenizer
+        known = hub.cached_only(name, "tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=known)
+    except (LNSError, OSError, ValueError, KeyError, TypeError) as error:
+        raise LNSError(
+            f"{name}: no tokenizer could be loaded ({one_line(error)}); give one with --tokenizer, "
+            "or give --data as token ids"
+        ) from error

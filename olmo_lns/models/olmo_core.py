@@ -1,0 +1,35 @@
+"""An OLMo-core checkpoint as the model it was trained as."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint
+from olmo_lns.errors import LNSConfigError, LNSError
+
+__all__ = ["open_olmo_core"]
+
+
+def open_olmo_core(folder: Path) -> Any:
+    """The model in fp32 on the CPU, built by OLMo-core from the checkpoint's own config.
+
+    :raises LNSConfigError: OLMo-core is not installed, or has another model.
+    """
+    try:
+        from olmo_core.nn.transformer import TransformerConfig
+    except ImportError as error:
+        raise LNSConfigError(
+            f"running {folder} needs OLMo-core ({error}): pip install 'olmo-lns[olmo-core]', in an environment "
+            "without OLMo"
+        ) from None
+    checkpoint = OLMoCoreCheckpoint.open(folder)
+    try:
+        model = TransformerConfig.from_dict(copy.deepcopy(checkpoint.model)).build(init_device="cpu")
+        model.load_state_dict({name: tensor.load().float() for name, tensor in checkpoint._all.items()})
+    except LNSError:
+        raise
+    except Exception as error:  # OLMo-core's and torch's own, of many kinds
+        raise LNSConfigError(f"{folder}: OLMo-core cannot build this model: {error}") from error
+    return model.float().eval()

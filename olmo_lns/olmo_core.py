@@ -1,0 +1,128 @@
+"""LayerNorm Scaling in OLMo-core: a block config that ``_CLASS_`` names, and :func:`apply`.
+
+``--model.block._CLASS_=olmo_lns.olmo_core.BlockConfig --model.block.scheme=lns`` on an unmodified launch. The class
+is saved by name in configs: its module and name never change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Optional, TypeVar
+
+import olmo_core.nn.transformer.config as _upstream
+
+from olmo_lns.doors.olmo_core import blocks, census, initialization, upstream
+from olmo_lns.doors.olmo_core.schemes import scheme_of
+from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.schemes import Scheme
+
+__all__ = ["BlockConfig", "apply"]
+
+upstream.check()
+
+C = TypeVar("C")
+
+
+@dataclass
+class BlockConfig(_upstream.TransformerBlockConfig):
+    """OLMo-core's block config with a scheme; every other field and its meaning are OLMo-core's.
+
+    :param scheme: ``lns`` for blocks ``default``, ``moe`` and ``moe_hybrid``. ``branchln_depth`` for
+        ``reordered_norm`` blocks and ``sandwich_depth`` for ``peri_norm`` ones are *not* the paper's method: they put
+        the factor on a norm behind the sub-layer.
+    :param exponent: of the factor (block number, from 1) ** -exponent; None means 0.5, the paper's.
+    :param initialization: ``plain`` (None) refuses an ``init_method`` with a depth factor, ``upstream`` keeps it.
+    :param scale_router: False leaves the factor off what a mixture's router sees; experts see it always.
+    :raises LNSConfigError: a value that is not allowed, or a block type on which the scheme cannot be laid.
+    """
+
+    # No `str | None`: OLMo-core reads these annotations when it decodes a config.
+    scheme: str = "lns"
+    exponent: Optional[float] = None  # noqa: UP045
+    initialization: Optional[str] = None  # noqa: UP045
+    scale_router: bool = True
+
+    def __post_init__(self, attention: Any = None) -> None:  # noqa: RUF033  the parent's InitVar
+        super().__post_init__(attention)
+        scheme = scheme_of(self.scheme, exponent=self.exponent)
+        # What is saved says everything, also what was left to its default.
+        self.scheme, self.exponent = scheme.name, scheme.parameters.get("exponent")
+        self.initialization = initialization.resolve(self.initialization)
+
+    @property
+    def resolved_scheme(self) -> Scheme:
+        """The scheme that the fields say."""
+        return scheme_of(self.scheme, exponent=self.exponent)
+
+    def build(self, *, d_model: int, block_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None) -> Any:
+        """OLMo-core's block with the scheme bound to it. :param block_idx: 0-based, global."""
+        upstream.require_enabled()
+        scheme = self.resolved_scheme
+        blocks.require_supported(scheme, self.name, n_layers)
+        block = self.stock().build(
+            d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache
+        )
+        norm = "" if self.layer_norm is None else str(self.layer_norm.name)
+        blocks.realise(
+            block,
+            scheme,
+            name=self.name,
+            norm=norm,
+            block_idx=block_idx,
+            n_layers=n_layers,
+            initialization_=str(self.initialization),
+            scale_router=self.scale_router,
+        )
+        census.take(cache, block, block_idx=block_idx, n_layers=n_layers, scheme=scheme, norm=norm)
+        return block
+
+    def stock(self) -> _upstream.TransformerBlockConfig:
+        """The same block without a scheme."""
+        names = [field.name for field in dataclasses.fields(_upstream.TransformerBlockConfig)]
+        return _upstream.TransformerBlockConfig(**{name: getattr(self, name) for name in names})
+
+
+def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
+    """Lay ``scheme`` on every block of a config, in place: block, named blocks and block overrides.
+
+    :param config: a ``TransformerConfig``, or anything that has one in ``model``.
+    :param fields: the other fields of :class:`BlockConfig`, such as ``exponent=0.25``.
+    :returns: ``config``.
+    :raises LNSConfigError: no such config, a block that is no plain ``TransformerBlockConfig`` or has a scheme
+        already, or a block type on which the scheme cannot be laid.
+    """
+    model: Any = getattr(config, "model", config)
+    if not hasattr(model, "block") or not hasattr(model, "n_layers"):
+        raise LNSConfigError(
+            "apply() needs OLMo-core's TransformerConfig, or a config with one in `model`; found a "
+            f"{type(config).__name__}"
+        )
+
+    def with_scheme(block: Any) -> BlockConfig:
+        if type(block) is not _upstream.TransformerBlockConfig:
+            raise LNSConfigError(f"a block config of class {type(block).__name__}: expected TransformerBlockConfig")
+        given = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
+        made = BlockConfig(**given, scheme=scheme, **fields)
+        blocks.require_supported(made.resolved_scheme, made.name, model.n_layers)
+        return made
+
+    if isinstance(model.block, dict):
+        block: Any = {name: with_scheme(each) for name, each in model.block.items()}
+    else:
+        block = with_scheme(model.block)
+    overrides = model.block_overrides
+    if overrides is not None:
+        overrides = {index: with_scheme(each) for index, each in overrides.items()}
+    model.block, model.block_overrides = block, overrides
+    return config
+
+
+def __getattr__(name: str) -> Any:
+    # OLMo-core takes an AttributeError for "no such class" and builds its own block without a word.
+    if name.startswith("_"):
+        raise AttributeError(name)
+    raise LNSConfigError(
+        f"olmo_lns.olmo_core has no {name!r}{did_you_mean(name, __all__)}: the block config is "
+        "olmo_lns.olmo_core.BlockConfig"
+    )

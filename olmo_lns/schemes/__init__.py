@@ -1,0 +1,31 @@
+"""Schemes as values, in pure Python: what each one does to a block, and how it is spelled.
+
+:class:`Scheme` maps (layer_number, n_layers, sub_layer) to a :class:`Plan`. A door realises plans
+in one framework; everything else asks the scheme.
+"""
+
+from __future__ import annotations
+
+from olmo_lns.schemes.factor import DEFAULT_EXPONENT, lns_scale
+from olmo_lns.schemes.initialization import INITIALIZATIONS
+from olmo_lns.schemes.plan import SUB_LAYERS, Learned, Plan
+from olmo_lns.schemes.registry import Definition, Parameter, Scheme, define, definition, names, parse
+from olmo_lns.schemes.table import LNS, PRE_LN
+
+__all__ = [
+    "DEFAULT_EXPONENT",
+    "INITIALIZATIONS",
+    "LNS",
+    "PRE_LN",
+    "SUB_LAYERS",
+    "Definition",
+    "Learned",
+    "Parameter",
+    "Plan",
+    "Scheme",
+    "define",
+    "definition",
+    "lns_scale",
+    "names",
+    "parse",
+]

@@ -1,0 +1,45 @@
+"""The LayerNorm Scaling factor: the one place where the formula is written."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+__all__ = ["DEFAULT_EXPONENT", "LARGEST_EXPONENT", "check_exponent", "lns_scale"]
+
+#: The paper's exponent: 1/sqrt(l) (arXiv 2502.05795, section 4).
+DEFAULT_EXPONENT = 0.5
+#: With it the factor of block 10,000 is still a normal number in fp32; beyond it gains end as zeros.
+LARGEST_EXPONENT = 8.0
+
+
+def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float:
+    """Factor by which both norms of block ``layer_number`` are multiplied.
+
+    ``s(l) = l ** -exponent``; with the default exponent this is the paper's ``1/sqrt(l)``
+    (arXiv 2502.05795, section 4).
+
+    :param layer_number: 1-based, global index of the transformer block.
+    :param exponent: dimensionless, from 0 (plain Pre-LN) to :data:`LARGEST_EXPONENT`.
+    :returns: a Python float in (0, 1].
+    :raises TypeError: ``layer_number`` is not an integer.
+    :raises ValueError: ``layer_number < 1``, or the exponent is out of range.
+    """
+    if isinstance(layer_number, bool):
+        raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}")
+    try:
+        number = operator.index(layer_number)
+    except TypeError:
+        raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}") from None
+    if number < 1:
+        raise ValueError(f"layer_number is 1-based: expected an integer >= 1, got {number}")
+    return float(number ** -check_exponent(exponent))
+
+
+def check_exponent(exponent: float) -> float:
+    """:raises ValueError: not finite, negative, or larger than :data:`LARGEST_EXPONENT`."""
+    if not 0 <= exponent < math.inf:  # also false for NaN
+        raise ValueError(f"exponent must be a finite number >= 0, got {exponent!r}")
+    if exponent > LARGEST_EXPONENT:
+        raise ValueError(f"exponent must be at most {LARGEST_EXPONENT:g} (0.5 is the paper's), got {exponent:g}")
+    return exponent

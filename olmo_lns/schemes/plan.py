@@ -1,0 +1,87 @@
+"""What a scheme does to one sub-layer of one block: where it normalises and what it multiplies by.
+
+For a sub-layer f (attention or feed-forward) with residual stream x::
+
+    h = f(norm_scale * Pre(pre_scale * x))
+    h = gate * branch_scale * Branch(h)
+    x = stream_scale * Post(alpha * (omega * x) + h)
+
+Pre, Branch and Post are norms of the model's base type, or absent. The default plan is Pre-LN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = ["SUB_LAYERS", "Learned", "Plan"]
+
+#: The two sub-layers of a block, in the order in which a block runs them.
+SUB_LAYERS = ("attn", "ff")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A learned factor. :param per_channel: a vector of hidden_size, else one number. :param start: its first value."""
+
+    per_channel: bool
+    start: float
+
+    def elements(self, hidden_size: int) -> int:
+        return hidden_size if self.per_channel else 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One sub-layer under a scheme; factors are dimensionless Python floats.
+
+    :param pre: a norm in front of the sub-layer. :param branch: a norm on its output, before the addition.
+    :param post: a norm on the sum.
+    :param gate: learned factor of the branch. :param omega: learned factor of the shortcut.
+    :param gains: factors on freshly drawn weights, by role: ``v``, ``o``, ``ff_in``, ``ff_out``.
+    :param groups: the norm's statistics are taken over hidden_size / groups channels of one token.
+    """
+
+    pre: bool = True
+    branch: bool = False
+    post: bool = False
+    pre_scale: float = 1.0
+    norm_scale: float = 1.0
+    branch_scale: float = 1.0
+    stream_scale: float = 1.0
+    alpha: float = 1.0
+    gate: Learned | None = None
+    omega: Learned | None = None
+    gains: tuple[tuple[str, float], ...] = ()
+    groups: int = 1
+
+    @property
+    def norms(self) -> int:
+        """How many norms the sub-layer has."""
+        return self.pre + self.branch + self.post
+
+    @property
+    def learned(self) -> tuple[Learned, ...]:
+        return tuple(factor for factor in (self.gate, self.omega) if factor is not None)
+
+    @property
+    def keeps_forward(self) -> bool:
+        """Only the norm in front is multiplied: the framework's own forward of the block serves."""
+        return replace(self, norm_scale=1.0) == Plan()
+
+    @property
+    def stock_keys(self) -> bool:
+        """Its weights have exactly a Pre-LN block's names and shapes, and would load as one in silence."""
+        return self.norms == 1 and not self.learned
+
+    @property
+    def folds_into_pre_ln(self) -> bool:
+        """Constants and gates can be multiplied into the weights of a Pre-LN block that computes the same.
+
+        Not a factor in front of a norm or on the stream: a norm cancels it up to eps only.
+        """
+        other = (self.branch, self.post, self.omega is not None, self.groups != 1)
+        return self.pre and not any(other) and self.alpha == self.pre_scale == self.stream_scale == 1.0
+
+    def extra_parameters(self, hidden_size: int, norm_parameters: int) -> int:
+        """Parameters more than a Pre-LN sub-layer's. :param norm_parameters: of one norm."""
+        return (self.norms - 1) * norm_parameters + sum(factor.elements(hidden_size) for factor in self.learned)

@@ -1,0 +1,183 @@
+"""A scheme as a value: a row of the table with its parameters bound, and its one spelling.
+
+``lns``, ``lns:exponent=0.25``, ``name:key=value,key=value``: the same in environment variables,
+flags, configs and records. Parameters at their default are left out when a scheme is written.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator, Mapping
+
+from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.schemes.plan import SUB_LAYERS, Plan
+
+__all__ = ["Definition", "Parameter", "Scheme", "define", "definition", "names", "parse"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number that a scheme may be given.
+
+    :param default: also says the type: an int or a float.
+    :param check: raises ValueError for a number that is not allowed.
+    """
+
+    default: float
+    check: Callable[[float], None]
+    help: str
+
+    def read(self, value: Any) -> float:
+        """:param value: a number, or its text. :raises ValueError: no number of the right kind, or not allowed."""
+        kind = type(self.default)
+        wrong = f"expected {'an integer' if kind is int else 'a finite number'}, found {reprlib.repr(value)}"
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError(wrong)
+        try:
+            number, exact = kind(value), float(value)
+        except (ValueError, OverflowError):
+            raise ValueError(wrong) from None
+        if not math.isfinite(exact) or number != exact:
+            raise ValueError(wrong)
+        self.check(number)
+        return number
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A row of the table.
+
+    :param plan: ``plan(layer_number, n_layers, sub_layer, **parameters)``, layer_number 1-based and global.
+    :param title: what the start-up line calls it. :param label: what figures and tables call it.
+    :param source: paper and equation.
+    :param initialization: of the residual output projections when the user says nothing (see
+        :mod:`olmo_lns.schemes.initialization`).
+    """
+
+    name: str
+    title: str
+    label: str
+    plan: Callable[..., Plan]
+    source: str
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    initialization: str = "plain"
+
+
+_table: dict[str, Definition] = {}
+
+
+def define(definition: Definition) -> Definition:
+    """Add a row. :raises ValueError: the name is taken, or is not lower-case letters (the spelling needs the rest)."""
+    if definition.name in _table or not definition.name.replace("_", "").isalpha() or not definition.name.islower():
+        raise ValueError(f"scheme name {definition.name!r}: taken, or not lower-case letters")
+    _table[definition.name] = definition
+    return definition
+
+
+def names() -> tuple[str, ...]:
+    """The schemes there are, Pre-LN first."""
+    return tuple(_table)
+
+
+def definition(name: str) -> Definition:
+    """:raises LNSConfigError: an unknown scheme, with the nearest known one."""
+    if name not in _table:
+        raise LNSConfigError(
+            f"unknown scheme {name!r}{did_you_mean(name, _table)}: expected one of {', '.join(_table)}"
+        )
+    return _table[name]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Where and how the blocks of a model normalise. Equal schemes give equal models.
+
+    Made by :func:`parse` or :meth:`of`; ``values`` holds every parameter, defaults included.
+    """
+
+    name: str
+    values: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, /, **parameters: Any) -> Scheme:
+        """:raises LNSConfigError: an unknown scheme or parameter, or a value that is not allowed."""
+        row = definition(name)
+        for key in parameters:
+            if key not in row.parameters:
+                known = f"expected one of {', '.join(row.parameters)}" if row.parameters else "it has none"
+                raise LNSConfigError(
+                    f"scheme {name!r}: unknown parameter {key!r}{did_you_mean(key, row.parameters)}: {known}"
+                )
+        values = []
+        for key, parameter in row.parameters.items():
+            try:
+                values.append((key, parameter.read(parameters.get(key, parameter.default))))
+            except ValueError as error:
+                raise LNSConfigError(f"scheme {name!r}: {key}: {error}") from None
+        return cls(name, tuple(values))
+
+    @property
+    def definition(self) -> Definition:
+        return definition(self.name)
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        return dict(self.values)
+
+    @property
+    def is_pre_ln(self) -> bool:
+        """Whether this is stock Pre-LN, for which nothing of a framework is touched."""
+        return self.name == "preln"
+
+    @property
+    def arguments(self) -> str:
+        """The parameters that are not at their default, as they are spelled: ``exponent=0.25``."""
+        defaults = self.definition.parameters
+        return ",".join(f"{key}={value!r}" for key, value in self.values if value != defaults[key].default)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.arguments}" if self.arguments else self.name
+
+    def plan(self, layer_number: int, n_layers: int, sub_layer: str) -> Plan:
+        """:param layer_number: 1-based, global. :param sub_layer: ``attn`` or ``ff``."""
+        return self.definition.plan(layer_number, n_layers, sub_layer, **self.parameters)
+
+    def plans(self, n_layers: int) -> Iterator[tuple[int, str, Plan]]:
+        """``(layer_number, sub_layer, plan)`` of every sub-layer, in the order in which they run."""
+        for layer_number in range(1, n_layers + 1):
+            for sub_layer in SUB_LAYERS:
+                yield layer_number, sub_layer, self.plan(layer_number, n_layers, sub_layer)
+
+    def sites(self, n_layers: int) -> int:
+        """How many norms the blocks of a model have."""
+        return sum(plan.norms for _, _, plan in self.plans(n_layers))
+
+    def extra_parameters(self, n_layers: int, hidden_size: int, norm_parameters: int) -> int:
+        """Parameters more than a Pre-LN model's."""
+        return sum(plan.extra_parameters(hidden_size, norm_parameters) for _, _, plan in self.plans(n_layers))
+
+    def keeps_forward(self, n_layers: int) -> bool:
+        return all(plan.keeps_forward for _, _, plan in self.plans(n_layers))
+
+    def stock_keys(self, n_layers: int) -> bool:
+        return all(plan.stock_keys for _, _, plan in self.plans(n_layers))
+
+    def folds_into_pre_ln(self, n_layers: int) -> bool:
+        return all(plan.folds_into_pre_ln for _, _, plan in self.plans(n_layers))
+
+
+def parse(text: str) -> Scheme:
+    """``"lns:exponent=0.25"`` as a value.
+
+    :raises LNSConfigError: not of this form, or what :meth:`Scheme.of` refuses.
+    """
+    name, colon, rest = str(text).strip().partition(":")
+    parameters: dict[str, str] = {}
+    for item in rest.split(",") if colon else []:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip() or not value.strip() or key.strip() in parameters:
+            raise LNSConfigError(f"scheme {text!r}: found {item!r}, expected name:key=value[,key=value…]")
+        parameters[key.strip()] = value.strip()
+    return Scheme.of(name, **parameters)

@@ -1,0 +1,85 @@
+"""``olmo-lns config``: the config pack that comes with the package, and its check.
+
+The pack lies in ``configs/`` of a clone, and inside the installed package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Sequence
+
+import olmo_lns
+from olmo_lns.errors import LNSConfigError, did_you_mean
+
+__all__ = ["folder", "main", "names"]
+
+
+def folder() -> Path:
+    """Where the pack is: in the package, or beside it in a clone.
+
+    :raises LNSConfigError: neither, as in an installation without package data.
+    """
+    package = Path(olmo_lns.__file__).parent
+    for candidate in (package / "configs", package.parent / "configs"):
+        if candidate.is_dir():
+            return candidate
+    raise LNSConfigError(f"no config pack in {package} or beside it: install the wheel again, or clone the repository")
+
+
+def names() -> list[str]:
+    """The files of the pack, such as ``olmo/60M-lns.yaml``."""
+    found = (path.relative_to(folder()) for path in folder().rglob("*") if path.is_file())
+    return sorted(str(path) for path in found if "__pycache__" not in path.parts)
+
+
+def copy(name: str, out: Path) -> Path:
+    """Copy one file, or a folder such as ``study`` with all its files, to ``out``; nothing is overwritten.
+
+    :param out: a folder that exists, or the new name.
+    :raises LNSConfigError: no such file in the pack, or there is one at the target already.
+    """
+    source = folder() / name
+    if not source.exists() and not name.endswith(".yaml"):
+        source = folder() / f"{name}.yaml"
+    if not source.exists():
+        known = names() + sorted({str(Path(path).parent) for path in names()})
+        raise LNSConfigError(f"the pack has no {name!r}{did_you_mean(name, known)}: `olmo-lns config list` shows it")
+    target = out / source.name if out.is_dir() else out
+    if target.exists():
+        raise LNSConfigError(f"{target} exists: give another name with -o")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            shutil.copyfile(source, target)
+    except OSError as error:
+        raise LNSConfigError(f"{target} cannot be written: {error.strerror}") from None
+    return target
+
+
+def main(argv: Sequence[str]) -> int:
+    """``list``, ``copy NAME``, or ``check PATH``. :returns: 1 when a checked file has a problem."""
+    if argv and argv[0] == "check":
+        from olmo_lns.study import config_check
+
+        return config_check.main(argv)
+    parser = argparse.ArgumentParser(
+        prog="olmo-lns config",
+        description="List and copy the configs that come with the package, check those of anybody.",
+        epilog="example: olmo-lns config copy olmo/60M-lns.yaml && olmo-lns config check 60M-lns.yaml",
+    )
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("list", help="the files of the pack")
+    copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study', to here")
+    copying.add_argument("name")
+    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
+    commands.add_parser("check", help="load, count, estimate; exit code 1 when something is wrong")
+    args = parser.parse_args(argv)
+    if args.command == "list":
+        print("\n".join(names()))
+    else:
+        print(copy(args.name, args.out))
+    return 0

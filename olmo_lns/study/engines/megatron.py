@@ -1,0 +1,220 @@
+"""Megatron-LM in a study: its flags, the arguments it prints, its console log."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Mapping
+
+from olmo_lns.doors.megatron.settings import Settings
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme
+from olmo_lns.study.curves import Curve, number, text_of
+from olmo_lns.study.shape import Shape
+
+if TYPE_CHECKING:
+    from olmo_lns.study.arms import Arm
+    from olmo_lns.study.engines import Config
+    from olmo_lns.study.spec import Run
+
+__all__ = ["MegatronEngine", "printed_arguments"]
+
+STEP = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
+LOSS = re.compile(r"lm loss:\s*(\S+)")
+ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)?\s{2}([a-z0-9_]+) \.{2,} (.*)$")
+
+
+class MegatronEngine:
+    name, title, file_key = "megatron", "Megatron", "num-layers"
+    default_seed = 1234
+    loss = "lm loss"
+    arm_keys = frozenset(field.name for field in fields(Settings))
+    bookkeeping: tuple[str, ...] = (
+        "save", "load", "tensorboard", "wandb", "log_", "timing", "rank", "local_rank", "world_size", "master_",
+        "data_parallel_size", "micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_",
+        "transformer_pipeline_", "virtual_pipeline_", "num_layers_per_virtual", "context_parallel_size",
+        "sequence_parallel", "use_distributed_optimizer", "overlap_", "recompute_", "exit_", "eval_", "num_workers",
+        "one_logger", "app_tag", "non_persistent_", "ckpt_", "async_save", "distributed_", "decoder_", "encoder_",
+        "lns_config", "norm_backend", "iteration", "consumed_",
+    )  # fmt: skip
+    start: tuple[str, tuple[str, ...]] = ("load", ("save",))
+    save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
+    data_key = ""
+
+    def arm(self, arm: Arm) -> dict[str, Any] | None:
+        """Its arguments that are not at their default."""
+        scaled = arm.initialization in ("scaled", "upstream")  # Megatron's own initialization is the scaled one
+        if arm.init_fn or arm.scheme.name not in (PRE_LN.name, LNS.name) or arm.initialization == "depth_scaled":
+            return None
+        if arm.scheme.is_pre_ln:
+            return {} if scaled else {"no_scaled_init": True}
+        exponent = arm.scheme.parameters["exponent"]
+        return (
+            {"layernorm_scaling": True}
+            | ({"layernorm_scaling_exponent": exponent} if exponent != DEFAULT_EXPONENT else {})
+            | ({"layernorm_scaling_keep_scaled_init": True} if scaled else {})
+        )
+
+    def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        given = Settings.of(SimpleNamespace(**settings))
+        return asdict(given) | {"layernorm_scaling_exponent": given.exponent}
+
+    def scheme(self, settings: Mapping[str, Any]) -> Scheme:
+        return Settings.of(SimpleNamespace(**settings)).scheme
+
+    def scaled(self, settings: Mapping[str, Any]) -> str | None:
+        if not settings.get("layernorm_scaling_keep_scaled_init"):
+            return None
+        return "--layernorm-scaling-keep-scaled-init: expected an unscaled initialization"
+
+    def identity(self, name: str, seed: int) -> dict[str, Any]:
+        return {"seed": seed}
+
+    def settings(self, run: Run) -> dict[str, Any]:
+        return {**run.loaded, **{key.replace("-", "_"): value for key, value in run.overrides.items()}}
+
+    def load(self, run: Run) -> Any:
+        """The keys of the run's file."""
+        from olmo_lns.study import megatron_args
+
+        return megatron_args.read(run.config)
+
+    def shape(self, settings: Mapping[str, Any]) -> Shape:
+        heads, width = int(settings["num_attention_heads"]), int(settings["hidden_size"])
+        groups = settings.get("num_query_groups") if settings.get("group_query_attention") else heads
+        return Shape(
+            layers=int(settings["num_layers"]),
+            width=width,
+            heads=heads,
+            kv_heads=int(groups or heads),
+            inner=int(settings["ffn_hidden_size"]),
+            vocabulary=_padded(settings),
+            tied=not settings.get("untie_embeddings_and_output_weights"),
+            gain=True,
+            sequence=int(settings["seq_length"]),
+            batch=int(settings["global_batch_size"]),
+            steps=int(settings["train_iters"]),
+            warmup=int(settings.get("lr_warmup_iters") or 0),
+            learning_rate=float(settings["lr"]),
+            min_learning_rate=float(settings["min_lr"]),
+        )
+
+    def count(self, run: Run) -> tuple[int, float | None]:
+        return run.shape.parameters, None
+
+    def trunk(self, steps: int, every: int) -> dict[str, Any]:
+        raise LNSConfigError("horizons: runs of Megatron cannot be branched here; expected framework: olmo")
+
+    def branch(self, start: int, stop: int) -> dict[str, Any]:
+        return self.trunk(start, stop)
+
+    def checkpoint(self, step: int) -> str:
+        return f"iter_{step:07d}"
+
+    def words(self, run: Run, folder: Path) -> list[str]:
+        words = ["--lns-config", str(run.config.resolve())]
+        for key, value in run.overrides.items():
+            flag = "--" + key.replace("_", "-")
+            words += [flag] if value is True else [flag, str(value)]
+        return [*words, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
+
+    def data_files(self, settings: Mapping[str, Any]) -> list[str]:
+        return []
+
+    def heldout(self, settings: Mapping[str, Any]) -> Any:
+        return None
+
+    def padding(self, settings: Mapping[str, Any]) -> float:
+        return 1.0
+
+    def used(self, folder: Path) -> dict[str, Any]:
+        found: dict[str, str] = {}
+        for path in sorted(folder.glob("*.log")):
+            found = printed_arguments(path) or found
+        # It prints its arguments as text: give the booleans back.
+        words = {"True": True, "False": False, "None": None}
+        return {key: words.get(value, value) for key, value in found.items()}
+
+    def curve(self, path: Path, text: str) -> Curve | None:
+        losses: dict[int, float] = {}
+        total = None
+        for match in STEP.finditer(text):
+            step, total = int(match[1]), int(match[2])
+            loss = LOSS.search(match[3])
+            if loss is None:
+                if text.endswith(match[0]):
+                    break  # cut by a kill
+                raise LNSConfigError(f"{path}: damaged: iteration {step} has no 'lm loss'")
+            if losses and step <= max(losses):
+                raise LNSConfigError(f"{path}: damaged: iteration {step} comes after iteration {max(losses)}")
+            losses[step] = number(path, step, loss[1])
+        return None if total is None else Curve(losses, total, str(path))
+
+    def config(self, path: Path, gpus: int) -> Config:
+        from olmo_lns.study import megatron_args
+        from olmo_lns.study.engines import Config
+
+        settings = megatron_args.read(path)
+        shape = Shape.of(settings, self)
+        result = Config(
+            settings=settings,
+            shape=shape,
+            parameters=shape.parameters,
+            strategy="distributed_optimizer" if settings.get("use_distributed_optimizer") else "ddp",
+            micro_batch=int(settings.get("micro_batch_size") or 1),
+            split=int(settings.get("tensor_model_parallel_size") or 1),
+        )
+        result.split_by = f"tensor-model-parallel-size {result.split}"
+        decay = settings.get("lr_decay_iters")
+        if decay not in (None, shape.steps):
+            result.problems.append(f"lr-decay-iters {decay} is not train-iters {shape.steps}")
+        _parse(result, gpus)
+        return result
+
+
+def printed_arguments(path: Path) -> dict[str, str]:
+    """The ``arguments`` block that Megatron prints, as text; empty when the log has none."""
+    found: dict[str, str] = {}
+    inside = False
+    for line in text_of(path).splitlines():
+        if "- arguments -" in line:
+            inside = True
+        elif "- end of arguments -" in line:
+            return found
+        elif inside and (match := ARGUMENT.match(line)):
+            found[match[1]] = match[2].strip()
+    return found
+
+
+def _parse(result: Config, gpus: int) -> None:
+    """Megatron's own parser and validation, where there is a Megatron; else a note."""
+    from olmo_lns.study import megatron_args
+
+    flags = megatron_args.to_flags(result.settings, placeholder=True)
+    if not megatron_args.available():
+        result.notes.append("not parsed by Megatron: set MEGATRON_LM_SRC to a checkout")
+        return
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update(RANK="0", WORLD_SIZE=str(gpus))  # validate_args derives data parallelism from them
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            megatron_args.parse(flags)
+    except LNSConfigError as error:
+        lines = [line for line in printed.getvalue().splitlines() if "error:" in line]
+        result.problems.append(lines[-1].strip() if lines else str(error))
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _padded(settings: Mapping[str, Any]) -> int:
+    """Megatron's padded vocabulary: the next multiple of ``divisible-by × TP`` from the tokenizer's size."""
+    multiple = int(settings.get("make_vocab_size_divisible_by") or 128)
+    multiple *= int(settings.get("tensor_model_parallel_size") or 1)
+    return -(-int(settings["vocab_size"]) // multiple) * multiple

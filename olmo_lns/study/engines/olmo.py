@@ -1,0 +1,245 @@
+"""OLMo in a study: its ``TrainConfig``, its launcher's dot list, what it saves and logs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Mapping
+
+from olmo_lns.doors.olmo import types
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.schemes import Scheme
+from olmo_lns.study.curves import Curve, number
+from olmo_lns.study.shape import Shape
+
+if TYPE_CHECKING:
+    from olmo_lns.study.arms import Arm
+    from olmo_lns.study.engines import Config
+    from olmo_lns.study.spec import Run
+
+__all__ = ["OLMoEngine"]
+
+#: Initialization -> init_fn; ``upstream`` is whatever init_fn a config has, and so defines no arm.
+INIT_FNS = {"plain": "normal"} | {ours: name for name, ours in types.INIT_FNS.items()}
+LOSS = "train/CrossEntropyLoss"
+STEP = re.compile(r"\[step=(\d+)/(\d+)(?:,epoch=\d+)?\]\s*$")
+METRIC = re.compile(r"^ {4,}(\S+)=(\S+)\s*$")
+#: Of the evaluator with this label, where a config has one.
+HELDOUT = "eval/heldout/CrossEntropyLoss"
+
+
+class OLMoEngine:
+    name, title, file_key = "olmo", "OLMo", "model"
+    default_seed = 6198
+    loss = LOSS
+    arm_keys = frozenset({"model.layer_norm_type", "model.init_fn"})
+    bookkeeping: tuple[str, ...] = (
+        "run_name", "save_", "remote_save_folder", "wandb", "load_path", "try_load_latest_save", "console_log_interval",
+        "eval_", "evaluators", "device_eval_batch_size", "device_train_", "speed_monitor", "data.num_workers",
+        "data.label_mask_paths", "data.pin_memory", "data.prefetch_factor", "data.persistent_workers", "data.timeout",
+        "time_limit", "no_pre_train_checkpoint", "sharded_checkpointer", "canceled_check_interval",
+        "extra_steps_after_cancel",
+        "gen1_gc_interval", "python_profiling", "torch_profiling", "dry_run", "force_save_unsharded",
+        "model.init_device", "model.flash_attention", "distributed_strategy", "fsdp", "ddp", "activation_checkpointing",
+        "compile", "optimizer.metrics_log_interval", "tokenizer",
+    )  # fmt: skip
+    start: tuple[str, tuple[str, ...]] = ("load_path", ("save_folder", "remote_save_folder"))
+    save_variable, data_variable = "OLMO_SAVE_DIR", "OLMO_DATA_DIR"
+    data_key = "data.paths"
+
+    def arm(self, arm: Arm) -> dict[str, Any] | None:
+        init_fn = arm.init_fn or INIT_FNS.get(arm.initialization)
+        if init_fn is None:
+            return None
+        return {"model.layer_norm_type": types.spell(arm.scheme, "rms"), "model.init_fn": init_fn}
+
+    def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
+
+    def scheme(self, settings: Mapping[str, Any]) -> Scheme:
+        return types.scheme_of(settings.get("model.layer_norm_type", ""))
+
+    def scaled(self, settings: Mapping[str, Any]) -> str | None:
+        init_fn = settings.get("model.init_fn")
+        if init_fn not in ("mitchell", "full_megatron", *types.INIT_FNS):
+            return None
+        return f"the scaled initialization {init_fn!r}: expected model.init_fn: normal"
+
+    def identity(self, name: str, seed: int) -> dict[str, Any]:
+        return {"run_name": name, "seed": seed}
+
+    def settings(self, run: Run) -> dict[str, Any]:
+        from olmo_lns.study import olmo_config
+
+        return olmo_config.flatten(run.loaded)
+
+    def load(self, run: Run) -> Any:
+        """OLMo's ``TrainConfig`` of the run."""
+        from olmo_lns.study import olmo_config
+
+        return olmo_config.load(run.config, run.overrides)
+
+    def shape(self, settings: Mapping[str, Any]) -> Shape:
+        width, heads = int(settings["model.d_model"]), int(settings["model.n_heads"])
+        hidden = settings.get("model.mlp_hidden_size") or int(settings["model.mlp_ratio"]) * width
+        batch, sequence = int(settings["global_train_batch_size"]), int(settings["model.max_sequence_length"])
+        kv = settings.get("model.n_kv_heads") or (1 if settings.get("model.multi_query_attention") else heads)
+        rate = float(settings["optimizer.learning_rate"])
+        return Shape(
+            layers=int(settings["model.n_layers"]),
+            width=width,
+            heads=heads,
+            kv_heads=int(kv),
+            inner=int(hidden) // 2,
+            vocabulary=int(settings.get("model.embedding_size") or settings["model.vocab_size"]),
+            tied=bool(settings["model.weight_tying"]),
+            gain=bool(settings["model.layer_norm_with_affine"]),
+            sequence=sequence,
+            batch=batch,
+            steps=_steps(settings["max_duration"], batch * sequence),
+            warmup=int(settings["scheduler.t_warmup"]),
+            learning_rate=rate,
+            min_learning_rate=rate * float(settings["scheduler.alpha_f"]),
+        )
+
+    def count(self, run: Run) -> tuple[int, float | None]:
+        from olmo_lns.study import olmo_config
+
+        return olmo_config.count(run.loaded)
+
+    def trunk(self, steps: int, every: int) -> dict[str, Any]:
+        return {
+            "max_duration": steps,
+            "scheduler.name": "constant_with_warmup",
+            "save_interval_unsharded": every,
+            "save_num_unsharded_checkpoints_to_keep": -1,
+        }
+
+    def branch(self, start: int, stop: int) -> dict[str, Any]:
+        # A "warm-up" from the rate to the rate, and from its end a linear fall to alpha_f times the rate.
+        return {
+            "max_duration": stop,
+            "scheduler.name": "linear_with_warmup",
+            "scheduler.t_warmup": start,
+            "scheduler.warmup_min_lr": "${optimizer.learning_rate}",
+        }
+
+    def checkpoint(self, step: int) -> str:
+        return f"step{step}-unsharded"
+
+    def words(self, run: Run, folder: Path) -> list[str]:
+        from olmo_lns.study.olmo_config import overrides_to_args
+
+        start = {"load_path": str(folder.parent / run.start_checkpoint)} if run.start_checkpoint else {}
+        settings = {
+            **run.overrides,
+            **start,
+            "save_folder": str(folder),
+            "try_load_latest_save": True,
+            "save_overwrite": True,
+        }
+        return [str(run.config.resolve()), *(f"--{word}" for word in overrides_to_args(settings))]
+
+    def data_files(self, settings: Mapping[str, Any]) -> list[str]:
+        heldout = [evaluator["data"] for evaluator in settings.get("evaluators") or []]
+        training = {key: settings.get(f"data.{key}") for key in ("paths", "label_mask_paths")}
+        return [path for data in (training, *heldout) for key in training for path in data.get(key) or []]
+
+    def heldout(self, settings: Mapping[str, Any]) -> Any:
+        named = [evaluator for evaluator in settings.get("evaluators") or [] if evaluator["data"].get("paths")]
+        keys = ("label", "subset_num_batches", "device_eval_batch_size")
+        seeds = [evaluator["data"].get("seed") for evaluator in named]
+        return [[[str(each.get(key)) for key in keys] for each in named], seeds, settings.get("device_eval_batch_size")]
+
+    def padding(self, settings: Mapping[str, Any]) -> float:
+        """OLMo sums a row's loss over its labels and divides by all its positions.
+
+        :raises LNSConfigError: masks that are not there, or of rows of which only a part is evaluated.
+        """
+        for evaluator in settings.get("evaluators") or []:
+            masks = evaluator["data"].get("label_mask_paths")
+            if evaluator["label"] == "heldout" and masks:
+                if evaluator.get("subset_num_batches"):
+                    raise LNSConfigError("evaluator heldout: with label masks all rows are needed, not a subset")
+                return _positions_per_label(masks, int(settings["model.max_sequence_length"]))
+        return 1.0
+
+    def used(self, folder: Path) -> dict[str, Any]:
+        from olmo_lns.study import olmo_config
+
+        saved = folder / "config.yaml"
+        return olmo_config.flatten(olmo_config.load(saved)) if saved.is_file() else {}
+
+    def curve(self, path: Path, text: str) -> Curve | None:
+        if "[step=" not in text:
+            return None
+        losses: dict[int, float] = {}
+        heldout: dict[int, float] = {}
+        total = step = None
+        for line in text.splitlines():
+            if match := STEP.search(line):
+                _in_order(path, losses, step)
+                step, total = int(match[1]), int(match[2])
+            elif step is not None and (match := METRIC.match(line)):
+                if match[1] == HELDOUT:
+                    heldout[step] = number(path, step, match[2])
+                elif match[1] == LOSS:
+                    if losses and step <= max(losses):
+                        raise LNSConfigError(f"{path}: damaged: step {step} comes after step {max(losses)}")
+                    losses[step] = number(path, step, match[2])
+        # The last step may have been cut by a kill: only an earlier one without a loss is damage (_in_order).
+        return Curve(losses, total, str(path), heldout)
+
+    def config(self, path: Path, gpus: int) -> Config:
+        from olmo_lns.study import olmo_config
+        from olmo_lns.study.engines import Config
+
+        loaded = olmo_config.load(path)
+        settings = olmo_config.flatten(loaded)
+        shape = Shape.of(settings, self)
+        result = Config(
+            settings=settings,
+            shape=shape,
+            parameters=olmo_config.count(loaded)[0],
+            strategy=str(settings["distributed_strategy"]),
+            micro_batch=int(settings["device_train_microbatch_size"]),
+            recompute=settings["activation_checkpointing"] is not None,
+        )
+        stop, steps = settings["stop_at"], shape.steps
+        if stop is None:
+            result.problems.append(f"stop_at is not set: OLMo would run {steps + 10} steps; expected {steps}")
+        elif stop != steps:
+            result.problems.append(f"stop_at {stop} is not max_duration {steps}: the schedule would be cut or idle")
+        if result.strategy == "ddp" and settings["model.init_device"] == "meta":
+            result.problems.append("distributed_strategy ddp needs model.init_device cuda, found meta")
+        return result
+
+
+def _positions_per_label(masks: list[str], length: int) -> float:
+    import numpy as np
+
+    rows = labels = 0
+    for path in masks:
+        if not Path(path).is_file():
+            raise LNSConfigError(f"label mask {path} is not there: set OLMO_DATA_DIR to the folder of the data")
+        mask = np.fromfile(path, dtype=np.bool_)
+        mask = mask[: len(mask) // length * length].reshape(-1, length)
+        rows, labels = rows + len(mask), labels + int(mask[:, 1:].sum())
+    return rows * (length - 1) / labels
+
+
+def _in_order(path: Path, losses: dict[int, float], step: int | None) -> None:
+    if step is not None and step not in losses:
+        raise LNSConfigError(f"{path}: damaged: step {step} has no {LOSS}")
+
+
+def _steps(duration: Any, tokens_per_step: int) -> int:
+    """OLMo's ``max_duration``: steps, or tokens as ``"20e9T"``."""
+    text = str(duration).strip()
+    if text.endswith("ep"):
+        raise LNSConfigError(
+            f"max_duration={duration!r} is in epochs: give steps or tokens ('20e9T'), so that it is equal"
+        )
+    if text.endswith("T"):
+        return -(-int(float(text[:-1])) // tokens_per_step)
+    return int(float(text))

@@ -1,0 +1,223 @@
+"""OLMo-core in a study: its config files, its dot list, the config it saves and the metrics it logs."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Mapping
+
+from olmo_lns.doors.olmo_core.record import CLASS as OURS
+from olmo_lns.doors.olmo_core.schemes import scheme_of
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.schemes import PRE_LN, Scheme
+from olmo_lns.study.curves import Curve, number
+from olmo_lns.study.shape import Shape
+
+if TYPE_CHECKING:
+    from olmo_lns.study.arms import Arm
+    from olmo_lns.study.engines import Config
+    from olmo_lns.study.spec import Run
+
+__all__ = ["OURS", "STOCK", "OLMoCoreEngine"]
+
+STOCK = "olmo_core.nn.transformer.TransformerBlockConfig"
+#: Scheme -> type of the block that it is laid on.
+BLOCKS = {"preln": "default", "lns": "default", "branchln_depth": "reordered_norm", "sandwich_depth": "peri_norm"}
+_BLOCK, _SCHEME, _EXPONENT = "model.block._CLASS_", "model.block.scheme", "model.block.exponent"
+_INITIALIZATION, _NAME, _METHOD = "model.block.initialization", "model.block.name", "model.init_method"
+LOSS = "train/CE loss"
+STEP = re.compile(r"\[step=(\d+)/(\d+|\?\?\?),epoch=\d+(?:,eta=[^\]]*)?\]\s*$")
+METRIC = re.compile(r"^ {4,}train/CE loss=(\S+)\s*$")
+#: What every line of its own log names; OLMo marks its steps nearly the same.
+_OWN = re.compile(r"\bolmo_core\.|^ {4,}train/CE loss=", re.M)
+
+
+class OLMoCoreEngine:
+    name, title, file_key = "olmo-core", "OLMo-core", "train_module"
+    default_seed = 6198
+    loss = LOSS
+    arm_keys = frozenset({_BLOCK, _SCHEME, _EXPONENT, _INITIALIZATION, "model.block.scale_router", _NAME, _METHOD})
+    bookkeeping: tuple[str, ...] = (
+        "_CLASS_", "trainer._CLASS_", "trainer.save_", "trainer.work_dir", "trainer.load_", "trainer.checkpointer",
+        "trainer.callbacks", "trainer.metrics_collect_interval", "trainer.cancel_check_interval", "trainer.device",
+        "trainer.async_bookkeeping", "trainer.bookkeeping_", "trainer.no_", "dataset.work_dir", "dataset._CLASS_",
+        "dataset.expand_glob", "dataset.include_instance_metadata", "dataset.tokenizer.identifier",
+        "data_loader.work_dir", "data_loader.num_", "data_loader.prefetch_factor", "data_loader.target_device_type",
+        "data_loader._CLASS_", "train_module._CLASS_", "train_module.rank_microbatch_size",
+        "train_module.compile_model", "train_module.dp_config", "train_module.tp_config", "train_module.cp_config",
+        "train_module.pp_config", "train_module.ep_config", "train_module.ac_config", "train_module.state_dict_",
+        "train_module.load_key_mapping", "model._CLASS_", "model.block.sequence_mixer.backend",
+        "model.block.sequence_mixer.use_flash", "launch", "run_name",
+    )  # fmt: skip
+    start: tuple[str, tuple[str, ...]] = ("trainer.load_path", ("trainer.save_folder",))
+    save_variable, data_variable = "OLMO_SAVE_DIR", "OLMO_DATA_DIR"
+    data_key = "dataset.paths"
+
+    def arm(self, arm: Arm) -> dict[str, Any] | None:
+        # Its scaled initializations change the embedding and the head as well: no arm of the table.
+        block = BLOCKS.get(arm.scheme.name)
+        if block is None or arm.initialization != "plain":
+            return None
+        common = {_NAME: block, _METHOD: "normal"}
+        if arm.scheme.is_pre_ln:
+            return {_BLOCK: STOCK, **common}
+        return {_BLOCK: OURS, _SCHEME: arm.scheme.name, _EXPONENT: arm.scheme.parameters["exponent"], **common}
+
+    def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        scheme = self.scheme(settings)
+        return {
+            _SCHEME: str(scheme),
+            _NAME: settings.get(_NAME, "default"),
+            _METHOD: settings.get(_METHOD, "normal"),
+            _INITIALIZATION: "plain" if scheme.is_pre_ln else settings.get(_INITIALIZATION) or "plain",
+        }
+
+    def scheme(self, settings: Mapping[str, Any]) -> Scheme:
+        if settings.get(_BLOCK) != OURS:
+            return PRE_LN
+        return scheme_of(settings.get(_SCHEME) or "lns", exponent=settings.get(_EXPONENT))
+
+    def scaled(self, settings: Mapping[str, Any]) -> str | None:
+        if (method := settings.get(_METHOD, "normal")) in ("normal", "fan_in"):
+            return None
+        return f"the scaled initialization {method!r}: expected model.init_method: normal or fan_in"
+
+    def identity(self, name: str, seed: int) -> dict[str, Any]:
+        return {"init_seed": seed, "model.init_seed": seed, "data_loader.seed": seed}
+
+    def settings(self, run: Run) -> dict[str, Any]:
+        return _flat(run.loaded)
+
+    def load(self, run: Run) -> Any:
+        """The sections of the run's file, with its overrides."""
+        from olmo_lns.study import olmo_core_config
+
+        return olmo_core_config.planned(run.config, run.overrides)
+
+    def shape(self, settings: Mapping[str, Any]) -> Shape:
+        mixer, sequence = "model.block.sequence_mixer", int(settings["train_module.max_sequence_length"])
+        heads, rate = int(settings[f"{mixer}.n_heads"]), float(settings["train_module.optim.lr"])
+        batch, rest = divmod(int(settings["data_loader.global_batch_size"]), sequence)
+        if rest:
+            raise LNSConfigError(f"data_loader.global_batch_size is in tokens: expected a multiple of {sequence}")
+        return Shape(
+            layers=int(settings["model.n_layers"]),
+            width=int(settings["model.d_model"]),
+            heads=heads,
+            kv_heads=int(settings.get(f"{mixer}.n_kv_heads") or heads),
+            inner=int(settings["model.block.feed_forward.hidden_size"]),
+            vocabulary=int(settings["model.vocab_size"]),
+            tied=bool(settings.get("model.tie_word_embeddings")),
+            gain=settings.get("model.block.layer_norm.elementwise_affine") is not False,
+            sequence=sequence,
+            batch=batch,
+            steps=_steps(settings, batch * sequence),
+            warmup=int(settings.get("train_module.scheduler.warmup") or 0),
+            learning_rate=rate,
+            min_learning_rate=rate * float(settings.get("train_module.scheduler.alpha_f") or 0.0),
+        )
+
+    def count(self, run: Run) -> tuple[int, float | None]:
+        from olmo_lns.study import olmo_core_config
+
+        if not olmo_core_config.available():
+            return run.shape.parameters, None
+        model = olmo_core_config.model_of(run.config, run.loaded)
+        return int(model.num_params), float(model.num_flops_per_token(run.shape.sequence))
+
+    def trunk(self, steps: int, every: int) -> dict[str, Any]:
+        raise LNSConfigError("horizons: runs of OLMo-core cannot be branched here; expected framework: olmo")
+
+    def branch(self, start: int, stop: int) -> dict[str, Any]:
+        return self.trunk(start, stop)
+
+    def checkpoint(self, step: int) -> str:
+        return f"step{step}"
+
+    def words(self, run: Run, folder: Path) -> list[str]:
+        from olmo_lns.study.olmo_core_config import overrides_to_args
+
+        settings = {**run.overrides, "trainer.save_folder": str(folder), "trainer.save_overwrite": True}
+        return [str(run.config.resolve()), *overrides_to_args(settings)]
+
+    def data_files(self, settings: Mapping[str, Any]) -> list[str]:
+        paths = [str(path) for path in settings.get("dataset.paths") or []]
+        if not settings.get("dataset.expand_glob"):
+            return paths
+        # A pattern without a match stays: the launch then names it as the file that is missing.
+        return [path for pattern in paths for path in sorted(glob.glob(pattern)) or [pattern]]
+
+    def heldout(self, settings: Mapping[str, Any]) -> Any:
+        return None
+
+    def padding(self, settings: Mapping[str, Any]) -> float:
+        return 1.0
+
+    def used(self, folder: Path) -> dict[str, Any]:
+        saved = sorted(folder.glob("step*/config.json"), key=lambda path: int(path.parent.name.removeprefix("step")))
+        return _flat(json.loads(saved[-1].read_text(encoding="utf-8"))) if saved else {}
+
+    def curve(self, path: Path, text: str) -> Curve | None:
+        if not _OWN.search(text):
+            return None
+        losses: dict[int, float] = {}
+        total = step = None
+        for line in text.splitlines():
+            if match := STEP.search(line):
+                # A line with the step alone is progress; the losses of several steps follow together.
+                step, total = int(match[1]), None if match[2] == "???" else int(match[2])
+            elif step is not None and (match := METRIC.match(line)):
+                if losses and step <= max(losses):
+                    raise LNSConfigError(f"{path}: damaged: step {step} comes after step {max(losses)}")
+                losses[step] = number(path, step, match[1])
+        return Curve(losses, total, str(path))
+
+    def config(self, path: Path, gpus: int) -> Config:
+        from olmo_lns.study import olmo_core_config
+        from olmo_lns.study.engines import Config
+
+        tree = olmo_core_config.planned(path)
+        settings = _flat(tree)
+        shape = Shape.of(settings, self)
+        micro = int(settings["train_module.rank_microbatch_size"])
+        tensor = int(settings.get("train_module.tp_config.degree") or 1)
+        result = Config(
+            settings=settings,
+            shape=shape,
+            parameters=shape.parameters,
+            strategy=str(settings.get("train_module.dp_config.name") or "ddp"),
+            micro_batch=max(1, micro // shape.sequence),
+            split=tensor,
+            split_by=f"tp_config.degree {tensor}" if tensor > 1 else "",
+            recompute="train_module.ac_config.mode" in settings,
+        )
+        if olmo_core_config.available():
+            result.parameters = int(olmo_core_config.model_of(path, tree).num_params)
+        else:
+            result.notes.append("not loaded by OLMo-core, which is not in this environment")
+        if micro % shape.sequence:
+            result.problems.append(
+                f"train_module.rank_microbatch_size {micro} is in tokens: expected a multiple of {shape.sequence}"
+            )
+        if (data := settings.get("dataset.sequence_length")) != shape.sequence:
+            result.problems.append(f"dataset.sequence_length {data} is not max_sequence_length {shape.sequence}")
+        return result
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"model.d_model": 512, …}``."""
+    from olmo_lns.study.olmo_config import flatten
+
+    flat = flatten(tree)
+    if str(flat.get(_BLOCK, "")).rpartition(".")[2] == STOCK.rpartition(".")[2]:
+        flat[_BLOCK] = STOCK  # saved under the module that defines it
+    return flat
+
+
+def _steps(settings: Mapping[str, Any], tokens_per_step: int) -> int:
+    value, unit = settings["trainer.max_duration.value"], settings["trainer.max_duration.unit"]
+    if unit not in ("steps", "tokens"):
+        raise LNSConfigError(f"trainer.max_duration is in {unit}: give steps or tokens, so that it is equal")
+    return int(value) if unit == "steps" else -(-int(value) // tokens_per_step)

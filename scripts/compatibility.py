@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Write docs/compatibility.md from the registries of versions that the doors check at run time.
+
+python scripts/compatibility.py            # writes the page
+python scripts/compatibility.py --check    # exit status 1 where the committed page is another
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Sequence
+
+from packaging.requirements import Requirement
+
+from olmo_lns.doors.megatron import upstream as megatron
+from olmo_lns.doors.olmo import upstream as olmo
+from olmo_lns.doors.olmo_core import upstream as olmo_core
+from olmo_lns.doors.patching import Target
+from olmo_lns.doors.transformers import families
+from olmo_lns.norm import transformer_engine
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+_TOO_NEW = transformer_engine.SUPPORTED[1]
+#: Heading, package, extra that installs it, what was verified, what is replaced.
+FRAMEWORKS: Sequence[tuple[str, str, str, str, Sequence[Target]]] = (
+    ("OLMo", "ai2-olmo", "olmo", olmo.VERIFIED, olmo.TARGETS),
+    ("OLMo-core", "ai2-olmo-core", "olmo-core", olmo_core.VERIFIED, olmo_core.TARGETS),
+    ("Megatron-LM", "megatron-core", "megatron", ", ".join(megatron.VERSIONS), megatron.TARGETS),
+    ("transformers", "transformers", "hf", families.VERIFIED, ()),
+    ("Transformer Engine", "transformer-engine", "te", f"{transformer_engine.SUPPORTED[0]} to before {_TOO_NEW}", ()),
+)
+
+
+def page() -> str:
+    lines = [
+        "# Compatibility",
+        "",
+        "<!-- python scripts/compatibility.py writes this page from the tables that the doors check at run time. -->",
+        "",
+        f"Python {metadata.metadata('olmo-lns')['Requires-Python']}, torch {_accepted('torch', None)}.",
+        "",
+        "| framework | `pip install 'olmo-lns[…]'` | accepts | verified |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {name} | `{x}` | {p} {_accepted(p, x)} | {v} |" for name, p, x, v, _ in FRAMEWORKS]
+    lines += [
+        "",
+        "Each function that a door replaces, or was read against, is known by a fingerprint of its source. One that is",
+        "not in the tables below stops with the function's name; `OLMO_LNS_ALLOW_UNVERIFIED=1` goes on with code that",
+        "nobody has read. `python scripts/fingerprints.py` prints the fingerprints of what is installed.",
+    ]
+    for name, _, _, _, targets in FRAMEWORKS:
+        if targets:
+            lines += ["", f"## {name}", "", "| function | fingerprint | versions |", "|---|---|---|"]
+            lines += [f"| `{t.path}` | `{f}` | {v} |" for t in targets for f, v in t.verified.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _accepted(package: str, extra: str | None) -> str:
+    """The range that the package's metadata asks for, for example ``>=0.5,<0.7``."""
+    for text in metadata.requires("olmo-lns") or ():
+        found = Requirement(text)
+        wanted = found.marker is None or (extra is not None and f'extra == "{extra}"' in str(found.marker))
+        if found.name == package and wanted and (extra is not None) == (found.marker is not None):
+            return ",".join(sorted(map(str, found.specifier), key=lambda s: s.lstrip("<>=!~"))) or "any"
+    raise SystemExit(f"the metadata of olmo-lns names no {package} for the extra {extra}; reinstall the package")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    made = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(made, encoding="utf-8")
+        return 0
+    if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != made:
+        print(f"{PAGE}: not what the registries say; run python scripts/compatibility.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

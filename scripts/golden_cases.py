@@ -1,0 +1,274 @@
+"""The tensors that ``golden.py`` pins: OLMo, its export by the command line, and Megatron Core, all tiny.
+
+Nothing of ours is imported here; see ``golden.py`` for why.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import torch
+
+__all__ = ["named_tensors"]
+
+STEPS, BATCH, LENGTH, VOCABULARY, LAYERS, WIDTH = 5, 2, 8, 32, 4, 16
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def named_tensors() -> Named:
+    """Every tensor under a name of its own."""
+    yield from olmo_figures()
+    yield from export_figures()
+    yield from megatron_figures()
+
+
+def open_door(group: str) -> None:
+    """Call the entry point ``lns`` of ``group``, as upstream's autoload does."""
+    (entry,) = (e for e in importlib.metadata.entry_points(group=group) if e.name == "lns")
+    entry.load()()
+
+
+def training(model: Any, loss_of: Callable[[int], torch.Tensor], optimizer: Any) -> Named:
+    """Gradients of the first batch, and the losses of a few steps on others."""
+    losses = []
+    for step in range(STEPS + 1):
+        optimizer.zero_grad()
+        losses.append(loss_of(step))
+        losses[-1].backward()
+        if step == 0:
+            for name, parameter in model.named_parameters():
+                yield f"gradient {name}", parameter.grad.clone()
+        optimizer.step()
+    yield "losses", torch.stack([loss.detach() for loss in losses])
+
+
+def off_their_start(model: Any) -> None:
+    """Move gains off 1 and biases off 0, where a wrong place of the factor would not be seen."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def tokens(step: int, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(100 + step))
+
+
+# --- OLMo ----------------------------------------------------------------------------------------
+
+NORMS = ("lns_rms", "lns_default", "lns_low_precision", "rms", "default")
+BLOCKS, INITS, GROUPS = ("sequential", "llama"), ("normal", "mitchell", "full_megatron"), (1, 2)
+PARAMETERS: dict[str, dict[str, bool]] = {
+    "gains": {},
+    "no-gains": {"layer_norm_with_affine": False},
+    "biases": {"include_bias": True, "bias_for_layer_norm": True},
+}
+
+
+def olmo_config(**changes: Any) -> Any:
+    """A tiny ModelConfig."""
+    from olmo.config import ModelConfig
+
+    values: dict[str, Any] = dict(
+        d_model=WIDTH,
+        n_heads=2,
+        n_layers=LAYERS,
+        mlp_hidden_size=2 * WIDTH,
+        activation_type="swiglu",
+        rope=True,
+        vocab_size=VOCABULARY,
+        embedding_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        include_bias=False,
+        bias_for_layer_norm=False,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        embedding_dropout=0.0,
+        weight_tying=False,
+        init_device="cpu",
+        init_std=0.1,
+    )
+    return ModelConfig.new(**{**values, **changes})
+
+
+def olmo_figures() -> Named:
+    open_door("olmo.plugins")
+    for norm, block, init, group, parameters in itertools.product(NORMS, BLOCKS, INITS, GROUPS, PARAMETERS):
+        changes = dict(
+            layer_norm_type=norm, block_type=block, init_fn=init, block_group_size=group, **PARAMETERS[parameters]
+        )
+        for name, tensor in olmo_case(changes):
+            yield f"olmo/{norm}/{block}/{init}/groups of {group}/{parameters}: {name}", tensor
+
+
+def olmo_case(changes: dict[str, Any]) -> Named:
+    from olmo.config import OptimizerConfig, TrainConfig
+    from olmo.model import OLMo
+    from olmo.optim import build_optimizer
+
+    torch.manual_seed(1)
+    model = OLMo(olmo_config(**changes))
+    for name, parameter in model.named_parameters():
+        yield f"drawn {name}", parameter.detach().clone()
+    off_their_start(model)
+    with torch.no_grad():
+        yield "logits", model(tokens(0)).logits
+
+    def loss_of(step: int) -> torch.Tensor:
+        logits = model(tokens(step)).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens(step)[:, 1:].flatten())
+
+    config = TrainConfig(model=model.config)
+    config.optimizer = OptimizerConfig(name="adamw", learning_rate=1e-2, weight_decay=0.1)
+    yield from training(model, loss_of, build_optimizer(config, model))
+
+    model = OLMo(olmo_config(init_device="meta", **changes))
+    model.to_empty(device="cpu")
+    torch.manual_seed(2)
+    model.reset_parameters()
+    yield "meta: drawn", torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    with torch.no_grad():
+        yield "meta: logits", model(tokens(0)).logits
+
+
+# --- export --------------------------------------------------------------------------------------
+
+EXPORTS: dict[str, dict[str, Any]] = {
+    "lns_rms": dict(layer_norm_type="lns_rms"),
+    "lns_default, llama block, biases of norms": dict(
+        layer_norm_type="lns_default", block_type="llama", bias_for_layer_norm=True
+    ),
+}
+
+
+def export_figures() -> Named:
+    """Checkpoints as OLMo saves them, exported by the command line."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, changes) in enumerate(EXPORTS.items()):
+            checkpoint = Path(folder) / f"{number}-unsharded"
+            save_olmo(checkpoint, changes)
+            for form in ("olmo", "hf"):
+                out = Path(folder) / f"{number}-{form}"
+                options = ["--format", form, *(["--tokenizer", "none"] if form == "hf" else [])]
+                run_cli("export", str(checkpoint), str(out), *options)
+                for key, tensor in exported(out).items():
+                    yield f"export/{name}/{form}: {key}", tensor
+
+
+def save_olmo(folder: Path, changes: dict[str, Any]) -> None:
+    """A checkpoint of fixed weights by OLMo's own FullCheckpointer, which wants DDP and a process group."""
+    import torch.distributed as dist
+    from olmo.checkpoint import FullCheckpointer
+    from olmo.config import OptimizerConfig, TrainConfig
+    from olmo.model import OLMo
+    from olmo.optim import build_optimizer
+
+    model = OLMo(olmo_config(init_fn="normal", **changes))
+    generator = torch.Generator().manual_seed(12)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    config = TrainConfig(model=model.config, save_folder=str(folder.parent))
+    config.optimizer = OptimizerConfig(name="adamw")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        FullCheckpointer(config).save_checkpoint(folder, wrapped, build_optimizer(config, model), {"global_step": 1})
+    finally:
+        dist.destroy_process_group()
+
+
+def run_cli(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "olmo_lns", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"olmo_lns {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of an export: ``model.pt`` (OLMo), or the safetensors files (transformers)."""
+    from safetensors.torch import load_file
+
+    if (folder / "model.pt").exists():
+        return torch.load(folder / "model.pt", weights_only=True)
+    tensors = {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+    if not tensors:
+        raise SystemExit(f"the export wrote no weights that are known here: {sorted(p.name for p in folder.iterdir())}")
+    return tensors
+
+
+# --- Megatron Core -------------------------------------------------------------------------------
+
+MEGATRON_ARMS: dict[str, dict[str, bool]] = {
+    "lns": {"layernorm_scaling": True},
+    "no flag": {},
+    "no_scaled_init": {"no_scaled_init": True},
+}
+
+
+def megatron_figures() -> Named:
+    open_door("megatron.plugins")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from support.megatron_cpu import single_process  # answers for CUDA where there is none
+
+    with single_process():
+        for arm, norm, bias in itertools.product(MEGATRON_ARMS, ("RMSNorm", "LayerNorm"), (False, True)):
+            for name, tensor in megatron_case(MEGATRON_ARMS[arm], normalization=norm, add_bias_linear=bias):
+                yield f"megatron/{arm}/{norm}/{'biases' if bias else 'no biases'}: {name}", tensor
+
+
+def megatron_case(marks: dict[str, bool], **changes: Any) -> Named:
+    model = megatron_model(marks, **changes)
+    for name, parameter in model.named_parameters():
+        yield f"drawn {name}", parameter.detach().clone()
+    off_their_start(model)
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+    with torch.no_grad():
+        yield "logits", model(tokens(0), positions, mask)
+
+    def loss_of(step: int) -> torch.Tensor:
+        ids = tokens(step, LENGTH + 1)
+        return model(ids[:, :-1], positions, mask, labels=ids[:, 1:]).float().mean()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.1)
+    yield from training(model, loss_of, optimizer)
+
+
+def megatron_model(marks: dict[str, bool], **changes: Any) -> Any:
+    """A tiny GPTModel of the local spec; ``marks`` are set on its config as the flags of the same name do."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        ffn_hidden_size=2 * WIDTH,
+        use_cpu_initialization=True,
+        init_method_std=0.1,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        pipeline_dtype=torch.float32,
+        **changes,
+    )
+    for name, value in marks.items():
+        setattr(config, name, value)
+    torch.manual_seed(3)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )

@@ -1,0 +1,436 @@
+#!/usr/bin/env python3
+"""The main contrast of docs/evidence.md on one GPU that reaches no package registry, in slices.
+
+    python scripts/gpu/evidence.py pack FOLDER              with a registry: code and tokens into FOLDER, at most 60 MB
+    python scripts/gpu/evidence.py run FOLDER OUT           on the GPU machine, again and again until it says "all done"
+    olmo-lns study report OUT/runs.csv --report OUT/report  anywhere, of what there is
+
+The runs are those of configs/study/evidence-gpu.yaml: first the short ones, at every rate; then, of the long ones, each
+arm at the rate at which its short run had the lowest held-out loss. A slice (--minutes) ends with a checkpoint.
+The model is OLMo's with our door; the loop is this file's, for OLMo's own needs packages that are not there: AdamW,
+cosine, clipping and bf16 autocast as the config says. The GPU machine needs Python, numpy and torch, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import importlib.util
+import io
+import json
+import lzma
+import math
+import os
+import signal
+import sys
+import tarfile
+import time
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Iterator, Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDY = ROOT / "configs" / "study" / "evidence-gpu.yaml"
+MOST = 60_000_000
+ARCHIVE = "evidence.tar.xz"
+#: Packages and modules of pure Python, beside this one; of olmo_data the code alone.
+PACKED = (
+    "olmo", "olmo_data", "omegaconf", "yaml", "rich", "pygments", "markdown_it", "mdurl", "packaging",
+    "typing_extensions", "importlib_resources",
+)  # fmt: skip
+#: OLMo imports these for object stores, data sets and progress reports; building a model uses none.
+ABSENT = (
+    "boto3", "botocore", "cached_path", "datasets", "google", "huggingface_hub", "pyarrow", "requests", "safetensors",
+    "sklearn", "tokenizers", "torchmetrics", "tqdm", "wandb",
+)  # fmt: skip
+
+
+class _Unused:
+    """A name of a package that is not there: made and used as a decorator at import time, nothing beyond."""
+
+    recoverable_errors: tuple[type[Exception], ...] = ()  # of cached_path's client, which OLMo extends
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def __call__(self, function: Any) -> Any:
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{type(self).__module__}.{type(self).__name__} is used, and is not on this machine")
+
+
+class _Absent(ModuleType):
+    """A package that is not there; it may have submodules."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # A class of its own each: some are base classes, some are caught as exceptions.
+        bases = (Exception,) if name.endswith(("Error", "Exception")) else (_Unused,)
+        return type(name, bases, {"__module__": self.__name__})
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Last in line: real packages come first."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ABSENT else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        return None
+
+
+# -- pack ------------------------------------------------------------------------------------------------------------
+
+
+def pack(study_path: Path, folder: Path, tokens: int) -> Path:
+    """Write the archive. :raises SystemExit: it is larger than 60 MB."""
+    sys.path.insert(0, str(ROOT))
+    from olmo_lns.study.arms import check_environment
+    from olmo_lns.study.spec import Study
+
+    check_environment()
+    study = Study.load(study_path)
+    runs = [
+        {"run": run.name, "size": run.size, "arm": run.arm, "seed": run.seed, "settings": run.settings}
+        for run in study.runs
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ARCHIVE
+    with lzma.open(path, "wb", preset=6) as file, tarfile.open(fileobj=file, mode="w") as archive:
+        for name, source in _code():
+            archive.add(source, arcname=f"site/{name}")
+        _add(archive, "runs.json", json.dumps({"study": study.name, "runs": runs}, default=str).encode())
+        for name, data in _tokens(tokens):
+            _add(archive, name, data)
+    size = path.stat().st_size
+    print(f"{path}: {size / 1e6:.1f} MB, {len(runs)} runs")
+    if size > MOST:
+        raise SystemExit(f"{size:,} bytes are more than {MOST:,}: fewer --tokens")
+    return path
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(data)
+    archive.addfile(entry, io.BytesIO(data))
+
+
+def _code() -> Iterator[tuple[str, Path]]:
+    """``(name, file)`` of all Python sources that a model needs."""
+    for path in sorted((ROOT / "olmo_lns").rglob("*.py")):
+        yield str(path.relative_to(ROOT)), path
+    for package in PACKED:
+        spec = importlib.util.find_spec(package)
+        places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+        if spec is None or not (places or spec.origin):
+            raise SystemExit(f"{package} is not installed: pip install 'olmo-lns[olmo]'")
+        for place in places:
+            for path in sorted(place.rglob("*.py")):
+                yield str(path.relative_to(place.parent)), path
+        if not places:
+            yield Path(str(spec.origin)).name, Path(str(spec.origin))
+    metadata = importlib.metadata.distribution("ai2-olmo").locate_file(
+        f"ai2_olmo-{importlib.metadata.version('ai2-olmo')}.dist-info/METADATA"
+    )
+    yield f"{Path(str(metadata)).parent.name}/METADATA", Path(str(metadata))  # the door asks for the version
+
+
+def _tokens(count: int) -> Iterator[tuple[str, bytes]]:
+    """The larger corpus of the studies: a byte a token, and where documents end (token 256)."""
+    import tempfile
+
+    import numpy as np
+
+    from olmo_lns.study.corpora import BUILT
+
+    with tempfile.TemporaryDirectory() as folder:
+        text = BUILT["packages"].build(Path(folder))
+        for name, path, most in (("train", text.train, count), ("heldout", text.heldout, 1 << 20)):
+            found = np.fromfile(path, dtype=np.uint16, count=most)
+            yield f"{name}.u8", (found & 255).astype(np.uint8).tobytes()
+            yield f"{name}.ends", np.flatnonzero(found == 256).astype(np.uint32).tobytes()
+
+
+# -- run -------------------------------------------------------------------------------------------------------------
+
+
+def unpack(folder: Path, out: Path) -> dict[str, Any]:
+    """Code and tokens under ``out/unpacked``, once; puts the code on the path. Returns runs.json."""
+    place = out / "unpacked"
+    if not (place / "runs.json").is_file():
+        temporary = out / "unpacking"
+        with lzma.open(folder / ARCHIVE) as file, tarfile.open(fileobj=file) as archive:
+            archive.extractall(temporary, filter="data")
+        os.replace(temporary, place)
+    sys.path.insert(0, str(place / "site"))
+    sys.meta_path.append(_Finder())
+    known: dict[str, Any] = json.loads((place / "runs.json").read_text())
+    return known
+
+
+def load(place: Path, name: str) -> Any:
+    import numpy as np
+
+    tokens = np.fromfile(place / f"{name}.u8", dtype=np.uint8).astype(np.int64)
+    tokens[np.fromfile(place / f"{name}.ends", dtype=np.uint32)] = 256
+    return tokens
+
+
+class Run:
+    """One run of the study in ``out/<name>``: ``curve.csv``, ``state.pt``, and at its end ``result.json``."""
+
+    def __init__(self, entry: dict[str, Any], out: Path, place: Path) -> None:
+        self.entry, self.settings, self.folder, self.place = entry, entry["settings"], out / entry["run"], place
+        self.steps = int(self.settings["max_duration"])
+        self.rate = float(self.settings["optimizer.learning_rate"])
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        path = self.folder / "result.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    @property
+    def heldout(self) -> float:
+        """Infinite for a run that is not finished or has diverged: worse than any other."""
+        found = float(self.result["heldout"]) if self.result else math.inf
+        return found if math.isfinite(found) else math.inf
+
+    def build(self, device: Any) -> Any:
+        """OLMo's model under our door, drawn from the run's seed: the arms of a seed draw the same numbers."""
+        import torch
+
+        from olmo_lns.doors.olmo import register
+
+        register()
+        from olmo.config import ModelConfig
+        from olmo.model import OLMo
+
+        given = {key[6:]: value for key, value in self.settings.items() if key.startswith("model.")}
+        config = ModelConfig.new(**given | {"init_device": "cpu"})
+        torch.manual_seed(int(self.entry["seed"]))
+        return OLMo(config).to(device)
+
+    def lr(self, step: int) -> float:
+        """OLMo's cosine_with_warmup, for the update after ``step`` updates."""
+        warmup, floor = int(self.settings["scheduler.t_warmup"]), float(self.settings["scheduler.alpha_f"])
+        if step < warmup:
+            return self.rate * step / warmup
+        share = (step - warmup) / max(1, self.steps - warmup)
+        return self.rate * (floor + (1 - floor) * (1 + math.cos(math.pi * share)) / 2)
+
+    def batch(self, tokens: Any, step: int) -> Any:
+        """Sequences of a step: a shuffle of all of them by the seed, none twice; the same in every arm."""
+        import numpy as np
+        import torch
+
+        length, size = int(self.settings["model.max_sequence_length"]), int(self.settings["global_train_batch_size"])
+        rows = len(tokens) // length
+        if self.steps * size > rows:
+            raise SystemExit(f"{self.entry['run']}: {self.steps * size:,} sequences, but {rows:,} packed")
+        order = np.random.default_rng(int(self.entry["seed"])).permutation(rows)[step * size : (step + 1) * size]
+        return torch.from_numpy(np.stack([tokens[row * length : (row + 1) * length] for row in order]))
+
+    def train(self, tokens: Any, heldout: Any, device: Any, until: float, every: float = 60.0) -> bool:
+        """Go on from the checkpoint until the end or the time ``until``; True at the end."""
+        import torch
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model = self.build(device)
+        optimizer = _optimizer(model, self.settings)
+        step = seconds = 0
+        if (state := self.folder / "state.pt").is_file():
+            saved = torch.load(state, map_location=device, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            step, seconds = saved["step"], saved["seconds"]
+        curve = [row for row in _read(self.folder / "curve.csv") if int(row["step"]) <= step]
+        began = saved_at = time.monotonic()
+        model.train()
+        while step < self.steps and time.monotonic() < until and not STOPPED:
+            loss = self._step(model, optimizer, self.batch(tokens, step).to(device), step)
+            step += 1
+            if step % 10 == 0 or step == self.steps:
+                spent = seconds + time.monotonic() - began
+                curve.append({"step": step, "loss": f"{loss.item():.4f}", "seconds": f"{spent:.1f}"})
+            if step % 50 == 0 or step == self.steps:
+                _write(self.folder / "curve.csv", curve)
+            if time.monotonic() - saved_at > every:
+                self._save(model, optimizer, step, seconds + time.monotonic() - began)
+                saved_at = time.monotonic()
+        spent = seconds + time.monotonic() - began
+        _write(self.folder / "curve.csv", curve)
+        if step < self.steps:
+            self._save(model, optimizer, step, spent)
+            return False
+        self._finish(model, heldout, device, curve, spent)
+        return True
+
+    def _step(self, model: Any, optimizer: Any, rows: Any, step: int) -> Any:
+        import torch
+
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr(step + 1)  # OLMo sets the rate after counting the step
+        optimizer.zero_grad(set_to_none=True)
+        loss = _loss(model, rows, self.settings)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), float(self.settings["max_grad_norm"]))
+        optimizer.step()
+        return loss.detach()
+
+    def _save(self, model: Any, optimizer: Any, step: int, seconds: float) -> None:
+        import torch
+
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
+        temporary = self.folder / "state.tmp"
+        torch.save(state, temporary)
+        os.replace(temporary, self.folder / "state.pt")
+
+    def _finish(self, model: Any, heldout: Any, device: Any, curve: list[dict[str, Any]], seconds: float) -> None:
+        import torch
+
+        length = int(self.settings["model.max_sequence_length"])
+        rows = torch.from_numpy(heldout[: len(heldout) // length * length].reshape(-1, length))
+        model.eval()
+        with torch.no_grad():
+            losses = [_loss(model, part.to(device), self.settings).item() * len(part) for part in rows.split(64)]
+        last = [float(row["loss"]) for row in curve if int(row["step"]) > 0.95 * self.steps]
+        found = {
+            "heldout": sum(losses) / len(rows),
+            "loss": sum(last) / len(last),
+            "seconds": round(seconds, 1),
+            "parameters": sum(p.numel() for p in model.parameters()),
+        }
+        (self.folder / "result.json").write_text(json.dumps(found) + "\n")
+        (self.folder / "state.pt").unlink(missing_ok=True)
+
+
+def _loss(model: Any, rows: Any, settings: dict[str, Any]) -> Any:
+    import torch
+
+    bf16 = settings["precision"] == "amp_bf16" and rows.is_cuda
+    with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+        logits = model(rows).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+def _optimizer(model: Any, settings: dict[str, Any]) -> Any:
+    """AdamW with the config's values; matrices and embeddings decay, norms do not."""
+    import torch
+
+    if settings["optimizer.decay_norm_and_bias"] or not settings["optimizer.decay_embeddings"]:
+        raise SystemExit("this loop decays matrices and embeddings and nothing else: set the config so")
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    decay = float(settings["optimizer.weight_decay"])
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    betas = tuple(float(beta) for beta in settings["optimizer.betas"])
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=float(settings["optimizer.eps"]), fused=fused)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return list(csv.DictReader(path.open(newline=""))) if path.is_file() else []
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    if rows:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def chosen(runs: Sequence[Run]) -> tuple[list[Run], bool]:
+    """What is to be made, in order, and whether that is all: long runs wait for the short ones of their arm."""
+    short = min(run.steps for run in runs)
+    wanted = [run for run in runs if run.steps == short]
+    whole = True
+    for arm in dict.fromkeys(run.entry["arm"] for run in runs):
+        mine = [run for run in wanted if run.entry["arm"] == arm]
+        if any(run.result is None for run in mine):
+            whole = False
+            continue
+        best = min(mine, key=lambda run: run.heldout)
+        wanted += [r for r in runs if r.steps != short and r.entry["arm"] == arm and r.rate == best.rate]
+    return wanted, whole
+
+
+def table(runs: Sequence[Run], out: Path, study: str) -> None:
+    """``runs.csv``: the finished runs as `olmo-lns study report` reads them."""
+    rows = []
+    for run in runs:
+        if (found := run.result) is None:
+            continue
+        settings = run.settings
+        length = int(settings["model.max_sequence_length"]) * int(settings["global_train_batch_size"])
+        entry = {key: run.entry[key] for key in ("run", "size", "arm", "seed")}
+        rows.append({
+            "identity": f"{study}/{entry['run']}", **entry, "parameters": found["parameters"], "status": "complete",
+            "step": run.steps, "steps": run.steps, "tokens": run.steps * length, "loss": found["loss"], "loss_std": "",
+            "points": 0, "last_loss": "", "cpu_s": "", "source": study, "heldout": found["heldout"],
+            "layers": settings["model.n_layers"], "width": settings["model.d_model"], "learning_rate": run.rate,
+        })  # fmt: skip
+    _write(out / "runs.csv", rows)
+
+
+STOPPED: list[int] = []
+
+
+def run(folder: Path, out: Path, minutes: float, device_name: str | None) -> int:
+    """One slice. :returns: 0 when all is done, 3 when another slice is needed."""
+    began = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    known = unpack(folder, out)
+    import torch
+
+    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.set_float32_matmul_precision("high")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda found, _: STOPPED.append(found))
+    place = out / "unpacked"
+    runs = [Run(entry, out, place) for entry in known["runs"]]
+    tokens, heldout = load(place, "train"), load(place, "heldout")
+    while True:
+        wanted, whole = chosen(runs)
+        left = [each for each in wanted if each.result is None]
+        if not left:
+            print("all done" if whole else "nothing left to do")
+            return 0
+        ended = left[0].train(tokens, heldout, device, began + 60 * minutes)
+        table(runs, out, known["study"])
+        print(f"{left[0].entry['run']}: {left[0].result if ended else 'to be continued'}", flush=True)
+        if not ended:
+            return 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    packing = commands.add_parser("pack")
+    packing.add_argument("folder", type=Path)
+    packing.add_argument("--study", type=Path, default=STUDY)
+    packing.add_argument("--tokens", type=int, default=100_000_000, help="training tokens (default 100M)")
+    running = commands.add_parser("run")
+    running.add_argument("folder", type=Path)
+    running.add_argument("out", type=Path)
+    running.add_argument("--minutes", type=float, default=9.0, help="of this slice (default 9)")
+    running.add_argument("--device", help="default cuda where there is one")
+    args = parser.parse_args(argv)
+    if args.command == "pack":
+        pack(args.study, args.folder, args.tokens)
+        return 0
+    return run(args.folder, args.out, args.minutes, args.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

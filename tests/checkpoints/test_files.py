@@ -1,0 +1,97 @@
+"""The files that checkpoints are read from and written to: torch.save's archives and safetensors."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from olmo_lns.checkpoints.archive import check_archive, map_tensors, read_archive, write_archive
+from olmo_lns.checkpoints.shards import read_safetensors, write_safetensors
+from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.errors import LNSConfigError
+
+
+def lazy(tensor: torch.Tensor) -> LazyTensor:
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.clone)
+
+
+NESTED = {
+    "state": {
+        0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 7)},
+        "name": {"x": torch.randn(3).bfloat16(), "empty": torch.empty(0, 4), "count": torch.arange(3)},
+    },
+    "param_groups": [{"lr": 1e-3, "params": [0, 1], "betas": (0.9, 0.95), "none": None}],
+}
+
+
+def test_archive_round_trip(tmp_path: Path) -> None:
+    """What is streamed out is what torch.save would have written, for torch.load with and without mmap."""
+    torch.save(NESTED, tmp_path / "a.pt")
+    write_archive(tmp_path / "b.pt", read_archive(tmp_path / "a.pt"))
+    check_archive(tmp_path / "b.pt")
+    for mmap in (False, True):
+        found = torch.load(tmp_path / "b.pt", weights_only=True, mmap=mmap)
+        assert found["param_groups"] == NESTED["param_groups"]
+        pairs = _pairs(NESTED, found)
+        assert len(pairs) == 5
+        for expected, value in pairs:
+            assert value.dtype == expected.dtype and torch.equal(value, expected)
+
+
+def _pairs(expected: Any, found: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    map_tensors(expected, lambda keys, tensor: pairs.append((tensor, _at(found, keys))))
+    return pairs
+
+
+def _at(value: Any, keys: tuple[Any, ...]) -> Any:
+    for key in keys:
+        value = value[key]
+    return value
+
+
+def test_archive_records_are_aligned(tmp_path: Path) -> None:
+    write_archive(tmp_path / "b.pt", {"a": lazy(torch.ones(3)), "b": lazy(torch.ones(5))})
+    with zipfile.ZipFile(tmp_path / "b.pt") as archive, (tmp_path / "b.pt").open("rb") as file:
+        for info in archive.infolist():
+            file.seek(info.header_offset + 26)
+            name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
+            assert (info.header_offset + 30 + name + extra) % 64 == 0
+
+
+def test_old_torch_files_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(LNSConfigError, match=r"not a file of torch\.save"):
+        check_archive(tmp_path / "old.pt")
+
+
+@pytest.mark.parametrize("size", [10, 100, 10_000])
+def test_safetensors_round_trip(tmp_path: Path, size: int) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.randn(2, 2).half()}
+    files = write_safetensors(tmp_path, {name: lazy(t) for name, t in tensors.items()}, size)
+    assert len(files) == {10: 3, 100: 1, 10_000: 1}[size]
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    again = {name: tensor.load() for name, tensor in read_safetensors(tmp_path).items()}
+    for result in (found, again):
+        assert set(result) == set(tensors)
+        assert all(torch.equal(result[name], tensor) for name, tensor in tensors.items())
+
+
+def test_safetensors_damage(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-8])
+    with pytest.raises(LNSConfigError, match="truncated"):
+        read_safetensors(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
+    with pytest.raises(LNSConfigError, match=r"x\.safetensors does not exist"):
+        read_safetensors(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "model.safetensors"}}')
+    with pytest.raises(LNSConfigError, match="lack b"):
+        read_safetensors(tmp_path)

@@ -1,0 +1,111 @@
+"""The TE spec: Transformer Engine's own Python over a strict stand-in for its C++ module.
+
+Wiring and gradients, not kernel numerics (those are in test_gpu.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import te_python
+
+TESTS = Path(__file__).parents[2]
+FUSED = "folded into the fused kernel's gain"
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    """All cases, from one process in which TE was there before Megatron."""
+    try:
+        te_python.tree()
+    except te_python.Unavailable as reason:
+        pytest.skip(str(reason))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "support.te_worker"],
+        cwd=TESTS,
+        env=os.environ | {"PYTHONOPTIMIZE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, f"the worker ended with {done.returncode}: {done.stderr[-2000:]}"
+    return json.loads(lines[-1].removeprefix("RESULTS "))
+
+
+def case(results: dict[str, Any], name: str) -> Any:
+    found = results[name]
+    assert not (isinstance(found, dict) and "failed" in found), found["failed"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "zero-centred gain", "MoE", "selective recompute"])
+def test_loss_and_all_gradients_are_those_of_the_hooked_local_model(results: dict[str, Any], name: str) -> None:
+    found = case(results, name)
+    assert found["same_parameters"]
+    assert found["loss"] == pytest.approx(found["reference"], rel=1e-6)
+    assert found["error"] < 2e-5, f"gradient of {found['worst']}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sandwich_depth",
+        "sandwich_depth, LayerNorm",
+        "sandwich_depth, zero-centred gain",
+        "layerscale, MoE, selective recompute",
+        "lnsafterbranch",
+    ],
+)
+def test_other_schemes_are_those_of_the_equation_on_the_local_model(results: dict[str, Any], name: str) -> None:
+    found = case(results, name)
+    assert found["same_parameters"]
+    assert found["loss"] == pytest.approx(found["reference"], rel=1e-6)
+    assert found["error"] < 2e-5, f"gradient of {found['worst']}"
+    assert found["norms"] == ["transformer_engine"] * ("sandwich" in name)
+
+
+def test_dense_layers_are_scaled_inside_the_fused_linears(results: dict[str, Any]) -> None:
+    expected = [["TELayerNormColumnParallelLinear", block, FUSED] for block in (1, 1, 2, 2, 3, 3, 4, 4)]
+    assert case(results, "RMSNorm")["sites"] == expected
+
+
+def test_moe_layers_have_one_fused_and_one_standalone_site(results: dict[str, Any]) -> None:
+    sites = case(results, "MoE")["sites"]
+    assert [site[1] for site in sites] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [site[2] for site in sites[:2]] == [FUSED, "olmo_lns.norm (te)"]
+
+
+def test_a_weight_swapped_for_the_forward_only_is_wrong_in_backward(results: dict[str, Any]) -> None:
+    """The trap: TE's standalone norm reads its weight again in backward. The output looks right."""
+    found = case(results, "naive standalone")
+    assert found["naive y"] < 1e-6
+    assert found["naive dx"] > 0.1 and found["naive dgain"] > 0.1
+    assert max(found[f"ours {what}"] for what in ("y", "dx", "dgain")) < 1e-5
+
+
+def test_checkpoint_keys_are_those_of_stock_and_initialization_is_plain(results: dict[str, Any]) -> None:
+    found = case(results, "keys")
+    assert found["state_dict"] and found["sharded"]
+    assert found["std"]["stock"] == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert found["std"]["lns"] == pytest.approx(0.02, rel=0.05)
+
+
+def test_mtp_layers_go_on_after_the_last_block(results: dict[str, Any]) -> None:
+    assert case(results, "MTP") == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+
+
+def test_gradients_accumulate_over_micro_batches(results: dict[str, Any]) -> None:
+    assert case(results, "accumulation") < 1e-5
+
+
+def test_mla_scales_neither_the_q_nor_the_kv_norm(results: dict[str, Any]) -> None:
+    found = case(results, "MLA")
+    assert found["sites"] == ["input_layernorm", "mlp.linear_fc1"] * 4
+    assert found["others"] == ["linear_kv_up_proj", "linear_q_up_proj"]

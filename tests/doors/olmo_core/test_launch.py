@@ -1,0 +1,147 @@
+"""OLMo-core's own example script, unmodified, from a checkout: ``OLMO_CORE_SRC=~/OLMo-core``.
+
+The script comes from the checkout, the package is the one that is installed here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
+
+import numpy as np
+
+from olmo_lns.record import Record
+from olmo_lns.schemes import Scheme
+
+SOURCE = os.environ.get("OLMO_CORE_SRC")
+SCRIPT = Path(SOURCE or "") / "src" / "examples" / "llm" / "train.py"
+SITE = Path(__file__).resolve().parents[2] / "support" / "olmo_core_site"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not SOURCE, reason="OLMO_CORE_SRC does not name a checkout of OLMo-core"),
+]
+
+LNS = ["--model.block._CLASS_=olmo_lns.olmo_core.BlockConfig", "--model.block.scheme=lns"]
+#: A model and data of a size for a CPU; everything else is the script's own.
+SMALL = [
+    "--sequence-length=32",
+    "--dataset.tokenizer.vocab_size=512",
+    "--dataset.tokenizer.eos_token_id=0",
+    "--dataset.tokenizer.pad_token_id=0",
+    "--data_loader.num_workers=0",
+    "--data_loader.global_batch_size=128",
+    "--model.d_model=32",
+    "--model.n_layers=4",
+    "--model.vocab_size=512",
+    "--model.block.sequence_mixer.n_heads=4",
+    "--model.block.feed_forward.hidden_size=64",
+    "--train_module.rank_microbatch_size=64",
+    "--train_module.compile_model=false",
+    "--train_module.dp_config.param_dtype=float32",
+    "--trainer.callbacks.lm_evaluator.enabled=false",
+    "--trainer.callbacks.downstream_evaluator.enabled=false",
+    "--trainer.callbacks.checkpointer.save_interval=2",
+    "--trainer.callbacks.checkpointer.ephemeral_save_interval=null",
+    "--trainer.callbacks.checkpointer.save_async=false",
+    "--trainer.metrics_collect_interval=1",
+]
+LINE = "LayerNorm Scaling on: 8 norms (rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5"
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    base = tmp_path_factory.mktemp("launch")
+    data = np.memmap(base / "data.npy", dtype=np.uint16, mode="w+", shape=(20_000,))
+    data[:] = np.random.default_rng(0).integers(1, 512, 20_000)
+    data.flush()
+
+    def start(save: Path, *flags: str, steps: int = 4, ranks: int = 1, **variables: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(SCRIPT), "tiny", *SMALL, f"--save-folder={save}", f"--work-dir={base}/work"]
+        command += [
+            f"--dataset.paths=[{base}/data.npy]",
+            f"--trainer.hard_stop={{value: {steps}, unit: steps}}",
+            *flags,
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(SITE), "OMP_NUM_THREADS": "1", **variables}
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(*arguments, **keywords) -> tuple[int, str]:
+        process = start(*arguments, **keywords)
+        output, _ = process.communicate(timeout=600)
+        return process.returncode, output
+
+    run.start = start
+    return run
+
+
+def _losses(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"train/CE loss=([\d.]+)", output)]
+
+
+def test_train_kill_resume_and_forget_the_flags(launch, tmp_path):
+    save = tmp_path / "lns"
+    code, whole = launch(tmp_path / "whole", *LNS)
+    assert code == 0, whole[-4000:]
+    assert LINE in whole
+    assert Record.read(tmp_path / "whole" / "step2") == Record(Scheme.of("lns"), "rms", "plain")
+
+    process = launch.start(save, *LNS, steps=1000)
+    deadline = time.monotonic() + 300
+    while not (save / "step2" / "config.json").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    last = max(int(folder.name.removeprefix("step")) for folder in save.glob("step*"))
+    assert last >= 2
+
+    code, resumed = launch(save, *LNS, steps=last + 2)
+    assert code == 0 and LINE in resumed and f"step{last}" in resumed, resumed[-4000:]
+
+    code, forgotten = launch(save, steps=last + 4)
+    assert code != 0
+    assert "CheckpointMismatchError" in forgotten and "its blocks would run without the scheme" in forgotten
+
+    code, disabled = launch(save, *LNS, steps=last + 4, OLMO_LNS_DISABLE="1")
+    assert code != 0 and "OLMO_LNS_DISABLE=1, but the config names olmo_lns.olmo_core.BlockConfig" in disabled
+
+
+def test_two_ranks_give_the_losses_of_one(launch, tmp_path):
+    found = {}
+    for ranks in (1, 2):
+        code, output = launch(tmp_path / str(ranks), *LNS, ranks=ranks)
+        assert code == 0 and output.count(LINE) == 1, output[-4000:]
+        found[ranks] = _losses(output)
+    assert len(found[1]) >= 4
+    assert found[1] == pytest.approx(found[2], abs=2e-3)
+
+
+def test_without_the_flags_the_package_changes_nothing(launch, tmp_path):
+    found = []
+    for variables in ({}, {"OLMO_LNS_DISABLE": "1"}):
+        code, output = launch(tmp_path / f"stock{len(found)}", **variables)
+        assert code == 0 and "LayerNorm Scaling" not in output, output[-4000:]
+        found.append(_losses(output))
+    assert found[0] == found[1] and len(found[0]) >= 4
+    assert not list((tmp_path / "stock0").rglob("lns.json"))
+
+
+def test_a_misspelt_class_stops_the_launch(launch, tmp_path):
+    code, output = launch(tmp_path / "x", "--model.block._CLASS_=olmo_lns.olmo_core.LNSBlockConfig", "--dry-run")
+    assert code != 0 and "the block config is" in output.replace("\n", " ")

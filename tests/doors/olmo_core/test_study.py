@@ -1,0 +1,133 @@
+"""A study in OLMo-core: what it plans, what it launches, what it reads; and a real one on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
+
+import yaml
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.record import Record
+from olmo_lns.schemes import Scheme
+from olmo_lns.study import collect, launch, logs, plan, slurm
+from olmo_lns.study.spec import Study
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+LOG = """\
+2026-11-22 01:44:42.964\tvm:0\tolmo_core.train.callbacks.console_logger:71\tINFO\t[step=1/3,epoch=1]
+    train/CE loss=5.979
+    train/PPL=395.1
+2026-11-22 01:44:43.164\tvm:0\tolmo_core.train.callbacks.console_logger:61\tINFO\t[step=3/3,epoch=1]
+2026-11-22 01:44:43.164\tvm:0\tolmo_core.train.callbacks.console_logger:71\tINFO\t[step=2/3,epoch=1,eta=1m, 2s]
+    train/CE loss=5.956
+2026-11-22 01:44:43.164\tvm:0\tolmo_core.train.callbacks.console_logger:71\tINFO\t[step=3/3,epoch=1]
+    train/CE loss=1,005.9
+"""
+
+
+def test_the_shipped_descriptions():
+    paper = Study.load(CONFIGS / "study" / "paper-olmo-core.yaml")
+    assert len(paper.runs) == 10 and all(run.config.is_file() for run in paper.runs)
+    collect.compare_planned(paper)
+    (row,) = plan.rows(Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml"), 0.4)[:1]
+    assert row.parameters == Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml").runs[0].shape.parameters
+    assert row.steps == 600 and row.flops_olmo
+
+
+def test_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    paper = Study.load(CONFIGS / "study" / "paper-olmo-core.yaml")
+    run = next(run for run in paper.runs if run.name == "7B-lns-s6198")
+    text = shlex.join(launch.command(paper, run, tmp_path, slurm=True))
+    assert "--nnodes 4" in text
+    assert f"-m olmo_lns {CONFIGS}/olmo_core/train.py {CONFIGS}/olmo_core/7B-lns.yaml --init_seed=6198" in text
+    assert f"--trainer.save_folder={tmp_path}/7B-lns-s6198" in text
+    written = slurm.write(paper, paper.runs, tmp_path / "out", tmp_path / "jobs")
+    script = (tmp_path / "jobs" / "7B.sbatch").read_text()
+    assert len(written) == 5 and "OLMO_DATA_DIR:?" in script and "7B-preln-s6198) COMMAND=(torchrun" in script
+
+
+def test_log_with_losses_after_their_progress(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text(LOG)
+    curve = logs.read(path)
+    assert curve.losses == {1: 5.979, 2: 5.956, 3: 1005.9} and curve.total == 3
+    path.write_text(LOG + LOG)
+    with pytest.raises(LNSConfigError, match="damaged: step 1 comes after step 3"):
+        logs.read(path)
+
+
+def test_log_that_a_kill_cut(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text(LOG[: LOG.index("    train/CE loss=5.956")])
+    assert logs.read(path).losses == {1: 5.979}
+    path.write_text(LOG[: LOG.index("    train/CE")])
+    assert logs.read(path).losses == {}
+
+
+@pytest.fixture
+def micro(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    size = {
+        "model.n_layers": 2,
+        "model.d_model": 32,
+        "model.block.sequence_mixer.n_heads": 2,
+        "trainer.max_duration.value": 12,
+        "train_module.scheduler.warmup": 2,
+        "trainer.callbacks.checkpointer.save_interval": 5,
+    }
+    description = {
+        "name": "micro",
+        "framework": "olmo-core",
+        "config": str(CONFIGS / "study" / "tiny-olmo-core-base.yaml"),
+        "data": "demo",
+        "sizes": {"s": size},
+        "arms": ["preln", "lns"],
+        "seeds": [1],
+        "final_fraction": 0.5,
+        "launch": {"command": str(CONFIGS / "olmo_core" / "train.py"), "workers": 2, "threads": 1},
+    }
+    path = tmp_path / "micro.yaml"
+    path.write_text(yaml.safe_dump(description))
+    return path
+
+
+@pytest.mark.slow
+def test_launched_killed_continued_and_reported(micro, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "olmo_lns", "study", "all", str(micro), "--out", str(out)]
+    process = subprocess.Popen(command, start_new_session=True)
+    saved = out / "s-lns-s1" / "step5" / "config.json"
+    deadline = time.monotonic() + 500
+    while not saved.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = {row.arm: row for row in collect.read_results(out / "results.csv")}
+    assert {arm: (row.status, row.step, row.points) for arm, row in rows.items()} == dict.fromkeys(
+        ("preln", "lns"), ("complete", 12, 6)
+    )
+    assert rows["lns"].loss != rows["preln"].loss
+    assert Record.read(out / "s-lns-s1" / "step12") == Record(Scheme.of("lns"), "rms", "plain")
+    assert Record.read(out / "s-preln-s1" / "step12") is None
+    assert (out / "report" / "report.md").is_file()
+    # What a run used is what it saved: another exponent there is found, wherever the log says nothing of it.
+    config = out / "s-lns-s1" / "step12" / "config.json"
+    text = json.loads(config.read_text())
+    text["model"]["block"]["exponent"] = 0.25
+    config.write_text(json.dumps(text))
+    with pytest.raises(LNSConfigError, match="run s-lns-s1 is not its arm: model.block.scheme="):
+        collect.collect(Study.load(micro), out)

@@ -1,0 +1,95 @@
+"""Out of transformers folded, and in from OLMo unfolded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.olmo_models import build, tokens
+from support.transformers_models import inputs, read_config, stock
+
+from olmo_lns.cli import main
+from olmo_lns.doors.transformers import apply, register
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
+
+register()
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo", "gpt2", "dinov2"])
+def test_a_folder_of_ours_becomes_a_stock_model(kind, tmp_path, capsys):
+    import transformers
+
+    model = apply(stock(kind), "lns:exponent=0.25", initialization="upstream")
+    model.save_pretrained(tmp_path / "lns")
+    assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out"), "--format", "hf"]) == 0
+    out = capsys.readouterr().out
+    assert f"-> {type(stock(kind)).__name__}: lns folded into the weights" in out and "tensors changed" in out
+    values = read_config(tmp_path / "out")
+    assert values["model_type"] == kind and values["lns"] == "folded" and values["lns_record"]["folded"]
+    assert "auto_map" not in values and not (tmp_path / "out" / "modeling_lns.py").exists()
+    folded = getattr(transformers, type(stock(kind)).__name__).from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        expected = model(**inputs(kind)).logits
+        assert (folded(**inputs(kind)).logits - expected).abs().max() <= 3e-6 * expected.abs().max()
+    if kind == "llama":
+        prompt = inputs(kind)["input_ids"][:, :4]
+        options = dict(max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompt))
+        assert torch.equal(folded.generate(prompt, **options), model.generate(prompt, **options))
+
+
+def test_export_refuses_other_formats(tmp_path, capsys):
+    apply(stock("llama")).save_pretrained(tmp_path / "lns")
+    assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out")]) == 1
+    assert "with --format hf" in capsys.readouterr().err
+
+
+def save_olmo(folder, layer_norm_type, scheme, **changes):
+    """A checkpoint as OLMo's trainer leaves it."""
+    from olmo.config import TrainConfig
+    from omegaconf import OmegaConf
+
+    from olmo_lns.doors.olmo import register as register_olmo
+
+    register_olmo()
+    model = build(layer_norm_type=layer_norm_type, **changes)
+    folder.mkdir()
+    OmegaConf.save(OmegaConf.structured(TrainConfig(model=model.config)), folder / "config.yaml")
+    torch.save(model.state_dict(), folder / "model.pt")
+    if scheme:
+        Record(parse(scheme), layer_norm_type.partition("_")[2].partition(":")[0], "plain").write(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_", "changes"),
+    [
+        ("llama", "lns_rms:exponent=0.25", {}),
+        ("olmo", "lns_default", {"layer_norm_with_affine": False, "layer_norm_eps": 1e-5}),
+    ],
+)
+def test_an_olmo_checkpoint_comes_in_as_trained_and_folded_ones_unfolded(kind, type_, changes, tmp_path, capsys):
+    pytest.importorskip("olmo")
+    import transformers
+
+    scheme = "lns:exponent=0.25" if "exponent" in type_ else "lns"
+    model = save_olmo(tmp_path / "olmo", type_, scheme, **changes)
+    assert main(["hf", "import", str(tmp_path / "olmo"), "-o", str(tmp_path / "model"), "--tokenizer", "none"]) == 0
+    out = capsys.readouterr().out
+    assert f"lns_{kind}: {parse(scheme).name}" in out and "as trained, factors outside the weights" in out
+    assert main(["export", str(tmp_path / "olmo"), str(tmp_path / "folded")]) == 0
+    assert main(["hf", "import", str(tmp_path / "folded"), "-o", str(tmp_path / "again"), "--tokenizer", "none"]) == 0
+    assert "unfolded: the factors are outside again" in capsys.readouterr().out
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        for name in ("model", "again"):
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+            assert type(loaded).__name__ == f"LNS{type(stock(kind)).__name__}"
+            assert (loaded(tokens()).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+            assert loaded.model.layers[-1].input_layernorm.lns_scale == model.transformer.blocks[-1].attn_norm.lns_scale
+
+
+def test_a_pre_ln_checkpoint_is_not_taken_for_another(tmp_path, capsys):
+    pytest.importorskip("olmo")
+    save_olmo(tmp_path / "olmo", "rms", "")
+    assert main(["hf", "import", str(tmp_path / "olmo"), "-o", str(tmp_path / "model")]) == 1
+    assert "is Pre-LN: olmo-lns export --format hf makes a stock model of it" in capsys.readouterr().err

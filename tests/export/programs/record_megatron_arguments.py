@@ -1,0 +1,137 @@
+"""What Megatron's own parser makes of each flag that says something about the architecture.
+
+``MEGATRON_LM_SRC=CHECKOUT python tests/export/programs/record_megatron_arguments.py`` prints one JSON object: for each
+case the arguments, validated by Megatron, that the exporter reads, other than in the first case; null where this
+version has no such flag. ``--write`` puts it into ``tests/support/megatron_arguments.json``, ``--save FILE`` saves the
+whole namespace of the first case as Megatron does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import typing_extensions
+
+if not hasattr(typing, "override"):  # Megatron from 0.18 on declares Python 3.12
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+RECORDED = Path(__file__).resolve().parents[2] / "support" / "megatron_arguments.json"
+
+#: The model of ``support.megatron_tiny``.
+BASE = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 1 --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --transformer-impl local "
+    "--no-persist-layer-norm --layernorm-scaling"
+)
+#: Flags that are added to ``BASE``.
+CASES = {
+    "base": "",
+    "zero_centred": "--apply-layernorm-1p",
+    "exponent": "--layernorm-scaling-exponent 0.25",
+    "keep_scaled_init": "--layernorm-scaling-keep-scaled-init",
+    "layer_norm": "--normalization LayerNorm",
+    "epsilon": "--norm-epsilon 1e-6",
+    "theta": "--rotary-base 500000",
+    "tied": "-untie-embeddings-and-output-weights",
+    "gqa": "--group-query-attention --num-query-groups 2",
+    "init_std": "--init-method-std 0.01",
+    "kv_channels": "--kv-channels 16",
+    "experts": "--num-experts 4",
+    "mla": "--multi-latent-attention",
+    "mtp": "--mtp-num-layers 1",
+    "not_swiglu": "-swiglu",
+    "biases": "-disable-bias-linear",
+    "qkv_bias": "--add-qkv-bias",
+    "learned_positions": "--position-embedding-type learned_absolute",
+    "no_positions": "--position-embedding-type none",
+    "yarn": "--position-embedding-type yarn",
+    "rotary_percent": "--rotary-percent 0.5",
+    "rotary_interleaved": "--rotary-interleaved",
+    "rotary_interpolation": "--rotary-seq-len-interpolation-factor 2",
+    "rope_scaling": "--use-rope-scaling",
+    "no_rope_freq": "--no-rope-freq 2",
+    "qk_layernorm": "--qk-layernorm",
+    "qk_l2_norm": "--qk-l2-norm",
+    "output_gate": "--attention-output-gate",
+    "post_layernorm_residual": "--apply-residual-connection-post-layernorm",
+    "window": "--window-size 128,0",
+    "softmax": "--softmax-type off-by-one",
+    "heterogeneous": "--heterogeneous-layers-config-path /nowhere.json",
+    "hybrid_override": "--hybrid-override-pattern *-*-*-*-",
+    "hybrid": "--hybrid-layer-pattern *-*-*-*-",
+    "linear_attention": "--experimental-attention-variant gated_delta_net",
+    "mup": "--use-mup",
+    "glu_offset": "--glu-linear-offset 1.0",
+    "clamp": "--activation-func-clamp-value 7.0",
+    "quick_geglu": "--quick-geglu",
+}
+
+
+def flags_of(case: str) -> list[str]:
+    """``BASE`` with the flags of a case; ``-name`` takes one away again."""
+    words, added = BASE.split(), CASES[case].split()
+    for word in [word for word in added if not word.startswith("--") and word.startswith("-")]:
+        added.remove(word)
+        words.remove(f"-{word}")
+    return words + added
+
+
+def record() -> tuple[str, dict[str, Any], argparse.Namespace]:
+    """Megatron Core's version (two numbers), the cases, and the whole namespace of the first."""
+    from support.megatron_saved import names_read
+
+    from olmo_lns.errors import LNSConfigError
+    from olmo_lns.study import megatron_args
+
+    parsed: dict[str, Any] = {}
+    for case in CASES:
+        flags = flags_of(case)
+        try:
+            parsed[case] = megatron_args.parse(flags, validate=False)
+        except LNSConfigError:  # no such flag, or no such value of it, in this version
+            parsed[case] = None
+            continue
+        with contextlib.suppress(OSError):  # the case whose file is nowhere
+            parsed[case] = megatron_args.parse(flags)
+    from megatron import core
+
+    names = sorted({name for case in ("base", "gqa") for name in names_read(parsed[case])})
+    found: dict[str, Any] = {}
+    for case, args in parsed.items():
+        values = None if args is None else {name: getattr(args, name) for name in names if hasattr(args, name)}
+        values = json.loads(json.dumps(values))
+        if values is not None and case != "base":
+            values = {name: value for name, value in values.items() if value != found["base"].get(name)}
+        found[case] = values
+    return ".".join(core.__version__.split(".")[:2]), found, parsed["base"]
+
+
+def main() -> None:
+    sys.path.insert(0, str(RECORDED.parents[1]))
+    with contextlib.redirect_stdout(io.StringIO()):
+        version, found, namespace = record()
+    if "--write" in sys.argv:
+        recorded = (json.loads(RECORDED.read_text()) if RECORDED.exists() else {}) | {version: found}
+        versions = []
+        for name in sorted(recorded):
+            cases = [f"  {json.dumps(case)}: {json.dumps(values)}" for case, values in recorded[name].items()]
+            versions.append(f" {json.dumps(name)}: {{\n" + ",\n".join(cases) + "\n }")
+        RECORDED.write_text("{\n" + ",\n".join(versions) + "\n}\n")
+    if "--save" in sys.argv:
+        import torch
+
+        torch.save({"args": namespace}, sys.argv[sys.argv.index("--save") + 1])
+    print(json.dumps({version: found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Exports of real OLMo-core checkpoints, run by OLMo-core and by stock transformers classes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
+
+import torch
+from olmo_core.distributed.checkpoint import save_model_and_optim_state
+from olmo_core.nn.transformer import TransformerConfig
+from olmo_core.optim import AdamWConfig
+from support import olmo_core_models as small
+
+from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint
+from olmo_lns.cli import main
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.models.olmo_core import open_olmo_core
+from olmo_lns.olmo_core import apply
+from olmo_lns.record import Record
+
+
+def _save(folder, made, built, *, record=None, optimizer=None, identifier=None):
+    """As OLMo-core's trainer leaves it: weights and optimizer, config.json, ours beside them."""
+    save_model_and_optim_state(folder / "model_and_optim", built, optimizer or AdamWConfig(lr=1e-3).build(built))
+    tokenizer = {"vocab_size": 60, "eos_token_id": 0, "pad_token_id": 1, "identifier": identifier}
+    config = {"model": made.as_config_dict(), "dataset": {"sequence_length": 32, "tokenizer": tokenizer}}
+    (folder / "config.json").write_text(json.dumps(config))
+    if record:
+        record.write(folder)
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path):
+    def make(made, **kwargs):
+        built = small.model(made)
+        return _save(tmp_path / "step1", made, built, **kwargs), built
+
+    return make
+
+
+def _export(source, out, *arguments):
+    assert main(["export", str(source), str(out), *arguments]) == 0
+    return out
+
+
+@pytest.mark.parametrize("block", ["default", "reordered_norm", "peri_norm", "moe", "moe_hybrid"])
+def test_folded_for_stock_olmo_core(block, trained, tmp_path, monkeypatch):
+    from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
+
+    monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
+    made = small.with_scheme(small.config(block), exponent=0.25)
+    folder, built = trained(made)
+    out = _export(folder, tmp_path / "out", "--format", "olmo-core")
+    text = (out / "config.json").read_text()
+    assert "olmo_lns" not in text
+    assert Record.read(out).folded
+    stock = open_olmo_core(out)
+    assert type(stock.blocks["1"].attention_norm).__module__.startswith("olmo_core.")
+    torch.testing.assert_close(stock(small.TOKENS), built(small.TOKENS), rtol=1e-5, atol=2e-6)
+
+
+def test_folded_checkpoint_is_loaded_by_olmo_core_itself(trained, tmp_path):
+    from olmo_core.distributed.checkpoint import load_model_and_optim_state
+
+    made = apply(small.config())
+    folder, built = trained(made)
+    out = _export(folder, tmp_path / "out")
+    model = TransformerConfig.from_dict(json.loads((out / "config.json").read_text())["model"]).build()
+    load_model_and_optim_state(out / "model_and_optim", model)
+    torch.testing.assert_close(model(small.TOKENS), built(small.TOKENS), rtol=1e-5, atol=2e-6)
+
+
+def _llama():
+    return small.with_scheme(small.config(n_kv_heads=2))
+
+
+def _qwen():
+    made = small.config("default", qk_norm=True, use_head_qk_norm=True)
+    return small.with_scheme(made)
+
+
+def _olmo2():
+    return small.with_scheme(small.config("reordered_norm", qk_norm=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(_llama, "LlamaForCausalLM"), (_qwen, "Qwen3ForCausalLM"), (_olmo2, "Olmo2ForCausalLM")],
+)
+def test_hugging_face(make, name, trained, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    folder, built = trained(make())
+    out = _export(folder, tmp_path / "out", "--format", "hf", "--tokenizer", "none")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(stock).__name__ == name
+    torch.testing.assert_close(stock(small.TOKENS).logits, built(small.TOKENS), rtol=1e-5, atol=2e-6)
+    capsys.readouterr()
+    assert main(["verify", str(folder), str(out), "--length", "16"]) == 0
+    assert "PASS" in capsys.readouterr().out
+
+
+def _tokenizer(path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = {"<eos>": 0, "<pad>": 1} | {f"w{number}": number for number in range(2, 60)}
+    made = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = Whitespace()
+    made.save(str(path))
+    return path
+
+
+def test_tokenizer_goes_with_a_hugging_face_export(trained, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    folder, _ = trained(_llama(), identifier="own.json")
+    _tokenizer(folder / "own.json")  # beside the checkpoint, where its config names it
+    out = _export(folder, tmp_path / "out", "--format", "hf")
+    assert "tokenizer own.json: 60 tokens, eos '<eos>', pad '<pad>'" in capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer("w5 w7")["input_ids"] == [5, 7]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+    (tmp_path / "text").write_text(" ".join(f"w{2 + number % 50}" for number in range(100)))
+    assert main(["verify", str(folder), str(out), "--length", "16", "--text", str(tmp_path / "text")]) == 0
+    given = _export(folder, tmp_path / "given", "--format", "hf", "--tokenizer", str(_tokenizer(tmp_path / "t.json")))
+    assert (given / "tokenizer.json").is_file()
+
+
+def test_tokenizer_that_is_not_to_be_had(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder, _ = trained(_llama(), identifier="nobody/has-this")
+    assert main(["export", str(folder), str(tmp_path / "out"), "--format", "hf"]) == 1
+    assert "--tokenizer none to leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("block", ["default", "reordered_norm"])
+def test_unfolded_again(block, trained, tmp_path, capsys):
+    made = small.with_scheme(small.config(block), exponent=0.25)
+    folder, built = trained(made)
+    folded = _export(folder, tmp_path / "folded")
+    assert main(["verify", str(folder), str(folded), "--length", "16"]) == 0
+    capsys.readouterr()
+    again = _export(folded, tmp_path / "again", "--unfold")
+    text = capsys.readouterr().out
+    assert "the factor is outside again" in text and "load_optim_state=false" in text
+    opened = OLMoCoreCheckpoint.open(again)
+    assert opened.record.scheme == made.block.resolved_scheme and not opened.record.folded
+    assert type(TransformerConfig.from_dict(dict(opened.model)).block) is type(made.block)
+    for name, expected in built.state_dict().items():
+        torch.testing.assert_close(opened.tensors[name].load(), expected, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_unfolded_with_the_moments_of_training_in_stock_olmo_core(drop, trained, tmp_path, capsys):
+    """Weights and moments go back together: the moments belong to gains that are 1/s as large."""
+    from olmo_core.distributed.checkpoint import load_model_and_optim_state
+
+    made = apply(small.config())
+    folder, _ = trained(made)
+    folded = _export(folder, tmp_path / "folded")
+    stock = open_olmo_core(folded).train()
+    optimizer = AdamWConfig(lr=1e-3).build(stock)
+    for _ in range(2):
+        optimizer.zero_grad()
+        small.loss_of(stock(small.TOKENS)).backward()
+        optimizer.step()
+    trained_on = _save(tmp_path / "on", small.config(), stock, record=Record.read(folded), optimizer=optimizer)
+    out = _export(trained_on, tmp_path / "out", "--unfold", *(["--drop-optimizer"] if drop else []))
+    printed = capsys.readouterr().out
+    if drop:
+        assert "the optimizer's moments were dropped as asked" in printed
+        assert not any(name.startswith("optim.") for name in OLMoCoreCheckpoint.open(out).stored.names)
+        return
+    assert "16 moments of the optimizer rescaled to match" in printed
+    ours = small.model(made, seed=None)
+    own = AdamWConfig(lr=1e-3).build(ours)
+    load_model_and_optim_state(out / "model_and_optim", ours, own)
+    torch.testing.assert_close(ours(small.TOKENS), stock(small.TOKENS), rtol=1e-5, atol=2e-6)
+    theirs = dict(stock.named_parameters())
+    for name, parameter in ours.named_parameters():
+        factor = small.factor_of(name, "default")
+        for moment, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+            wanted = optimizer.state[theirs[name]][moment] * factor**power
+            torch.testing.assert_close(own.state[parameter][moment], wanted, rtol=1e-6, atol=0)
+
+
+def test_what_cannot_be_unfolded(trained, tmp_path, capsys):
+    folder, _ = trained(apply(small.config()))
+    assert main(["export", str(folder), str(tmp_path / "out"), "--unfold"]) == 1
+    assert "is not folded: it can be trained on under LNS as it is" in capsys.readouterr().err
+    stock = _save(tmp_path / "stock", small.config(), small.model(small.config()))
+    assert main(["export", str(stock), str(tmp_path / "out"), "--unfold"]) == 1
+    assert "never was LNS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: small.with_scheme(small.config("default", qk_norm=True)), "QK-norm over all heads"),
+        (lambda: small.with_scheme(small.config("reordered_norm")), "without QK-norm over all heads"),
+        (lambda: small.with_scheme(small.config("peri_norm")), "block type peri_norm"),
+        (lambda: small.with_scheme(small.config("default", {"name": "default"})), "block norm default"),
+        (lambda: small.with_scheme(small.config("default", {"name": "rms"})), "a bias in the block norm"),
+    ],
+)
+def test_what_no_class_computes_is_refused(make, message, trained, tmp_path):
+    folder, _ = trained(make())
+    assert main(["export", str(folder), str(tmp_path / "out"), "--format", "hf"]) == 1
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(LNSConfigError, match=message):
+        from olmo_lns.export.olmo_core_huggingface import choose_class
+
+        choose_class(OLMoCoreCheckpoint.open(folder))
+
+
+def test_stock_checkpoint_has_nothing_to_fold(trained, tmp_path, capsys):
+    folder, _ = trained(small.config())
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 1
+    assert "there is nothing to fold" in capsys.readouterr().err
+
+
+def test_record_and_config_that_contradict(trained):
+    folder, _ = trained(apply(small.config()), record=Record())
+    with pytest.raises(LNSConfigError, match="contradict each other"):
+        OLMoCoreCheckpoint.open(folder)
+
+
+def _default_scaled():
+    made = small.config()
+    made.block.name = type(made.block.name)("default_scaled")
+    return made
+
+
+def test_default_scaled_with_good_buffers_becomes_ours(tmp_path, capsys):
+    made = _default_scaled()
+    built = made.build()  # not drawn by init_weights: the buffers are what the constructor wrote
+    folder = _save(tmp_path / "step1", made, built)
+    out = _export(folder, tmp_path / "ours", "--unfold")
+    assert "4 buffers dropped" in capsys.readouterr().out
+    ours = open_olmo_core(out)
+    assert [block.attention_norm.lns_scale for block in ours.blocks.values()] == [n**-0.5 for n in (1, 2, 3, 4)]
+    torch.testing.assert_close(ours(small.TOKENS), built(small.TOKENS), rtol=1e-5, atol=2e-6)
+    folded = open_olmo_core(_export(folder, tmp_path / "folded"))
+    torch.testing.assert_close(folded(small.TOKENS), built(small.TOKENS), rtol=1e-5, atol=2e-6)
+    assert any(name.startswith("optim.") for name in OLMoCoreCheckpoint.open(out).stored.names)
+
+
+@pytest.mark.parametrize(
+    ("values", "meaning"),
+    [
+        ([-1.8e16, 0.7, 0.57, 0.5], "uninitialized memory"),
+        ([1.0] * 4, "plain Pre-LN"),
+        ([0.0] * 4, "blocks whose sub-layers saw only zeros"),
+        ([1.0, 0.9, 0.8, 0.7], "a factor that differs from LNS"),
+    ],
+)
+def test_default_scaled_with_garbage_is_named(values, meaning, tmp_path):
+    made = _default_scaled()
+    built = made.build()
+    for block, value in zip(built.blocks.values(), values, strict=True):
+        block.ln_scale.fill_(value)
+    folder = _save(tmp_path / "step1", made, built)
+    with pytest.raises(
+        LNSConfigError, match=f"found {re.escape(f'{values[0]:.3g}')}, .*was trained with {meaning}, not with"
+    ):
+        OLMoCoreCheckpoint.open(folder)
+
+
+def test_upstream_really_overwrites_the_factor_of_default_scaled():
+    """Why the buffers are looked at: when this fails, OLMo-core has mended its block."""
+    built = _default_scaled().build(init_device="meta")
+    poison = torch.full((1 << 20,), float("nan"))
+    del poison
+    built.init_weights(device=torch.device("cpu"))
+    wanted = torch.tensor([(i + 1) ** -0.5 for i in range(4)])
+    assert not torch.equal(torch.stack([b.ln_scale for b in built.blocks.values()]), wanted)
+
+
+def test_analyze_command(trained, tmp_path, capsys):
+    import numpy as np
+
+    pytest.importorskip("matplotlib")
+    folder, _ = trained(apply(small.config()))
+    np.random.default_rng(0).integers(2, 60, 2_000).astype(np.uint16).tofile(tmp_path / "data.npy")
+    for what in ("variance", "angular"):
+        out = tmp_path / f"{what}.json"
+        options = ["--sequence-length", "16", "--batch-size", "4", "--quiet", "-o", str(out)]
+        words = ["analyze", what, "--model", str(folder), "--data", str(tmp_path / "data.npy"), *options]
+        assert main(words) == 0, capsys.readouterr().err
+        report = json.loads(out.read_text())
+        assert report["settings"]["lns"]["scheme"] == "lns"
+
+
+def test_analysed(trained):
+    from olmo_lns.errors import LNSError
+    from olmo_lns.models.blocks import body_forward, logits_of
+    from olmo_lns.models.loading import load_model as load_for_analysis
+
+    folder, built = trained(apply(small.config()))
+    loaded = load_for_analysis(str(folder), device="cpu")
+    assert (loaded.kind, len(loaded.blocks), loaded.vocabulary, loaded.max_length) == ("olmo-core", 4, 64, 32)
+    assert loaded.eos_token_id == 0
+    torch.testing.assert_close(logits_of(loaded.model)(small.TOKENS, None), built(small.TOKENS))
+    seen = []
+    loaded.blocks[2].register_forward_hook(lambda _m, _a, output: seen.append(output.shape))
+    body_forward(loaded.model)(small.TOKENS, torch.ones_like(small.TOKENS))
+    assert seen == [(*small.TOKENS.shape, small.WIDTH)]
+    with pytest.raises(LNSError, match="no attention mask"):
+        logits_of(loaded.model)(small.TOKENS, torch.tensor([[1] * 11 + [0]] * 2))

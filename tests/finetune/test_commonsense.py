@@ -1,0 +1,164 @@
+"""Commonsense170K's JSON as prompts and completions, the seven tasks, and `trl sft` on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from olmo_lns.cli import main
+from olmo_lns.finetune.evaluate import PUBLISHED, TASKS, table
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def examples(count: int = 24) -> list[dict[str, str]]:
+    """In the form of LLM-Adapters' file."""
+    return [
+        {
+            "instruction": f"Please answer the following question with true or false, question: is {i} even?",
+            "input": "",
+            "output": f"the correct answer is {'false' if i % 2 else 'true'}",
+            "answer": "false" if i % 2 else "true",
+        }
+        for i in range(count)
+    ]
+
+
+def convert(tmp_path: Path, content: object, *more: str) -> int:
+    source = tmp_path / "commonsense_170k.json"
+    source.write_text(json.dumps(content))
+    return main(["data", "commonsense", str(source), "-o", str(tmp_path / "data"), *more])
+
+
+def test_every_example_is_one_line(tmp_path, capsys):
+    assert convert(tmp_path, examples(), "--held-out", "4") == 0
+    assert "20 examples in train, 4 examples in test" in capsys.readouterr().out
+    lines = {n: [json.loads(x) for x in (tmp_path / "data" / f"{n}.jsonl").open()] for n in ("train", "test")}
+    pairs = {(row["prompt"], row["completion"]) for rows in lines.values() for row in rows}
+    assert len(pairs) == 24
+    for example in examples():
+        prompts = [prompt for prompt, completion in pairs if f"\n{example['instruction']}\n" in prompt]
+        assert len(prompts) == 1 and prompts[0].endswith("### Response:\n")
+        assert (prompts[0], example["output"]) in pairs
+
+
+def test_an_input_follows_the_instruction(tmp_path):
+    rows = [{"instruction": "Sort.", "input": "b a", "output": " a b ", "answer": "x"}]
+    assert convert(tmp_path, rows, "--template", "plain") == 0
+    row = json.loads((tmp_path / "data" / "train.jsonl").read_text())
+    assert row == {"prompt": "Sort.\nb a\n\n", "completion": "a b"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": 1}, "expected a JSON array of examples, found dict"),
+        ([{"instruction": "x", "output": "y"}, {"instruction": "x"}], "example 2: expected texts"),
+        (examples(2), "--held-out 9: .* has 2 examples"),
+    ],
+)
+def test_refused(content, message, tmp_path, capsys):
+    import re
+
+    assert convert(tmp_path, content, "--held-out", "9") == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_published_rows_are_over_seven_tasks():
+    averages = {"250M Pre-LN": 36.93, "250M LNS": 43.14, "1B Pre-LN": 43.01, "1B LNS": 44.87, "250M Post-LN": 32.54}
+    for name, average in averages.items():
+        assert len(PUBLISHED[name]) == len(TASKS) == 7
+        assert sum(PUBLISHED[name]) / 7 == pytest.approx(average, abs=0.006)
+    text = table({"mine": dict.fromkeys(TASKS, 50.0)}, ["1B LNS"])
+    assert (
+        "| mine | " + " | ".join(["50.00"] * 8) + " |" in text
+        and "| paper: 1B LNS | 28.69 |" in text
+        and "| 44.87 |" in text
+    )
+
+
+def model_folder(folder: Path) -> Path:
+    """A tiny LNS model with a byte tokenizer, made by `olmo-lns hf init`."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    fast.save_pretrained(folder / "stock")
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, eos_token_id=0)
+    config = transformers.LlamaConfig(vocab_size=257, max_position_embeddings=512, bos_token_id=0, **shape)
+    config.save_pretrained(folder / "stock")
+    assert main(["hf", "init", str(folder / "stock"), "-o", str(folder / "model")]) == 0
+    return folder / "model"
+
+
+@pytest.mark.slow
+def test_the_seven_tasks_offline(tmp_path, capsys, monkeypatch):
+    """Stand-ins of the same names, two choices each, by the real harness on a real model."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'olmo-lns[sft]'")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    model, tasks = model_folder(tmp_path), tmp_path / "tasks"
+    tasks.mkdir()
+    rows = [{"question": f"is {i} even?", "choices": ["true", "false"], "answer": i % 2} for i in range(6)]
+    (tasks / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in TASKS.values():
+        content = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(tasks / "rows.jsonl")}},
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{answer}}",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+        (tasks / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    capsys.readouterr()
+    arguments = ["--task-path", str(tasks), "--few-shot", "0", "--device", "cpu", "--size", "1B"]
+    assert main(["evaluate", str(model), *arguments, "-o", str(tmp_path / "scores.json")]) == 0
+    out = capsys.readouterr().out
+    assert f"| {model} | " in out and "paper: 1B LNS" in out and "paper: 250M" not in out
+    scores = json.loads((tmp_path / "scores.json").read_text())["scores"][str(model)]
+    assert list(scores) == list(TASKS) and all(value * 6 / 100 == pytest.approx(round(value * 6 / 100)) for value in scores.values())  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_trl_command_lines(command, tmp_path):
+    """The unmodified `trl` with the shipped config, a few steps on local data of the same form."""
+    pytest.importorskip("trl", reason="trl is not installed: pip install 'olmo-lns[sft]'")
+    trl = shutil.which("trl", path=str(Path(sys.executable).parent))
+    model = model_folder(tmp_path)
+    config = {"sft": "sft/commonsense170k.yaml", "dpo": "dpo/ultrafeedback.yaml"}[command]
+    if command == "sft":
+        assert convert(tmp_path, examples()) == 0
+    else:
+        (tmp_path / "data").mkdir()
+        rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(24)]
+        (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = "--max_steps 3 --use_cpu true --bf16 false --logging_steps 1 --per_device_train_batch_size 2"
+    options = f"--config {REPOSITORY / 'configs' / config} --dataset_name data --output_dir out {short}"
+    done = subprocess.run(
+        [str(trl), command, "--model_name_or_path", str(model), *options.split()],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in done.stderr
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["model_type"] == "lns_llama" and (tmp_path / "out" / "modeling_lns.py").is_file()

@@ -1,0 +1,37 @@
+"""No number of the package has changed: ``scripts/golden.py`` measures again and compares with the committed copy.
+
+The tolerance is for other processors. On one machine the comparison can be exact: ``scripts/golden.py --help``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packaging.version import Version
+
+GOLDEN = Path(__file__).with_name("golden.npz")
+SCRIPT = Path(__file__).parents[2] / "scripts" / "golden.py"
+
+
+@pytest.mark.slow
+def test_every_figure_is_what_it_was() -> None:
+    with np.load(GOLDEN) as file:
+        made_with, count = json.loads(file["versions"].tobytes()), len(file["statistics"])
+    for name, version in made_with.items():
+        pytest.importorskip({"ai2-olmo": "olmo", "megatron-core": "megatron.core"}.get(name, name))
+        found = Version(importlib.metadata.version(name)).public
+        if found != Version(version).public:
+            pytest.skip(f"the golden figures were made with {name} {version}, here is {found}")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("OLMO_LNS_")}
+    command = [sys.executable, "-W", "ignore", SCRIPT, "compare", GOLDEN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert f"\n0 of {count} figures differ" in done.stdout

@@ -1,0 +1,131 @@
+"""What growth costs: the toy scheme, arm and door of CONTRIBUTING.md, and everything that then knows them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+import torch
+from support.exports import refused, save_olmo
+from support.studies import REPOSITORY, Built
+
+from olmo_lns import environment
+from olmo_lns.doors import binding, patching
+from olmo_lns.record import Record
+from olmo_lns.schemes import LNS, Plan, Scheme, registry, table
+from olmo_lns.study import arms, cli
+from olmo_lns.study.arms import Arm
+
+
+def code(section: str) -> str:
+    """The Python of a section of CONTRIBUTING.md."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"```python\n(.*?)```", text.partition(f"## {section}\n")[2].partition("\n## ")[0], re.DOTALL)
+    return found
+
+
+@pytest.fixture
+def arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arm]:
+    """The toy scheme and the toy arm, for the time of a test."""
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+    exec(code("Add a scheme"), dict(vars(table)))
+    exec(code("Add an arm"), dict(vars(arms)))
+    yield arms.ARMS["toy_arm"]
+    del arms.ARMS["toy_arm"]
+
+
+@pytest.fixture
+def study(arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    monkeypatch.setenv("OLMO_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("OLMO_SAVE_DIR", str(tmp_path / "out"))
+    (tmp_path / "train.npy").write_bytes(bytes(range(256)) * 64)
+    settings = {"model.n_layers": 3, "model.d_model": 48, "max_duration": 20, "scheduler.t_warmup": 2}
+    config = str(REPOSITORY / "configs" / "study" / "tiny-base.yaml")
+    arms_and_sizes = {"sizes": {"a": settings}, "arms": ["preln", arm.name], "seeds": [1], "final_fraction": 0.1}
+    built = Built(tmp_path / "study.yaml", tmp_path / "out", {"name": "growth", "config": config, **arms_and_sizes})
+    built.save()
+    return built
+
+
+def test_plan_and_figure(study: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib")
+    pyplot.switch_backend("Agg")
+    assert cli.main(["plan", str(study.path)]) == 0
+    assert "All 2 runs (Pre-LN, Toy, scaled)" in capsys.readouterr().out
+    monkeypatch.setattr(pyplot, "close", lambda _: None)
+    for run in study.study.runs:
+        study.finish(run.name, 2.0)
+    for command in ("collect", "report"):
+        assert cli.main([command, str(study.path), "--out", str(study.out)]) == 0
+    assert "Toy, scaled − Pre-LN" in (study.out / "report" / "report.md").read_text()
+    lines = [line for line in pyplot.gcf().axes[0].lines if line.get_label() == "Toy, scaled (this study)"]
+    assert [(line.get_color(), line.get_marker()) for line in lines] == [("#123456", "*")]
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def test_start_up_line_and_record(study: Built, caplog: pytest.LogCaptureFixture) -> None:
+    from olmo.model import OLMo
+
+    from olmo_lns.doors.olmo.model import record_of
+
+    run = next(run for run in study.study.runs if run.arm == "toy_arm")
+    with caplog.at_level(logging.INFO, logger="olmo_lns"):
+        model = OLMo(run.loaded.model)
+    (line,) = [record.getMessage() for record in caplog.records if " on: " in record.getMessage()]
+    assert line.startswith("Toy norms on: 6 norms (toy_rms:base=3.0); alpha = 3 (block 1) to 27 (block 3); ")
+    assert "norm after the addition in blocks 1 to 3; base 3; " in line and "initialization on, scaled" in line
+    assert record_of(model) == Record(Scheme.of("toy", base=3), "rms", "scaled")
+
+
+def test_export_refuses_it(arm: Arm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    save_olmo(tmp_path / "checkpoint", layer_norm_type="toy_rms:base=3")
+    message = refused(capsys, tmp_path / "checkpoint", tmp_path / "model", "--format", "hf")
+    assert "Toy norms (toy:base=3.0) cannot be folded into a stock model: its norms sit on the sums" in message
+
+
+TOYFRAME = """
+import torch
+
+
+class Norm(torch.nn.Module):
+    def forward(self, x):
+        return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+
+class Block(torch.nn.Module):
+    def __init__(self, layer_number, n_layers):
+        super().__init__()
+        self.attn_norm, self.ff_norm = Norm(), Norm()
+
+    def forward(self, x):
+        return x + self.ff_norm(self.attn_norm(x))
+"""
+
+
+def test_a_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toyframe.py").write_text(TOYFRAME)
+    monkeypatch.syspath_prepend(tmp_path)
+    import toyframe  # type: ignore[import-not-found]
+
+    found = patching.fingerprint(toyframe.Block.__init__)
+    door = {"Target": patching.Target, "Site": binding.Site, "Plan": Plan, "LNS": LNS, "toyframe": toyframe}
+    door |= {"environment": environment, "patching": patching, "binding": binding}
+    exec(code("Add a door").replace("FINGERPRINT", found), door)
+    plain = torch.nn.Sequential(*(toyframe.Block(number, 3) for number in (1, 2, 3)))
+    door["register"]()
+    model = torch.nn.Sequential(*(toyframe.Block(number, 3) for number in (1, 2, 3)))
+    monkeypatch.delitem(sys.modules, "toyframe")
+    binding.check(model, LNS, 3)
+    line = binding.start_up_line(binding.read_back(model), 3, how="toyframe", initialization="plain")
+    assert line.startswith("LayerNorm Scaling on: 6 norms; s = 1 (block 1) to 0.5774 (block 3)")
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(model[0](x), plain[0](x))
+    branch = plain[1](x) - x  # of norms alone: its scale comes from the second
+    assert torch.allclose(model[1](x), x + branch / 2**0.5, rtol=1e-12)

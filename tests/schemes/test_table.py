@@ -1,0 +1,143 @@
+"""The rows of the table against the formulas of schemes' sources, written out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from olmo_lns.doors.olmo import types
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme, definition, names, parse
+
+POST = Plan(pre=False, post=True)
+
+#: Spelling -> the plan of block 4 of 16, for attention and feed-forward.
+BLOCK_4_OF_16 = {
+    "preln": Plan(),
+    "lns": Plan(norm_scale=0.5),
+    "postln": POST,
+    "mixln": POST,
+    "mixln:alpha=0.1": Plan(),
+    "deepnorm": Plan(
+        pre=False, post=True, alpha=32**0.25, gains=tuple((role, 128**-0.25) for role in ("v", "o", "ff_in", "ff_out"))
+    ),
+    "sandwich": Plan(branch=True),
+    "sandwich_depth": Plan(branch=True, branch_scale=0.5),
+    "sandwich_depth:exponent=1.0": Plan(branch=True, branch_scale=0.25),
+    "branchln": Plan(pre=False, branch=True),
+    "branchln_depth": Plan(pre=False, branch=True, branch_scale=0.5),
+    "admin": Plan(pre=False, post=True, omega=Learned(True, math.sqrt(33 / math.log(33) - 1))),
+    "groupln": Plan(groups=8),
+    "groupln:groups=4": Plan(groups=4),
+    "layerscale": Plan(gate=Learned(True, 0.1)),
+    "layerscale:start=0.0001": Plan(gate=Learned(True, 1e-4)),
+    "skipinit": Plan(gate=Learned(False, 0.25)),
+    "skipinit:start=0.001": Plan(gate=Learned(False, 1e-3)),
+    "lnsbefore": Plan(pre_scale=0.5),
+    "lnsafterbranch": Plan(branch_scale=0.5),
+    "lnsafterresidual": Plan(stream_scale=0.5),
+}
+
+
+@pytest.mark.parametrize("spelling", BLOCK_4_OF_16)
+def test_the_plan_of_a_block(spelling):
+    scheme = parse(spelling)
+    assert str(scheme) == spelling
+    assert [scheme.plan(4, 16, sub_layer) for sub_layer in SUB_LAYERS] == [BLOCK_4_OF_16[spelling]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "scaled"), [("lnsafterattn", ("attn",)), ("lnsafterff", ("ff",)), ("lnsafterbranch", ("attn", "ff"))]
+)
+def test_only_the_named_sub_layers_are_multiplied(name, scaled):
+    scheme = Scheme.of(name, exponent=1.0)
+    found = {sub_layer: scheme.plan(4, 16, sub_layer).branch_scale for sub_layer in SUB_LAYERS}
+    assert found == {sub_layer: 0.25 if sub_layer in scaled else 1.0 for sub_layer in SUB_LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "alpha", "post"),
+    [
+        *((12, 0.25, 3), (24, 0.25, 6), (32, 0.0625, 2)),
+        *((24, 0.167, 4), (24, 0.33, 8), (24, 0.417, 10), (24, 0.5, 12)),
+        *((24, 0.0, 0), (24, 1.0, 24), (10, 0.25, 3), (2, 0.25, 1)),
+    ],
+)
+def test_mix_ln_has_as_many_post_ln_blocks_as_the_papers_tables(blocks, alpha, post):
+    """Table 7's blocks, table 5's sweep on 24 blocks, and a half, which goes up."""
+    plans = [Scheme.of("mixln", alpha=alpha).plan(number, blocks, "ff") for number in range(1, blocks + 1)]
+    assert plans == [POST] * post + [Plan()] * (blocks - post)
+
+
+def test_published_constants():
+    """DeepNorm's alpha and beta, Admin's omega at 12, 24 and 32 blocks; CaiT's and the SkipInit start."""
+    deep = {blocks: parse("deepnorm").plan(1, blocks, "attn") for blocks in (12, 24, 32)}
+    assert [plan.alpha for plan in deep.values()] == pytest.approx([2.213, 2.632, 2.828], abs=1e-3)
+    assert [dict(plan.gains)["v"] for plan in deep.values()] == pytest.approx([0.3195, 0.2686, 0.25], abs=1e-4)
+    admin = [parse("admin").plan(1, blocks, "attn").omega.start for blocks in (12, 24)]
+    assert admin == pytest.approx([2.601, 3.404], abs=1e-3)
+    cait = [parse("layerscale").plan(1, blocks, "ff").gate.start for blocks in (18, 19, 24, 25)]
+    assert cait == [0.1, 1e-5, 1e-5, 1e-6]
+    assert parse("skipinit").plan(1, 16, "ff").gate == Learned(False, 0.25)
+
+
+#: Scheme -> stock keys, folds into Pre-LN, norms of 4 blocks, parameters more (hidden 8, norm 8).
+KINDS = {
+    "postln": (True, False, 8, 0),
+    "mixln": (True, False, 8, 0),
+    "deepnorm": (True, False, 8, 0),
+    "groupln": (True, False, 8, 0),
+    "branchln": (True, False, 8, 0),
+    "branchln_depth": (True, False, 8, 0),
+    "sandwich": (False, False, 16, 64),
+    "sandwich_depth": (False, False, 16, 64),
+    "admin": (False, False, 8, 64),
+    "layerscale": (False, True, 8, 64),
+    "skipinit": (False, True, 8, 8),
+    "lnsbefore": (True, False, 8, 0),
+    "lnsafterbranch": (True, True, 8, 0),
+    "lnsafterattn": (True, True, 8, 0),
+    "lnsafterff": (True, True, 8, 0),
+    "lnsafterresidual": (True, False, 8, 0),
+}
+
+
+def test_what_derives_from_the_plans():
+    assert set(KINDS) | {"preln", "lns"} == set(names())
+    for name, (stock, folds, norms, more) in KINDS.items():
+        scheme = parse(name)
+        found = (scheme.stock_keys(4), scheme.folds_into_pre_ln(4), scheme.sites(4), scheme.extra_parameters(4, 8, 8))
+        assert found == (stock, folds, norms, more), name
+        assert not scheme.keeps_forward(4), name
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_row_says_what_it_is_and_where_it_is_from(name):
+    row = definition(name)
+    assert row.source and row.title and row.label and row.plan.__doc__
+    assert row.initialization == ("upstream" if name == "preln" else "plain")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mixln:alpha=1.5", "expected a share of the blocks from 0 to 1, found 1.5"),
+        ("groupln:groups=0", "expected an integer >= 1, found 0"),
+        ("groupln:groups=2.5", "expected an integer, found '2.5'"),
+        ("layerscale:start=-0.1", "expected a number >= 0, found -0.1"),
+        ("lnsafterff:exponent=-1", "exponent must be a finite number >= 0"),
+        ("branchlndepth", "unknown scheme 'branchlndepth' .did you mean 'branchln"),
+    ],
+)
+def test_values_that_are_not_allowed(text, message):
+    with pytest.raises(LNSConfigError, match=message):
+        parse(text)
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "preln"])
+@pytest.mark.parametrize("base", ["", *types.BASES])
+def test_a_type_is_split_by_the_longest_scheme_name(name, base):
+    written = f"{name}_{base}" if base else name
+    assert types.scheme_of(written) == parse(name) and types.base_type(written) == (base or "rms")
+    assert types.spell(parse(name), base or "rms") == f"{name}_{base or 'rms'}"

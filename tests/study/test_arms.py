@@ -1,0 +1,180 @@
+"""The one table of arms: what frameworks are told, and an arm that is added at run time, everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.studies import REPOSITORY, Built
+
+from olmo_lns import schemes
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.record import Record
+from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, Scheme, registry
+from olmo_lns.study import arms, cli, olmo_config
+from olmo_lns.study.arms import ARMS, Arm, arm_problems, init_problems, settings_of
+from olmo_lns.study.engines import MEGATRON, OLMO
+
+
+def arm(scheme: Scheme, initialization: str, init_fn: str = "") -> Arm:
+    return Arm("x", "X", "black", "-", "o", scheme, initialization, "", init_fn)
+
+
+QUARTER = Scheme.of("lns", exponent=0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "olmo", "megatron"),
+    [
+        (arm(PRE_LN, "plain"), ("rms", "normal"), {"no_scaled_init": True}),
+        (arm(PRE_LN, "scaled"), ("rms", "normal_scaled"), {}),
+        (arm(PRE_LN, "depth_scaled"), ("rms", "normal_depth_scaled"), None),
+        (arm(PRE_LN, "upstream"), None, {}),
+        (arm(PRE_LN, "upstream", "mitchell"), ("rms", "mitchell"), None),
+        (arm(LNS, "plain"), ("lns_rms", "normal"), {"layernorm_scaling": True}),
+        (arm(LNS, "plain", "full_megatron"), ("lns_rms", "full_megatron"), None),
+        (arm(Scheme.of("mixln", alpha=0.5), "plain"), ("mixln_rms:alpha=0.5", "normal"), None),
+        (
+            arm(QUARTER, "scaled"),
+            ("lns_rms:exponent=0.25", "normal_scaled"),
+            {
+                "layernorm_scaling": True,
+                "layernorm_scaling_exponent": 0.25,
+                "layernorm_scaling_keep_scaled_init": True,
+            },
+        ),
+    ],
+    ids=lambda value: f"{value.scheme} {value.initialization}" if isinstance(value, Arm) else "",
+)
+def test_what_a_framework_is_told_follows_from_scheme_and_initialization(
+    given: Arm, olmo: tuple[str, str] | None, megatron: dict[str, Any] | None
+) -> None:
+    assert OLMO.arm(given) == (olmo and {"model.layer_norm_type": olmo[0], "model.init_fn": olmo[1]})
+    assert MEGATRON.arm(given) == megatron
+
+
+def test_the_shipped_arms() -> None:
+    assert list(ARMS)[:3] == ["preln", "preln_scaled_init", "lns"]
+    assert not {"preln_full_megatron", "preln_mitchell", "lns_scaled_init", "lns_head"} & {
+        name for name, arm in ARMS.items() if arm.isolates
+    }
+    # Every scheme of the table is an arm under its own name, with plain initialization.
+    assert {name for name, found in ARMS.items() if name == found.scheme.name and found.initialization == "plain"} == {
+        *schemes.names()
+    }
+    assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.colour for a in ARMS.values()}) == len(ARMS)
+
+
+def test_an_arm_asks_the_scheme() -> None:
+    folder = {"model.layer_norm_type": "lns_rms:exponent=0.25", "model.init_fn": "mitchell"}
+    assert OLMO.scheme(folder) == QUARTER
+    assert "layer_norm_type='lns_rms:exponent=0.25', but arm 'lns'" in arm_problems("lns", folder, OLMO)[0]
+    assert "scaled initialization 'mitchell'" in init_problems(folder, OLMO)[0]
+    printed = {"layernorm_scaling": True, "layernorm_scaling_exponent": "0.25", "no_scaled_init": False}
+    assert MEGATRON.scheme(printed) == QUARTER
+    (problem,) = arm_problems("lns", printed, MEGATRON)
+    assert problem == "layernorm_scaling_exponent=0.25, but arm 'lns' is layernorm_scaling_exponent=0.5"
+    assert arm_problems("lns", printed | {"layernorm_scaling_exponent": "0.5"}, MEGATRON) == []
+    assert MEGATRON.scheme({}) == PRE_LN
+    assert arm_problems("preln_mitchell", {}, MEGATRON) == ["arm 'preln_mitchell' exists for OLMo only"]
+
+
+def test_a_scaled_initialization_under_lns_is_the_arm_of_that_name_alone() -> None:
+    settings = settings_of(ARMS["lns_scaled_init"], OLMO)
+    assert init_problems(settings, OLMO) and init_problems(settings, OLMO, "lns")
+    assert init_problems(settings, OLMO, "lns_scaled_init") == arm_problems("lns_scaled_init", settings, OLMO) == []
+    assert init_problems(settings_of(ARMS["preln_scaled_init"], OLMO), OLMO) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"name": "lns"}, "'lns': taken"),
+        ({"name": "a-b"}, "'a-b': taken, or not lower-case letters"),
+        ({"initialization": "big"}, "initialization 'big', expected one of"),
+        ({"scheme": LNS, "initialization": "upstream", "init_fn": "mitchell"}, "'mitchell' is for Pre-LN"),
+    ],
+)
+def test_an_arm_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arms.define(replace(arm(PRE_LN, "plain"), **wrong))
+
+
+@pytest.fixture
+def added() -> Iterator[Arm]:
+    """A scheme and an arm, as they are added; taken away afterwards."""
+    toy = Definition("toy", "Halved norms", "Pre-LN / 2", lambda *_: Plan(norm_scale=0.5), "no paper")
+    schemes.define(toy)
+    yield arms.define(Arm("toy_arm", "Halved", "#123456", "--", "*", Scheme.of("toy"), "scaled", "halved norms"))
+    del ARMS["toy_arm"], registry._table["toy"]
+
+
+def test_an_added_arm_is_seen_everywhere(
+    added: Arm, built: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built.description["arms"] = ["preln", "lns", added.name]
+    built.save()
+    assert cli.main(["plan", str(built.path)]) == 0
+    assert "All 9 runs (Pre-LN, Pre-LN + LNS, Halved)" in capsys.readouterr().out
+
+    matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda _: None)
+    for run in built.study.runs:
+        built.finish(run.name, 2.0 + run.seed / 10)
+    assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
+    assert cli.main(["report", str(built.path), "--out", str(built.out)]) == 0
+    assert "Halved − Pre-LN" in (built.out / "report" / "report.md").read_text()
+    (axes,) = pyplot.gcf().axes
+    (line,) = [line for line in axes.lines if line.get_label() == "Halved (this study)"]
+    assert (line.get_color(), line.get_marker(), len(line.get_xdata())) == ("#123456", "*", 2)
+    monkeypatch.undo()
+    pyplot.close("all")
+
+    from olmo.model import OLMo
+
+    from olmo_lns.doors.olmo.model import record_of
+
+    run = next(run for run in built.study.runs if run.arm == added.name)
+    assert record_of(OLMo(run.loaded.model)) == Record(Scheme.of("toy"), "rms", "scaled")
+
+
+def test_an_added_arm_in_the_demo(added: Arm) -> None:
+    from olmo_lns.demo import cli as demo_cli
+    from olmo_lns.demo import config, report
+
+    assert config.parse_arms("preln,toy_arm") == ["preln", "toy_arm"]
+    assert "toy_arm" in demo_cli.parser().format_help()
+    assert report._arm("toy_arm")["model.layer_norm_type"] == "toy_rms"
+    with pytest.raises(LNSConfigError, match="no arm given"):
+        config.parse_arms(",")
+
+
+def test_plan_loads_each_config_once(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+    load = olmo_config.load
+    monkeypatch.setattr(olmo_config, "load", lambda *given: loaded.append(given) or load(*given))
+    assert cli.main(["plan", str(built.path)]) == 0
+    assert len(loaded) == len(built.study.runs) == 6
+
+
+@pytest.mark.parametrize(("name", "factor"), [("preln_head", 1.0), ("lns_head", 3**-0.5)])
+def test_the_head_is_all_that_full_megatron_leaves_under_a_scheme(name: str, factor: float) -> None:
+    """Built by OLMo: the head at 1/sqrt(d), every other matrix and the residual outputs at init_std."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from olmo.model import OLMo
+
+    torch.manual_seed(0)
+    base = REPOSITORY / "configs" / "study" / "evidence-cpu-base.yaml"
+    model = OLMo(olmo_config.load(base, settings_of(ARMS[name], OLMO)).model)
+    block = model.transformer.blocks[2]
+    cut = 0.9866  # of a normal at 3 std
+    assert model.transformer.ff_out.weight.std().item() == pytest.approx(128**-0.5 * cut, rel=0.02)
+    for weight in (block.attn_out.weight, block.ff_out.weight, block.att_proj.weight):
+        assert weight.std().item() == pytest.approx(0.0566 * cut, rel=0.02)
+    assert block.attn_norm.lns_scale == pytest.approx(factor)

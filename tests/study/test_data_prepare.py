@@ -1,0 +1,170 @@
+"""Text to OLMo's memmaps: what OLMo's own data set reads, resumed after a kill, and what its evaluator makes of padding."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, Iterator
+
+import numpy as np
+import pytest
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import data_check, data_prepare, text
+from olmo_lns.study.engines import OLMO
+
+TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exactly.15", "Grüße ✓", "last one"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """JSON lines, and a byte-level tokenizer: an id is a byte, 256 the end."""
+    text._write_tokenizer(tmp_path / "tokenizer.json")
+    with gzip.open(tmp_path / "docs.jsonl.gz", "wt") as file:
+        file.write("\n".join(json.dumps({"text": each}) for each in TEXTS) + "\n\n")
+    return tmp_path
+
+
+def words(source: Path, *more: str, layout: str = "rows", out: str = "out") -> list[str]:
+    return [
+        "prepare", "jsonl", str(source / "docs.jsonl.gz"), "--out", str(source / out), "--layout", layout, "--sequence",
+        "16", "--tokenizer", str(source / "tokenizer.json"), "--eos", "<|endoftext|>", "--pad", "0", *more,
+    ]  # fmt: skip
+
+
+def expected(each: str) -> list[int]:
+    return [*each.encode()[:15], 256]
+
+
+def test_rows_are_cut_padded_and_masked(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from olmo.data.memmap_dataset import MemMapDataset
+
+    assert data_check.main(words(source, "--shard", "4")) == 0
+    out = source / "out"
+    assert sorted(p.name for p in out.iterdir()) == [
+        "tokenizer.json", "train-00000.mask", "train-00000.npy", "train-00001.mask", "train-00001.npy", "train.json",
+    ]  # fmt: skip
+    files = sorted(out.glob("train-*.npy")), sorted(out.glob("train-*.mask"))
+    dataset = MemMapDataset(*files[0], chunk_size=16, memmap_dtype=np.uint16, label_mask_paths=list(files[1]))
+    assert len(dataset) == len(TEXTS)
+    for row, each in zip((dataset[n] for n in range(len(TEXTS))), TEXTS, strict=True):
+        wanted = expected(each)
+        assert row["input_ids"].tolist() == wanted + [0] * (16 - len(wanted))
+        assert row["label_mask"].tolist() == [True] * len(wanted) + [False] * (16 - len(wanted))
+    facts = json.loads((out / "train.json").read_text())
+    assert (facts["documents"], facts["tokens"], facts["complete"]) == (6, sum(len(expected(t)) for t in TEXTS), True)
+    assert "of the positions are real" in capsys.readouterr().out
+    check = ["check", str(out), "--vocab-size", "257", "--eos", "256", "--budget", "0", "--sequence", "16"]
+    assert data_check.main(check) == 0
+
+
+def test_packed_documents_end_with_their_token(source: Path) -> None:
+    assert data_check.main(words(source, layout="packed")) == 0
+    found = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16)
+    assert found.tolist() == [token for each in TEXTS for token in (*each.encode(), 256)]
+
+
+def test_a_killed_preparation_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert data_check.main(words(source, "--shard", "2", out="whole")) == 0
+    real = data_prepare.documents
+
+    def dies(*args: Any, **kwargs: Any) -> Iterator[str]:
+        for number, each in enumerate(real(*args, **kwargs)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield each
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(data_prepare, "documents", dies)
+        data_check.main(words(source, "--shard", "2"))
+    assert json.loads((source / "out" / "train.json").read_text())["documents"] == 2
+    assert data_check.main(words(source, "--shard", "2")) == 0
+    for path in sorted((source / "whole").iterdir()):
+        assert path.read_bytes() == (source / "out" / path.name).read_bytes(), path.name
+    with pytest.raises(LNSConfigError, match="was begun with shard 2, now 3"):
+        data_check.main(words(source, "--shard", "3"))
+
+
+def test_a_number_of_tokens_ends_it_and_more_continue(source: Path) -> None:
+    for limit, documents in (("10", 2), ("10", 2), ("30", 4)):
+        assert data_check.main(words(source, "--shard", "2", "--tokens", limit)) == 0
+        assert json.loads((source / "out" / "train.json").read_text())["documents"] == documents
+
+
+def test_the_end_token_of_a_tokenizer_is_not_doubled(source: Path) -> None:
+    """t5's own template ends a text with </s>; here the same on the byte tokenizer."""
+    from tokenizers import Tokenizer, processors
+
+    path = source / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    end = "<|endoftext|>"
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, 256)])
+    tokenizer.save(str(path))
+    assert data_check.main(words(source)) == 0
+    rows = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16).reshape(-1, 16)
+    assert [row[row != 0].tolist() for row in rows] == [expected(each) for each in TEXTS]
+
+
+def test_text_files_are_documents_in_order(source: Path) -> None:
+    for number, each in enumerate(TEXTS):
+        (source / f"{number}.txt").write_text(each)
+    assert list(data_prepare.documents("text", [str(source)], skip=1)) == TEXTS[1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--eos": "</s>"}, "--eos '</s>': neither an id nor a token"),
+        ({"--tokenizer": "./none.json"}, "--tokenizer ./none.json: no such file"),
+        ({"--eos": "70000"}, "token 70,000 does not fit uint16"),
+        ({"--field": "body"}, "line 1: no JSON object with 'body'"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_wrong_is_named(
+    source: Path, change: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(LNSConfigError, match=message):
+        data_check.main([*words(source), *(word for pair in change.items() for word in pair)])
+
+
+def test_olmos_evaluation_of_padded_rows_is_put_right(source: Path) -> None:
+    """OLMo's own data set, labels and loss: its average times the factor is the mean over the tokens with a label."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from types import SimpleNamespace
+
+    from olmo.data.memmap_dataset import MemMapDataset
+    from olmo.train import Trainer, cross_entropy_loss
+
+    assert data_check.main(words(source)) == 0
+    out = source / "out"
+    settings = {
+        "model.max_sequence_length": 16,
+        "evaluators": [{"label": "heldout", "data": {"label_mask_paths": [str(out / "train-00000.mask")]}}],
+    }
+    dataset = MemMapDataset(
+        out / "train-00000.npy", chunk_size=16, memmap_dtype=np.uint16, label_mask_paths=[out / "train-00000.mask"]
+    )
+    batch = {key: torch.stack([dataset[n][key] for n in range(len(TEXTS))]) for key in ("input_ids", "label_mask")}
+    logits = torch.randn(len(TEXTS), 16, 257, generator=torch.Generator().manual_seed(0))
+    trainer = SimpleNamespace(
+        dist_model=lambda **_: SimpleNamespace(logits=logits), loss_fn=cross_entropy_loss,
+        cfg=SimpleNamespace(autocast_precision=torch.bfloat16),
+    )  # fmt: skip
+    trainer.get_labels = lambda found: Trainer.get_labels(trainer, found)
+    trainer.model_forward = lambda found, **options: Trainer.model_forward(trainer, found, **options)
+    by_row, _ = Trainer.eval_batch(trainer, batch)
+    logs = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    right = -logs[batch["label_mask"][:, 1:]].mean().item()
+    assert by_row.mean().item() < 0.8 * right
+    assert by_row.mean().item() * OLMO.padding(settings) == pytest.approx(right, rel=1e-6)
+    settings["evaluators"][0]["subset_num_batches"] = 2
+    with pytest.raises(LNSConfigError, match="all rows are needed, not a subset"):
+        OLMO.padding(settings)
+    settings["evaluators"] = [{"label": "heldout", "data": {"label_mask_paths": ["/nowhere.mask"]}}]
+    with pytest.raises(LNSConfigError, match=r"/nowhere.mask is not there"):
+        OLMO.padding(settings)

@@ -1,0 +1,75 @@
+"""Runs taken from a committed table: what is finished elsewhere is not made again, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.studies import Built
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import cli, collect, launch
+from olmo_lns.study.finished import Finished, identity
+from olmo_lns.study.spec import Study
+
+
+@pytest.fixture
+def tabled(built: Built) -> Built:
+    """Every run of size b is finished and in the table; it has seen a held-out loss."""
+    built.description["finished"] = "runs.csv"
+    built.description["sizes"].pop("a")
+    built.description.pop("more_seeds")
+    built.save()
+    for run, loss in zip(built.study.runs, (2.5, 2.3), strict=True):
+        log = built.finish(run.name, loss) / "attempt-01.log"
+        log.write_text(log.read_text() + f"heldout\n    eval/heldout/CrossEntropyLoss={loss + 0.1:.3f}\n")
+    assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
+    return built
+
+
+def test_what_the_table_has_is_neither_run_nor_missed(
+    tabled: Built, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, there = tabled.study, tmp_path / "other_machine"
+    assert launch.run_here(study, study.runs, there) == 0
+    assert capsys.readouterr().out.count("finished, as ") == 2
+    assert [path.name for path in there.iterdir()] == [".lock"]
+    results = collect.collect(study, there)
+    assert [(r.run, r.heldout) for r in results] == [("b-preln-s1", 2.6), ("b-lns-s1", 2.4)]
+    assert [r.source for r in results] == ["synthetic"] * 2
+    before = (tmp_path / "runs.csv").read_text()
+    assert str(tmp_path) not in before
+    assert cli.main(["collect", str(tabled.path), "--out", str(there)]) == 0
+    assert (tmp_path / "runs.csv").read_text() == before
+
+
+def test_a_run_is_known_by_what_its_result_follows_from(tabled: Built, tmp_path: Path) -> None:
+    first = identity(tabled.study.runs[0])
+    assert first != identity(tabled.study.runs[1])
+    size = tabled.description["sizes"].pop("b")
+    for name, changed, same in (
+        ("renamed", {}, True),
+        ("rate", {"optimizer.learning_rate": 2e-3}, False),
+        ("folder", {"save_interval_unsharded": 7}, True),
+    ):
+        tabled.description["sizes"] = {name: size | changed}
+        tabled.save()
+        assert (identity(tabled.study.runs[0]) == first) is same, name
+        known = Finished(tabled.study).result(tabled.study.runs[0])
+        assert (known is not None and known.run == f"{name}-preln-s1") is same
+    (tmp_path / "data" / "train.npy").write_bytes(bytes(reversed(range(256))) * 64)
+    assert identity(tabled.study.runs[0]) != first
+
+
+def test_an_unfinished_run_is_not_written(tabled: Built) -> None:
+    table = Finished(tabled.study)
+    cut = collect.collect(tabled.study, tabled.out)
+    table.rows.clear()
+    table.add(tabled.study, [result for result in cut if result.arm == "lns"])
+    assert [row.arm for row in Finished(tabled.study).rows.values()] == ["lns"]
+
+
+def test_another_table_is_refused(tabled: Built, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(LNSConfigError, match="not a table of finished runs: columns a, b"):
+        Finished(Study.load(tabled.path))

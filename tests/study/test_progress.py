@@ -1,0 +1,128 @@
+"""What a launch checks first, what it says of failures, and ``study status``; the logs are real programs'."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.studies import REPOSITORY, Built, olmo_log
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import cli, launch, processes, progress, slurm
+from olmo_lns.study.spec import Study
+
+
+def failing_log(tmp_path: Path, body: str, *, torchrun: bool = True) -> Path:
+    """The console of a program that ends badly, under the real torchrun with two processes."""
+    script = tmp_path / "script.py"
+    script.write_text(body)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"] if torchrun else []
+    log = tmp_path / "attempt-01.log"
+    with log.open("wb") as file:
+        code = subprocess.run([sys.executable, *words, str(script)], stdout=file, stderr=subprocess.STDOUT).returncode
+    assert code
+    return log
+
+
+def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path: Path) -> None:
+    body = "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('vocab_size 7: expected 50280')\n"
+    log = failing_log(tmp_path, body)
+    assert "ChildFailedError" in log.read_text()
+    assert progress.cause(log) == "ValueError: vocab_size 7: expected 50280"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import sys; sys.exit('olmo-lns train: cfg.yaml: no such file')", "olmo-lns train: cfg.yaml: no such file"),
+        ("try:\n    {}['a']\nexcept KeyError as e:\n    raise RuntimeError('the last one') from e", "RuntimeError: the last one"),
+        ("import argparse; argparse.ArgumentParser(prog='p.py').parse_args(['--x'])", "p.py: error: unrecognized arguments: --x"),
+        ("import sys; print('step'); print('Killed by hand'); sys.exit(3)", "Killed by hand"),
+        ("import sys; sys.exit(3)", "the log is empty"),
+    ],
+)  # fmt: skip
+def test_causes(tmp_path: Path, body: str, words: str) -> None:
+    assert progress.cause(failing_log(tmp_path, body, torchrun=False)) == words
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_variable_that_is_not_set_stops_before_the_first_run(built: Built, monkeypatch, value) -> None:
+    monkeypatch.delenv("OLMO_DATA_DIR") if value is None else monkeypatch.setenv("OLMO_DATA_DIR", value)
+    with pytest.raises(LNSConfigError, match=r"reads OLMO_DATA_DIR, which is not set: export OLMO_DATA_DIR="):
+        cli.main(["launch", str(built.path), "--out", str(built.out), "--run"])
+    assert not built.out.exists()
+
+
+def test_a_run_of_several_nodes_stops_before_the_first_run(built: Built) -> None:
+    built.description["launch"] = {"nodes": {"b": 4}}
+    built.save()
+    with pytest.raises(LNSConfigError, match="run b-preln-s1 asks for 4 nodes"):
+        cli.main(["launch", str(built.path), "--out", str(built.out), "--run"])
+    assert not built.out.exists()
+
+
+def test_a_script_that_is_not_there_stops(built: Built, tmp_path: Path) -> None:
+    megatron = Study.load(REPOSITORY / "configs" / "study" / "paper-megatron.yaml")
+    with pytest.raises(LNSConfigError, match=r"'pretrain_gpt.py' is no file here"):
+        slurm.write(megatron, megatron.runs, tmp_path / "out", tmp_path / "jobs")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(built: Built, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LNSConfigError, match=r"file/jobs: cannot be made: Not a directory"):
+        slurm.write(built.study, built.study.runs, built.out, tmp_path / "file" / "jobs")
+    with pytest.raises(LNSConfigError, match=r"file/out: cannot be made"):
+        launch.run_here(built.study, built.study.runs, tmp_path / "file" / "out")
+
+
+def test_paths_in_scripts_are_absolute_and_out_exists(built: Built, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    built.description["config"] = str(
+        Path("../" * len(tmp_path.parts[1:])) / str(built.description["config"]).lstrip("/")
+    )
+    built.save()
+    study = Study.load("study.yaml")
+    (script, _) = slurm.write(study, study.runs, Path("runs"), Path("jobs"), site=slurm.Site(modules=("cuda", "nccl")))
+    text = script.read_text()
+    assert (tmp_path / "runs").is_dir() and "module load cuda nccl || exit 1" in text
+    assert f"{REPOSITORY}/configs/study/tiny-base.yaml" in text and "../" not in text
+    with pytest.raises(LNSConfigError, match="--activate nowhere: .*nowhere does not exist"):
+        slurm.Site(activate="nowhere").lines()
+
+
+def test_status(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [run.name for run in built.study.runs]
+    for name, steps, end in ((names[0], 20, 0), (names[1], 7, 1), (names[2], 5, None)):
+        folder = built.out / name
+        folder.mkdir(parents=True)
+        log = folder / "attempt-01.log"
+        progress.record_start(log)
+        text = olmo_log({step: 3.0 for step in range(1, steps + 1)}, total=20)
+        log.write_text(text + ("Traceback (most recent call last):\nValueError: a bad shard\n" if end else ""))
+        if end is not None:
+            log.with_suffix(".json").write_text(f'{{"exit": {end}, "wall_s": 1.0, "cpu_s": 1.0}}\n')
+    with processes.only_one(built.out):
+        assert cli.main(["status", str(built.path), "--out", str(built.out)]) == 1
+        out = capsys.readouterr().out
+        statuses = [progress.examine(run, built.out, held=True) for run in built.study.runs]
+    lines = out.splitlines()
+    assert "finished    step 20 of 20" in lines[0]
+    assert "failed      step 7 of 20: exit 1: ValueError: a bad shard" in lines[1]
+    assert "running     step 5 of 20, about " in lines[2] and "not started" in lines[3]
+    assert lines[-1] == f"1 finished, 1 failed, 1 running, {len(names) - 3} not started"
+    line = progress.reported_line(statuses)
+    assert line.startswith(f"[1 of {len(names)} finished] {names[2]} 5/20 (") and line.endswith(" left)")
+
+
+def test_a_line_of_progress_is_printed_while_runs_go(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    import time
+
+    run = built.study.runs[0]
+    (built.out / run.name).mkdir(parents=True)
+    log = built.out / run.name / "attempt-01.log"
+    log.write_text(olmo_log({1: 3.0, 2: 2.0}, total=20))
+    with progress.reported([run], built.out, every=0.05):
+        time.sleep(0.5)
+    assert f"[0 of 1 finished] {run.name} 2/20" in capsys.readouterr().out

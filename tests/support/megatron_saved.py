@@ -1,0 +1,42 @@
+"""The arguments that Megatron saves beside a model, as the parsers of its versions made them.
+
+``megatron_arguments.json`` is written by ``tests/export/programs/record_megatron_arguments.py`` from checkouts, and
+compared with the checkout that MEGATRON_LM_SRC names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+RECORDED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("megatron_arguments.json").read_text())
+
+
+def saved_arguments(version: str, case: str = "base") -> argparse.Namespace | None:
+    """What ``version`` (two numbers) saves for the flags of ``case``; None where it has no such flag."""
+    changed = RECORDED[version][case]
+    return None if changed is None else argparse.Namespace(**RECORDED[version]["base"] | changed)
+
+
+class _Reading(argparse.Namespace):
+    """Notes which of its attributes are asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            object.__getattribute__(self, "__dict__").setdefault("_read", set()).add(name)
+        return object.__getattribute__(self, name)
+
+
+def names_read(args: argparse.Namespace) -> set[str]:
+    """The arguments that the exporter asks for."""
+    from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
+    from olmo_lns.doors.megatron.settings import Settings
+
+    reading = _Reading(**vars(args))
+    architecture(reading, 128, "recorded")
+    gain_shift(reading, "recorded")
+    Settings.of(reading).record(reading)
+    found: set[str] = vars(reading)["_read"]
+    return found

@@ -1,0 +1,148 @@
+"""What each of four gloo ranks does; one start of four processes for all checks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from olmo_core.distributed.utils import get_full_tensor
+from olmo_core.nn.attention import UlyssesContextParallelStyle
+from olmo_core.nn.transformer import TransformerDataParallelWrappingStrategy as Wrapping
+from torch.distributed import init_device_mesh
+
+from olmo_lns.doors import binding
+from support import olmo_core_models as small
+
+
+def everything(blocks: tuple[str, ...], only: tuple[str, ...] = ()) -> None:
+    logging.disable(logging.INFO)
+    torch.set_num_threads(1)
+    for block in blocks:
+        made = small.with_scheme(small.config(block))
+        reference = small.model(made, seed=None)
+        loss = small.loss_of(reference(small.TOKENS))
+        loss.backward()
+        for check in _CHECKS:
+            if only and check.__name__ not in only:
+                continue
+            try:
+                check(made, reference)
+            except Exception as error:
+                raise AssertionError(f"{block}, {check.__name__}: {error}") from error
+            dist.barrier()
+
+
+def _compare(built: Any, made: Any, reference: Any, *, gradients: bool = True) -> None:
+    """Draws, logits, loss gradients: those of one process. Every rank sees the whole batch."""
+    built.init_weights(device=torch.device("cpu"), max_seq_len=16)
+    wanted = dict(reference.named_parameters())
+    for name, parameter in built.named_parameters():
+        torch.testing.assert_close(get_full_tensor(parameter.detach()), wanted[name].detach(), rtol=0, atol=0)
+    binding.check(built, made.block.resolved_scheme, small.LAYERS)
+    logits = get_full_tensor(built(small.TOKENS))
+    torch.testing.assert_close(logits, reference(small.TOKENS), rtol=1e-5, atol=1e-6)
+    small.loss_of(logits).backward()
+    for name, parameter in built.named_parameters():
+        grad = get_full_tensor(parameter.grad)
+        torch.testing.assert_close(grad, wanted[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _ddp(made: Any, reference: Any) -> None:
+    built = made.build()
+    built.apply_ddp(init_device_mesh("cpu", (4,)))
+    _compare(built, made, reference)
+
+
+def _fsdp(made: Any, reference: Any) -> None:
+    built = made.build(init_device="meta")
+    built.apply_fsdp(init_device_mesh("cpu", (4,)), prefetch_factor=1)
+    _compare(built, made, reference)
+
+
+def _fsdp_fine_grained(made: Any, reference: Any) -> None:
+    built = made.build(init_device="meta")
+    built.apply_fsdp(init_device_mesh("cpu", (4,)), wrapping_strategy=Wrapping.fine_grained)
+    _compare(built, made, reference)
+
+
+def _hsdp(made: Any, reference: Any) -> None:
+    built = made.build(init_device="meta")
+    built.apply_fsdp(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+    _compare(built, made, reference)
+
+
+def _tensor_parallel(made: Any, reference: Any) -> None:
+    built = made.build(init_device="meta")
+    built.apply_tp(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))["tp"])
+    _compare(built, made, reference)
+
+
+def _tensor_parallel_and_fsdp(made: Any, reference: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    built = made.build(init_device="meta")
+    built.apply_tp(mesh["tp"])
+    built.apply_fsdp(mesh["dp"])
+    _compare(built, made, reference)
+
+
+def _pipeline(made: Any, reference: Any) -> None:
+    """Stages as OLMo-core splits them: a copy of the model with the other stages' blocks removed."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    part = copy.deepcopy(made.build(init_device="meta"))
+    for index in range(made.n_layers):
+        if index != rank:
+            del part.blocks[str(index)]
+    if rank > 0:
+        part.embeddings = None
+    if rank < last:
+        part.lm_head = None
+    part.init_weights(device=torch.device("cpu"), max_seq_len=16)
+    whole = reference.state_dict()
+    part.load_state_dict({name: whole[name] for name in part.state_dict()})
+    scheme = made.block.resolved_scheme
+    binding.check(part, scheme, made.n_layers, layer_numbers=[rank + 1])
+    h = torch.empty(*small.TOKENS.shape, small.WIDTH)
+    if rank:
+        dist.recv(h, rank - 1)
+    with torch.no_grad():
+        out = part(h if rank else small.TOKENS)
+    if rank < last:
+        dist.send(out.contiguous(), rank + 1)
+    else:
+        torch.testing.assert_close(out, reference(small.TOKENS), rtol=1e-6, atol=1e-6)
+
+
+def _context_parallel(made: Any, reference: Any) -> None:
+    """Ulysses: each rank has a part of the sequence outside attention, and a part of the heads inside."""
+    built = made.build(init_device="meta")
+    built.apply_cp(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))["cp"], uly=UlyssesContextParallelStyle())
+    built.init_weights(device=torch.device("cpu"), max_seq_len=16)
+    binding.check(built, made.block.resolved_scheme, small.LAYERS)
+    rank, length = dist.get_rank(), small.TOKENS.shape[1] // 4
+    part = slice(rank * length, (rank + 1) * length)
+    expected = reference(small.TOKENS)
+    logits = built(small.TOKENS)
+    torch.testing.assert_close(logits, expected[:, part], rtol=1e-5, atol=1e-6)
+    # A sum over the sequence: each rank's gradient is a summand of the whole one.
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
+    (logits * weight[:, part]).sum().backward()
+    wanted = dict(
+        zip(dict(reference.named_parameters()), _gradients(reference, (expected * weight).sum()), strict=True)
+    )
+    for name, parameter in built.named_parameters():
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(
+            parameter.grad, wanted[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def _gradients(model: Any, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+_CHECKS = (
+    _ddp, _fsdp, _fsdp_fine_grained, _hsdp, _tensor_parallel, _tensor_parallel_and_fsdp, _pipeline, _context_parallel,
+)  # fmt: skip

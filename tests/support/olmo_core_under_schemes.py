@@ -1,0 +1,52 @@
+"""A pytest plugin for OLMo-core's own tests: every model they build gets the scheme of its block type.
+
+cd OLMo-core/src && PYTHONPATH=.:…/olmo-lns/tests python -m pytest -p support.olmo_core_under_schemes test/nn/transformer
+
+The processes that a test starts get the scheme as well, by the sitecustomize in olmo_core_site. They read weights that
+were saved without config or record, which the guard takes for Pre-LN: here that is allowed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+from olmo_core.nn.transformer import TransformerConfig
+
+from olmo_lns.doors.olmo_core.blocks import FORMS
+from olmo_lns.olmo_core import apply
+
+_TESTS = Path(__file__).resolve().parents[1]
+os.environ["OLMO_CORE_UNDER_SCHEMES"] = "1"
+_PATHS = [str(_TESTS / "support" / "olmo_core_site"), str(_TESTS), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATHS))
+os.environ["OLMO_LNS_ALLOW_MISMATCH"] = "preln-to-lns,preln-to-branchln_depth,preln-to-sandwich_depth"
+
+_build = TransformerConfig.build
+built = 0
+
+
+def _scheme_of(config: TransformerConfig) -> str | None:
+    names = {str(block.name) for block in config.resolved_block_configs}
+    if len(names) != 1 or not names <= set(FORMS):
+        return None
+    name = names.pop()
+    return "lns" if FORMS[name].field == "norm_scale" else "sandwich_depth" if name == "peri_norm" else "branchln_depth"
+
+
+def build(self: TransformerConfig, **kwargs: Any) -> Any:
+    global built
+    scheme = _scheme_of(self)
+    if scheme is None:
+        return _build(self, **kwargs)
+    built += 1
+    return _build(apply(copy.deepcopy(self), scheme), **kwargs)
+
+
+TransformerConfig.build = build  # type: ignore[method-assign]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"{built} models were built under a scheme")

@@ -1,0 +1,119 @@
+"""The shell lines of README and docs: each ``olmo-lns`` line parses; those that need no cluster run as printed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+
+from olmo_lns import cli
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+#: What a line needs that no test machine has: a launcher's other half, a hub, a trained model of somebody's.
+ELSEWHERE = re.compile(r"…|<|Qwen/|allenai/|--tasks|folded-run|commonsense|evaluate|hf init|hf import|qwen-lns")
+
+
+def shell_lines(page: Path) -> list[str]:
+    """The lines of the page's shell blocks, without comments, continued lines joined."""
+    blocks = re.findall(r"```(?:bash|console|sh)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    joined = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in (re.sub(r"(^|\s)#.*", "", text).rstrip() for text in joined) if line]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, words) of every line that calls us; inside a loop the loop's variables stand as they are."""
+    found = [
+        (page.name, words.strip())
+        for page in PAGES
+        for line in shell_lines(page)
+        for words in re.findall(r"(?:^|do |; )olmo-lns ([^;|&]+)", line)
+    ]
+    assert len(found) > 30, "the pages' shell blocks were not found"
+    return found
+
+
+class _Parsed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("page", "words"), commands())
+def test_every_line_parses(page: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command's own parser; a renamed option or command fails here."""
+    if words.startswith("train"):
+        pytest.skip("OLMo's own options: read when the config is loaded")
+    plain = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, *arguments: object, **options: object) -> None:
+        plain(self, *arguments, **options)  # type: ignore[call-overload]
+        raise _Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    values = {"$what": "variance", "$on": "--model m --data d", "$log": "--log", "$arm": "lns"}
+    words = re.sub(r"\$\(.*?\)", "a.json b.json", words)
+    for name, value in values.items():
+        words = words.replace(name, value)
+    with pytest.raises(_Parsed):
+        cli.main(shlex.split(words))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the guides assume it: runs/lns/step1000 and its unsharded twin, held-out tokens, a clone's configs."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    work = tmp_path_factory.mktemp("guide")
+    small = ["--arms", "lns", "--layers", "2", "--d-model", "32", "--sequence", "64", "--steps", "4", "--out", "made"]
+    subprocess.run([sys.executable, "-m", "olmo_lns", "demo", *small], cwd=work, check=True, capture_output=True)
+    (checkpoint,) = work.glob("made/lns/seed0/step4-unsharded")
+    for name in ("step1000", "step1000-unsharded"):
+        shutil.copytree(checkpoint, work / "runs" / "lns" / name)
+    shutil.copy(work / "made" / "data" / "heldout.npy", work)
+    (work / "configs").symlink_to(REPOSITORY / "configs")
+    return work
+
+
+#: Page -> the beginnings of its lines that are run, in this order, in one folder.
+RUN = {
+    "diagnostics.md": ("olmo-lns analyze variance", "olmo-lns analyze jacobian", "olmo-lns analyze gradnorm"),
+    "export.md": (
+        "olmo-lns export runs/lns/step1000 folded ",
+        "olmo-lns export runs/lns/step1000 model",
+        "olmo-lns verify",
+        "olmo-lns export folded lns-again",
+    ),
+    "olmo.md": ("olmo-lns doctor",),
+    "study.md": ("olmo-lns study plan configs/study/paper.yaml",),
+}
+
+
+def runnable() -> Iterator[tuple[str, str]]:
+    for page, beginnings in RUN.items():
+        lines = [line for line in shell_lines(REPOSITORY / "docs" / page) if not ELSEWHERE.search(line)]
+        for beginning in beginnings:
+            found = [line for line in lines if line.startswith(beginning)]
+            assert found, f"docs/{page} has no line that begins with {beginning!r}"
+            yield page, found[0]
+
+
+@pytest.mark.slow
+def test_lines_run_as_printed(trained: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for page, line in runnable():
+        done = subprocess.run(["bash", "-c", line], cwd=trained, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, (page, line, done.stdout[-2000:], done.stderr[-2000:])
+
+
+def test_the_compatibility_page_is_what_the_registries_say() -> None:
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "compatibility.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

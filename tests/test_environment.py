@@ -1,0 +1,93 @@
+"""One list of environment variables; one that is not in it stops every entry."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import olmo_lns
+from olmo_lns import cli, environment
+from olmo_lns.errors import LNSConfigError
+
+#: What somebody might write -> the name that the error has to suggest.
+WRONG = {
+    "OLMO_LNS_EXPONANT": "OLMO_LNS_SCHEME=lns:exponent=...",
+    "OLMO_LNS_SCALED_INIT": "OLMO_LNS_INITIALIZATION=...",
+    "OLMO_LNS_SHEME": "OLMO_LNS_SCHEME",
+    "OLMO_LNS_MONITR": "OLMO_LNS_MONITOR",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_unknown_variable_is_refused_with_the_nearest(monkeypatch, name):
+    monkeypatch.setenv(name, "0.3")
+    with pytest.raises(LNSConfigError, match=re.escape(f"{name} is unknown (did you mean '{WRONG[name]}'?)")) as caught:
+        environment.check()
+    assert all(known in str(caught.value) for known in environment.VARIABLES)
+
+
+def test_a_name_near_nothing_gets_no_suggestion(monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_QQQQ", "")
+    with pytest.raises(LNSConfigError, match="OLMO_LNS_QQQQ is unknown: known are"):
+        environment.check()
+
+
+def test_every_known_variable_passes(monkeypatch):
+    for name in environment.VARIABLES:
+        monkeypatch.setenv(name, "1")
+    environment.check()
+
+
+def test_only_listed_variables_are_read(monkeypatch):
+    with pytest.raises(KeyError, match="not in the list"):
+        environment.read("OLMO_LNS_OTHER")
+    monkeypatch.setenv(environment.SCHEME, "  lns ")
+    assert environment.read(environment.SCHEME) == "lns"
+    assert [value for value in ("1", "0", "", "true") if _switch(monkeypatch, value)] == ["1"]
+
+
+def _switch(monkeypatch, value):
+    monkeypatch.setenv(environment.DISABLE, value)
+    return environment.is_set(environment.DISABLE)
+
+
+def test_the_list_is_what_the_package_names_and_the_usage_shows(capsys):
+    package = Path(olmo_lns.__file__).parent
+    text = " ".join(path.read_text() for path in package.rglob("*.py"))
+    assert set(re.findall(r"OLMO_LNS_[A-Z_]*[A-Z]", text)) == set(environment.VARIABLES)
+    cli.main(["--help"])
+    usage = capsys.readouterr().out
+    assert all(name in usage and text in usage for name, text in environment.VARIABLES.items())
+
+
+ENTRIES = {
+    "import olmo": ["-c", "import olmo"],
+    "olmo-lns train": ["-m", "olmo_lns", "train", "config.yaml"],
+    "olmo-lns export": ["-m", "olmo_lns", "export", "--help"],
+    "launcher": ["-m", "olmo_lns", __file__],
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_stops(tmp_path, entry):
+    """In an interpreter of its own, as a user runs it."""
+    env = {**os.environ, "OLMO_LNS_EXPONANT": "0.3"}
+    done = subprocess.run([sys.executable, *ENTRIES[entry]], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "OLMO_LNS_EXPONANT is unknown (did you mean 'OLMO_LNS_SCHEME=lns:exponent=...'?)" in done.stderr
+    if "olmo_lns" in ENTRIES[entry]:
+        assert done.stderr.count("\n") == 1, "one line, no traceback"
+
+
+def test_register_stops(monkeypatch):
+    pytest.importorskip("olmo")
+    from olmo_lns.doors.olmo import register
+
+    monkeypatch.setenv("OLMO_LNS_EXPONANT", "0.3")
+    with pytest.raises(LNSConfigError, match="OLMO_LNS_EXPONANT is unknown"):
+        register()

@@ -1,0 +1,100 @@
+"""A hub that cannot be reached is found out at once; what is in the cache is used all the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support.exports import export, save_olmo
+
+from olmo_lns import cli, hub
+from olmo_lns.errors import LNSConfigError, LNSError
+
+constants = pytest.importorskip("huggingface_hub.constants", reason="the hub's client: pip install 'olmo-lns[hf]'")
+
+
+@pytest.fixture(autouse=True)
+def unreachable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A port that nobody listens on, and a cache with one model in it."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    hub._connects.cache_clear()
+    snapshot = tmp_path / "cache" / "models--somebody--model" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    return tmp_path
+
+
+def test_what_is_cached_is_loaded_without_asking() -> None:
+    import huggingface_hub
+
+    if huggingface_hub.try_to_load_from_cache("somebody/model", "config.json") is None:
+        pytest.skip("this client reads the cache's place once, at import")
+    assert hub.cached_only("somebody/model", "config.json")
+    with pytest.raises(LNSError, match="not in the cache of the Hugging Face hub"):
+        hub.cached_only("somebody/model", "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "nobody/nothing", "a/b/c", "--"])
+def test_what_is_nowhere_is_one_line_at_once(name: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(LNSError, match=r"the hub cannot be reached \(http://127.0.0.1:9\)"):
+        hub.cached_only(name, "config.json")
+    assert time.monotonic() - start < 2 * hub.PATIENCE
+
+
+def test_what_is_here_is_nobodys_question(tmp_path: Path) -> None:
+    assert not hub.cached_only(str(tmp_path), "config.json")
+
+
+def test_a_host_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging(*args: object, **kwargs: object) -> None:
+        time.sleep(20)
+        raise TimeoutError
+
+    monkeypatch.setattr(hub, "PATIENCE", 0.2)
+    monkeypatch.setattr(hub.socket, "create_connection", hanging)
+    start = time.monotonic()
+    assert not hub.reachable() and time.monotonic() - start < 15
+
+
+def test_a_proxy_is_asked_by_the_client_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    assert hub.reachable()
+
+
+def test_commands_say_so_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The client of the hub retries for half a minute; so would OLMo's default tokenizer, gpt2."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
+    start = time.monotonic()
+    assert export(tmp_path / "lns", tmp_path / "out", "--format", "hf", "--tokenizer", "gpt2") == 1
+    err = capsys.readouterr().err
+    assert "the hub cannot be reached" in err and "--tokenizer none" in err and err.count("\n") == 1
+    (tmp_path / "x.txt").write_text("w4 w5")
+    for words in (
+        ["analyze", "variance", "--model", "nonsense", "--data", str(tmp_path / "x.txt")],
+        ["analyze", "variance", "--model", str(tmp_path / "lns"), "--data", "nonsense:train", "--quiet"],
+        ["hf", "init", "nonsense", "-o", str(tmp_path / "hf")],
+    ):
+        assert cli.main(words) == 1
+        err = capsys.readouterr().err
+        assert "the hub cannot be reached" in err and err.count("\n") == 1, err
+    assert time.monotonic() - start < 25
+
+
+def test_evaluators_in_a_training_need_their_tokenizer() -> None:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from olmo_lns.doors.olmo.train import _check_tokenizer
+
+    with pytest.raises(LNSConfigError, match=r"tokenizer\.identifier, which the evaluators need: gpt2: no such file"):
+        _check_tokenizer("gpt2")
+    _check_tokenizer("tokenizers/allenai_gpt-neox-olmo-dolma-v1_5.json")  # comes with OLMo

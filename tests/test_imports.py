@@ -1,0 +1,49 @@
+"""Any module of the package may be the first that a process imports, with the plugins loading as in a launch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from test_layout import SOURCES
+
+#: Forks a process for each module; what takes long and calls no hook of ours is imported once, before.
+PROGRAM = """
+import importlib, os, sys
+import numpy, torch, yaml
+from olmo_lns.doors.autoload import activate
+activate()
+failed = False
+for name in sys.argv[1:]:
+    if pid := os.fork():
+        failed |= os.waitpid(pid, 0)[1] != 0
+        continue
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:  # a framework that is not installed here
+        if (error.name or "olmo_lns").split(".")[0] == "olmo_lns":
+            print(f"{name}: {error!r}")
+            os._exit(1)
+    except BaseException as error:
+        print(f"{name}: {error!r}", flush=True)
+        os._exit(1)
+    os._exit(0)
+sys.exit(failed)
+"""
+MODULES = [f"olmo_lns.{name}".removesuffix(".__init__") for name in SOURCES if not name.endswith("__main__")]
+
+
+def first_imports(*modules: str) -> str:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *modules], capture_output=True, text=True)
+    assert bool(done.returncode) == bool(done.stdout), done.stderr
+    return done.stdout
+
+
+def test_a_failing_import_is_seen():
+    assert "olmo_lns.no_such_module: ModuleNotFoundError" in first_imports("olmo_lns", "olmo_lns.no_such_module")
+
+
+@pytest.mark.slow
+def test_every_module_can_be_the_first():
+    assert first_imports(*MODULES) == ""

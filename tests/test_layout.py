@@ -1,0 +1,119 @@
+"""The house of CONTRIBUTING.md: imports run downwards only, modules and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+
+import olmo_lns
+
+ROOT = Path(olmo_lns.__file__).parent
+SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+
+#: From the top of the house to the ground; a room may use those after it. Rooms of one line are apart.
+ORDER = [
+    ("__main__",),
+    ("cli", "doctor"),
+    ("demo", "vision"),
+    ("study",),
+    ("finetune",),
+    ("export",),
+    ("diagnostics",),
+    ("models",),
+    ("checkpoints",),
+    ("olmo_core",),
+    ("doors",),
+    ("record",),
+    ("norm",),
+    ("schemes",),
+    ("dtypes", "environment", "extras", "hub"),
+    ("errors",),
+]
+#: The package itself: it names the public things, and loads none of them.
+PACKAGE = "__init__"
+LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+
+#: What a module and a function may grow to before it is split by meaning.
+LINES_OF_MODULE, LINES_OF_FUNCTION = 300, 50
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of ours that a module imports, at the top, inside a function, or by ``import_module``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative imports are not used here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (str(word.value) for word in node.args if isinstance(word, ast.Constant))
+
+
+def arrows(tree: ast.AST) -> set[str]:
+    """The rooms and modules of ours that ``tree`` imports: ``"doors.olmo.types"``."""
+    ours = {name.removeprefix("olmo_lns.") for name in imported(tree) if name.startswith("olmo_lns.")}
+    return {name for name in ours if name.split(".")[0] in LEVEL}
+
+
+def upwards(module: str, tree: ast.AST) -> set[tuple[str, str]]:
+    room = module.split(".")[0]
+    if room == PACKAGE:
+        return set()
+    targets = {name.split(".")[0] for name in arrows(tree)} - {room}
+    return {(module, target) for target in targets if LEVEL[target] <= LEVEL[room]}
+
+
+def test_every_room_has_its_place():
+    assert {name.split(".")[0] for name in TREES} - {PACKAGE} <= LEVEL.keys()
+
+
+def test_no_import_runs_back_up():
+    found = {arrow for module, tree in TREES.items() for arrow in upwards(module, tree)}
+    assert found == set(), "imports against the order of the rooms"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import olmo_lns.study.arms",
+        "from olmo_lns import cli",
+        "def f():\n    from olmo_lns.diagnostics import monitor",
+        "import importlib\ndef f():\n    importlib.import_module('olmo_lns.export.fold')",
+    ],
+)
+def test_an_arrow_that_runs_up_is_seen_wherever_it_is(line):
+    assert upwards("doors.olmo.model", ast.parse(line)) and not upwards(
+        "doctor", ast.parse(line.replace("cli", "record"))
+    )
+
+
+def test_doors_do_not_know_each_other():
+    """What two of them need stands beside them, and knows neither."""
+    for module, tree in TREES.items():
+        if module.startswith("doors."):
+            door = module.split(".")[1] if module.count(".") > 1 else ""
+            others = {
+                name
+                for name in arrows(tree)
+                if name.startswith("doors.") and (ROOT / "doors" / name.split(".")[1]).is_dir()
+            }
+            assert {name.split(".")[1] for name in others} <= {door}, module
+
+
+def test_modules_are_short():
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in SOURCES.items()}
+    assert {name: count for name, count in lines.items() if count > LINES_OF_MODULE} == {}
+
+
+def test_functions_are_short():
+    found = {
+        f"{module}:{node.name}": node.end_lineno - node.lineno + 1
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None
+    }
+    assert {name: count for name, count in found.items() if count > LINES_OF_FUNCTION} == {}
