@@ -133,16 +133,34 @@ def megatron_fsdp(cfg: Any, ddp: Any, model: Any) -> Any:
 
 @contextlib.contextmanager
 def streams_stand_still() -> Iterator[None]:
-    import torch
+    """No streams, and a collective has ended when its call returns.
 
-    cuda: Any = torch.cuda
+    Megatron-FSDP frees a bucket in the order of its streams. On a CPU nothing keeps that order: a gather of gloo still
+    under way in a thread of its own would write into memory that was given back.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+
+    gather = dist.all_gather_into_tensor
+
+    def at_once(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        gather(*args, **kwargs)
+        return mock.MagicMock(name="an ended gather")
+
+    @contextlib.contextmanager
+    def one_by_one(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        yield mock.MagicMock(name="ended collectives")
+
     with contextlib.ExitStack() as stack:
-        for name, value in (
-            ("Stream", lambda *args, **kwargs: mock.MagicMock(name="a stream")),
-            ("stream", lambda stream: contextlib.nullcontext()),
-            ("empty_cache", lambda: None),
+        for owner, name, value in (
+            (torch.cuda, "Stream", lambda *args, **kwargs: mock.MagicMock(name="a stream")),
+            (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+            (torch.cuda, "empty_cache", lambda: None),
+            (dist, "all_gather_into_tensor", at_once),
+            (param_and_grad_buffer, "_coalescing_manager", one_by_one),
         ):
-            stack.enter_context(mock.patch.object(cuda, name, value))
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 
