@@ -146,6 +146,7 @@ def without(*words):
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_its_extra_in_one_line(words, extra):
     done = without(*words)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr

@@ -40,6 +40,7 @@ def first_imports(*modules: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_failing_import_is_seen():
     assert "olmo_lns.no_such_module: ModuleNotFoundError" in first_imports("olmo_lns", "olmo_lns.no_such_module")
 

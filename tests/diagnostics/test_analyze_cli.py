@@ -38,6 +38,7 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
 
 @pytest.mark.parametrize("model", ["olmo", "llama"])
 @pytest.mark.parametrize("what", KINDS)
+@pytest.mark.slow
 def test_json_csv_and_figure(what, model, results, tmp_path):
     path = results[what, model]
     report = Report.read(path)

@@ -88,6 +88,7 @@ def test_script_converts_what_it_may(checkpoints: Path, tmp_path: Path) -> None:
         assert "Fetching all parameters" in done.stdout
 
 
+@pytest.mark.slow
 def test_other_scripts_are_left_alone(checkpoints: Path, tmp_path: Path) -> None:
     script = tmp_path / "something_else.py"
     script.write_text("from transformers import OlmoConfig\nprint('ran')\n")
@@ -133,6 +134,7 @@ def test_what_reads_the_weights_and_saves_an_olmo_is_stopped(checkpoints: Path, 
     assert convert_it("lns", OLMO_LNS_ALLOW_MISMATCH="lns-to-preln").returncode == 0
 
 
+@pytest.mark.slow
 def test_what_we_read_ourselves_is_no_conversion(checkpoints: Path, tmp_path: Path) -> None:
     """An LNS checkpoint is analysed, then a model of somebody else's is saved: nothing of the first goes into it."""
     code = """if True:

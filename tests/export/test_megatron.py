@@ -155,6 +155,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return root, config, run(tiny.hook_reference(model))
 
 
+@pytest.mark.slow
 def test_folded_checkpoint_in_stock_megatron(case: tuple[Path, Any, torch.Tensor]) -> None:
     root, config, expected = case
     out = root.with_name("folded")

@@ -59,6 +59,7 @@ def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: in
         ("atomic", "_digest", 3),  # complete, not yet renamed
     ],
 )
+@pytest.mark.slow
 def test_kill_9_leaves_no_export(checkpoint: Path, tmp_path: Path, module: str, function: str, call: int) -> None:
     out = tmp_path / "out"
     assert run_killed(checkpoint, out, module, function, call) == -signal.SIGKILL
@@ -74,6 +75,7 @@ def test_kill_9_leaves_no_export(checkpoint: Path, tmp_path: Path, module: str, 
     load_hf(out)
 
 
+@pytest.mark.slow
 def test_sigterm_cleans_up(checkpoint: Path, tmp_path: Path) -> None:
     assert run_killed(checkpoint, tmp_path / "out", "shards", "tensor_bytes", 5, "SIGTERM") == 130
     assert list(tmp_path.iterdir()) == []

@@ -50,6 +50,7 @@ def test_every_scheme_folds_or_has_a_reason():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FOLDS)
+@pytest.mark.slow
 def test_folds_into_stock_olmo_and_transformers(tmp_path, name, shape):
     base = "default" if "default" in shape else "rms"
     model, folder = saved(tmp_path, f"{name}_{base}", **SHAPES[shape])

@@ -43,6 +43,7 @@ def backend(request):
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.slow
 def test_24_layers_compiled_one_by_one_share_their_graphs(kind, autocast, backend):
     torch.manual_seed(0)
     blocks = [Block(number, kind, backend) for number in range(1, LAYERS + 1)]

@@ -68,6 +68,7 @@ def test_a_model_built_with_te_runs_where_there_is_none():
 
 @pytest.mark.parametrize("layer_norm_type", ["lns_rms", "lns_default"])
 @pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.slow
 def test_compiled_blocks_may_be_checkpointed(layer_norm_type, affine):
     """A float of the layer would make the recomputation run another graph: torch's CheckpointError."""
     with tex.installed():

@@ -118,6 +118,7 @@ def test_bench_schemes_names_the_work_of_each(tmp_path, bench, monkeypatch):
 
 
 @without_cuda
+@pytest.mark.slow
 def test_without_cuda_te_ctypes_says_so(tmp_path):
     library = tmp_path / "libtransformer_engine.so"
     missing = run(SCRIPTS / "gpu/te_ctypes.py", library, "-m", "pytest")

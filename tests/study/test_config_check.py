@@ -26,6 +26,7 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_LM_SRC", raising=False)
 
 
+@pytest.mark.slow
 def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, REPOSITORY / "configs")
     shipped = len(list((REPOSITORY / "configs").rglob("*.yaml")))

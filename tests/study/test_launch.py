@@ -48,6 +48,7 @@ def test_commands(tmp_path: Path) -> None:
     assert f"--load {tmp_path}/7B-lns-s6198 --tensorboard-dir {tmp_path}/7B-lns-s6198/tensorboard" in text
 
 
+@pytest.mark.slow
 def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
     """Executed by bash with stand-ins for srun and torchrun: every array task starts its own run, stamped."""
     built.description["launch"] = {"nproc": 2, "nodes": {"b": 2}, "sbatch": {"time": "1:00:00"}}

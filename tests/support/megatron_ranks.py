@@ -1,6 +1,6 @@
-"""A tiny GPT under a parallel layout; run by torchrun, every rank prints one JSON line.
+"""A tiny GPT under parallel layouts, one after the other; run by torchrun, every rank prints one JSON line.
 
-    torchrun --nproc-per-node 2 -m support.megatron_ranks '{"pp": 2, "vpp": 2, "lns": "plugin"}'
+    torchrun --nproc-per-node 2 -m support.megatron_ranks '[{"pp": 2, "vpp": 2, "lns": "plugin"}]'
 
 ``lns``: "plugin", "hooks" (the reference: a stock model, each block norm's output multiplied by a
 forward hook) or "off", or several of them with commas, one after the other. All start from plain
@@ -240,19 +240,22 @@ def cases(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+def results(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What this rank found under one layout."""
+    megatron_cpu.initialize(options.get("tp", 1), options.get("pp", 1), options.get("vpp"))
+    with streams_stand_still() if options.get("mfsdp") else contextlib.nullcontext():
+        return {mode: run(options | changes) for mode, changes in cases(options).items()}
+
+
 def main() -> int:
     import torch.distributed as dist
 
-    options = json.loads(sys.argv[1])
     with megatron_cpu.cuda_answered():
-        megatron_cpu.initialize(options.get("tp", 1), options.get("pp", 1), options.get("vpp"))
-        own = streams_stand_still() if options.get("mfsdp") else contextlib.nullcontext()
-        with own:
-            results = {mode: run(options | changes) for mode, changes in cases(options).items()}
+        found = [results(options) for options in json.loads(sys.argv[1])]
         # In turn: two ranks that print at once share a line.
         for turn in range(dist.get_world_size()):
             if turn == dist.get_rank():
-                print("RANK " + json.dumps(results), flush=True)
+                print("RANK " + json.dumps(found), flush=True)
             dist.barrier()
         dist.destroy_process_group()
     return 0

@@ -105,13 +105,8 @@ def test_cache_and_block_groups(name):
     assert torch.equal(grouped(ids).logits, full)
 
 
-#: Two forms of block, per-layer constants of the addition and of a norm: the rest is their like.
-FEW = ("mixln", "lnsafterbranch", "sandwich_depth")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_compiled_by_block_there_are_at_most_two_graphs(name):
     import torch._dynamo.utils as dynamo
 

@@ -198,6 +198,7 @@ print("all of it")
 """
 
 
+@pytest.mark.slow
 def test_a_saved_or_pickled_config_in_a_new_process(tmp_path):
     """Which has never seen the type."""
     config = TrainConfig.load(write(tmp_path, "lns_default:exponent=0.29"), ["model.init_fn=normal_scaled"])
@@ -221,6 +222,7 @@ print("olmo_lns" in sys.modules and "olmo_lns.doors.olmo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_stock_olmo_refuses_our_files_instead_of_training_something_else(tmp_path):
     TrainConfig.load(write(tmp_path, "lns_default:exponent=0.29")).save(tmp_path / "type.yaml")
     TrainConfig.load(write(tmp_path, "rms"), ["model.init_fn=normal_scaled"]).save(tmp_path / "init_fn.yaml")

@@ -49,6 +49,7 @@ def test_they_have_stock_names(saved: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trained", ["rms", "lns", *STOCK_KEYS])
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.slow
 def test_no_scheme_runs_anothers_weights(saved: dict[str, Any], trained: str, training: bool) -> None:
     for running in ("rms", "lns", *STOCK_KEYS):
         model = build(layer_norm_type=running if running == "rms" else f"{running}_rms")

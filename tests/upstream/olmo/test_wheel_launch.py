@@ -15,6 +15,8 @@ from support import launch
 
 pytest.importorskip("olmo", reason="needs pip install 'olmo-lns[olmo]'")
 
+pytestmark = pytest.mark.slow
+
 #: What a script can see of the plugin, without training anything.
 PROBE = """
 import sys
@@ -94,7 +96,6 @@ def test_opted_out_is_olmo_alone(installed):
     assert "olmo_lns" not in result.text
 
 
-@pytest.mark.slow
 def test_off_is_olmo_alone(installed, on):
     """The plugin is there and not selected: OLMo without it, to the last bit, over a whole short training."""
     (_, stock), (_, registered) = (
@@ -112,7 +113,6 @@ def test_off_is_olmo_alone(installed, on):
         assert not different, (part, different)
 
 
-@pytest.mark.slow
 def test_spawned_workers_have_the_types(installed):
     result = launch.run([installed.python, launch.PROGRAMS / "workers.py", "spawn"], cwd=installed.folder).ok()
     assert "worker: lns_rms True True" in result.text
@@ -129,7 +129,6 @@ def has_types(result: launch.Result) -> bool:
     return " lns lns_rms lns_default lns_low_precision postln " in line
 
 
-@pytest.mark.slow
 def test_interpreter_without_site(installed):
     """``-S``: no start-up hook; the launcher module does its work."""
     packages = f"{launch.site_packages(installed.python)}:{sysconfig.get_paths()['purelib']}"
@@ -140,14 +139,12 @@ def test_interpreter_without_site(installed):
     assert f"arguments: ['{path}', '--a=b']" in result.text
 
 
-@pytest.mark.slow
 def test_isolated_interpreter(installed):
     """``-I`` keeps ``site``, so hook and launcher are both there: harmless."""
     path = script(installed.folder)
     assert has_types(launch.run([installed.python, "-I", "-m", "olmo_lns", path], cwd=installed.folder))
 
 
-@pytest.mark.slow
 def test_target_folder(installed, tmp_path):
     """``pip install --target``: no hook there; doctor says so, and the launcher module works."""
     python = launch.fresh_venv(tmp_path / "venv")
@@ -170,7 +167,6 @@ def test_the_hook_of_the_wheel_is_seen(installed):
         assert result.last_line() == active, flags
 
 
-@pytest.mark.slow
 def test_editable_installs_of_both(tmp_path):
     """``pip install -e`` of this package and of OLMo, whose finder then competes with ours."""
     for name in ("hatchling", "editables"):
@@ -197,7 +193,6 @@ def test_editable_installs_of_both(tmp_path):
     assert f"from: {tree}/python/olmo/__init__.py {launch.REPOSITORY}/olmo_lns/__init__.py" in result.text
 
 
-@pytest.mark.slow
 def test_torchrun_of_the_launcher_module(installed):
     """``torchrun -m olmo_lns script`` in an environment that opted out of the hook's file."""
     hook = launch.site_packages(installed.python) / "olmo_lns_autoload.pth"
