@@ -31,7 +31,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # what a file builds once is built once; the slow ones stay whole files.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 
-.PHONY: release-check docs wheel setup setup-olmo-core demo test test-slow test-olmo-core test-gpu lint format clean
+.PHONY: release-check docs wheel setup setup-olmo-core demo test test-slow test-exhaustive test-olmo-core test-gpu lint format clean
 
 setup: $(STAMP)
 
@@ -60,7 +60,11 @@ test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-slow: setup
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not gpu" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not exhaustive and not gpu" $(ARGS)
+
+# More layouts of what the slow tests show: before a release, and once a week on the public host.
+test-exhaustive: setup
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "exhaustive and not gpu" $(ARGS)
 
 # The OLMo-core door, in its own environment; MARK="slow or not slow" runs everything.
 MARK ?= not slow

@@ -201,7 +201,7 @@ def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | Non
         todo = _unfinished(study, runs, out, Finished(study))
         with (
             processes.children(lock) as children,
-            progress.reported(runs, out),
+            progress.reported(todo, out),
             ThreadPoolExecutor(workers or study.launch.workers) as pool,
         ):
             failed = 0

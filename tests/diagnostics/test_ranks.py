@@ -22,7 +22,13 @@ def options(model, data, batch_size):
     return "--model", model, "--data", data, "--sequence-length", 16, "--batch-size", batch_size
 
 
-@pytest.mark.parametrize("batch_size", [13, 64], ids=["three batches", "one batch: the second rank has none"])
+@pytest.mark.parametrize(
+    "batch_size",
+    [
+        pytest.param(13, id="three batches", marks=pytest.mark.exhaustive),
+        pytest.param(64, id="one batch: the second rank has none"),
+    ],
+)
 @pytest.mark.parametrize("what", POOLED)
 def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -80,8 +80,15 @@ def worker(rank, name, low_precision, store, queue):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["torch", "te"])
+@pytest.mark.parametrize(
+    ("name", "low_precision"),
+    [
+        pytest.param("torch", False, id="torch-fp32"),
+        pytest.param("te", True, id="te-bf16-mixed"),
+        pytest.param("torch", True, id="torch-bf16-mixed", marks=pytest.mark.exhaustive),
+        pytest.param("te", False, id="te-fp32", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_two_ranks_equal_one_process(name, low_precision, tmp_path):
     queue = mp.get_context("spawn").SimpleQueue()
     context = mp.spawn(worker, (name, low_precision, tmp_path / "store", queue), nprocs=WORLD, join=False)

@@ -155,6 +155,7 @@ def study(path: Path, out: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
     """Real training, twice, through the study: equal to the last printed digit."""
@@ -171,7 +172,13 @@ def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, id="SIGKILL"),
+    ],
+)
 def test_a_killed_study_continues_to_the_same_losses(tmp_path: Path, number: signal.Signals) -> None:
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     path, steps = micro(tmp_path, steps=300), 300

@@ -112,6 +112,7 @@ def test_the_patch_loads_the_plugin_once(patched: Path, mode: str) -> None:
     assert out.count("LayerNorm Scaling on: 8 norms") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_patched_megatron_without_the_plugin(patched: Path) -> None:
     assert run(patched, DISABLED, OLMO_LNS_DISABLE="1").strip() == "False"

@@ -131,6 +131,7 @@ def marked(path: Path) -> bool:
         return any(b"olmo_lns.doors.olmo.state\nneeds_olmo_lns" in content for content in pickled)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("checkpointer", "name"), [("torch_new", "train/rank{}.pt"), ("torch_legacy", "rank{}.pt")])
 def test_every_rank_of_a_sharded_checkpoint(checkpointer: str, name: str, tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def test_two_ranks_train_save_and_resume(uninterrupted: tuple[Path, Watcher], tm
     assert losses == pytest.approx(list(uninterrupted[1].losses.values()), abs=2e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_fsdp_ranks_train_and_save_and_say_what_cannot_be_resumed(
     uninterrupted: tuple[Path, Watcher], tmp_path: Path

@@ -32,6 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [*KINDS, "postln_rms"])
 @pytest.mark.parametrize("checkpointer", CHECKPOINTERS)
 def test_a_model_is_loaded_into_another_and_goes_on_alike(results: Any, checkpointer: str, kind: str) -> None:

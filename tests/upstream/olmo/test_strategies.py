@@ -63,20 +63,17 @@ def run(folder: Path, ranks: int, cases: dict[str, Any]) -> tuple[launch.Result,
     return done, json.loads(output.read_text()) if output.exists() else {}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """All cases in one launch of one rank and one of two."""
-    found = {}
-    for ranks in (1, 2):
-        done, found[ranks] = run(tmp_path_factory.mktemp("strategies"), ranks, CASES)
-        done.ok()
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["1 rank", "2 ranks"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All cases in one launch."""
+    done, found = run(tmp_path_factory.mktemp("strategies"), request.param, CASES)
+    done.ok()
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", COMPARED)
-def test_same_as_one_process(results, name, ranks):
-    lns, stock = results[ranks][name]["lns_rms"], results[ranks][name]["rms"]
+def test_same_as_one_process(results, name):
+    lns, stock = results[name]["lns_rms"], results[name]["rms"]
     assert "error" not in stock, f"stock OLMo fails here: {stock}"
     assert "error" not in lns, lns
     assert abs(lns["expected"] - stock["expected"]) > 1e-3, "the factor changed nothing: this case shows nothing"
@@ -86,10 +83,9 @@ def test_same_as_one_process(results, name, ranks):
     assert lns["gradient_error"] <= max(3 * stock["gradient_error"], 0.03 if bf16 else 1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", INITIALIZED)
-def test_scaled_init_is_off_under_fsdp(results, name, ranks):
-    lns, stock = results[ranks][name]["lns_rms"], results[ranks][name]["rms"]
+def test_scaled_init_is_off_under_fsdp(results, name):
+    lns, stock = results[name]["lns_rms"], results[name]["rms"]
     case = INITIALIZED[name]
     assert "error" not in lns and "error" not in stock, (lns, stock)
     for weight, std in lns["std"].items():
@@ -102,6 +98,7 @@ def test_scaled_init_is_off_under_fsdp(results, name, ranks):
         assert std == pytest.approx(drawn, rel=0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_flat_parameters_cannot_be_initialized_by_olmo_itself(tmp_path, ranks):
     """``fsdp.use_orig_params: false``: ``reset_parameters`` after wrapping finds no parameter to draw.

@@ -113,6 +113,7 @@ def test_off_is_olmo_alone(installed, on):
         assert not different, (part, different)
 
 
+@pytest.mark.exhaustive
 def test_spawned_workers_have_the_types(installed):
     result = launch.run([installed.python, launch.PROGRAMS / "workers.py", "spawn"], cwd=installed.folder).ok()
     assert "worker: lns_rms True True" in result.text
@@ -129,6 +130,7 @@ def has_types(result: launch.Result) -> bool:
     return " lns lns_rms lns_default lns_low_precision postln " in line
 
 
+@pytest.mark.exhaustive
 def test_interpreter_without_site(installed):
     """``-S``: no start-up hook; the launcher module does its work."""
     packages = f"{launch.site_packages(installed.python)}:{sysconfig.get_paths()['purelib']}"
@@ -139,12 +141,14 @@ def test_interpreter_without_site(installed):
     assert f"arguments: ['{path}', '--a=b']" in result.text
 
 
+@pytest.mark.exhaustive
 def test_isolated_interpreter(installed):
     """``-I`` keeps ``site``, so hook and launcher are both there: harmless."""
     path = script(installed.folder)
     assert has_types(launch.run([installed.python, "-I", "-m", "olmo_lns", path], cwd=installed.folder))
 
 
+@pytest.mark.exhaustive
 def test_target_folder(installed, tmp_path):
     """``pip install --target``: no hook there; doctor says so, and the launcher module works."""
     python = launch.fresh_venv(tmp_path / "venv")
@@ -167,6 +171,7 @@ def test_the_hook_of_the_wheel_is_seen(installed):
         assert result.last_line() == active, flags
 
 
+@pytest.mark.exhaustive
 def test_editable_installs_of_both(tmp_path):
     """``pip install -e`` of this package and of OLMo, whose finder then competes with ours."""
     for name in ("hatchling", "editables"):
@@ -193,6 +198,7 @@ def test_editable_installs_of_both(tmp_path):
     assert f"from: {tree}/python/olmo/__init__.py {launch.REPOSITORY}/olmo_lns/__init__.py" in result.text
 
 
+@pytest.mark.exhaustive
 def test_torchrun_of_the_launcher_module(installed):
     """``torchrun -m olmo_lns script`` in an environment that opted out of the hook's file."""
     hook = launch.site_packages(installed.python) / "olmo_lns_autoload.pth"
