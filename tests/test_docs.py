@@ -103,6 +103,7 @@ def runnable() -> Iterator[tuple[str, str]]:
             yield page, found[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_lines_run_as_printed(trained: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

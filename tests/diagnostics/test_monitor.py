@@ -114,6 +114,7 @@ def test_two_ddp_ranks_are_pooled(tmp_path):
     assert_same(launched(tmp_path / "1", 1), launched(tmp_path / "2", 2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_fsdp_ranks_with_and_without_checkpointing(tmp_path):
     """FSDP draws other weights on two ranks than on one, so both runs have two."""

@@ -72,6 +72,7 @@ def bare(folder: Path, out: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_dry_run_without_olmo_installed_gives_a_report(packed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -84,6 +84,7 @@ def test_a_branch_without_its_trunk_is_named(branched: Built, capsys: pytest.Cap
     assert "goes on from a_trunk-lns-s1/step6-unsharded, which is not in" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_branches_go_on_from_the_trunk(tmp_path: Path) -> None:
     """Real training: the same weights and batches as the trunk, and a rate that falls from the trunk's."""
