@@ -128,14 +128,8 @@ def _measure(args: argparse.Namespace) -> int:
     show.check_figures(args.plot)
     check_source(args.data, pack=args.pack)
     with _ranks(args.what) as (rank, world):
-        loaded = load_model(
-            args.model,
-            dtype=args.dtype,
-            device=args.device,
-            device_map=args.device_map,
-            blocks=args.blocks,
-            branch=getattr(args, "branch", None),
-        )
+        how = {name: getattr(args, name, None) for name in ("dtype", "device", "device_map", "blocks", "branch")}
+        loaded = load_model(args.model, **how)
         options = _data_options(args, loaded, rank, world)
 
         def tokenizer() -> Any:

@@ -104,6 +104,29 @@ def test_hugging_face(make, name, trained, tmp_path, capsys):
     assert "PASS" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("make", "name"), [(_llama, "LNSLlamaForCausalLM"), (_qwen, "LNSQwen3ForCausalLM")])
+def test_into_transformers_to_train_on(make, name, trained, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    folder, built = trained(make())
+    folded = _export(folder, tmp_path / "folded")
+    for source, said in ((folder, "as trained"), (folded, "unfolded: the factors are outside again")):
+        out = tmp_path / f"lns-of-{source.name}"
+        assert main(["hf", "import", str(source), "-o", str(out), "--tokenizer", "none"]) == 0
+        assert said in capsys.readouterr().out
+        model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        assert type(model).__name__ == name
+        torch.testing.assert_close(model(small.TOKENS).logits, built(small.TOKENS), rtol=1e-5, atol=2e-6)
+        assert model.model.layers[1].input_layernorm.lns_scale == pytest.approx(2**-0.5)
+
+
+def test_what_the_transformers_door_does_not_have_stays_out(trained, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    folder, _ = trained(_olmo2())
+    assert main(["hf", "import", str(folder), "-o", str(tmp_path / "out"), "--tokenizer", "none"]) == 1
+    assert "scheme lns (LayerNorm Scaling) on olmo2" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def _tokenizer(path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
