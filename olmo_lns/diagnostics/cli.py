@@ -128,7 +128,8 @@ def _measure(args: argparse.Namespace) -> int:
     show.check_figures(args.plot)
     check_source(args.data, pack=args.pack)
     with _ranks(args.what) as (rank, world):
-        how = {name: getattr(args, name, None) for name in ("dtype", "device", "device_map", "blocks", "branch")}
+        names = ("dtype", "device", "device_map", "blocks", "branch")
+        how: dict[str, Any] = {name: getattr(args, name, None) for name in names}
         loaded = load_model(args.model, **how)
         options = _data_options(args, loaded, rank, world)
 

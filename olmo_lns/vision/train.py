@@ -18,7 +18,7 @@ from olmo_lns.vision.digits import block_variance
 
 __all__ = ["Recipe", "run"]
 
-_SECTIONS = {"model": dict, "augment": dict, "warmup_epochs": (int, float), "training": dict}
+_SECTIONS: dict[str, Any] = {"model": dict, "augment": dict, "warmup_epochs": (int, float), "training": dict}
 _AUGMENT = ("color_jitter", "mixup", "cutmix", "label_smoothing")
 #: Images of which the variances are taken.
 VARIANCE_IMAGES = 64
