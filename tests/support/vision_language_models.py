@@ -99,7 +99,9 @@ def llava_folder(folder: Path) -> Path:
         image_processor=transformers.AutoImageProcessor.for_model("clip", **size)
         if hasattr(transformers.AutoImageProcessor, "for_model")
         else _clip_processor(**size),
-        tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
+        tokenizer=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, model_input_names=["input_ids", "attention_mask"], **special
+        ),
         patch_size=8,
         vision_feature_select_strategy="default",
         image_token="<image>",
