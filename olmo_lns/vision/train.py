@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     data = _images(args.data, recipe)
     names = data["train"].features["label"].names
     trainer = _trainer(args, recipe, data, names)
+    if args.resume and not any(args.output.glob("checkpoint-*")):
+        raise LNSConfigError(f"--resume: {args.output} holds no checkpoint-*: leave it out to start")
     trainer.train(resume_from_checkpoint=args.resume)
     scores = trainer.evaluate()
     trainer.save_model(args.output)
@@ -132,10 +134,12 @@ def _trainer(args: argparse.Namespace, recipe: Recipe, data: Any, names: list[st
         raise LNSConfigError(f"{args.config}: {one_line(error)}") from error
     batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
     training.warmup_steps = math.ceil(len(data["train"]) / batch * recipe.warmup_epochs)
-    return Trainer(
+    trainer = Trainer(
         model=model,
         args=training,
         train_dataset=data["train"],
         eval_dataset=data["validation"],
         compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
     )
+    trainer.model_accepts_loss_kwargs = False  # our loss is a mean: accumulated steps are to be divided by their number
+    return trainer

@@ -61,6 +61,8 @@ def test_one_command_trains_an_arm(arm, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     command = ["vision", "train", str(small(tmp_path)), "--data", str(pictures(tmp_path / "data"))]
+    assert main([*command, "--arm", arm, "-o", str(tmp_path / "out"), "--resume"]) == 1
+    assert "holds no checkpoint-*: leave it out to start" in capsys.readouterr().err
     assert main([*command, "--arm", arm, "-o", str(tmp_path / "out")]) == 0
     assert f"{ARMS[arm].label}: " in capsys.readouterr().out
     results = json.loads((tmp_path / "out" / "results.json").read_text())
