@@ -11,7 +11,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 DOOR   ?=
 ifeq ($(DOOR),olmo-core)
-EXTRAS ?= olmo-core,analysis,test
+EXTRAS ?= olmo-core,analysis,sft,test
 PINS   := constraints-olmo-core.txt
 else
 EXTRAS ?= olmo,megatron,analysis,study,eval,test,dev
@@ -66,7 +66,8 @@ test-slow: setup
 test-exhaustive: setup
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "exhaustive and not gpu" $(ARGS)
 
-# The OLMo-core door, in its own environment; MARK="slow or not slow" runs everything.
+# The OLMo-core door, in its own environment; MARK="slow or not slow" runs everything. TRL wants datasets>=4 and OLMo
+# datasets<4, so what needs TRL and PEFT is tested here, too.
 MARK ?= not slow
 setup-olmo-core:
 	$(MAKE) setup DOOR=olmo-core VENV=$(OLMO_CORE_VENV)
@@ -74,6 +75,8 @@ setup-olmo-core:
 test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
 		tests/doors/olmo_core tests/export/test_olmo_core.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
+		-m "slow or not slow" -k "commonsense or lora or adapter" tests/finetune tests/doors/transformers/test_training.py
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup

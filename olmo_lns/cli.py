@@ -28,7 +28,7 @@ COMMANDS = {
     "analyze": ("olmo_lns.diagnostics.cli", "draw the paper's diagnostics for a model", ("analysis", "olmo")),
     "hf": ("olmo_lns.export.hf_cli", "model folders for transformers that carry a scheme", ("hf",)),
     "evaluate": ("olmo_lns.finetune.evaluate", "the papers' seven tasks, their published columns beside", ("eval",)),
-    "vision": ("olmo_lns.vision.digits", "the four vision arms on small images: a table and a figure", ("vision",)),
+    "vision": ("olmo_lns.vision.cli", "the four vision arms: on small images, and on a folder of images", ("vision",)),
     "export": ("olmo_lns.export.cli", "fold the factor into the weights for stock software", ("hf", "olmo")),
     "verify": ("olmo_lns.export.verify", "compare a checkpoint with its export", ("hf", "olmo")),
 }
@@ -75,6 +75,7 @@ EXAMPLES = {
     "evaluate": ("olmo-lns evaluate model --limit 100 -o scores.json",),
     "vision": ("olmo-lns vision digits -o digits",),
     "vision digits": ("olmo-lns vision digits -o digits --depth 12 --epochs 5",),
+    "vision train": ("olmo-lns vision train imagenet.yaml --data /data/imagenet --arm lnsafterbranch -o vit-s",),
     "verify": ("olmo-lns verify runs/lns/step1000 model",),
 }
 

@@ -23,6 +23,7 @@ __all__ = [
     "evaluating",
     "first_tensor",
     "group_device",
+    "images",
     "not_finite",
     "observe",
     "run",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
+#: Of a vision-language model also with what its processor made of the images.
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Batches = Iterable[Batch]
 #: Called with the 0-based block and its hidden state of shape (batch, sequence, d_model).
@@ -137,6 +139,13 @@ def unpack(batch: Batch, device: torch.device | str) -> tuple[torch.Tensor, torc
     return ids, mask.to(device).bool()
 
 
+def images(batch: Batch, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """What a batch holds beside ids and mask: the inputs that a vision-language model makes of images."""
+    if isinstance(batch, torch.Tensor):
+        return {}
+    return {name: value.to(device) for name, value in batch.items() if name not in ("input_ids", "attention_mask")}
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """``model.eval()`` inside, each module's own mode again afterwards."""
@@ -154,20 +163,22 @@ def run(
     model: nn.Module,
     batches: Batches,
     device: torch.device | str,
-    forward: Callable[[torch.Tensor, torch.Tensor | None], Any],
+    forward: Callable[..., Any],
     *,
     may_be_empty: bool = False,
+    with_images: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Run ``forward`` on every batch and yield its ids and mask afterwards.
 
     :param may_be_empty: no error without tokens: one rank of several may have got none.
+    :param with_images: ``forward`` also takes the :func:`images` of a batch, by keyword.
     :raises LNSError: there was no batch, or none held a token.
     """
     tokens = 0
     with evaluating(model):
         for batch in batches:
             ids, mask = unpack(batch, device)
-            forward(ids, mask)
+            forward(ids, mask, **(images(batch, device) if with_images else {}))
             tokens += ids.numel() if mask is None else int(mask.sum())
             yield ids, mask
     if tokens == 0 and not may_be_empty:

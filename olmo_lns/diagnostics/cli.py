@@ -25,6 +25,8 @@ MEASURES = {
 }
 #: Those that pool over the ranks of torchrun.
 DISTRIBUTED = ("variance", "angular")
+#: As ``olmo_lns.models.vision_language.BRANCHES``, whose room loads torch: ``--help`` does not.
+BRANCHES = ("vision", "language")
 #: Sequences of which the Jacobian takes one position each.
 JACOBIAN_SEQUENCES = 64
 
@@ -49,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--last-token", action="store_true", help="only the last token of each sequence")
         if what == "layer-drop":
             _add_tasks(command)
+            _add_branch(command)
         if what == "jacobian":
             command.add_argument(
                 "--rows", type=_positive, help="rows to compute; default: all up to width 256, else 128"
@@ -96,6 +99,15 @@ def _add_tasks(command: argparse.ArgumentParser) -> None:
     add("--metric", help="metric of the tasks; default: the first of acc_norm, acc, exact_match, f1 they report")
     add("--limit", type=_positive, help="examples a task")
     add("--num-fewshot", type=int, help="examples in the prompt")
+    add("--chat-template", action="store_true", help="the prompts by the model's chat template")
+
+
+def _add_branch(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("vision-language models")
+    add = group.add_argument
+    add("--branch", choices=BRANCHES, help="whose blocks are removed")
+    add("--image-field", help="of JSON lines and data sets (default image; --branch language: text alone)")
+    add("--processor", help="for the loss, a folder or name; default: the model's own")
 
 
 def _positive(text: str) -> int:
@@ -106,6 +118,7 @@ def _positive(text: str) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     from olmo_lns.diagnostics.data import check_source, read_batches, track
+    from olmo_lns.diagnostics.images import load_processor, read_images
     from olmo_lns.diagnostics.results import Report, check_writable
     from olmo_lns.models.loading import load_model, load_tokenizer
 
@@ -115,15 +128,19 @@ def _measure(args: argparse.Namespace) -> int:
     show.check_figures(args.plot)
     check_source(args.data, pack=args.pack)
     with _ranks(args.what) as (rank, world):
-        loaded = load_model(
-            args.model, dtype=args.dtype, device=args.device, device_map=args.device_map, blocks=args.blocks
-        )
+        names = ("dtype", "device", "device_map", "blocks", "branch")
+        how: dict[str, Any] = {name: getattr(args, name, None) for name in names}
+        loaded = load_model(args.model, **how)
         options = _data_options(args, loaded, rank, world)
 
         def tokenizer() -> Any:
             return load_tokenizer(args.tokenizer or loaded.tokenizer_name, loaded.eos_token_id)
 
-        batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
+        if _with_images(args, loaded):
+            processor = load_processor(args.processor or args.model)
+            batches = read_images(args.data, options, processor, args.image_field or "image")
+        else:
+            batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
         if not args.quiet and rank == 0:
             expected = args.tokens or options.sequence_length * args.sequences
             batches = track(batches, args.what, expected // world)
@@ -137,6 +154,7 @@ def _measure(args: argparse.Namespace) -> int:
         "ranks": world,
         "lns": _record(args.model),
         **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
+        **{name: value for name in ("branch", "image_field") if (value := getattr(args, name, None))},
     }
     report = Report(args.what, args.label or _label(args.model), args.model, args.data, result, settings)
     written = report.write(output)
@@ -146,6 +164,15 @@ def _measure(args: argparse.Namespace) -> int:
         written += [plots.save(plots.draw([report]), path) for path in args.plot]
     _say(report, written)
     return 0
+
+
+def _with_images(args: argparse.Namespace, loaded: Any) -> bool:
+    """Whether the data is records with images, not text alone."""
+    if args.what != "layer-drop" or not (args.image_field or args.branch == "vision"):
+        return False
+    if not loaded.reads_images:
+        raise LNSError(f"--image-field: {args.model} is no vision-language model")
+    return True
 
 
 def _data_options(args: argparse.Namespace, loaded: Any, rank: int, world: int) -> Any:
@@ -203,6 +230,7 @@ def _run(args: argparse.Namespace, loaded: Any, batches: Any, tokenizer: Any, al
         metric=args.metric,
         limit=args.limit,
         num_fewshot=args.num_fewshot,
+        chat_template=args.chat_template,
         batch_size=args.batch_size,
     )
     return dataclasses.replace(result, tasks=tasks)

@@ -1,4 +1,4 @@
-"""``olmo-lns analyze all``: every diagnostic on one or more models, and one HTML page with figures and tables."""
+"""``olmo-lns analyze all``: every diagnostic on one or more models, and one report with figures and tables."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _STYLE = "body{font:15px sans-serif;max-width:60em;margin:2em auto}pre{overflow:
 
 def add_command(commands: Any) -> None:
     """The sub-command's arguments."""
-    command = commands.add_parser("all", help="every diagnostic on one or more models, one HTML page")
+    command = commands.add_parser("all", help="every diagnostic on one or more models, one report")
     command.add_argument("models", nargs="+", help="OLMo checkpoint folders, or Hugging Face folders or names")
     command.add_argument("--data", required=True, help="as for the single diagnostics")
     command.add_argument("-o", "--output", type=Path, required=True, help="folder to write report.html and results to")
+    command.add_argument("--pdf", action="store_true", help="also report.pdf, of the same figures and tables")
     command.add_argument("--labels", type=lambda text: text.split(","), help="comma-separated names of the models")
     command.add_argument("--only", type=lambda text: text.split(","), default=list(TITLES), help="some of the five")
     for name in PASSED_ON:
@@ -71,7 +72,8 @@ def run_all(args: argparse.Namespace, measure: Callable[[Sequence[str]], int]) -
         raise LNSError(f"no diagnostic ran: {'; '.join(problems)}")
     target = args.output / "report.html"
     target.write_text(page(sections, problems), encoding="utf-8")
-    print(f"\nWritten: {target}" + "".join(f"\nnot run: {problem}" for problem in problems))
+    written = [target, *([_pdf(args.output / "report.pdf", sections)] if args.pdf else [])]
+    print(f"\nWritten: {', '.join(map(str, written))}" + "".join(f"\nnot run: {problem}" for problem in problems))
     return 1 if problems else 0
 
 
@@ -89,6 +91,22 @@ def page(sections: dict[str, list[Report]], problems: Sequence[str]) -> str:
     if problems:
         parts.append("<h2>Not run</h2>" + "".join(f"<p>{html.escape(problem)}" for problem in problems))
     return "\n".join(parts) + "\n"
+
+
+def _pdf(path: Path, sections: dict[str, list[Report]]) -> Path:
+    from matplotlib.backends.backend_pdf import PdfPages
+
+    from olmo_lns.diagnostics import plots
+
+    with PdfPages(path) as pages:
+        for what, reports in sections.items():
+            table = plots._pyplot().figure(figsize=(8.3, 11.7))
+            text = f"{TITLES[what]}\n\n{summary_table(reports)}"
+            table.text(0.05, 0.95, text, family="monospace", size=7, verticalalignment="top")
+            for figure in (plots.draw(reports), table):
+                pages.savefig(figure, bbox_inches="tight")
+                plots._pyplot().close(figure)
+    return path
 
 
 def _figure(reports: list[Report]) -> str:

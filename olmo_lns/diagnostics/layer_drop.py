@@ -18,8 +18,9 @@ from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run
 from olmo_lns.diagnostics.loss import token_loss
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import body_forward, find_blocks
+from olmo_lns.models.vision_language import is_vision_language
 
-__all__ = ["LayerDropResult", "TaskScores", "bypassed", "drop_layers", "removable"]
+__all__ = ["LayerDropResult", "TaskScores", "bypassed", "drop_layers", "output_lengths"]
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,13 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def removable(model: nn.Module, blocks: Sequence[nn.Module], ids: torch.Tensor) -> list[int]:
-    """Length of the tuple that each block returns (0 = a bare tensor), learned from one forward pass."""
-    lengths = [0] * len(blocks)
+@contextmanager
+def output_lengths(blocks: Sequence[nn.Module]) -> Iterator[list[int]]:
+    """The length of the tuple that each block returns (0 = a bare tensor), filled in by what runs inside.
+
+    :raises LNSError: a block did not run: what it costs to remove cannot be asked of this data.
+    """
+    lengths = [-1] * len(blocks)
 
     def hook(index: int, output: Any) -> None:
         first_tensor(output)  # raises on anything else
@@ -93,12 +98,15 @@ def removable(model: nn.Module, blocks: Sequence[nn.Module], ids: torch.Tensor) 
         for index, block in enumerate(blocks)
     ]
     try:
-        with torch.no_grad():
-            body_forward(model)(ids, None)
+        yield lengths
     finally:
         for handle in handles:
             handle.remove()
-    return lengths
+    if -1 in lengths:
+        raise LNSError(
+            f"block {lengths.index(-1) + 1} did not run on this data: the vision branch of a model runs on records "
+            "with an image (see --image-field) only"
+        )
 
 
 @contextmanager
@@ -165,21 +173,24 @@ def drop_layers(
     loss, sums = token_loss(model, mask_token), _PairedLoss(len(blocks) + 1)
     lengths: list[int] = []
 
-    def one_batch(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def one_batch(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: torch.Tensor) -> None:
         if not lengths:
-            lengths.extend(removable(model, blocks, ids[:1]))
-        nll, valid = loss(ids, mask)
+            with output_lengths(blocks) as found, torch.no_grad():
+                body_forward(model)(ids if pictures else ids[:1], None, **pictures)
+            lengths.extend(found)
+        nll, valid = loss(ids, mask, **pictures)
         rows = [_per_sequence(nll, valid)]
         if not bool(torch.isfinite(rows[0]).all()):
             raise LNSError("the loss of the whole model is not finite: run `olmo-lns analyze variance` to see where")
         for number, (block, length) in enumerate(zip(blocks, lengths, strict=True), start=1):
             with bypassed(block, length):
-                rows.append(_per_sequence(*loss(ids, mask)))
+                rows.append(_per_sequence(*loss(ids, mask, **pictures)))
             if not bool(torch.isfinite(rows[-1]).all()):
                 raise LNSError(f"the loss without block {number} is not finite: try --dtype fp32 or bf16")
         sums.add(torch.stack(rows), valid.sum(1).double().cpu())
 
-    for _ in run(model, batches, device, one_batch):
+    images = is_vision_language(getattr(model, "config", None))
+    for _ in run(model, batches, device, one_batch, with_images=images):
         pass
     if not sums.n:
         raise LNSError("the data holds no token to predict: sequences need at least two tokens")

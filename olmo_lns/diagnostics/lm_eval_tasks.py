@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any, ContextManager, Sequence
+from typing import Any, Sequence
 
 import torch
 
-from olmo_lns.diagnostics.layer_drop import TaskScores, bypassed, removable
+from olmo_lns.diagnostics.layer_drop import TaskScores, bypassed, output_lengths
 from olmo_lns.errors import LNSError, one_line
 from olmo_lns.models.loading import LoadedModel
+from olmo_lns.models.vision_language import in_vision
 
 __all__ = ["score_tasks"]
 
@@ -27,6 +27,7 @@ def score_tasks(
     metric: str | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
+    chat_template: bool = False,
     batch_size: int = 8,
 ) -> dict[str, TaskScores]:
     """Run ``tasks`` on the whole model, then without each block in turn.
@@ -39,18 +40,17 @@ def score_tasks(
     if tokenizer.eos_token_id is None:
         raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
     lm = _harness_model(loaded, tokenizer, batch_size)
-    evaluate = _evaluator(tasks, include_path, limit, num_fewshot)
-    lengths = removable(loaded.model, loaded.blocks, torch.zeros(1, 2, dtype=torch.long, device=loaded.device))
-    contexts: list[ContextManager[None]] = [nullcontext()]
-    contexts += [bypassed(block, length) for block, length in zip(loaded.blocks, lengths, strict=True)]
-    runs: list[Scores] = []
-    for context in contexts:
-        with context, torch.no_grad():
+    settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat_template}
+    evaluate = _evaluator(tasks, include_path, settings)
+    with output_lengths(loaded.blocks) as lengths, torch.no_grad():
+        runs: list[Scores] = [evaluate(lm)]
+    for block, length in zip(loaded.blocks, lengths, strict=True):
+        with bypassed(block, length), torch.no_grad():
             runs.append(evaluate(lm))
     return {task: _collect(task, [run[task] for run in runs], metric) for task in runs[0]}
 
 
-def _evaluator(tasks: Sequence[str], include_path: str | None, limit: int | None, num_fewshot: int | None) -> Any:
+def _evaluator(tasks: Sequence[str], include_path: str | None, settings: dict[str, Any]) -> Any:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -66,8 +66,7 @@ def _evaluator(tasks: Sequence[str], include_path: str | None, limit: int | None
             model=lm,
             tasks=list(tasks),
             task_manager=manager,
-            limit=limit,
-            num_fewshot=num_fewshot,
+            **settings,
             log_samples=False,
             bootstrap_iters=1000,
         )
@@ -88,17 +87,31 @@ def _harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
     model.config.use_cache = False
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = False
+    kind, options = HFLM, {"tokenizer": tokenizer, "backend": "causal"}
+    if loaded.reads_images:
+        from lm_eval.models.hf_vlms import HFMultimodalLM
+
+        kind, options = HFMultimodalLM, {"tokenizer": None}  # given one it forgets it; it loads the model's own
+        _never_cached(loaded)
     try:
-        return HFLM(
+        return kind(
             pretrained=model,
-            tokenizer=tokenizer,
-            backend="causal",
+            **options,
             batch_size=batch_size,
             max_length=loaded.max_length,
             device=str(loaded.device),
         )
     except (ValueError, TypeError, AttributeError) as error:
         raise LNSError(f"lm-eval cannot use this model: {one_line(error)}") from error
+
+
+def _never_cached(loaded: LoadedModel) -> None:
+    """The harness's multimodal models ask for the cache by name; without a vision block it is whole and stays."""
+    model: Any = loaded.model
+    if in_vision(next(name for name, module in model.named_modules() if module is loaded.blocks[0])):
+        return
+    generate = model.generate
+    model.generate = lambda *args, **kwargs: generate(*args, **{**kwargs, "use_cache": False})
 
 
 def _as_huggingface(loaded: LoadedModel) -> Any:

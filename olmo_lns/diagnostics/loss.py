@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,13 @@ from torch import nn
 
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import is_masked_lm, logits_of, model_type
+from olmo_lns.models.vision_language import image_token
 
 __all__ = ["TokenLoss", "token_loss"]
 
-#: Ids and mask -> negative log-likelihood in nats (batch, positions), float32, and which positions count.
-TokenLoss = Callable[[torch.Tensor, "torch.Tensor | None"], tuple[torch.Tensor, torch.Tensor]]
+#: Ids and mask (and a vision-language model's images, by keyword) -> negative log-likelihood in nats
+#: (batch, positions), float32, and which positions count.
+TokenLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 #: An encoder predicts every seventh token (14 %, BERT's share), replaced by its mask token: no random draw,
 #: so that all layers are judged on the same positions.
 MASK_EVERY = 7
@@ -23,14 +25,19 @@ MASK_EVERY = 7
 def token_loss(model: nn.Module, mask_token: int | None = None) -> TokenLoss:
     """Next-token loss of a decoder, or masked-token loss of an encoder (BERT).
 
+    The placeholders of an image are no text: a vision-language model is not asked to predict them.
+
     :param mask_token: id of an encoder's mask token.
     :raises LNSError: an encoder without ``mask_token``.
     """
-    logits = logits_of(model)
+    logits, placeholder = logits_of(model), image_token(model)
 
-    def next_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_token(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: Any) -> tuple[torch.Tensor, torch.Tensor]:
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-        return _nll(logits(ids, mask)[:, :-1], ids[:, 1:]), real[:, 1:] & real[:, :-1]
+        valid = real[:, 1:] & real[:, :-1]
+        if placeholder is not None:
+            valid = valid & (ids[:, 1:] != placeholder)
+        return _nll(logits(ids, mask, **pictures)[:, :-1], ids[:, 1:]), valid
 
     def masked_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask

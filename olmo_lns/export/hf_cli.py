@@ -16,7 +16,7 @@ _EPILOG = """\
 examples:
   olmo-lns hf init Qwen/Qwen2.5-0.5B --scheme lns -o qwen-lns         fresh weights in that shape
   olmo-lns hf init llama --set num_hidden_layers=12 --set hidden_size=768 --scheme lns -o out
-  olmo-lns hf import runs/lns/step1000 -o model                       an OLMo checkpoint, unfolded, to train on
+  olmo-lns hf import runs/lns/step1000 -o model      an OLMo, OLMo-core or Megatron checkpoint, to train on
 """
 
 
@@ -28,16 +28,28 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as error:
         raise LNSConfigError(f"transformers cannot be imported ({error}): pip install 'olmo-lns[hf]'") from error
     from olmo_lns.doors.transformers import register
-    from olmo_lns.export.hf_folders import Fresh, import_olmo, init
+    from olmo_lns.export.hf_folders import Fresh, init
 
     register()
     if args.what == "init":
         shape = Fresh(args.source, args.scheme, args.initialization, dict(args.set), args.head, args.weights, args.seed)
         lines = init(replace(shape, dtype=args.dtype or shape.dtype), args.output)
     else:
-        lines = import_olmo(args.checkpoint, args.output, dtype=args.dtype, tokenizer=args.tokenizer)
+        lines = _import(args)
     print("\n".join([*lines, f"wrote {args.output}"]))
     return 0
+
+
+def _import(args: argparse.Namespace) -> list[str]:
+    from olmo_lns.export.atomic import atomic_folder
+    from olmo_lns.export.options import HF, Options
+    from olmo_lns.export.sources import source_of
+    from olmo_lns.norm.dtypes import DTYPES
+
+    options = Options(str(args.output), HF, DTYPES.get(args.dtype or ""), tokenizer=args.tokenizer)
+    write = source_of(args.checkpoint).train(args.checkpoint, options)
+    with atomic_folder(args.output) as folder:
+        return write(folder)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -61,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("--head", default="CausalLM", help="CausalLM (default), SequenceClassification, …")
     init.add_argument("--seed", type=int, default=0, help="of the fresh weights (default %(default)s)")
     init.add_argument("--no-weights", dest="weights", action="store_false", help="config and tokenizer only")
-    brought = commands.add_parser("import", help="an OLMo checkpoint as it was trained, to train on in transformers")
-    brought.add_argument("checkpoint", type=Path, help="OLMo checkpoint folder; a folded one is unfolded")
+    brought = commands.add_parser("import", help="a checkpoint as it was trained, to train on in transformers")
+    brought.add_argument("checkpoint", type=Path, help="of OLMo, OLMo-core or Megatron; a folded one is unfolded")
     brought.add_argument("--tokenizer", help="tokenizer.json, a folder, a hub name, or none; default: its own")
     for command in (init, brought):
         command.add_argument("-o", "--output", type=Path, required=True, help="folder to create; must not exist")

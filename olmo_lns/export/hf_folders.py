@@ -1,4 +1,4 @@
-"""Model folders that carry a scheme: made fresh, or from an OLMo checkpoint."""
+"""Model folders that carry a scheme, made fresh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 from olmo_lns.schemes.initialization import resolve
 
-__all__ = ["Fresh", "import_olmo", "init", "lns_config"]
+__all__ = ["Fresh", "init", "lns_config"]
 
 
 @dataclass(frozen=True)
@@ -121,43 +121,3 @@ def _copy_tokenizer(source: str, folder: Path) -> list[str]:
         return [f"no tokenizer: {one_line(error)}"]
     tokenizer.save_pretrained(folder)
     return [f"tokenizer: {type(tokenizer).__name__} of {source}"]
-
-
-def import_olmo(folder: Path, output: Path, *, dtype: str | None = None, tokenizer: str | None = None) -> list[str]:
-    """``olmo-lns hf import``: an OLMo checkpoint with its factors outside the weights; returns the report.
-
-    :raises LNSConfigError: a Pre-LN checkpoint, or an architecture that no class of transformers has.
-    """
-    from olmo_lns.checkpoints.olmo import OLMoCheckpoint
-    from olmo_lns.export import huggingface
-    from olmo_lns.export import tokenizer as tokenizers
-    from olmo_lns.export.atomic import atomic_folder
-    from olmo_lns.export.fold import Rounding, scaled
-    from olmo_lns.export.olmo import factors_of
-    from olmo_lns.norm.dtypes import DTYPES
-
-    checkpoint, rounding = OLMoCheckpoint.open(folder), Rounding()
-    saved, model = checkpoint.record, checkpoint.architecture
-    if saved.scheme.is_pre_ln:
-        raise LNSConfigError(f"{folder} is Pre-LN: olmo-lns export --format hf makes a stock model of it")
-    # Refuses what our blocks of transformers do not have; the factors themselves only where they are inside.
-    factors = factors_of(checkpoint, saved.scheme)
-    factors = factors if saved.folded else {}
-    inverse = {name: 1 / factor for name, factor in factors.items()}
-    weights = huggingface.to_huggingface(
-        model, scaled(checkpoint.tensors, inverse, rounding, DTYPES[dtype] if dtype else None)
-    )
-    values = huggingface.transformers_config(model, huggingface.dominant_dtype(weights), Record())
-    kind = str(values.pop("model_type"))
-    if kind not in FAMILIES:
-        raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers door does not know")
-    record = Record(saved.scheme, saved.norm, saved.scaled_init)
-    config = config_class(FAMILIES[kind])(**values, lns_record=record.as_dict())
-    config.architectures = [f"LNS{name}" for name in values["architectures"]]
-    identifier = tokenizer or (checkpoint.config.get("tokenizer") or {}).get("identifier")
-    with atomic_folder(output) as out:
-        note = tokenizers.write_tokenizer(out, identifier, config=values, beside=folder)
-        huggingface.write_huggingface(out, weights, values, max_shard_bytes=5_000_000_000)
-        config.save_pretrained(out)
-    state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
-    return [f"{config.model_type}: {record}", state, note]

@@ -62,6 +62,10 @@ class Source(Protocol):
         """A folded checkpoint with its factors outside again. :raises LNSConfigError: refused."""
         ...
 
+    def train(self, folder: Path, options: Options) -> Target:
+        """The checkpoint as a model folder of ours for transformers, to train on. :raises LNSConfigError: refused."""
+        ...
+
     def model(self, folder: Path) -> Any:
         """The model with its factors, in fp32: a module that gives logits. :raises LNSConfigError: refused."""
         ...

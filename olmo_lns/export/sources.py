@@ -1,4 +1,4 @@
-"""The kinds of checkpoints that are exported: for each, how it is recognised, folded, unfolded and run."""
+"""The kinds of checkpoints that are exported: for each, how it is recognised, folded, unfolded, brought in and run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from olmo_lns.checkpoints.megatron import MegatronCheckpoint, is_megatron
 from olmo_lns.checkpoints.olmo import OLMoCheckpoint, checkpoints_inside, is_olmo
 from olmo_lns.checkpoints.olmo_core import is_olmo_core
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import authors, from_olmo, megatron, olmo_core, olmo_core_unfold, transformers_folder, unfold
+from olmo_lns.export import (
+    as_trained,
+    authors,
+    from_olmo,
+    megatron,
+    olmo_core,
+    olmo_core_unfold,
+    transformers_folder,
+    unfold,
+)
 from olmo_lns.export.hooked import hooked_llama
 from olmo_lns.export.options import Options, Source, Target
 from olmo_lns.schemes import LNS, PRE_LN
@@ -28,6 +37,9 @@ class _OLMo:
 
     def unfold(self, folder: Path, options: Options) -> Target:
         return unfold.olmo_target(folder, options)
+
+    def train(self, folder: Path, options: Options) -> Target:
+        return as_trained.olmo_target(folder, options)
 
     def model(self, folder: Path) -> Any:
         from olmo_lns.models.olmo import open_olmo
@@ -48,6 +60,9 @@ class _OLMoCore:
     def unfold(self, folder: Path, options: Options) -> Target:
         return olmo_core_unfold.unfold_target(folder, options)
 
+    def train(self, folder: Path, options: Options) -> Target:
+        return as_trained.olmo_core_target(folder, options)
+
     def model(self, folder: Path) -> Any:
         from olmo_lns.models.olmo_core import open_olmo_core
 
@@ -65,6 +80,9 @@ class _Megatron:
 
     def unfold(self, folder: Path, options: Options) -> Target:
         return unfold.megatron_target(folder, options)
+
+    def train(self, folder: Path, options: Options) -> Target:
+        return as_trained.megatron_target(folder, options)
 
     def model(self, folder: Path) -> Any:
         checkpoint = MegatronCheckpoint.open(folder)
@@ -84,6 +102,9 @@ class _Transformers:
     def unfold(self, folder: Path, options: Options) -> Target:
         raise _not_unfolded(self)
 
+    def train(self, folder: Path, options: Options) -> Target:
+        raise LNSConfigError(f"{folder} is a transformers folder of ours already: train on it as it is")
+
     def model(self, folder: Path) -> Any:
         return transformers_folder.load(folder).float().eval()
 
@@ -101,6 +122,9 @@ class _Authors:
 
     def unfold(self, folder: Path, options: Options) -> Target:
         raise _not_unfolded(self)
+
+    def train(self, folder: Path, options: Options) -> Target:
+        raise LNSConfigError("hf import reads OLMo, OLMo-core and Megatron checkpoints, not --source authors")
 
     def model(self, folder: Path) -> Any:
         return hooked_llama(*authors.unfolded(folder), scheme=LNS)

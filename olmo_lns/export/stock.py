@@ -125,8 +125,14 @@ def open_export(folder: Path) -> tuple[Any, int, int]:
 
 
 def _transformers(folder: Path) -> tuple[Any, int, int]:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
+    from olmo_lns.export import transformers_folder
+
+    if transformers_folder.is_ours(folder):
+        # Brought in by `hf import`: no stock software runs it, and it refuses to try.
+        model = transformers_folder.load(folder).eval()
+        return model, getattr(model.config, "vocab_size", 0), getattr(model.config, "max_position_embeddings", 0)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config.get("lns", "folded") != "folded":
@@ -134,11 +140,13 @@ def _transformers(folder: Path) -> tuple[Any, int, int]:
                 f"{folder}/config.json says lns: {config['lns']!r}, which stock transformers drops: expected an export"
             )
         how = {"torch_dtype": "auto", "local_files_only": True, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+        images = any(name.endswith("ForImageClassification") for name in config.get("architectures") or [])
+        model = (AutoModelForImageClassification if images else AutoModelForCausalLM).from_pretrained(folder, **how)
+        model = model.eval()
     except LNSConfigError:
         raise
     except Exception as error:  # transformers raises almost anything for a folder that it cannot load
         raise LNSConfigError(f"{folder}: stock transformers cannot load it: {one_line(error)}") from None
     if not type(model).__module__.startswith("transformers."):
         raise LNSConfigError(f"{folder} is a {type(model).__module__}.{type(model).__name__}, not stock transformers")
-    return model, model.config.vocab_size, model.config.max_position_embeddings
+    return model, getattr(model.config, "vocab_size", 0), getattr(model.config, "max_position_embeddings", 0)

@@ -1,9 +1,10 @@
 """``olmo-lns verify``: run a checkpoint and its export on the same prompts and compare.
 
 The checkpoint runs with the factor, in OLMo with this plugin (a Megatron or the authors'
-checkpoint: its unfolded weights in a Llama whose block norms are multiplied by a hook). The
-export runs in stock software: in the transformers class its config names, or in OLMo in a process
-of its own without this plugin.
+checkpoint: its unfolded weights in a Llama whose block norms are multiplied by a hook; a model
+folder of ours: in our class of it). The export runs in stock software: in the transformers class
+its config names, or in OLMo in a process of its own without this plugin. What `olmo-lns hf import`
+made of a checkpoint can stand in its place; it runs in our class. Image models get random images.
 
 Passes when every logit is finite and, with an fp32 export, none is off by more than 1e-5 of the
 largest; with a bf16 or fp16 export, by more than twice what running the checkpoint itself in that
@@ -33,7 +34,7 @@ TOLERANCE = 1e-5
 class Comparison:
     """:param difference: max |Δ logit|, and ``allowed`` what it may be.
     :param agreement: fraction of positions with the same most likely token.
-    :param perplexities: of the checkpoint and of the export, on the prompts.
+    :param perplexities: of the checkpoint and of the export, on the prompts; None for images.
     :param not_finite: which model has NaN or infinite logits, and the first of its layers that has; then nothing
         was compared.
     """
@@ -41,7 +42,7 @@ class Comparison:
     difference: float = math.inf
     allowed: float = 0.0
     agreement: float = 0.0
-    perplexities: tuple[float, float] = (math.inf, math.inf)
+    perplexities: tuple[float, float] | None = None
     positions: int = 0
     not_finite: str = ""
 
@@ -52,14 +53,15 @@ class Comparison:
     def __str__(self) -> str:
         if self.not_finite:
             return f"not finite              {self.not_finite}\nFAIL"
-        before, after = self.perplexities
-        return (
-            f"positions compared      {self.positions}\n"
-            f"max |difference|, logit {self.difference:.3e} (allowed {self.allowed:.3e})\n"
-            f"top-1 agreement         {self.agreement:.2%}\n"
-            f"perplexity              {before:.4f} checkpoint, {after:.4f} export\n"
-            f"{'PASS' if self.passed else 'FAIL'}"
-        )
+        lines = [
+            f"positions compared      {self.positions}",
+            f"max |difference|, logit {self.difference:.3e} (allowed {self.allowed:.3e})",
+            f"top-1 agreement         {self.agreement:.2%}",
+        ]
+        if self.perplexities is not None:
+            before, after = self.perplexities
+            lines.append(f"perplexity              {before:.4f} checkpoint, {after:.4f} export")
+        return "\n".join([*lines, "PASS" if self.passed else "FAIL"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"checksums               {f'{files} files match' if files else 'none in this folder'}")
     exported, vocabulary, longest = open_export(Path(args.export))
     with exported if isinstance(exported, StockOLMo) else contextlib.nullcontext():
-        batches = _prompts(args, vocabulary, longest)
+        images = getattr(exported, "main_input_name", "") == "pixel_values"
+        batches = _images(args, exported.config) if images else _prompts(args, vocabulary, longest)
         checkpoint = Path(args.checkpoint)
         source = source_of(checkpoint, args.source).model(checkpoint)
         with torch.inference_mode():
@@ -91,7 +94,7 @@ class _NotFinite(Exception):
 
 
 def compare(source: Any, exported: Any, batches: Any) -> Comparison:
-    """Run both on ``batches`` (int64, (count, length)), one prompt at a time.
+    """Run both on ``batches`` (int64, (count, length), or images), one at a time.
 
     :param source: a module in fp32.
     :param exported: a module in the dtype to judge, or :class:`olmo_lns.export.stock.StockOLMo`.
@@ -108,7 +111,7 @@ def _compare(source: Any, exported: Any, batches: Any) -> Comparison:
     dtype = next(exported.parameters()).dtype if isinstance(exported, torch.nn.Module) else exported.dtype
     low = None if dtype == torch.float32 else copy.deepcopy(source).to(dtype)
     difference = gap = largest = 0.0
-    agree, losses, count = 0, [0.0, 0.0], 0
+    agree, losses, count, text = 0, [0.0, 0.0], 0, not batches.is_floating_point()
     for ids in batches.split(1):
         try:
             expected, found = _logits(source, ids, "checkpoint"), _logits(exported, ids, "export")
@@ -126,10 +129,12 @@ def _compare(source: Any, exported: Any, batches: Any) -> Comparison:
         if low is not None:
             gap = max(gap, _max(_logits(low, ids, f"checkpoint run in {dtype}") - expected))
         agree += int((expected.argmax(-1) == found.argmax(-1)).sum())
-        for index, logits in enumerate((expected, found)):
+        for index, logits in enumerate((expected, found) if text else ()):
             losses[index] += _loss(logits, ids)
-        count += ids.numel()
+        count += expected[..., 0].numel()
     allowed = TOLERANCE * largest if low is None else 2 * gap
+    if not text:
+        return Comparison(difference, allowed, agree / count, None, count)
     predicted = count - len(batches)
     before, after = (math.exp(min(loss / predicted, 700.0)) for loss in losses)
     return Comparison(difference, allowed, agree / count, (before, after), count)
@@ -145,6 +150,8 @@ def _logits(model: Any, ids: Any, which: str) -> Any:
 
     from olmo_lns.export.stock_olmo import logits_of
 
+    if ids.is_floating_point():  # images, in what the model computes in
+        ids = ids.to(next(model.parameters()).dtype)
     logits, first = logits_of(model, ids) if isinstance(model, torch.nn.Module) else model(ids)
     if first is not None:
         raise _NotFinite(f"{which}: NaN or infinite from {first} on")
@@ -155,6 +162,15 @@ def _loss(logits: Any, ids: Any) -> float:
     import torch
 
     return float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+
+
+def _images(args: argparse.Namespace, config: Any) -> Any:
+    import torch
+
+    if args.text:
+        raise LNSConfigError(f"--text: {args.export} reads images: it is compared on random ones")
+    generator = torch.Generator().manual_seed(args.seed)
+    return torch.randn(args.prompts, config.num_channels, config.image_size, config.image_size, generator=generator)
 
 
 def _prompts(args: argparse.Namespace, vocabulary: int, longest: int) -> Any:

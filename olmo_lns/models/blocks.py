@@ -10,12 +10,14 @@ from torch import nn
 
 from olmo_lns.doors.transformers.families import FAMILIES, at, family_of, stock_type
 from olmo_lns.errors import LNSError
+from olmo_lns.models.vision_language import VISION, branch_path, in_vision, is_vision_language
 
 __all__ = ["body_forward", "find_blocks", "is_masked_lm", "is_olmo", "is_olmo_core", "logits_of", "vocabulary_size"]
 
 log = logging.getLogger(__name__)
 
-Forward = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
+#: Of ids and mask; a transformers model also takes the inputs made of images, by keyword.
+Forward = Callable[..., Any]
 
 
 def is_olmo(model: nn.Module) -> bool:
@@ -35,7 +37,7 @@ def is_masked_lm(kind: str | None) -> bool:
     return family is not None and family.masked
 
 
-def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
+def find_blocks(model: nn.Module, path: str | None = None, branch: str | None = None) -> list[nn.Module]:
     """The transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
     OLMo's model (with block groups too, under FSDP too) and the families of
@@ -43,10 +45,15 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     least two modules of one class.
 
     :param path: dotted path of the list inside ``model``, when it is known.
+    :param branch: of a vision-language model: ``vision`` or ``language``.
     :raises LNSError: not found, or not sure which: the candidates are listed; or a single block.
     """
     if path is not None:
         blocks = _at(model, path)
+    elif is_vision_language(getattr(model, "config", None)):
+        blocks = _branch(model, branch)
+    elif branch is not None:
+        raise LNSError(f"--branch {branch}: {type(model).__name__} is no vision-language model, it has one branch")
     elif is_olmo(model):
         blocks = _olmo_blocks(model)
     elif is_olmo_core(model):
@@ -103,6 +110,23 @@ def _candidates(model: nn.Module) -> dict[str, nn.ModuleList]:
     return found
 
 
+def _branch(model: nn.Module, branch: str | None) -> list[nn.Module]:
+    if branch is None:
+        raise LNSError(
+            f"{type(model).__name__} has two branches: say which with --branch vision or --branch language "
+            "(layer-drop has it), or name the list of blocks with --blocks"
+        )
+    if (path := branch_path(model, branch)) is not None:
+        return _at(model, path)
+    lists = {name: m for name, m in _candidates(model).items() if (branch == VISION) == in_vision(name)}
+    if len(lists) != 1:
+        raise LNSError(
+            f"not sure where the {branch} blocks of {type(model).__name__} are; name them with --blocks. "
+            f"Candidates: {_described(model)}"
+        )
+    return list(next(iter(lists.values())))
+
+
 def _described(model: nn.Module) -> str:
     lists = [f"{name} ({len(m)} x {type(m[0]).__name__})" for name, m in _candidates(model).items()]
     return ", ".join(lists) or "none: no list of two or more modules of one class"
@@ -127,18 +151,19 @@ def body_forward(model: nn.Module) -> Forward:
         return lambda ids, mask: _without_mask(model, ids, mask, logits_to_keep=1)
     if model_type(model) is not None:
         base = _base(model)
-        return lambda ids, mask: base(ids, attention_mask=mask, use_cache=False)
+        return lambda ids, mask, **pictures: base(ids, attention_mask=mask, use_cache=False, **pictures)
     return lambda ids, mask: model(ids) if mask is None else model(ids, attention_mask=mask)
 
 
 def logits_of(model: nn.Module) -> Forward:
     """A function from ids and mask to logits of shape (batch, sequence, vocabulary)."""
-    cached = {"use_cache": False} if model_type(model) is not None else {}
+    cached: dict[str, Any] = {"use_cache": False} if model_type(model) is not None else {}
     if is_olmo_core(model):
         return lambda ids, mask: _without_mask(model, ids, mask)
 
-    def forward(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        output = model(ids, attention_mask=mask, **cached) if mask is not None else model(ids, **cached)
+    def forward(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: Any) -> torch.Tensor:
+        given = cached | pictures
+        output = model(ids, attention_mask=mask, **given) if mask is not None else model(ids, **given)
         logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
             raise LNSError(f"{type(model).__name__} returns no logits: this diagnostic needs a language-model head")

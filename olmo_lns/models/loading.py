@@ -13,6 +13,7 @@ from torch import nn
 from olmo_lns import hub
 from olmo_lns.errors import LNSError, one_line
 from olmo_lns.models.blocks import find_blocks, is_masked_lm, vocabulary_size
+from olmo_lns.models.vision_language import is_vision_language
 from olmo_lns.norm.dtypes import DTYPES
 
 __all__ = ["LoadedModel", "load_model", "load_tokenizer", "pick_device"]
@@ -44,6 +45,10 @@ class LoadedModel:
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     @property
+    def reads_images(self) -> bool:
+        return is_vision_language(getattr(self.model, "config", None))
+
+    @property
     def masked_lm(self) -> bool:
         return is_masked_lm(getattr(getattr(self.model, "config", None), "model_type", None))
 
@@ -71,21 +76,25 @@ def load_model(
     device: str = "auto",
     device_map: str | None = None,
     blocks: str | None = None,
+    branch: str | None = None,
 ) -> LoadedModel:
     """Load ``source`` for analysis.
 
     :param dtype: ``fp32``, ``bf16``, ``fp16``, or ``auto``: as saved.
     :param device_map: passed to Hugging Face, which then places the weights (needs accelerate).
     :param blocks: dotted path of the block list, for models outside the table.
+    :param branch: of a vision-language model, ``vision`` or ``language``.
     :raises LNSError: a folder without a config, a model that cannot be loaded, or blocks not found.
     """
+    from olmo_lns.checkpoints.olmo_core import is_olmo_core
+
     folder, place = Path(source), pick_device(device)
+    if branch is not None and ((folder / "config.yaml").is_file() or is_olmo_core(folder)):
+        raise LNSError(f"--branch {branch}: {source} is no vision-language model, it has one branch")
     if (folder / "config.yaml").is_file():
         if device_map is not None:
             raise LNSError(f"{source} is an OLMo checkpoint: --device-map is for Hugging Face models, use --device")
         return _load_olmo(folder, DTYPES.get(dtype), place, blocks)
-    from olmo_lns.checkpoints.olmo_core import is_olmo_core
-
     if is_olmo_core(folder):
         return _load_olmo_core(folder, DTYPES.get(dtype), place)
     if folder.exists() and not (folder / "config.json").is_file():
@@ -96,7 +105,7 @@ def load_model(
     # A hub name is `name` or `owner/name`; anything else that is not there is a mistyped path.
     if not folder.exists() and (folder.is_absolute() or source.startswith((".", "~")) or len(folder.parts) > 2):
         raise LNSError(f"{source}: no such folder; give an OLMo checkpoint, or a Hugging Face folder or hub name")
-    return _load_huggingface(source, DTYPES.get(dtype), place, device_map, blocks)
+    return _load_huggingface(source, DTYPES.get(dtype), place, device_map, (blocks, branch))
 
 
 def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, blocks: str | None) -> LoadedModel:
@@ -153,8 +162,13 @@ def _load_olmo_core(folder: Path, dtype: torch.dtype | None, device: torch.devic
 
 
 def _load_huggingface(
-    source: str, dtype: torch.dtype | None, device: torch.device, device_map: str | None, blocks: str | None
+    source: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    device_map: str | None,
+    blocks: tuple[str | None, str | None],
 ) -> LoadedModel:
+    """:param blocks: their path, and the branch that they belong to."""
     from olmo_lns.doors.transformers import register
 
     try:
@@ -165,8 +179,11 @@ def _load_huggingface(
         register()  # a model type of ours is found also where the autoload hook did not run
         known = {"local_files_only": hub.cached_only(source, "config.json")}
         config = transformers.AutoConfig.from_pretrained(source, **known)
-        masked = is_masked_lm(config.model_type)
-        loader = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+        loader = transformers.AutoModelForCausalLM
+        if is_masked_lm(config.model_type):
+            loader = transformers.AutoModelForMaskedLM
+        elif is_vision_language(config):
+            loader = transformers.AutoModelForImageTextToText
         options = {"device_map": device_map, **known} if device_map else known
         model = loader.from_pretrained(source, torch_dtype=dtype or "auto", **options)
     except LNSError:
@@ -175,13 +192,14 @@ def _load_huggingface(
         raise LNSError(f"{source}: not a loadable Hugging Face model: {one_line(error)}") from error
     if not device_map:
         model = model.to(device)
+    text = config.get_text_config() if is_vision_language(config) else config
     return LoadedModel(
         model=model.eval(),
-        blocks=find_blocks(model, blocks),
+        blocks=find_blocks(model, *blocks),
         kind="huggingface",
         device=model.get_input_embeddings().weight.device,
         vocabulary=vocabulary_size(model),
-        max_length=int(getattr(config, "max_position_embeddings", None) or 2048),
+        max_length=int(getattr(text, "max_position_embeddings", None) or 2048),
         tokenizer_name=source,
     )
 

@@ -10,14 +10,14 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Iterable, Mapping
 
 import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.vision.arms import ARMS, Arm, build
 
-__all__ = ["block_variance", "data", "main", "report", "train"]
+__all__ = ["block_variance", "data", "report", "run", "train"]
 
 NOTE = (
     "Scikit-learn's digits (1,437 images to train, 360 to test): a check that the recipe runs, no evidence. With one "
@@ -131,30 +131,15 @@ def _figure(results: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     return save(figure, path)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``olmo-lns vision digits``."""
-    parser = argparse.ArgumentParser(prog="olmo-lns vision", description=__doc__.splitlines()[0])
-    command = parser.add_subparsers(dest="what", required=True, metavar="what").add_parser(
-        "digits", help="train the four arms on scikit-learn's digits; a table and a figure"
-    )
-    add = command.add_argument
-    add("-o", "--output", type=Path, required=True, help="folder for results.json, table.md and figure.png")
-    add("--arms", type=lambda text: text.split(","), default=list(ARMS), help=f"of {','.join(ARMS)}")
-    add("--depth", type=int, default=36, help="blocks (default 36, as the papers' figure shows)")
-    add("--width", type=int, default=48, help="channels (default %(default)s; ViT-S has 384)")
-    add("--epochs", type=int, default=30, help="default %(default)s")
-    add("--batch-size", type=int, default=128, help="default %(default)s")
-    add("--lr", type=float, default=1e-3, help="default %(default)s")
-    add("--weight-decay", type=float, default=0.05, help="default %(default)s")
-    add("--seed", type=int, default=0, help="default %(default)s")
-    args = parser.parse_args(argv)
+def run(args: argparse.Namespace) -> int:
+    """Train the arms and write the table, the figure and the numbers."""
     if unknown := [name for name in args.arms if name not in ARMS]:
         raise LNSConfigError(f"--arms: unknown {unknown[0]!r}: expected some of {', '.join(ARMS)}")
     args.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for name in _progress(args.arms):
         results[name] = train(ARMS[name], args)
-    settings = {key: value for key, value in vars(args).items() if key not in ("output", "what")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "what", "run")}
     content = json.dumps({"note": NOTE, "settings": settings, "results": results}, indent=2)
     (args.output / "results.json").write_text(content + "\n", encoding="utf-8")
     (args.output / "table.md").write_text(report(results) + "\n", encoding="utf-8")

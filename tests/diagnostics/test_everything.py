@@ -27,7 +27,9 @@ def test_one_page_for_three_models(llama_folder, bert_folder, tokens_file, tmp_p
     options = ["--only", "variance,layer-drop", "-o", str(tmp_path / "out"), "--labels", "Pre-LN,LNS,BERT"]
     more = ["--tokens", "256", "--sequence-length", "16", "--device", "cpu"]
     models = [str(llama_folder), str(tmp_path / "lns"), str(bert_folder)]
-    assert main(["analyze", "all", *models, "--data", str(tokens_file), *options, *more]) == 0
+    assert main(["analyze", "all", *models, "--data", str(tokens_file), *options, *more, "--pdf"]) == 0
+    assert (tmp_path / "out" / "report.pdf").read_bytes().count(b"/Type /Page ") == 4  # a figure and a table each
+    assert "report.html, " in capsys.readouterr().out
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<img ") == page.count("<h2>") == 2 and "Not run" not in page
     assert all(f"<p>{name}: " in page for name in ("Pre-LN", "LNS", "BERT"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.diagnostic_models import huggingface
 
-from olmo_lns.diagnostics.layer_drop import bypassed, removable
+from olmo_lns.diagnostics.layer_drop import bypassed, output_lengths
 from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
 from olmo_lns.errors import LNSError
 from olmo_lns.models.loading import load_model, load_tokenizer
@@ -43,7 +43,8 @@ def test_scores_with_each_block_removed(folder, task_folder, request):
     assert scores.metric == "acc"
     with torch.no_grad():
         assert scores.baseline == pytest.approx(accuracy(loaded.model, documents))
-        lengths = removable(loaded.model, loaded.blocks, torch.zeros(1, 2, dtype=torch.long))
+        with output_lengths(loaded.blocks) as lengths:
+            accuracy(loaded.model, documents)
         for block, length, found, drop in zip(loaded.blocks, lengths, scores.without, scores.drop, strict=True):
             with bypassed(block, length):
                 assert found == pytest.approx(accuracy(loaded.model, documents))

@@ -191,6 +191,23 @@ def test_hugging_face_llama(case: tuple[Path, Any, torch.Tensor], capsys: pytest
     assert "PASS" in capsys.readouterr().out
 
 
+def test_into_transformers_to_train_on(
+    case: tuple[Path, Any, torch.Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As trained and, folded, unfolded on the way: the model of our class computes what Megatron's does."""
+    root, _, expected = case
+    assert export(root, root.with_name("folded-3"), "--format", "megatron") == 0
+    for source, said in ((root, "as trained"), (root.with_name("folded-3"), "unfolded: the factors are outside again")):
+        out = root.with_name(f"lns-of-{source.name}")
+        assert main(["hf", "import", str(source), "-o", str(out)]) == 0
+        assert said in capsys.readouterr().out
+        model = load_hf(out)
+        assert type(model).__name__ == "LNSLlamaForCausalLM"
+        with torch.no_grad():
+            assert relative(model(TOKENS).logits.double(), expected) <= 1e-5
+        assert model.model.layers[1].input_layernorm.lns_scale == pytest.approx(2**-0.5)
+
+
 def test_its_folder_says_what_it_is(case: tuple[Path, Any, torch.Tensor]) -> None:
     record = record_in(case[0])
     assert record == MegatronCheckpoint.open(case[0]).record and record is not None and record.active

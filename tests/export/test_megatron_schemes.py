@@ -44,6 +44,25 @@ def checkpoint(folder: Path, scheme: str) -> tuple[Path, Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scheme", FOLDED)
+def test_into_transformers_where_its_door_has_the_scheme(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, _, expected = checkpoint(tmp_path, scheme)
+    assert export(root, tmp_path / "folded", "--format", "megatron") == 0
+    for number, source in enumerate((root, tmp_path / "folded")):
+        out = tmp_path / f"lns-{number}"
+        code = main(["hf", "import", str(source), "-o", str(out)])
+        if not scheme.startswith("lnsafter"):
+            assert code == 1 and "would need another form of the block" in capsys.readouterr().err
+            continue
+        assert code == 0
+        model = load_hf(out)
+        assert type(model).__name__ == "LNSLlamaForCausalLM"
+        with torch.no_grad():
+            assert relative(model(TOKENS).logits.double(), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", FOLDED)
 def test_constants_and_gates_fold_into_stock_megatron_and_llama(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,28 @@ def test_hugging_face(make, name, trained, tmp_path, capsys):
     assert "PASS" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "norm"),
+    [
+        (_llama, "LNSLlamaForCausalLM", "input_layernorm"),
+        (_qwen, "LNSQwen3ForCausalLM", "input_layernorm"),
+        (_olmo2, "LNSOlmo2ForCausalLM", "post_attention_layernorm"),
+    ],
+)
+def test_into_transformers_to_train_on(make, name, norm, trained, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    folder, built = trained(make())
+    folded = _export(folder, tmp_path / "folded")
+    for source, said in ((folder, "as trained"), (folded, "unfolded: the factors are outside again")):
+        out = tmp_path / f"lns-of-{source.name}"
+        assert main(["hf", "import", str(source), "-o", str(out), "--tokenizer", "none"]) == 0
+        assert said in capsys.readouterr().out
+        model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        assert type(model).__name__ == name
+        torch.testing.assert_close(model(small.TOKENS).logits, built(small.TOKENS), rtol=1e-5, atol=2e-6)
+        assert getattr(model.model.layers[1], norm).lns_scale == pytest.approx(2**-0.5)
+
+
 def _tokenizer(path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -37,6 +37,25 @@ def test_a_folder_of_ours_becomes_a_stock_model(kind, tmp_path, capsys):
         assert torch.equal(folded.generate(prompt, **options), model.generate(prompt, **options))
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "fp32"), ("llama", "bf16"), ("dinov2", "fp32"), ("vit", "bf16")])
+def test_verify_runs_a_folder_of_ours_against_its_export(kind, dtype, tmp_path, capsys):
+    model = apply(stock(kind), initialization="upstream")
+    model.save_pretrained(tmp_path / "lns")
+    words = [str(tmp_path / "lns"), str(tmp_path / "out"), "--format", "hf", "--dtype", dtype]
+    assert main(["export", *words]) == 0
+    capsys.readouterr()
+    command = ["verify", str(tmp_path / "lns"), str(tmp_path / "out"), "--length", "16"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "PASS" in out and "files match" in out and ("perplexity" in out) == (kind == "llama")
+    apply(stock(kind), "lns:exponent=0.3", initialization="upstream").save_pretrained(tmp_path / "other")
+    assert main(["verify", str(tmp_path / "other"), *command[2:]]) == 1
+    assert "FAIL" in capsys.readouterr().out
+    if kind == "vit":
+        assert main([*command, "--text", str(tmp_path / "x")]) == 1
+        assert "reads images: it is compared on random ones" in capsys.readouterr().err
+
+
 def test_export_refuses_other_formats(tmp_path, capsys):
     apply(stock("llama")).save_pretrained(tmp_path / "lns")
     assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out")]) == 1
@@ -65,13 +84,14 @@ def save_olmo(folder, layer_norm_type, scheme, **changes):
     [
         ("llama", "lns_rms:exponent=0.25", {}),
         ("olmo", "lns_default", {"layer_norm_with_affine": False, "layer_norm_eps": 1e-5}),
+        ("llama", "lnsafterbranch_rms", {}),
     ],
 )
 def test_an_olmo_checkpoint_comes_in_as_trained_and_folded_ones_unfolded(kind, type_, changes, tmp_path, capsys):
     pytest.importorskip("olmo")
     import transformers
 
-    scheme = "lns:exponent=0.25" if "exponent" in type_ else "lns"
+    scheme = "lns:exponent=0.25" if "exponent" in type_ else type_.partition("_")[0]
     model = save_olmo(tmp_path / "olmo", type_, scheme, **changes)
     assert main(["hf", "import", str(tmp_path / "olmo"), "-o", str(tmp_path / "model"), "--tokenizer", "none"]) == 0
     out = capsys.readouterr().out
@@ -79,13 +99,17 @@ def test_an_olmo_checkpoint_comes_in_as_trained_and_folded_ones_unfolded(kind, t
     assert main(["export", str(tmp_path / "olmo"), str(tmp_path / "folded")]) == 0
     assert main(["hf", "import", str(tmp_path / "folded"), "-o", str(tmp_path / "again"), "--tokenizer", "none"]) == 0
     assert "unfolded: the factors are outside again" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "olmo"), str(tmp_path / "again"), "--length", "16"]) == 0
+    assert "PASS" in capsys.readouterr().out
     with torch.no_grad():
         expected = model(tokens()).logits
         for name in ("model", "again"):
             loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
             assert type(loaded).__name__ == f"LNS{type(stock(kind)).__name__}"
             assert (loaded(tokens()).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-            assert loaded.model.layers[-1].input_layernorm.lns_scale == model.transformer.blocks[-1].attn_norm.lns_scale
+            if scheme != "lnsafterbranch":
+                factor = model.transformer.blocks[-1].attn_norm.lns_scale
+                assert loaded.model.layers[-1].input_layernorm.lns_scale == factor
 
 
 def test_a_pre_ln_checkpoint_is_not_taken_for_another(tmp_path, capsys):
