@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.util
+import os
 import sys
 import warnings
 from typing import Sequence
@@ -116,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command != "doctor":  # which reports it among everything else that is wrong
             environment.check()
-        return int(importlib.import_module(COMMANDS[command][0]).main(rest))
+        code = int(importlib.import_module(COMMANDS[command][0]).main(rest))
+        sys.stdout.flush()
+        return code
     except SystemExit as stop:
         if stop.code == 0 and (examples := _examples(command, rest)):  # the command has printed its help
             print(f"\nexample{'s' if len(examples) > 1 else ''}:")
@@ -130,6 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"olmo-lns {command}: {needed}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `olmo-lns config list | head`: nobody reads on, and the last flush must not try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell says of a program that SIGPIPE ended
     except OSError as error:
         # A folder that cannot be written, a full disk: errors of the machine, not of the program.
         if error.errno not in MACHINE:
