@@ -133,7 +133,7 @@ class _Display:
             TimeRemainingColumn(),
         )
         self.progress = Progress(*columns, console=console, speed_estimate_period=120, disable=not console.is_terminal)
-        self.line = "starting"
+        self.line = f"{runs[0].arm} (1/{len(runs)}): loading OLMo and building the model"
         self.ended = threading.Event()
         self.task: TaskID = self.progress.add_task("demo", total=sum(run.steps for run in runs), where="")
 
@@ -162,7 +162,8 @@ class _Display:
         shown = "" if math.isnan(loss) else f"loss {loss:.3f}"
         name = f"{run.arm} ({index + 1}/{len(self.runs)})"
         self.progress.update(self.task, completed=done, description=name, where=f"step {step}/{run.steps} {shown}")
-        self.line = f"{name}: step {step}/{run.steps} {shown}".rstrip()
+        after = ", now evaluating and saving" if step == run.steps else ""
+        self.line = f"{name}: step {step}/{run.steps} {shown}".rstrip() + after
 
 
 def _execute_all(runs: Sequence[Run], console: Console, device: object) -> None:
