@@ -100,6 +100,16 @@ MACHINE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 fine, 1 a check or run failed, 2 wrong usage."""
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `olmo-lns config list | head`: nobody reads on, and the last flush must not try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell says of a program that SIGPIPE ended
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -117,9 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command != "doctor":  # which reports it among everything else that is wrong
             environment.check()
-        code = int(importlib.import_module(COMMANDS[command][0]).main(rest))
-        sys.stdout.flush()
-        return code
+        return int(importlib.import_module(COMMANDS[command][0]).main(rest))
     except SystemExit as stop:
         if stop.code == 0 and (examples := _examples(command, rest)):  # the command has printed its help
             print(f"\nexample{'s' if len(examples) > 1 else ''}:")
@@ -133,9 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"olmo-lns {command}: {needed}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `olmo-lns config list | head`: nobody reads on, and the last flush must not try again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as the shell says of a program that SIGPIPE ended
     except OSError as error:
         # A folder that cannot be written, a full disk: errors of the machine, not of the program.
         if error.errno not in MACHINE:
