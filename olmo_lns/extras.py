@@ -68,9 +68,10 @@ def extra_of(module: str, preferred: Sequence[str]) -> str | None:
 
 
 def advice(extra: str) -> str:
-    """The command that installs an extra."""
+    """The command that installs an extra, or several: ``olmo,analysis``."""
     isolation = "--no-build-isolation " if extra == "te" else ""
-    apart = " in another environment: it replaces OLMo-core" if extra == "olmo" and _beside_olmo_core() else ""
+    clash = "olmo" in extra.split(",") and _beside_olmo_core()
+    apart = " in another environment: it replaces OLMo-core" if clash else ""
     return f"pip install {isolation}'{DISTRIBUTION}[{extra}]'{apart}"
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Iterator, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from olmo_lns import extras
 from olmo_lns.demo.config import Shape, base, default_arms, make_study, parse_arms, train_config
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS, check_environment
@@ -86,7 +87,7 @@ def _shape(args: argparse.Namespace) -> Shape:
 def _require_packages() -> None:
     for name, extra in (("olmo", "olmo"), ("matplotlib", "analysis")):
         if importlib.util.find_spec(name) is None:
-            raise LNSConfigError(f"the demo needs {name}: pip install 'olmo-lns[olmo,analysis]' ({extra} is missing)")
+            raise LNSConfigError(f"the demo needs {name} (extra {extra}): {extras.advice('olmo,analysis')}")
 
 
 def _set_threads(threads: int | None) -> None:
