@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml $(PINS)
 	@$(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
 		|| { echo "Installing $(TORCH) into $(VENV): some 200 MB for a CPU build, several GB for CUDA"; \
 		$(PIP) "$(TORCH)"; }
-	@echo "Installing olmo-lns from this clone (editable) with its extras $(EXTRAS) into $(VENV); minutes the first time"
+	@echo "Installing olmo-lns from this clone (editable) with its extras $(EXTRAS) into $(VENV); minutes without a word, the first time"
 	@$(PIP) \
 		$$([ -f $(VENV)/.olmo-lns-owned ] && echo "-c $(PINS)") -e ".[$(EXTRAS)]"
 	@touch $@
@@ -97,10 +97,10 @@ release-check: setup
 
 # The documentation site into build/site, in an environment of its own; broken links fail.
 docs:
-	@[ -x $(DOCS_VENV)/bin/mkdocs ] || { $(PYTHON) -m venv $(DOCS_VENV) && \
+	@[ -x $(DOCS_VENV)/bin/mkdocs ] || { echo "Installing mkdocs into $(DOCS_VENV)"; $(PYTHON) -m venv $(DOCS_VENV) && \
 		$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		"mkdocs-material>=9.5,<10" "mkdocstrings[python]>=0.26,<2"; }
-	$(DOCS_VENV)/bin/mkdocs build --strict --quiet && echo "build/site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet && echo "build/site/index.html"
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

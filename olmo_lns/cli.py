@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.util
+import os
 import sys
 import warnings
 from typing import Sequence
@@ -100,6 +101,16 @@ MACHINE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 fine, 1 a check or run failed, 2 wrong usage."""
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `olmo-lns config list | head`: nobody reads on, and the last flush must not try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell says of a program that SIGPIPE ended
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage())

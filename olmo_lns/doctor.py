@@ -48,7 +48,6 @@ class Framework:
     label: str
     extra: str
     module: str
-    distribution: str
     release: tuple[str, str]
     upstream: str
     all_needed: bool
@@ -60,7 +59,6 @@ FRAMEWORKS = (
         "OLMo",
         "olmo",
         "olmo",
-        "ai2-olmo",
         ("olmo/version.py", "VERSION"),
         "olmo_lns.doors.olmo.upstream",
         True,
@@ -70,7 +68,6 @@ FRAMEWORKS = (
         "OLMo-core",
         "olmo-core",
         "olmo_core",
-        "ai2-olmo-core",
         ("olmo_core/version.py", "VERSION"),
         "olmo_lns.doors.olmo_core.upstream",
         True,
@@ -80,7 +77,6 @@ FRAMEWORKS = (
         "Megatron core",
         "megatron",
         "megatron.core",
-        "megatron-core",
         ("megatron/core/package_info.py", "__version__"),
         "olmo_lns.doors.megatron.upstream",
         False,
@@ -142,7 +138,11 @@ def _torch() -> Finding:
 def _framework(framework: Framework) -> Finding:
     label = framework.label
     if (tree := _tree(framework.module)) is None:
-        return Finding(label, "-", "absent", extras.advice(framework.extra))
+        here = Path(*framework.module.split("."))
+        if not here.is_dir():
+            return Finding(label, "-", "absent", extras.advice(framework.extra))
+        # A script of this folder would import it; `olmo-lns` itself, which lies elsewhere, does not.
+        return Finding(label, "-", "absent", f"only ./{here}, for scripts of this folder: python -m olmo_lns doctor")
     upstream = importlib.import_module(framework.upstream)
     version = _version(framework, tree)
     if version is None:

@@ -54,14 +54,27 @@ def problems(extra: str) -> tuple[list[str], list[str]]:
 
 
 def extra_of(module: str, preferred: Sequence[str]) -> str | None:
-    """The extra that brings the top-level ``module``: one of ``preferred`` if it does, else any; None for none."""
-    for extra in (*preferred, *names()):
+    """The extra that brings the top-level ``module``: one of ``preferred`` if it does, else any; None for none.
+
+    Beside OLMo-core the extra ``olmo`` comes last: it would replace OLMo-core by the release that ai2-olmo pins.
+    """
+    order = [*preferred, *names()]
+    if _beside_olmo_core():
+        order = [extra for extra in order if extra != "olmo"] + ["olmo"]
+    for extra in order:
         if any(_module(requirement) == module for requirement in _requirements(extra)):
             return extra
     return None
 
 
 def advice(extra: str) -> str:
-    """The command that installs an extra."""
+    """The command that installs an extra, or several: ``olmo,analysis``."""
     isolation = "--no-build-isolation " if extra == "te" else ""
-    return f"pip install {isolation}'{DISTRIBUTION}[{extra}]'"
+    clash = "olmo" in extra.split(",") and _beside_olmo_core()
+    apart = " in another environment: it replaces OLMo-core" if clash else ""
+    return f"pip install {isolation}'{DISTRIBUTION}[{extra}]'{apart}"
+
+
+def _beside_olmo_core() -> bool:
+    """Whether an OLMo-core that its door takes is here (ai2-olmo brings an older one for itself)."""
+    return problems("olmo-core") == ([], [])

@@ -42,7 +42,7 @@ def page() -> str:
         "",
         f"Python {metadata.metadata('olmo-lns')['Requires-Python']}, torch {_accepted('torch', None)}.",
         "",
-        "| framework | `pip install 'olmo-lns[…]'` | accepts | verified |",
+        "| framework | `pip install './olmo-lns[…]'` | accepts | verified |",
         "|---|---|---|---|",
     ]
     lines += [f"| {name} | `{x}` | {p} {_accepted(p, x)} | {v} |" for name, p, x, v, _ in FRAMEWORKS]

@@ -139,7 +139,7 @@ def without(*words):
         (("train", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
         (("config", "check", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
         (("study", "plan", CONFIGS / "study" / "tiny.yaml"), "olmo"),
-        (("analyze", "variance", "--model", "gpt2", "--data", CONFIGS), "analysis"),
+        (("analyze", "variance", "--model", "gpt2", "--data", CONFIGS / "olmo" / "60M-lns.yaml"), "analysis"),
         (("hf", "init", "llama", "-o", CONFIGS / "x"), "hf"),
         (("vision", "digits", "-o", "/tmp/digits-never-written"), "vision"),
         (("study", "launch", CONFIGS / "study" / "tiny.yaml", "--out", "/tmp/study-never-written"), "olmo"),
@@ -269,6 +269,28 @@ def test_a_file_that_is_no_yaml_is_one_line(text, said, tmp_path, capsys):
     assert cli.main(["train", str(tmp_path / "bad.yaml")]) == 1
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    done = subprocess.run(
+        f"set -o pipefail; {sys.executable} -m olmo_lns config list | head -c 1",
+        shell=True, executable="/bin/bash", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout and done.stderr == "" and done.returncode in (0, 141)
+
+
+@pytest.mark.parametrize(
+    ("core", "tokenizers", "olmo"),
+    [(([], []), "analysis", " in another environment"), ((["ai2-olmo-core"], []), "olmo", "")],
+)
+def test_beside_olmo_core_the_extra_that_replaces_it_is_not_advised(monkeypatch, core, tokenizers, olmo):
+    from olmo_lns import extras
+
+    monkeypatch.setattr(extras, "problems", lambda extra: core)
+    assert extras.extra_of("tokenizers", ("olmo", "study")) == tokenizers
+    assert extras.extra_of("olmo", ("olmo",)) == "olmo"
+    assert extras.advice("olmo").startswith(f"pip install 'olmo-lns[olmo]'{olmo}")
+    assert ("another environment" in extras.advice("olmo,analysis")) == bool(olmo)
 
 
 def test_a_missing_module_that_no_extra_brings_stays_a_traceback(monkeypatch):

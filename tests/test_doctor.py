@@ -29,6 +29,16 @@ def test_a_good_environment_is_reported_whole():
         assert word in out
 
 
+def test_a_checkout_that_only_scripts_of_its_folder_import_is_pointed_at(monkeypatch, tmp_path):
+    (megatron,) = (framework for framework in doctor.FRAMEWORKS if framework.extra == "megatron")
+    monkeypatch.setattr(doctor, "_tree", lambda module: None)
+    monkeypatch.chdir(tmp_path)
+    assert doctor._framework(megatron).detail == "pip install 'olmo-lns[megatron]'"
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    row = doctor._framework(megatron)
+    assert row.state == "absent" and "./megatron/core" in row.detail and "python -m olmo_lns doctor" in row.detail
+
+
 def test_opt_out_and_wrong_settings_are_shown():
     code, out = rows(OLMO_LNS_DISABLE="1", OLMO_LNS_INITIALIZATION="maybe")
     assert "OLMO_LNS_DISABLE=1 is set" in out

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Iterator, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from olmo_lns import extras
 from olmo_lns.demo.config import Shape, base, default_arms, make_study, parse_arms, train_config
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS, check_environment
@@ -86,7 +87,7 @@ def _shape(args: argparse.Namespace) -> Shape:
 def _require_packages() -> None:
     for name, extra in (("olmo", "olmo"), ("matplotlib", "analysis")):
         if importlib.util.find_spec(name) is None:
-            raise LNSConfigError(f"the demo needs {name}: pip install 'olmo-lns[olmo,analysis]' ({extra} is missing)")
+            raise LNSConfigError(f"the demo needs {name} (extra {extra}): {extras.advice('olmo,analysis')}")
 
 
 def _set_threads(threads: int | None) -> None:
@@ -133,7 +134,7 @@ class _Display:
             TimeRemainingColumn(),
         )
         self.progress = Progress(*columns, console=console, speed_estimate_period=120, disable=not console.is_terminal)
-        self.line = "starting"
+        self.line = f"{runs[0].arm} (1/{len(runs)}): loading OLMo and building the model"
         self.ended = threading.Event()
         self.task: TaskID = self.progress.add_task("demo", total=sum(run.steps for run in runs), where="")
 
@@ -162,7 +163,8 @@ class _Display:
         shown = "" if math.isnan(loss) else f"loss {loss:.3f}"
         name = f"{run.arm} ({index + 1}/{len(self.runs)})"
         self.progress.update(self.task, completed=done, description=name, where=f"step {step}/{run.steps} {shown}")
-        self.line = f"{name}: step {step}/{run.steps} {shown}".rstrip()
+        after = ", now evaluating and saving" if step == run.steps else ""
+        self.line = f"{name}: step {step}/{run.steps} {shown}".rstrip() + after
 
 
 def _execute_all(runs: Sequence[Run], console: Console, device: object) -> None:

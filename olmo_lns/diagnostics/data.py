@@ -5,6 +5,7 @@ Everything streams: memory does not depend on the number of tokens.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 from dataclasses import dataclass
@@ -74,11 +75,13 @@ def read_batches(
 def check_source(source: str, *, pack: bool = True) -> None:
     """What can be said of ``--data`` before the model is loaded.
 
-    :raises LNSError: a file that is not there, or plain text that is not to be packed.
+    :raises LNSError: a file that is not there, a data set without its package, or plain text that is not to be packed.
     """
     path = Path(source)
     if path.suffix in (".npy", ".bin", ".txt", ".jsonl", ".json") and not path.is_file():
         raise LNSError(f"--data: no such file: {path}")
+    if path.suffix not in (".npy", ".bin") and not path.is_file() and importlib.util.find_spec("datasets") is None:
+        raise LNSError(f"{source} is no file, and data sets need: pip install datasets")
     if not pack and path.is_file() and path.suffix not in (".npy", ".bin", ".jsonl", ".json"):
         raise LNSError(
             f"--no-pack: {path} is plain text and has no documents; give JSON lines, or leave the option out"

@@ -69,7 +69,7 @@ def _c4(split: str, skip: int, shuffle: bool) -> Iterator[str]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise LNSConfigError("c4 is streamed with the package datasets: pip install 'olmo-lns[olmo]'") from None
+        raise LNSConfigError("c4 is streamed with the package datasets: pip install datasets") from None
     stream = load_dataset(C4, "en", split=split, streaming=True)
     if shuffle:
         stream = stream.shuffle(seed=C4_SEEDS.get(split, 0), buffer_size=C4_BUFFER)

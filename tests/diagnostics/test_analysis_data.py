@@ -141,3 +141,14 @@ def test_progress_passes_batches_through_and_says_what_is_left(tmp_path, capsys)
     assert len(list(track(batches, "variance", 100))) == 5
     shown = capsys.readouterr().err
     assert "variance" in shown and "20 tokens" in shown and "left" in shown
+
+
+def test_a_data_set_without_its_package_is_found_before_the_model_is_loaded(monkeypatch, tmp_path):
+    from olmo_lns.diagnostics import data
+
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LNSError, match="pip install datasets"):
+        data.check_source("allenai/c4,en:validation")
+    text = tmp_path / "text"
+    text.write_text("words")
+    data.check_source(str(text))

@@ -115,8 +115,11 @@ def _reject_unknown(value: str | None) -> None:
         except LNSConfigError as error:
             raise OLMoConfigurationError(f"layer_norm_type {value!r}: {error}") from None
         return
+    suffixes = tuple(f"_{base}" for base in types.BASES)
+    short = [name for name in known if not name.endswith(suffixes)]
     raise OLMoConfigurationError(
-        f"unknown layer_norm_type {value!r}{did_you_mean(value, known)}. Known: {', '.join(known)}"
+        f"unknown layer_norm_type {value!r}{did_you_mean(value, known)}. Known: {', '.join(short)}; "
+        f"the schemes among them also with {', '.join(suffixes)}"
     )
 
 
