@@ -49,7 +49,7 @@ def _adapter_targets(module: Any) -> None:
             table.update({PREFIX + kind: table[kind] for kind in FAMILIES if kind in table})
 
 
-def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "", trained: bool = False) -> Any:
+def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "", trained: bool | None = None) -> Any:
     """Put a built transformers model under ``scheme``, in place, and return it.
 
     The model's class and its config become ours, so that what it saves carries the scheme.
@@ -58,10 +58,11 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.
     :param initialization: of the residual output projections, see :mod:`olmo_lns.schemes.initialization`; the
         default is plain, for which GPT-2's draw times 1/sqrt(2·L) is taken back.
-    :param trained: the weights come from a training run, and stay as they are. The model then computes something
-        else than it was trained to, so this is asked for by name.
+    :param trained: True: the weights come from a training run, and stay as they are. The model then computes
+        something else than it was trained to, so this is asked for by name. False: they were drawn just now. None:
+        drawn, if neither model nor config came from a folder or a hub; which of the two did, transformers does not say.
     :raises LNSConfigError: an unknown family, a scheme that its blocks cannot realise, or a model that has one.
-    :raises CheckpointMismatchError: the model was loaded, or its factors are folded into its weights.
+    :raises CheckpointMismatchError: the model may have been loaded, or its factors are folded into its weights.
     """
     from transformers import PreTrainedModel
 
@@ -79,10 +80,11 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     present = configs.record_of(model.config)
     if present.folded or present.active:
         raise CheckpointMismatchError(f"{type(model).__name__} is {present} already: a scheme is applied once")
-    if model.name_or_path and not trained:
+    if model.name_or_path and trained is None:
         raise CheckpointMismatchError(
-            f"{type(model).__name__} was loaded from {model.name_or_path}, and its weights were not trained under "
-            f"{wanted}: build it from its config to train from scratch, or say trained=True to go on knowingly."
+            f"{type(model).__name__} or its config was loaded from {model.name_or_path}. Were its weights drawn just "
+            f"now, as by from_config: say trained=False. Were they trained, it was not under {wanted}: trained=True "
+            "goes on knowingly."
         )
     sites.require_supported(family, wanted, model.config.num_hidden_layers)
     drawn = "upstream" if trained else resolve(initialization, wanted)

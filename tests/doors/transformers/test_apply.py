@@ -105,9 +105,13 @@ def test_twice_and_trained_weights_are_refused(tmp_path):
     import transformers
 
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(CheckpointMismatchError, match="not trained under lns.*trained=True"):
-        apply(loaded)
+    drawn = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    for model in (loaded, drawn):
+        with pytest.raises(CheckpointMismatchError, match="trained=False.*not under lns.*trained=True"):
+            apply(model)
     same("llama", apply(loaded, trained=True), hooked("llama", stock("llama")))
+    drawn.load_state_dict(stock("llama").state_dict())
+    same("llama", apply(drawn, trained=False), hooked("llama", stock("llama")))
 
 
 def test_a_replaced_forward_is_noticed(tmp_path):
