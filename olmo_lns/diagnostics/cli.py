@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 from contextlib import contextmanager
@@ -127,6 +128,8 @@ def _measure(args: argparse.Namespace) -> int:
     check_writable(output, [".json"])
     show.check_figures(args.plot)
     check_source(args.data, pack=args.pack)
+    if getattr(args, "tasks", None) and importlib.util.find_spec("lm_eval") is None:
+        raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
     with _ranks(args.what) as (rank, world):
         names = ("dtype", "device", "device_map", "blocks", "branch")
         how: dict[str, Any] = {name: getattr(args, name, None) for name in names}

@@ -1,5 +1,6 @@
 """One local, offline task of lm-evaluation-harness, against accuracies computed here from the logits."""
 
+import importlib.util
 import json
 import math
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from support.diagnostic_models import huggingface
 
+from olmo_lns import cli
 from olmo_lns.diagnostics.layer_drop import bypassed, output_lengths
 from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
 from olmo_lns.errors import LNSError
@@ -80,3 +82,14 @@ def test_generation_needs_no_cache(llama_folder):
         for _ in range(4):
             by_hand = torch.cat([by_hand, model(by_hand, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(generated, by_hand)
+
+
+def test_without_the_harness_the_model_is_not_loaded(monkeypatch, tmp_path, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "lm_eval" else find(name, *more)
+    )
+    (tmp_path / "text.txt").write_text("words")
+    words = ["analyze", "layer-drop", "--model", "nowhere", "--data", str(tmp_path / "text.txt"), "--tasks", "a"]
+    assert cli.main([*words, "-o", str(tmp_path / "out.json")]) == 1
+    assert "needs lm_eval, which is not installed: " in capsys.readouterr().err
