@@ -76,7 +76,7 @@ test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
 		tests/doors/olmo_core tests/export/test_olmo_core.py $(ARGS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
-		-m "slow or not slow" -k "commonsense or lora or adapter" tests/finetune tests/doors/transformers/test_training.py
+		-m "slow or not slow" -k "trl or lora or adapter" tests/finetune tests/doors/transformers/test_training.py
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup

@@ -17,8 +17,8 @@ from olmo_lns.study.shape import GPUS, STRATEGIES, Shape
 __all__ = ["Checked", "check", "find", "main"]
 
 STUDY = "study"
-#: A file of fine-tuning.
-TRL = "trl"
+#: Files of other commands, which check them themselves: the key that tells them -> whose they are.
+ELSEWHERE = {"dataset_name": "TRL's own command", "augment": "olmo-lns vision train"}
 
 
 @dataclass
@@ -57,8 +57,8 @@ def check(path: Path, *, gpus: int, gpu: str, budget: float | None) -> Checked:
     try:
         kind = _kind(path)
         result = Checked(path, kind)
-        if kind == TRL:
-            result.notes.append("a config of TRL's own command, which checks it itself: not looked at here")
+        if kind in ELSEWHERE.values():
+            result.notes.append(f"a config of {kind}, which checks it itself: not looked at here")
         elif kind == STUDY:
             _study(result)
         else:
@@ -79,8 +79,8 @@ def _kind(path: Path) -> str:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LNSConfigError(f"not YAML: {' '.join(str(error).split())}") from error
     if isinstance(raw, dict):
-        keys = {name: engine.file_key for name, engine in ENGINES.items()} | {STUDY: "arms", TRL: "dataset_name"}
-        for kind, key in keys.items():
+        keys = {**ELSEWHERE, **{engine.file_key: name for name, engine in ENGINES.items()}, "arms": STUDY}
+        for key, kind in keys.items():
             if key in raw:
                 return kind
     known = ", ".join(f"{engine.title}'s config ({engine.file_key}:)" for engine in ENGINES.values())

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -134,31 +135,58 @@ def test_the_seven_tasks_offline(tmp_path, capsys, monkeypatch):
     assert list(scores) == list(TASKS) and all(value * 6 / 100 == pytest.approx(round(value * 6 / 100)) for value in scores.values())  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["sft", "dpo"])
-def test_trl_command_lines(command, tmp_path):
-    """The unmodified `trl` with the shipped config, a few steps on local data of the same form."""
+def trl(folder: Path, command: str, model: Path, *more: str) -> subprocess.Popen[str]:
+    """The unmodified program with the shipped config, on a CPU, in a process of its own."""
     pytest.importorskip("trl", reason="trl is not installed: pip install 'olmo-lns[sft]'")
-    trl = shutil.which("trl", path=str(Path(sys.executable).parent))
-    model = model_folder(tmp_path)
-    config = {"sft": "sft/commonsense170k.yaml", "dpo": "dpo/ultrafeedback.yaml"}[command]
-    if command == "sft":
-        assert convert(tmp_path, examples()) == 0
-    else:
-        (tmp_path / "data").mkdir()
-        rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(24)]
-        (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    short = "--max_steps 3 --use_cpu true --bf16 false --logging_steps 1 --per_device_train_batch_size 2"
-    options = f"--config {REPOSITORY / 'configs' / config} --dataset_name data --output_dir out {short}"
-    done = subprocess.run(
-        [str(trl), command, "--model_name_or_path", str(model), *options.split()],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
-        capture_output=True,
+    program = shutil.which("trl", path=str(Path(sys.executable).parent))
+    config = REPOSITORY / "configs" / {"sft": "sft/commonsense170k.yaml", "dpo": "dpo/ultrafeedback.yaml"}[command]
+    options = f"--config {config} --dataset_name data --use_cpu true --bf16 false --logging_steps 1 "
+    options += "--per_device_train_batch_size 2"
+    return subprocess.Popen(
+        [str(program), command, "--model_name_or_path", str(model), *options.split(), *more],
+        cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in done.stderr
-    saved = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert saved["model_type"] == "lns_llama" and (tmp_path / "out" / "modeling_lns.py").is_file()
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    text, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, text[-3000:]
+    assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in text
+    return text
+
+
+@pytest.mark.slow
+def test_trl_dpo_on_local_pairs(tmp_path):
+    model = model_folder(tmp_path)
+    (tmp_path / "data").mkdir()
+    rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(24)]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finished(trl(tmp_path, "dpo", model, "--max_steps", "3", "--output_dir", "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "lns_llama"
+
+
+@pytest.mark.slow
+def test_trl_sft_killed_and_resumed_is_as_never_stopped(tmp_path):
+    model = model_folder(tmp_path)
+    assert convert(tmp_path, examples()) == 0
+    steps = ["--max_steps", "40", "--save_strategy", "steps", "--save_steps", "2"]
+    finished(trl(tmp_path, "sft", model, *steps, "--output_dir", "whole"))
+    killed = trl(tmp_path, "sft", model, *steps, "--output_dir", "cut")
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").is_file():
+            assert killed.poll() is None and time.monotonic() < deadline, killed.communicate()[0][-3000:]
+            time.sleep(0.01)
+    finally:
+        killed.kill()
+        killed.communicate()
+    assert not (tmp_path / "cut" / "model.safetensors").is_file(), "it came to its end before it was killed"
+    start = tmp_path / "cut" / "checkpoint-4"
+    finished(trl(tmp_path, "sft", model, *steps, "--output_dir", "cut", "--resume_from_checkpoint", str(start)))
+    for name in ("model.safetensors", "config.json", "modeling_lns.py"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["model_type"] == "lns_llama"

@@ -231,6 +231,7 @@ def process_group() -> Iterator[torch.device]:
 def _save_config(cfg: Any) -> None:
     from olmo.torch_util import barrier, get_global_rank
 
+    barrier()  # every rank has looked into the folder before the first writes there
     if get_global_rank() == 0 and not cfg.dry_run:
         folder = Path(cfg.save_folder)
         if not (cfg.try_load_latest_save and (folder / "config.yaml").is_file()):
