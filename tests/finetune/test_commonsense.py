@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -149,6 +150,7 @@ def trl(folder: Path, command: str, model: Path, *more: str) -> subprocess.Popen
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # the program starts another: both are killed
     )
 
 
@@ -173,19 +175,19 @@ def test_trl_dpo_on_local_pairs(tmp_path):
 def test_trl_sft_killed_and_resumed_is_as_never_stopped(tmp_path):
     model = model_folder(tmp_path)
     assert convert(tmp_path, examples()) == 0
-    steps = ["--max_steps", "40", "--save_strategy", "steps", "--save_steps", "2"]
+    steps = ["--max_steps", "120", "--save_strategy", "steps", "--save_steps", "20"]
     finished(trl(tmp_path, "sft", model, *steps, "--output_dir", "whole"))
     killed = trl(tmp_path, "sft", model, *steps, "--output_dir", "cut")
     try:
         deadline = time.monotonic() + 300
-        while not (tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").is_file():
+        while not (tmp_path / "cut" / "checkpoint-20" / "trainer_state.json").is_file():
             assert killed.poll() is None and time.monotonic() < deadline, killed.communicate()[0][-3000:]
             time.sleep(0.01)
     finally:
-        killed.kill()
+        os.killpg(killed.pid, signal.SIGKILL)
         killed.communicate()
     assert not (tmp_path / "cut" / "model.safetensors").is_file(), "it came to its end before it was killed"
-    start = tmp_path / "cut" / "checkpoint-4"
+    start = tmp_path / "cut" / "checkpoint-20"
     finished(trl(tmp_path, "sft", model, *steps, "--output_dir", "cut", "--resume_from_checkpoint", str(start)))
     for name in ("model.safetensors", "config.json", "modeling_lns.py"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
