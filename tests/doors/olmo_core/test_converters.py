@@ -84,8 +84,14 @@ def test_disabled_the_guards_are_off_and_our_class_is_refused(folder, tmp_path):
 
 @pytest.mark.skipif(not SOURCE, reason="OLMO_CORE_SRC does not name a checkout of OLMo-core")
 def test_the_checkouts_script(folder, tmp_path):
-    words = [SCRIPT, "-i", folder, "-o", tmp_path / "hf", "-s", "16", "--skip-validation"]
-    result = _run(*words)
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(64)}, unk_token="2"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = ["--tokenizer", tmp_path / "tokenizer", "-s", "16", "--skip-validation"]
+    result = _run(SCRIPT, "-i", folder, "-o", tmp_path / "hf", *options)
     said = " ".join(re.findall(r"[\w'.:-]+", result.stdout + result.stderr))  # rich breaks its lines
     assert result.returncode != 0 and "OLMo-core's converter drops the factor" in said, said[-2000:]
     assert not list(tmp_path.rglob("*.safetensors"))
