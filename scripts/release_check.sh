@@ -32,10 +32,10 @@ assert metadata["License-Expression"] == "Apache-2.0" and metadata["Description-
 print(f"wheel {metadata['Name']} {metadata['Version']}: {len(names)} files, {len(pack)} configs, licence, start-up hook")
 PY
 
-bare() { # interpreter, extra
-  local name; name="$(basename "$1")${2:+-$2}"
-  "$1" -m venv "$scratch/$name"
-  echo "$scratch/$name"
+bare() { # interpreter
+  local folder; folder=$(mktemp -d "$scratch/bare.XXXX")
+  "$1" -m venv "$folder"
+  echo "$folder"
 }
 
 environment=$(bare "$("$python" -c 'import sys; print(sys._base_executable)')")
@@ -50,6 +50,8 @@ for other in ${PYTHONS:-}; do
   environment=$(bare "$other")
   "$environment/bin/python" -m pip install --quiet --disable-pip-version-check packaging pyyaml rich numpy
   "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$wheel"
-  (cd "$scratch" && "$environment/bin/olmo-lns" --version && "$environment/bin/olmo-lns" config copy olmo/60M-lns -o "$scratch/$(basename "$other").yaml")
+  (cd "$scratch" && "$environment/bin/olmo-lns" --version && "$environment/bin/olmo-lns" config copy olmo/60M-lns -o "$environment/60M-lns.yaml")
+  "$environment/bin/olmo-lns" doctor > "$environment/doctor.txt" && { echo "doctor misses no torch" >&2; exit 1; }
+  grep -q "not installed: pip install" "$environment/doctor.txt"
 done
 echo "release check passed"
