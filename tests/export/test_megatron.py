@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import pickle
-import shutil
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -13,10 +11,20 @@ import pytest
 import torch
 from support import megatron_tiny as tiny
 from support.exports import export, load_hf, relative
+from support.megatron_checkpoints import (
+    TOKENS,
+    arguments,
+    as_core_0_19,
+    copy_with,
+    export_in_process,
+    load,
+    perturbed,
+    run,
+    save,
+)
 from support.megatron_cpu import single_process
-from support.megatron_saved import saved_arguments
 
-from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, common_bytes, load_common
+from olmo_lns.checkpoints.common_state import COMMON_OBJECT, load_common
 from olmo_lns.checkpoints.distributed import DistributedCheckpoint as MegatronState
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint
 from olmo_lns.checkpoints.megatron_architecture import ZERO_CENTRED
@@ -27,112 +35,11 @@ from olmo_lns.errors import LNSConfigError
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with psutil")
 
-TOKENS = tiny.batch()[:, :-1]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process() -> Iterator[None]:
     with single_process():
         yield
-
-
-def arguments(config: Any, case: str = "base", version: str | None = None, **changes: Any) -> argparse.Namespace:
-    """What Megatron saves beside a model: its command line, as its own parser read it.
-
-    :param case: of ``megatron_arguments.json``. :param version: of Megatron Core; default: the installed one.
-    """
-    from megatron.core import __version__
-    from megatron.core.transformer.enums import AttnBackend
-
-    version = version or ".".join(__version__.split(".")[:2])
-    saved = saved_arguments(version, case)
-    assert saved is not None
-    epsilon = "norm_epsilon" if hasattr(saved, "norm_epsilon") else "layernorm_epsilon"
-    values = {
-        "group_query_attention": config.num_query_groups != config.num_attention_heads,
-        "num_query_groups": config.num_query_groups,
-        epsilon: config.layernorm_epsilon,
-        "attention_backend": AttnBackend.auto,
-    }
-    return argparse.Namespace(**vars(saved) | values | changes)
-
-
-def perturbed(config: Any) -> Any:
-    model = tiny.build(config)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * noise)
-            else:
-                parameter.copy_(0.1 * noise)
-    return model.eval()
-
-
-def save(root: Path, model: Any, args: Any, stacked: bool = True) -> Path:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    folder = root / "iter_0000010"
-    folder.mkdir(parents=True)
-    metadata = None if stacked else {"non_homogeneous_layers": True, "singleton_local_shards": False}
-    moment = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.decoder.final_layernorm.weight", torch.ones(32))
-    state = {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": 10,
-        "model": model.sharded_state_dict(metadata=metadata),
-        "optimizer": {"state": moment, "param_groups": [{"lr": 1.0}]},
-    }
-    dist_checkpointing.save(state, str(folder))
-    (root / "latest_checkpointed_iteration.txt").write_text("10")
-    return root
-
-
-def as_core_0_19(root: Path) -> None:
-    """Move the arguments from the file into the checkpoint, where Megatron Core 0.19 and newer put them."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-
-    folder = root / "iter_0000010"
-    if not (folder / COMMON).exists():  # they are there already
-        return
-    content = common_bytes(load_common(folder / COMMON))
-    (folder / COMMON).unlink()
-    (folder / "common_state.distcp").write_bytes(content)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.state_dict_metadata[COMMON_OBJECT] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex(COMMON_OBJECT)] = _StorageInfo("common_state.distcp", 0, len(content))
-    with (folder / ".metadata").open("wb") as file:
-        pickle.dump(metadata, file)
-
-
-def load(root: Path, model: Any) -> Any:
-    """Load with Megatron Core's own loader."""
-    from megatron.core import __version__, dist_checkpointing
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    checkpoint, file = MegatronCheckpoint.open(root), root / "iter_0000010" / COMMON
-    stacked = "decoder.layers.mlp.linear_fc2.weight" in checkpoint.names
-    metadata = None if stacked else {"non_homogeneous_layers": True, "singleton_local_shards": False}
-    state = {"model": model.sharded_state_dict(metadata=metadata)}
-    lacking = not file.exists() and tuple(map(int, __version__.split(".")[:2])) < (0, 19)
-    if lacking:  # releases before 0.19 know the file only
-        torch.save(checkpoint.common, file)
-    model.load_state_dict(dist_checkpointing.load(state, str(file.parent))["model"], strict=False)
-    if lacking:
-        file.unlink()
-    return model
-
-
-def run(model: Any) -> torch.Tensor:
-    positions = torch.arange(tiny.SEQUENCE).expand(len(TOKENS), -1)
-    mask = torch.triu(torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, dtype=torch.bool), 1)
-    with torch.no_grad():
-        return model(TOKENS, positions, mask).double()
 
 
 #: Changes of the config; whether layers are stacked; whether the layout of Core 0.19 is made of an older one's.
@@ -171,12 +78,6 @@ def test_folded_checkpoint_in_stock_megatron(case: tuple[Path, Any, torch.Tensor
     assert not any("optimizer" in name for name in MegatronCheckpoint.open(out).state.metadata.state_dict_metadata)
     with pytest.raises(LNSConfigError, match="folded already"):
         export_in_process(out, root.with_name("again"))
-
-
-def export_in_process(source: Path, out: Path, *options: str) -> None:
-    from olmo_lns.export.cli import main as export_main
-
-    export_main([str(source), str(out), "--format", "megatron", *options])
 
 
 def test_hugging_face_llama(case: tuple[Path, Any, torch.Tensor], capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,15 +180,6 @@ def test_what_llama_cannot_hold_is_refused(
     assert export(copy, tmp_path / "hf", "--format", "hf") == 1
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
-
-
-def copy_with(root: Path, target: Path, change: Any) -> Path:
-    """A copy of a checkpoint whose common state was changed (and is in common.pt, which is read first)."""
-    shutil.copytree(root, target)
-    common = MegatronCheckpoint.open(root).common
-    change(common)
-    torch.save(common, target / "iter_0000010" / COMMON)
-    return target
 
 
 class Hostile:

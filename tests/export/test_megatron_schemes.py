@@ -7,9 +7,9 @@ from typing import Any, Iterator
 
 import pytest
 import torch
-from export.test_megatron import TOKENS, arguments, export_in_process, load, perturbed, run, save
 from support import megatron_tiny as tiny
 from support.exports import export, load_hf, relative
+from support.megatron_checkpoints import TOKENS, arguments, export_in_process, load, perturbed, run, save
 from support.megatron_cpu import single_process
 
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint

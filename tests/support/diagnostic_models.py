@@ -10,7 +10,7 @@ from torch import nn
 
 VOCABULARY = 97
 LAYERS = 3
-_LLAMA_LIKE = dict(
+LLAMA_LIKE = dict(
     vocab_size=VOCABULARY,
     hidden_size=32,
     intermediate_size=64,
@@ -25,16 +25,16 @@ _LLAMA_LIKE = dict(
 _GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
 #: model_type -> (class of the model, class of the config, its arguments).
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA_LIKE),
-    "olmo": ("OlmoForCausalLM", "OlmoConfig", _LLAMA_LIKE),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _LLAMA_LIKE),
-    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", _LLAMA_LIKE),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA_LIKE),
-    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA_LIKE),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA_LIKE),
+    "olmo": ("OlmoForCausalLM", "OlmoConfig", LLAMA_LIKE),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", LLAMA_LIKE),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", LLAMA_LIKE),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", LLAMA_LIKE),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", LLAMA_LIKE),
+    "mistral": ("MistralForCausalLM", "MistralConfig", LLAMA_LIKE),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _LLAMA_LIKE),
-    "bert": ("BertForMaskedLM", "BertConfig", _LLAMA_LIKE),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", LLAMA_LIKE),
+    "bert": ("BertForMaskedLM", "BertConfig", LLAMA_LIKE),
 }
 
 
@@ -45,6 +45,11 @@ def huggingface(kind: str, seed: int = 0, **changes: Any) -> Any:
     model_class, config_class, arguments = ARCHITECTURES[kind]
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**arguments, **changes}))
+    return grown(model)
+
+
+def grown(model: Any) -> Any:
+    """Weights large enough that the blocks do something."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -10,29 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from support.diagnostic_models import LAYERS, LLAMA_LIKE, VOCABULARY, grown
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'olmo-lns[hf]'")
 
-VOCABULARY, IMAGE, LANGUAGE_LAYERS, VISION_LAYERS = 97, 90, 3, 4
-_TEXT = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=LANGUAGE_LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    bos_token_id=1,
-    eos_token_id=1,
-    pad_token_id=0,
-)
-
-
-def _grown(model: Any) -> Any:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    return model.eval()
+IMAGE, LANGUAGE_LAYERS, VISION_LAYERS = 90, LAYERS, 4
+_TEXT = {**LLAMA_LIKE, "max_position_embeddings": 128}
 
 
 def qwen() -> Any:
@@ -55,7 +38,7 @@ def qwen() -> Any:
     tokens = dict(image_token_id=IMAGE, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
     config = transformers.Qwen2_5_VLConfig(text_config={**_TEXT, named: rope}, vision_config=vision, **tokens)
     torch.manual_seed(0)
-    return _grown(transformers.Qwen2_5_VLForConditionalGeneration(config))
+    return grown(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
 def qwen_batch(text: int = 9, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -88,7 +71,7 @@ def llava_folder(folder: Path) -> Path:
         image_seq_length=4,
     )
     torch.manual_seed(0)
-    _grown(transformers.LlavaForConditionalGeneration(config)).save_pretrained(folder)
+    grown(transformers.LlavaForConditionalGeneration(config)).save_pretrained(folder)
     words = {"[PAD]": 0, "[EOS]": 1, "[UNK]": 2} | {f"w{i}": i for i in range(3, VOCABULARY) if i != IMAGE}
     tokenizer = Tokenizer(models.WordLevel(words | {"<image>": IMAGE}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
