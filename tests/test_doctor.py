@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from olmo_lns import doctor
+from olmo_lns.doctor import frameworks
 from olmo_lns.norm import transformer_engine as te
 
 
@@ -30,12 +31,12 @@ def test_a_good_environment_is_reported_whole():
 
 
 def test_a_checkout_that_only_scripts_of_its_folder_import_is_pointed_at(monkeypatch, tmp_path):
-    (megatron,) = (framework for framework in doctor.FRAMEWORKS if framework.extra == "megatron")
-    monkeypatch.setattr(doctor, "_tree", lambda module: None)
+    (megatron,) = (framework for framework in frameworks.FRAMEWORKS if framework.extra == "megatron")
+    monkeypatch.setattr(frameworks, "tree_of", lambda module: None)
     monkeypatch.chdir(tmp_path)
-    assert doctor._framework(megatron).detail == "pip install 'olmo-lns[megatron]'"
+    assert frameworks.framework_row(megatron).detail == "pip install 'olmo-lns[megatron]'"
     (tmp_path / "megatron" / "core").mkdir(parents=True)
-    row = doctor._framework(megatron)
+    row = frameworks.framework_row(megatron)
     assert row.state == "absent" and "./megatron/core" in row.detail and "python -m olmo_lns doctor" in row.detail
 
 
@@ -139,6 +140,17 @@ def test_what_is_required_and_absent_fails(capsys, monkeypatch):
     assert doctor.main([]) == 0
 
 
+def test_transformers_by_its_version(monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    row = frameworks.transformers_row()
+    assert (row.found, row.state) == (transformers.__version__, "ok") and "lns_llama" in row.detail
+    monkeypatch.setattr(doctor.extras.importlib.metadata, "version", lambda name: "4.40.0")
+    row = frameworks.transformers_row()
+    assert row.state == "note" and "transformers 4.40.0 (wanted" in row.detail
+    monkeypatch.setattr(frameworks, "tree_of", lambda module: None)
+    assert frameworks.transformers_row().detail == "pip install 'olmo-lns[hf]'"
+
+
 def test_an_unknown_requirement_is_wrong_usage():
     done = run("--require", "jax")
     assert done.returncode == 2 and "invalid choice: 'jax'" in done.stderr
@@ -148,15 +160,15 @@ def test_a_source_that_nobody_verified_is_named(monkeypatch, tmp_path):
     """A copy of the installed OLMo with one line more in a function that is replaced."""
     import shutil
 
-    tree = doctor._tree("olmo")
+    tree = frameworks.tree_of("olmo")
     for name in ("config", "model", "checkpoint", "train", "version"):
         (tmp_path / "olmo").mkdir(exist_ok=True)
         shutil.copy(tree / "olmo" / f"{name}.py", tmp_path / "olmo" / f"{name}.py")
-    monkeypatch.setattr(doctor, "_tree", lambda module: tmp_path)
-    assert doctor._framework(doctor.FRAMEWORKS[0]).state == "ok"
+    monkeypatch.setattr(frameworks, "tree_of", lambda module: tmp_path)
+    assert frameworks.framework_row(frameworks.FRAMEWORKS[0]).state == "ok"
     text = (tmp_path / "olmo" / "model.py").read_text()
     (tmp_path / "olmo" / "model.py").write_text(
         text.replace("def reset_parameters(self):", "def reset_parameters(self):\n        pass")
     )
-    row = doctor._framework(doctor.FRAMEWORKS[0])
+    row = frameworks.framework_row(frameworks.FRAMEWORKS[0])
     assert row.state == "unsupported" and "olmo.model:OLMo.reset_parameters" in row.detail

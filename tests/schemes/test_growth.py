@@ -13,10 +13,9 @@ import torch
 from support.exports import refused, save_olmo
 from support.studies import REPOSITORY, Built
 
-from olmo_lns import environment
-from olmo_lns.doors import binding, patching
+from olmo_lns.doors import binding, patching, scaled
 from olmo_lns.record import Record
-from olmo_lns.schemes import LNS, Plan, Scheme, registry, table
+from olmo_lns.schemes import LNS, Scheme, registry, table
 from olmo_lns.study import arms, cli
 from olmo_lns.study.arms import Arm
 
@@ -115,8 +114,8 @@ def test_a_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import toyframe  # type: ignore[import-not-found]
 
     found = patching.fingerprint(toyframe.Block.__init__)
-    door = {"Target": patching.Target, "Site": binding.Site, "Plan": Plan, "LNS": LNS, "toyframe": toyframe}
-    door |= {"environment": environment, "patching": patching, "binding": binding}
+    door = {"Target": patching.Target, "Site": binding.Site, "LNS": LNS, "toyframe": toyframe, "patching": patching}
+    door |= {"binding": binding, "ScaledOutput": scaled.ScaledOutput, "give": scaled.give}
     exec(code("Add a door").replace("FINGERPRINT", found), door)
     plain = torch.nn.Sequential(*(toyframe.Block(number, 3) for number in (1, 2, 3)))
     door["register"]()

@@ -1,9 +1,7 @@
 """Give one norm module of a Megatron layer the factor, whatever class it is.
 
-The module keeps its identity: it becomes an instance of a subclass of its own class, made here,
-so parameters, their attributes (``sequence_parallel``, ``main_grad``), hooks, state-dict keys and
-``isinstance`` checks stay. The subclass keeps its base's name because Megatron-FSDP and the
-quantization recipes go by class names.
+The subclass that it becomes an instance of is made here and keeps its base's name: Megatron-FSDP and
+the quantization recipes go by class names.
 
 Three ways, each exact in the output and in all gradients:
 
@@ -26,10 +24,10 @@ from torch import nn
 from olmo_lns.doors.binding import Site, bind
 from olmo_lns.doors.megatron.upstream import FUSED
 from olmo_lns.doors.patching import verify
+from olmo_lns.doors.scaled import Scaled
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.norm import Backend, choose_backend, layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
-from olmo_lns.schemes import Plan
 
 __all__ = ["bind_norm", "is_fused_linear", "is_scaled", "scale_norm"]
 
@@ -37,15 +35,10 @@ __all__ = ["bind_norm", "is_fused_linear", "is_scaled", "scale_norm"]
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-class _Scaled:
-    """Mixin: what every scaled module has. The factor is a Python float, never a tensor."""
+class _Scaled(Scaled):
+    """What every scaled norm of Megatron's has."""
 
-    lns_scale: float
     lns_method: str
-
-    def lns_realised(self, sub_layer: str) -> Plan:
-        """The plan that ``forward`` computes."""
-        return Plan(norm_scale=self.lns_scale)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by mixin and base: the class itself goes by its base's name, under which pickle finds the base."""
@@ -54,10 +47,6 @@ class _Scaled:
         if kind not in _classes.values():
             return reduced  # somebody, FSDP for one, made a class of its own of it
         return (_unpickled, kind.__bases__, *reduced[2:])
-
-    def extra_repr(self) -> str:
-        base = super().extra_repr()  # type: ignore[misc]
-        return f"{base}{', ' if base else ''}lns_scale={self.lns_scale:.4g}"
 
 
 class FoldedParameters(_Scaled):

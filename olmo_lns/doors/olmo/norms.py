@@ -13,7 +13,7 @@ import torch
 from olmo.model import LayerNorm, LayerNormBase, RMSLayerNorm
 
 from olmo_lns.doors import binding
-from olmo_lns.norm import choose_backend
+from olmo_lns.doors.scaled import Scaled, give
 from olmo_lns.schemes import Plan
 
 __all__ = [
@@ -29,23 +29,19 @@ __all__ = [
 ]
 
 
-class _Scaled:
+class _Scaled(Scaled):
     """What both scaled norms have."""
 
-    # A plain float: a tensor buffer would be lost on meta device, and a None would be a branch
-    # in ``forward`` for which torch.compile builds one graph per layer.
-    lns_scale: float
     lns_pre_scale: float = 1.0
     lns_groups: int = 1
     layer_number: int
-    lns_backend: Any
 
     def lns_realised(self, sub_layer: str) -> Plan:
         """The plan that ``forward`` computes."""
         return Plan(norm_scale=self.lns_scale, pre_scale=self.lns_pre_scale, groups=self.lns_groups)
 
     def extra_repr(self) -> str:
-        found = f"layer_number={self.layer_number}, lns_scale={self.lns_scale:.6g}"
+        found = f"layer_number={self.layer_number}, {super().extra_repr()}"
         found += f", lns_pre_scale={self.lns_pre_scale:.6g}" if self.lns_pre_scale != 1.0 else ""
         return found + (f", lns_groups={self.lns_groups}" if self.lns_groups != 1 else "")
 
@@ -54,7 +50,7 @@ class LNSRMSLayerNorm(_Scaled, RMSLayerNorm):
     """``lns_scale * RMSNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``RMSLayerNorm``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lns_backend.rms_norm(x, self.weight, self.eps, _factor(self), bias=self.bias)
+        return self.lns_backend.rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias)
 
 
 class LNSLayerNorm(_Scaled, LayerNorm):
@@ -62,12 +58,12 @@ class LNSLayerNorm(_Scaled, LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.low_precision:
-            return self.lns_backend.layer_norm(x, self.weight, self.bias, self.eps, _factor(self))
+            return self.lns_backend.layer_norm(x, self.weight, self.bias, self.eps, self.lns_factor)
         x = self._cast_if_autocast_enabled(x)
         weight = self._cast_if_autocast_enabled(self.weight) if self.weight is not None else None
         bias = self._cast_if_autocast_enabled(self.bias) if self.bias is not None else None
         with torch.autocast(enabled=False, device_type=x.device.type):
-            return self.lns_backend.layer_norm(x, weight, bias, self.eps, _factor(self))
+            return self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_factor)
 
 
 class _Grouped(_Scaled):
@@ -103,19 +99,6 @@ class GroupedLayerNorm(_Grouped, LayerNorm):
         return normalised
 
 
-def _factor(norm: Any) -> Any:
-    """The factor as the backend takes it: the float, or for torch.compile an equal 0-d CPU tensor.
-
-    Dynamo burns the first block's float into its graph and makes the second block's an input. The
-    recomputation of a checkpointed first block then runs the other graph, which saves other
-    tensors, and torch stops with a CheckpointError. A tensor is an input from the start: one
-    graph for all blocks. It is no buffer, so state dicts, meta device and FSDP do not know it.
-    """
-    if torch.compiler.is_compiling():
-        return norm.lns_scale_tensor
-    return norm.lns_scale
-
-
 #: OLMo's class -> ours, without and with groups of channels.
 _SCALED: dict[type, tuple[type, type]] = {
     RMSLayerNorm: (LNSRMSLayerNorm, GroupedRMSLayerNorm),
@@ -147,16 +130,11 @@ def scale_norm(
 ) -> None:
     """Let ``norm`` compute ``scale * Norm(pre_scale * x)``, in place.
 
-    Only the class changes: parameters, their order and every hook stay as upstream made them.
-
     :param groups: statistics over d_model / groups channels; then without factors.
     :raises TypeError: ``norm`` is not one of OLMo's norms.
     """
-    norm.__class__ = _classes(norm)[groups > 1]
-    norm.lns_scale = scale
-    norm.lns_scale_tensor = torch.tensor(scale, dtype=torch.float64, device="cpu")
+    give(norm, _classes(norm)[groups > 1], scale)
     norm.layer_number = layer_number
-    norm.lns_backend = choose_backend()
     if groups > 1:
         norm.lns_groups = groups
     if pre_scale != 1.0:

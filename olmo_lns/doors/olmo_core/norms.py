@@ -1,13 +1,11 @@
 """OLMo-core's norms with a factor, folded in where their arithmetic allows it.
 
-A norm is bound by changing its class to a subclass of its own: parameters, state-dict keys, hooks and
-``reset_parameters`` stay OLMo-core's. dtypes are those of the stock class: statistics in fp32, the result in the
+``reset_parameters`` stays OLMo-core's. dtypes are those of the stock class: statistics in fp32, the result in the
 dtype of x, autocast off.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Callable
 
 import torch
@@ -15,40 +13,19 @@ from olmo_core.nn import layer_norm as stock
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from olmo_lns.doors import binding
+from olmo_lns.doors.scaled import Scaled, give
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.norm import choose_backend
 from olmo_lns.norm.dtypes import fold
 from olmo_lns.schemes import Plan
 
 __all__ = ["bind_norm", "scale_norm"]
 
 
-class _Scaled:
-    """What every scaled norm has."""
+class _Scaled(Scaled):
+    """What every scaled norm of OLMo-core's has."""
 
-    # A plain float: OLMo-core builds on the meta device and empties every buffer afterwards.
-    lns_scale: float
-    lns_scale_tensor: torch.Tensor
-    lns_backend: Any
     #: ``LayerNormConfig.name`` of the stock class.
     lns_base: str
-    #: The plan without the factor that this norm carries, and that factor's name in it.
-    lns_form: Plan
-    lns_field: str
-
-    def lns_realised(self, sub_layer: str) -> Plan:
-        """The plan that the block computes with this norm in it."""
-        factor: dict[str, Any] = {self.lns_field: self.lns_scale}
-        return replace(self.lns_form, **factor)
-
-    @property
-    def _factor(self) -> Any:
-        # For torch.compile an equal 0-d CPU tensor: an input of one graph for all blocks, where a float would
-        # be burnt into the first block's graph. No buffer: state dicts, meta device and FSDP do not know it.
-        return self.lns_scale_tensor if torch.compiler.is_compiling() else self.lns_scale
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, lns_scale={self.lns_scale:.6g}"  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``lns_scale * Norm(x)``; x of shape (..., d_model), also a DTensor sharded over the sequence."""
@@ -61,13 +38,13 @@ class _Scaled:
 
 class LNSLayerNorm(_Scaled, stock.LayerNorm):
     def _scaled(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = self.lns_backend.layer_norm(x, weight, bias, self.eps, self._factor)
+        y: torch.Tensor = self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_factor)
         return y.to(x.dtype)
 
 
 class LNSRMSNorm(_Scaled, stock.RMSNorm):
     def _scaled(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = self.lns_backend.rms_norm(x, weight, self.eps, self._factor, bias=bias)
+        y: torch.Tensor = self.lns_backend.rms_norm(x, weight, self.eps, self.lns_factor, bias=bias)
         return y.to(x.dtype)
 
 
@@ -75,10 +52,10 @@ class _RoundedBeforeGain(_Scaled):
     """Norms that round to the dtype of x before the gain, as some Hugging Face models do."""
 
     def _scaled(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = self.lns_backend.rms_norm(x, None, self.eps, self._factor)  # type: ignore[attr-defined]
+        y: torch.Tensor = self.lns_backend.rms_norm(x, None, self.eps, self.lns_factor)  # type: ignore[attr-defined]
         if weight is not None:
             y = y * weight.type_as(x)
-        return y if bias is None else y + fold(bias, self._factor, dtype=x.dtype)
+        return y if bias is None else y + fold(bias, self.lns_factor, dtype=x.dtype)
 
 
 class _InKernel(_Scaled):
@@ -88,8 +65,8 @@ class _InKernel(_Scaled):
 
     def _kernel(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         gain = torch.ones(x.shape[-1:], device=x.device) if weight is None else weight
-        gain = fold(gain, self._factor, dtype=x.dtype)
-        shift = None if bias is None else fold(bias, self._factor, dtype=x.dtype)
+        gain = fold(gain, self.lns_factor, dtype=x.dtype)
+        shift = None if bias is None else fold(bias, self.lns_factor, dtype=x.dtype)
         return self._rms_norm_fn(x, weight=gain, bias=shift, eps=self.eps)  # type: ignore[attr-defined]
 
 
@@ -105,7 +82,7 @@ class LNSCuTeRMSNorm(_InKernel, stock.CuTeRMSNorm):
 
 class LNSL2Norm(_Scaled, stock.L2Norm):
     def _scaled(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        return stock.l2_normalize(x) * self._factor  # nothing to fold into: it has no gain
+        return stock.l2_normalize(x) * self.lns_factor  # nothing to fold into: it has no gain
 
 
 _SCALED: dict[type, type] = {
@@ -140,10 +117,8 @@ def scale_norm(norm: Any, scale: float, *, form: Plan, field: str, base: str) ->
             f"a block norm of class {type(norm).__name__} cannot get a factor: expected one of OLMo-core's "
             f"{', '.join(kind.__name__ for kind in _SCALED)}"
         )
-    norm.__class__ = scaled
-    norm.lns_scale, norm.lns_form, norm.lns_field, norm.lns_base = scale, form, field, base
-    norm.lns_scale_tensor = torch.tensor(scale, dtype=torch.float64, device="cpu")
-    norm.lns_backend = choose_backend()
+    give(norm, scaled, scale, form=form, field=field)
+    norm.lns_base = base
 
 
 def bind_norm(norm: Any, site: binding.Site, *, form: Plan, field: str, base: str) -> None:

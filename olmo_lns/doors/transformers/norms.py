@@ -1,97 +1,69 @@
 """The modules of a block that carry a factor: a norm, or the branch after it.
 
-A module keeps its identity and becomes an instance of a subclass of its own class, so parameters,
-hooks, state-dict keys and ``isinstance`` checks stay. The norms whose arithmetic is known are
-computed by :mod:`olmo_lns.norm` with the factor inside; any other norm (Liger's, Apex's) and a
-branch have their output multiplied. A branch is scaled as a whole, not at its last projection:
-an adapter that PEFT puts around that projection is then scaled with it.
+The norms whose arithmetic is known are computed by :mod:`olmo_lns.norm` with the factor inside; any
+other norm (Liger's, Apex's) and a branch have their output multiplied. A branch is scaled as a whole,
+not at its last projection: an adapter that PEFT puts around that projection is then scaled with it.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from olmo_lns.doors import binding
-from olmo_lns.norm import choose_backend
+from olmo_lns.doors.scaled import Scaled, ScaledOutput, give
 from olmo_lns.schemes import Plan
 
 __all__ = ["bind_module", "how"]
 
 
-class _Scaled:
-    """What every scaled module has."""
+class _Replaceable(Scaled):
+    """What transformers, or a library on it, may take the forward of."""
 
-    # A plain float: a buffer would be lost on the meta device.
-    lns_scale: float
-    lns_scale_tensor: torch.Tensor
-    lns_field: str
-    lns_form: Plan
-    lns_backend: Any
     # `kernelize` would replace the forward by a kernel that knows no factor.
     kernel_layer_name = "LNSScaled"
 
     def lns_realised(self, sub_layer: str) -> Plan:
         """The plan that ``forward`` computes; without its factor where somebody put another forward in its place."""
         replaced = "forward" in vars(self) and "_old_forward" not in vars(self)  # accelerate's hooks keep the old one
-        changes: dict[str, Any] = {} if replaced else {self.lns_field: self.lns_scale}
-        return replace(self.lns_form, **changes)
-
-    def extra_repr(self) -> str:
-        base = super().extra_repr()  # type: ignore[misc]
-        return f"{base}{', ' if base else ''}lns_scale={self.lns_scale:.6g}"
+        return self.lns_form if replaced else super().lns_realised(sub_layer)
 
 
-def _factor(module: Any) -> Any:
-    """The factor as a float, or for torch.compile an equal 0-d CPU tensor: one graph for all blocks.
-
-    A float would be burnt into the graph of the first block, which breaks the recomputation of checkpointed blocks.
-    """
-    return module.lns_scale_tensor if torch.compiler.is_compiling() else module.lns_scale
-
-
-class _RMSNorm(_Scaled):
+class _RMSNorm(_Replaceable):
     """RMSNorm with gain, as Llama, Qwen and Mistral have it."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.lns_backend.rms_norm(hidden_states, self.weight, self.variance_epsilon, _factor(self))
+        return self.lns_backend.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.lns_factor)
 
 
-class _RMSNormInputDtype(_Scaled):
+class _RMSNormInputDtype(_Replaceable):
     """RMSNorm with gain whose output has the dtype of its input, as OLMo 2 and 3 have it."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        out = self.lns_backend.rms_norm(hidden_states, self.weight, self.variance_epsilon, _factor(self))
+        out = self.lns_backend.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.lns_factor)
         return out.to(hidden_states.dtype)
 
 
-class _LayerNorm(_Scaled):
+class _LayerNorm(_Replaceable):
     """torch's LayerNorm over the last dimension."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        return self.lns_backend.layer_norm(input, self.weight, self.bias, self.eps, _factor(self))
+        return self.lns_backend.layer_norm(input, self.weight, self.bias, self.eps, self.lns_factor)
 
 
-class _PlainLayerNorm(_Scaled):
+class _PlainLayerNorm(_Replaceable):
     """OLMo's LayerNorm: no gain, no bias, eps 1e-5, computed in fp32, output in the dtype of the input."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        out = self.lns_backend.layer_norm(hidden_states, None, None, 1e-5, _factor(self))
+        out = self.lns_backend.layer_norm(hidden_states, None, None, 1e-5, self.lns_factor)
         return out.to(hidden_states.dtype)
 
 
-class _ScaledOutput(_Scaled):
-    """Any module: its output, or the first of its outputs, times the factor."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(out, tuple):
-            return (out[0] * _factor(self), *out[1:])
-        return out * _factor(self)
+class _ScaledOutput(_Replaceable, ScaledOutput):
+    """Any other norm, or a branch."""
 
 
 #: Norm classes whose arithmetic is known, by the module that defines them.
@@ -114,12 +86,7 @@ def bind_module(module: nn.Module, site: binding.Site, field: str, form: Plan) -
     :raises LNSConfigError: it has a scheme already.
     """
     binding.bind(module, site)
-    scaled: Any = module
-    scaled.__class__ = _class(type(module))
-    scaled.lns_scale = getattr(site.plan, field)
-    scaled.lns_scale_tensor = torch.tensor(scaled.lns_scale, dtype=torch.float64, device="cpu")
-    scaled.lns_field, scaled.lns_form = field, form
-    scaled.lns_backend = choose_backend()
+    give(module, _class(type(module)), getattr(site.plan, field), form=form, field=field)
 
 
 def how(module: Any) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import platform
 import runpy
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Sequence
 
@@ -20,69 +19,12 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from olmo_lns import __version__, environment, extras, schemes
-from olmo_lns.doors import autoload, sources
+from olmo_lns.doctor.frameworks import FRAMEWORKS, Finding, framework_row, transformers_row, tree_of
+from olmo_lns.doors import autoload
 from olmo_lns.doors.olmo.settings import check_environment
 from olmo_lns.errors import LNSError
 
 __all__ = ["Finding", "examine", "main"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row: ``state`` is ``ok``, ``absent``, ``note`` or ``unsupported`` (the only one that fails)."""
-
-    what: str
-    found: str
-    state: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class Framework:
-    """Where a framework's name, version and verified sources stand.
-
-    :param release: path below the source tree, and the variable in it, that holds the version.
-    :param all_needed: whether every symbol of the table exists in every version.
-    """
-
-    label: str
-    extra: str
-    module: str
-    release: tuple[str, str]
-    upstream: str
-    all_needed: bool
-    detail: str
-
-
-FRAMEWORKS = (
-    Framework(
-        "OLMo",
-        "olmo",
-        "olmo",
-        ("olmo/version.py", "VERSION"),
-        "olmo_lns.doors.olmo.upstream",
-        True,
-        "layer_norm_type: lns, lns_rms, lns_default, lns_low_precision; so for the other schemes",
-    ),
-    Framework(
-        "OLMo-core",
-        "olmo-core",
-        "olmo_core",
-        ("olmo_core/version.py", "VERSION"),
-        "olmo_lns.doors.olmo_core.upstream",
-        True,
-        "block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}",
-    ),
-    Framework(
-        "Megatron core",
-        "megatron",
-        "megatron.core",
-        ("megatron/core/package_info.py", "__version__"),
-        "olmo_lns.doors.megatron.upstream",
-        False,
-        "flags --layernorm-scaling, --no-scaled-init",
-    ),
-)
 
 
 def examine() -> list[Finding]:
@@ -91,7 +33,8 @@ def examine() -> list[Finding]:
         Finding("Python", platform.python_version(), "ok", "3.10 to 3.12 are supported"),
         _settings(),
         _torch(),
-        *(_framework(framework) for framework in FRAMEWORKS),
+        *(framework_row(framework) for framework in FRAMEWORKS),
+        transformers_row(),
         _transformer_engine(),
         _backend(),
         _autoload(),
@@ -118,13 +61,13 @@ _DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 
 def _may_have_device() -> bool:
     """Whether torch has to be asked (seconds); one built for CPU, or a Linux without a device, has none."""
-    built = runpy.run_path(str(tree / "torch" / "version.py")) if (tree := _tree("torch")) else {}
+    built = runpy.run_path(str(tree / "torch" / "version.py")) if (tree := tree_of("torch")) else {}
     possible = bool(built.get("cuda") or built.get("hip"))
     return possible and (sys.platform != "linux" or any(Path(name).exists() for name in _DEVICES))
 
 
 def _torch() -> Finding:
-    if (tree := _tree("torch")) is None:
+    if (tree := tree_of("torch")) is None:
         return Finding("torch", "-", "unsupported", "not installed: pip install torch")
     if not _may_have_device():
         version = runpy.run_path(str(tree / "torch" / "version.py"))["__version__"]
@@ -133,54 +76,6 @@ def _torch() -> Finding:
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("torch", torch.__version__, "ok", f"CUDA: {', '.join(devices) or 'no device'}")
-
-
-def _framework(framework: Framework) -> Finding:
-    label = framework.label
-    if (tree := _tree(framework.module)) is None:
-        here = Path(*framework.module.split("."))
-        if not here.is_dir():
-            return Finding(label, "-", "absent", extras.advice(framework.extra))
-        # A script of this folder would import it; `olmo-lns` itself, which lies elsewhere, does not.
-        return Finding(label, "-", "absent", f"only ./{here}, for scripts of this folder: python -m olmo_lns doctor")
-    upstream = importlib.import_module(framework.upstream)
-    version = _version(framework, tree)
-    if version is None:
-        return Finding(label, "-", "unsupported", f"{tree / framework.release[0]} says no {framework.release[1]}")
-    if framework.module == "olmo_core" and Version(version) < Version(upstream.OLDEST):
-        return Finding(label, version, "note", f"too old for a door ({upstream.OLDEST}); ai2-olmo brings it for itself")
-    try:
-        if framework.module == "olmo":
-            upstream.check_version(version)
-        targets = {target.path: target.verified for target in upstream.TARGETS}
-        changed = sources.unverified(tree, targets, all_needed=framework.all_needed)
-    except (LNSError, OSError, SyntaxError) as error:
-        return Finding(label, version, "unsupported", f"{type(error).__name__}: {error}")
-    if changed:
-        text = f"{', '.join(changed)}: source not verified, in {tree}"
-        allowed = environment.is_set(environment.ALLOW_UNVERIFIED)
-        return Finding(label, version, "note" if allowed else "unsupported", text)
-    return Finding(label, version, "ok", f"{framework.detail}; in {tree}")
-
-
-def _tree(module: str) -> Path | None:
-    """The folder that holds a framework's top-level package, or None where it cannot be imported."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # the parent is absent
-        return None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations))).parents[module.count(".")]
-
-
-def _version(framework: Framework, tree: Path) -> str | None:
-    """As the sources that would be imported say; metadata may be another copy's."""
-    path, name = framework.release
-    try:
-        return str(runpy.run_path(str(tree / path))[name])
-    except (KeyError, OSError):
-        return None
 
 
 def _extra(name: str) -> Finding:
@@ -241,7 +136,8 @@ def _tune() -> None:
 def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
     """One line for every required extra that cannot be used: its framework's row, and its packages' row."""
     rows = {row.what: row for row in findings}
-    labels = {framework.extra: framework.label for framework in FRAMEWORKS} | {"te": "Transformer Engine"}
+    labels = {framework.extra: framework.label for framework in FRAMEWORKS}
+    labels |= {"hf": "transformers", "te": "Transformer Engine"}
     lines = []
     for name in required:
         for row in (rows.get(labels.get(name, "")), rows[f"extra {name}"]):
