@@ -10,8 +10,10 @@ from test_layout import SOURCES
 
 #: Forks a process for each module; what takes long and calls no hook of ours is imported once, before.
 PROGRAM = """
-import importlib, os, sys
-import numpy, torch, yaml
+import contextlib, importlib, os, sys
+for name in ("datasets", "numpy", "torch.distributed.fsdp", "yaml"):
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(name)
 from olmo_lns.doors.autoload import activate
 activate()
 failed = False

@@ -56,6 +56,7 @@ def test_scores_with_each_block_removed(folder, task_folder, request):
     assert len({scores.baseline, *scores.without}) > 1, "removing a block must be seen"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow  # indexes the harness's own tasks
 def test_unknown_task(llama_folder, task_folder):
     loaded = load_model(str(llama_folder), device="cpu")

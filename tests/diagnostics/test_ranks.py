@@ -11,7 +11,7 @@ from support import launch
 from olmo_lns import cli
 
 pytestmark = pytest.mark.slow
-POOLED = ("variance", "angular")
+ANGULAR = pytest.param("angular", marks=pytest.mark.exhaustive)
 
 
 def torchrun(folder, *arguments):
@@ -29,7 +29,7 @@ def options(model, data, batch_size):
         pytest.param(64, id="one batch: the second rank has none"),
     ],
 )
-@pytest.mark.parametrize("what", POOLED)
+@pytest.mark.parametrize("what", ["variance", ANGULAR])
 def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     common = options(olmo_folder, token_file, batch_size)
@@ -50,7 +50,10 @@ def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, 
 
 @pytest.mark.parametrize(
     ("what", "where"),
-    [("variance", "block 1 is the first whose output"), ("angular", "the input of block 1 (the embedding)")],
+    [
+        ("variance", "block 1 is the first whose output"),
+        pytest.param("angular", "the input of block 1 (the embedding)", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_one_rank_finds_all_report(what, where, olmo_folder, tmp_path):
     """Token 5, whose embedding is NaN, comes in the second batch only."""
@@ -67,6 +70,7 @@ def test_what_one_rank_finds_all_report(what, where, olmo_folder, tmp_path):
     assert "Connection closed by peer" not in result.text
 
 
+@pytest.mark.exhaustive
 def test_what_runs_in_one_process_says_so(olmo_folder, token_file, tmp_path):
     result = torchrun(tmp_path, "layer-drop", *options(olmo_folder, token_file, 4))
     assert "layer-drop runs in one process: found WORLD_SIZE=2; start it without torchrun" in result.text

@@ -212,7 +212,9 @@ def test_other_imports_are_untouched_while_a_thread_imports_the_framework(plugin
     "statement",
     [
         "from hf_olmo.convert_olmo_to_hf import write_config",
-        "import olmo.model\nfrom hf_olmo.convert_olmo_to_hf import write_config",
+        pytest.param(
+            "import olmo.model\nfrom hf_olmo.convert_olmo_to_hf import write_config", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_the_guard_of_hf_olmo_is_there_before_what_it_guards(tmp_path, statement):

@@ -53,10 +53,10 @@ def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: in
 @pytest.mark.parametrize(
     ("module", "function", "call"),
     [
-        ("shards", "tensor_bytes", 1),  # in the first tensor
+        pytest.param("shards", "tensor_bytes", 1, marks=pytest.mark.exhaustive),  # in the first tensor
         ("shards", "tensor_bytes", 30),  # in a later shard
         ("huggingface", "_write_json", 2),  # all weights are there, the config is not
-        ("atomic", "_digest", 3),  # complete, not yet renamed
+        pytest.param("atomic", "_digest", 3, marks=pytest.mark.exhaustive),  # complete, not yet renamed
     ],
 )
 @pytest.mark.slow

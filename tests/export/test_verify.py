@@ -103,7 +103,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("form", "layer"),
     [
         pytest.param("hf", "model.layers.2.mlp", id="hf"),
-        pytest.param("olmo", "transformer.blocks.2", id="olmo", marks=pytest.mark.slow),
+        pytest.param("olmo", "transformer.blocks.2", id="olmo", marks=(pytest.mark.slow, pytest.mark.exhaustive)),
     ],
 )
 def test_overflow_fails(overflowing: Path, tmp_path: Path, capsys: Capture, form: str, layer: str) -> None:

@@ -84,7 +84,7 @@ def worker(rank, name, low_precision, store, queue):
     ("name", "low_precision"),
     [
         pytest.param("torch", False, id="torch-fp32"),
-        pytest.param("te", True, id="te-bf16-mixed"),
+        pytest.param("te", True, id="te-bf16-mixed", marks=pytest.mark.exhaustive),
         pytest.param("torch", True, id="torch-bf16-mixed", marks=pytest.mark.exhaustive),
         pytest.param("te", False, id="te-fp32", marks=pytest.mark.exhaustive),
     ],

@@ -181,7 +181,7 @@ def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
 )
 def test_a_killed_study_continues_to_the_same_losses(tmp_path: Path, number: signal.Signals) -> None:
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    path, steps = micro(tmp_path, steps=150), 150
+    path, steps = micro(tmp_path, steps=80), 80
     whole = study(path, tmp_path / "whole", "--only", "s-lns-s1")
     assert whole.wait(timeout=900) == 0
     out = tmp_path / "killed"

@@ -61,6 +61,8 @@ LAYOUTS = {
 SCHEMES = ("lnsafterbranch", "sandwich_depth", "layerscale:start=0.5", "skipinit")
 #: The global batch is one: from one checkpoint they train as one process does.
 MODEL_PARALLEL = [name for name, layout in LAYOUTS.items() if {"tp", "pp"} & set(layout)]
+#: Of these, what a slow run tries: a sharded sequence, and stages that hold blocks which are not neighbours.
+FEW = ("TP2, sequence parallel", "PP2 x VPP2")
 #: Each rank has batches of its own: what they are compared with has two ranks too.
 DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "DP2": {},
@@ -71,8 +73,8 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """All layouts in three launches: a launch costs more than its steps."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Layouts in two launches: a launch costs more than its steps."""
     pytest.importorskip("einops", reason="Megatron-FSDP needs it: pip install 'olmo-lns[test]'")
     folder = tmp_path_factory.mktemp("checkpoints")
     for name in ("lns", *SCHEMES):
@@ -87,13 +89,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     }
     two = {name: {"lns": "plugin,hooks,off", **layout} for name, layout in LAYOUTS.items()}
     two |= {f"loaded, {name}": {"lns": "plugin", **saved, **LAYOUTS[name]} for name in ("TP2", "PP2")}
-    two |= {f"schemes, {name}": start | LAYOUTS[name] for name in MODEL_PARALLEL}
+    two |= {f"schemes, {name}": start | LAYOUTS[name] for name in FEW}
+    return launched(1, alone) | launched(2, two) | {"start": start}
+
+
+def launched(ranks: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return dict(zip(layouts, launch(ranks, *layouts.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def all_found(found: dict[str, Any]) -> dict[str, Found]:
+    """With the schemes under every layout."""
+    rest = {f"schemes, {name}": found["start"] | LAYOUTS[name] for name in MODEL_PARALLEL if name not in FEW}
     # PyTorch's FSDP2 in a second parallel state would meet the groups of the first: a process of its own.
     apart = {f"schemes, {name}": {"schemes": SCHEMES, **layout} for name, layout in DATA_PARALLEL.items()}
-    results = {}
-    for ranks, layouts in ((1, alone), (2, two), (2, apart)):
-        results |= dict(zip(layouts, launch(ranks, *layouts.values()), strict=True))
-    return results
+    return found | launched(2, rest) | launched(2, apart)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -109,9 +119,19 @@ def test_training_follows_the_hooked_reference(name: str, found: dict[str, Found
     assert sorted(map(tuple, once)) == sorted((block, block**-0.5) for block in range(1, BLOCKS + 1) for _ in "ab")
 
 
-@pytest.mark.parametrize("name", MODEL_PARALLEL)
-def test_schemes_train_alike_under_every_layout(name: str, found: dict[str, Found]) -> None:
+@pytest.mark.parametrize("name", FEW)
+def test_schemes_train_alike(name: str, found: dict[str, Found]) -> None:
     """From one checkpoint, resharded: learned factors and norms are sharded, reduced, updated as in one process."""
+    alike(name, found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in MODEL_PARALLEL if name not in FEW])
+def test_schemes_train_alike_under_every_layout(name: str, all_found: dict[str, Found]) -> None:
+    alike(name, all_found)
+
+
+def alike(name: str, found: dict[str, Found]) -> None:
     for scheme in SCHEMES:
         ranks, expected = found[f"schemes, {name}"][scheme], losses(found["schemes"][scheme])
         assert losses(ranks) == pytest.approx(expected, rel=2e-5), scheme
@@ -119,11 +139,12 @@ def test_schemes_train_alike_under_every_layout(name: str, found: dict[str, Foun
         assert {site[0] for rank in ranks for site in rank["sites"]} == set(range(1, BLOCKS + 1)), scheme
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in DATA_PARALLEL if name != "DP2"])
-def test_schemes_under_the_distributed_optimizer_and_fsdp(name: str, found: dict[str, Found]) -> None:
+def test_schemes_under_the_distributed_optimizer_and_fsdp(name: str, all_found: dict[str, Found]) -> None:
     for scheme in SCHEMES:
-        expected = losses(found["schemes, DP2"][scheme])
-        assert losses(found[f"schemes, {name}"][scheme]) == pytest.approx(expected, rel=1e-5), scheme
+        expected = losses(all_found["schemes, DP2"][scheme])
+        assert losses(all_found[f"schemes, {name}"][scheme]) == pytest.approx(expected, rel=1e-5), scheme
 
 
 def test_a_checkpoint_gives_the_same_loss_under_another_layout(found: dict[str, Found]) -> None:

@@ -98,7 +98,7 @@ def run(tree: Path, program: str, *words: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["alone", "with the hook"])
+@pytest.mark.parametrize("mode", [pytest.param("alone", marks=pytest.mark.exhaustive), "with the hook"])
 def test_the_patch_loads_the_plugin_once(patched: Path, mode: str) -> None:
     cfg = tiny.config()
     apply(cfg)

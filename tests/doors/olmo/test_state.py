@@ -71,7 +71,9 @@ def lns(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--reset_trainer_state=true",)], ids=["", "reset"])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--reset_trainer_state=true",), marks=pytest.mark.exhaustive)], ids=["", "reset"]
+)
 def test_without_the_plugin_it_is_not_resumed_as_preln(lns: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     """With it and the flag the losses go on: test_train.py."""
     result = stock(tmp_path, f"--load_path={lns}", *more)

@@ -70,7 +70,9 @@ def test_a_stock_class_stops_and_says_why(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "scheme"), [("llama", "lns"), ("vit", "lnsafterff")])
+@pytest.mark.parametrize(
+    ("kind", "scheme"), [("llama", "lns"), pytest.param("vit", "lnsafterff", marks=pytest.mark.exhaustive)]
+)
 def test_other_processes(kind, scheme, tmp_path, schemes):  # noqa: F811
     model = apply(stock(kind), scheme, initialization="upstream")
     model.save_pretrained(folder := tmp_path / scheme)

@@ -74,6 +74,7 @@ def test_killed_and_resumed_is_as_never_stopped(model, unbroken, tmp_path):
     assert last[0] == last[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_accelerate_with_two_processes_is_as_one(model, unbroken, tmp_path):
     accelerate = str(Path(sys.executable).with_name("accelerate"))

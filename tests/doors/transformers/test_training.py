@@ -98,7 +98,7 @@ def test_gradient_checkpointing(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["lns", "lnsafterbranch"])
+@pytest.mark.parametrize("scheme", ["lns", pytest.param("lnsafterbranch", marks=pytest.mark.exhaustive)])
 def test_compiled(scheme, schemes):  # noqa: F811
     model = apply(stock("llama"), scheme)
     eager = copy.deepcopy(model)

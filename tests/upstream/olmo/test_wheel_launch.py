@@ -82,6 +82,7 @@ def test_two_ranks_have_the_loss_of_one(on):
     assert two == pytest.approx(one, rel=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_opted_out_is_olmo_alone(installed):
     result, _ = train(
         installed,
