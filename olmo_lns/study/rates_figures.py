@@ -18,9 +18,10 @@ _COLUMNS = 3
 def panels(found: Sequence[Group]) -> dict[str, list[tuple[Any, Any]]]:
     """Name of a figure -> what its panels show and how; only figures that have something to show."""
     plain = [group for group in found if not group.variant]
+    searched = [group for group in plain if len(group.rates) > 1]  # one rate is nobody's best
     figures: dict[str, list[tuple[Any, Any]]] = {
-        "rates": [(group, _rate_panel) for group in plain if len(group.rates) > 1],
-        "depth": [(line, _depth_panel) for line in _by_depth(plain) if len(line) > 1],
+        "rates": [(group, _rate_panel) for group in searched],
+        "depth": [(line, _depth_panel) for line in _by_depth(searched) if len(line) > 1],
         "tokens": [(line, panel) for line in rates.losses_by_tokens(found) for panel in (_tokens_panel, _gap_panel)],
     }
     return {name: shown for name, shown in figures.items() if shown}
@@ -54,6 +55,7 @@ def _figure(shown: Sequence[tuple[Any, Any]], path: Path) -> Path:
     for axes, (subject, panel) in zip(grid.flat, shown, strict=False):
         panel(axes, subject)
         axes.set_xscale("log")
+        _tick_what_was_run(axes)
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=6)
@@ -61,6 +63,15 @@ def _figure(shown: Sequence[tuple[Any, Any]], path: Path) -> Path:
     chart.savefig(path, metadata={"Software": None})
     pyplot.close(chart)
     return path
+
+
+def _tick_what_was_run(axes: Any) -> None:
+    """A tick for each rate, depth or budget, instead of decades whose labels overlap."""
+    curves = [list(line.get_xdata()) for line in axes.get_lines()]
+    values = sorted({x for curve in curves if curve != [0, 1] for x in curve})  # (0, 1): a line across the panel
+    names = [f"{x / 1e6:.2g}M" if x >= 1e5 else f"{x:g}" for x in values]
+    axes.set_xticks(values, names)
+    axes.minorticks_off()
 
 
 def _line(axes: Any, arm: str, points: Sequence[tuple[float, float]]) -> None:
@@ -88,9 +99,6 @@ def _depth_panel(axes: Any, line: Sequence[Group]) -> None:
     for arm in dict.fromkeys(arm for group in line for arm in group.arms):
         if points := [(group.layers, best.loss) for group in line if (best := group.best(arm)) is not None]:
             _line(axes, arm, points)
-    depths = [group.layers for group in line]
-    axes.set_xticks(depths, [str(depth) for depth in depths])
-    axes.minorticks_off()
     axes.set_title(f"width {line[0].width}, {line[0].tokens / 1e6:.3g}M tokens", fontsize=8)
     axes.set_xlabel("blocks")
     axes.set_ylabel("loss at the best rate (nats a token)")
