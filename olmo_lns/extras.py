@@ -7,8 +7,9 @@ import importlib.util
 from typing import Sequence
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-__all__ = ["IMPORTED_AS", "advice", "extra_of", "names", "problems"]
+__all__ = ["IMPORTED_AS", "advice", "extra_of", "names", "problems", "wanted"]
 
 DISTRIBUTION = "olmo-lns"
 #: Distribution -> the module it is imported as, where the two differ.
@@ -51,6 +52,11 @@ def problems(extra: str) -> tuple[list[str], list[str]]:
         if not requirement.specifier.contains(version, prereleases=True):
             other.append(f"{requirement.name} {version} (wanted {requirement.specifier})")
     return missing, other
+
+
+def wanted(extra: str, name: str) -> SpecifierSet:
+    """The versions of a package that an extra takes."""
+    return next(requirement.specifier for requirement in _requirements(extra) if requirement.name == name)
 
 
 def extra_of(module: str, preferred: Sequence[str]) -> str | None:

@@ -140,13 +140,17 @@ def test_what_is_required_and_absent_fails(capsys, monkeypatch):
     assert doctor.main([]) == 0
 
 
-def test_transformers_by_its_version(monkeypatch):
+def test_transformers_by_its_version(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     row = frameworks.transformers_row()
     assert (row.found, row.state) == (transformers.__version__, "ok") and "lns_llama" in row.detail
-    monkeypatch.setattr(doctor.extras.importlib.metadata, "version", lambda name: "4.40.0")
-    row = frameworks.transformers_row()
-    assert row.state == "note" and "transformers 4.40.0 (wanted" in row.detail
+    source = (frameworks.tree_of("transformers") / "transformers" / "__init__.py").read_text(encoding="utf-8")
+    (tmp_path / "transformers").mkdir()
+    monkeypatch.setattr(frameworks, "tree_of", lambda module: tmp_path)
+    for version, state in (("4.40.0", "note"), ("", "unsupported")):
+        text = source.replace(f'__version__ = "{row.found}"', f'__version__ = "{version}"')
+        (tmp_path / "transformers" / "__init__.py").write_text(text, encoding="utf-8")
+        assert frameworks.transformers_row().state == state
     monkeypatch.setattr(frameworks, "tree_of", lambda module: None)
     assert frameworks.transformers_row().detail == "pip install 'olmo-lns[hf]'"
 

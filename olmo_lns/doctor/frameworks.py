@@ -131,9 +131,12 @@ def transformers_row() -> Finding:
         return Finding("transformers", "-", "absent", extras.advice("hf"))
     from olmo_lns.doors.transformers.families import FAMILIES, PREFIX, VERIFIED
 
-    written = re.search(r'^__version__ = "(.+)"', (tree / "transformers" / "__init__.py").read_text(), re.MULTILINE)
-    version = written[1] if written else "?"
+    source = tree / "transformers" / "__init__.py"
+    written = re.search(r'^__version__ = "(.+)"', source.read_text(encoding="utf-8"), re.MULTILINE)
+    if written is None:
+        return Finding("transformers", "-", "unsupported", f"{source} says no __version__")
+    version, wanted = written[1], extras.wanted("hf", "transformers")
     types = ", ".join(f"{PREFIX}{kind}" for kind, family in FAMILIES.items() if family.sub_layers is not None)
-    if outside := [text for text in extras.problems("hf")[1] if text.startswith("transformers ")]:
-        return Finding("transformers", version, "note", f"{outside[0]}; verified: {VERIFIED}")
+    if not wanted.contains(version, prereleases=True):
+        return Finding("transformers", version, "note", f"wanted {wanted}; verified: {VERIFIED}")
     return Finding("transformers", version, "ok", f"model types {types}")

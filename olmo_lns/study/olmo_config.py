@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import os
 import pickle
 import re
@@ -66,16 +67,17 @@ def _load(cls: Any, path: str, overrides: list[str], _key: None, validate_paths:
     from omegaconf import OmegaConf
 
     cls._register_resolvers(validate_paths=validate_paths)
-    own = pickle.loads(_schema_and_file(cls, path, os.stat(path).st_mtime_ns))
+    own = pickle.loads(_schema_and_file(cls, Path(path).read_text(encoding="utf-8")))
     return OmegaConf.to_object(OmegaConf.unsafe_merge(own, OmegaConf.from_dotlist(overrides)))
 
 
 @lru_cache(maxsize=1)
-def _schema_and_file(cls: Any, path: str, _changed: int) -> bytes:
+def _schema_and_file(cls: Any, text: str) -> bytes:
     """Pickled, since OmegaConf's own copies take eight times as long."""
     from omegaconf import OmegaConf
 
-    return pickle.dumps(OmegaConf.merge(_schema(cls), cls.update_legacy_settings(OmegaConf.load(path))))
+    raw = cls.update_legacy_settings(OmegaConf.load(io.StringIO(text)))
+    return pickle.dumps(OmegaConf.merge(_schema(cls), raw))
 
 
 @lru_cache

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
-import os
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Callable
 
 from omegaconf import OmegaConf
@@ -97,12 +98,13 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
 def _written_types(path: Any, overrides: list[str] | None, key: str | None, name: str) -> tuple[str | None, str | None]:
     """The type that the YAML file names and the one that the command line asks for, as written."""
     override = OmegaConf.select(OmegaConf.from_dotlist(overrides or []), name)
-    return _named_type(str(path), os.stat(path).st_mtime_ns, key, name), None if override is None else str(override)
+    text = Path(path).read_text(encoding="utf-8")
+    return _named_type(text, key, name), None if override is None else str(override)
 
 
 @lru_cache(maxsize=1)  # a study loads one file for each of its runs
-def _named_type(path: str, _changed: int, key: str | None, name: str) -> str | None:
-    raw = OmegaConf.load(path)
+def _named_type(text: str, key: str | None, name: str) -> str | None:
+    raw = OmegaConf.load(io.StringIO(text))
     if key is not None:
         raw = OmegaConf.select(raw, key) or OmegaConf.create()
     named = OmegaConf.select(raw, name, throw_on_missing=False)
