@@ -25,10 +25,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
 
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.olmo-lns-setup
-# Python compiles a file when it first imports it: most of the 20,000 never are.
+# Python compiles a file when it first imports it: most of the 20,000 never are. Where the shell forbids it to keep what it
+# compiled, every process of the tests compiles torch and OLMo again: half of their time (docs/decisions.md).
+unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # Two workers on two cores: one thread each, or they fight. Each starts with half of the tests in their order, so that
-# what a file builds once is built once; the slow ones stay whole files.
+# what a file builds once is built once; the slow ones stay whole files, the longest first.
+LONGEST := tests/upstream tests/doors/megatron tests/doors/olmo tests/study
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 
 .PHONY: release-check docs wheel setup setup-olmo-core demo test test-slow test-exhaustive test-olmo-core test-gpu lint format clean
@@ -60,15 +63,16 @@ test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-slow: setup
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not exhaustive and not gpu" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not exhaustive and not gpu" $(ARGS) $(LONGEST) tests
 
 # More layouts of what the slow tests show: before a release, and once a week on the public host.
 test-exhaustive: setup
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "exhaustive and not gpu" $(ARGS)
 
-# The OLMo-core door, in its own environment; MARK="slow or not slow" runs everything. TRL wants datasets>=4 and OLMo
-# datasets<4, so what needs TRL and PEFT is tested here, too.
+# The OLMo-core door, in its own environment; MARK="slow or not slow" with TRL_MARK the same runs everything. TRL wants
+# datasets>=4 and OLMo datasets<4, so what needs TRL and PEFT is tested here, too.
 MARK ?= not slow
+TRL_MARK ?= not exhaustive
 setup-olmo-core:
 	$(MAKE) setup DOOR=olmo-core VENV=$(OLMO_CORE_VENV)
 
@@ -76,7 +80,7 @@ test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
 		tests/doors/olmo_core tests/export/test_olmo_core.py $(ARGS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
-		-m "slow or not slow" -k "trl or lora or adapter" tests/finetune tests/doors/transformers/test_training.py
+		-m "$(TRL_MARK)" -k "trl or lora or adapter" tests/finetune tests/doors/transformers/test_training.py
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup

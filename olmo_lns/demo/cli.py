@@ -25,6 +25,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS, check_environment
 from olmo_lns.study.corpora import BUILT
 from olmo_lns.study.engines import OLMO
+from olmo_lns.study.processes import cores
 from olmo_lns.study.text import Text
 
 if TYPE_CHECKING:
@@ -101,9 +102,8 @@ def _set_threads(threads: int | None) -> None:
 
 def _free_cores() -> int:
     """At most ``MOST_THREADS``: threads that share a core with other work wait for one another at every operation."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
-    return max(1, min(there - busy, MOST_THREADS))
+    return max(1, min(cores() - busy, MOST_THREADS))
 
 
 def _plan(args: argparse.Namespace, arms: list[str], shape: Shape, data: Text, device: str) -> list[Run]:

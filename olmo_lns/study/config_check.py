@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Iterable, Sequence
 
 import yaml
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import processes
 from olmo_lns.study.arms import ARMS, arm_problems, init_problems
 from olmo_lns.study.engines import ENGINES, Engine
 from olmo_lns.study.shape import GPUS, STRATEGIES, Shape
@@ -17,6 +21,8 @@ from olmo_lns.study.shape import GPUS, STRATEGIES, Shape
 __all__ = ["Checked", "check", "find", "main"]
 
 STUDY = "study"
+#: Fewer are checked in the time in which another process imports OLMo.
+FILES_A_PROCESS = 20
 #: Files of other commands, which check them themselves: the key that tells them -> whose they are.
 ELSEWHERE = {"dataset_name": "TRL's own command", "augment": "olmo-lns vision train"}
 
@@ -71,6 +77,15 @@ def check(path: Path, *, gpus: int, gpu: str, budget: float | None) -> Checked:
         if result.memory > GPUS[gpu].memory:
             result.notes.append(f"estimated {result.memory / 1e9:.0f} GB on a GPU{result.split} is more than {gpu} has")
     return result
+
+
+def _each(paths: Sequence[Path], **options: Any) -> list[Checked]:
+    """:func:`check` of each; of many in several processes, which import OLMo at the same time."""
+    workers = min(processes.cores(), len(paths) // FILES_A_PROCESS)
+    if workers < 2:
+        return [check(path, **options) for path in paths]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        return list(pool.map(partial(check, **options), paths))
 
 
 def _kind(path: Path) -> str:
@@ -177,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.gpus < 1:
         parser.error("--gpus must be at least 1")
-    results = [check(path, gpus=args.gpus, gpu=args.gpu, budget=args.budget) for path in find(args.paths)]
+    results = _each(find(args.paths), gpus=args.gpus, gpu=args.gpu, budget=args.budget)
     head = [
         "file",
         "kind",

@@ -13,7 +13,12 @@ from typing import Any, Iterator
 
 from olmo_lns.errors import LNSError
 
-__all__ = ["Children", "children", "only_one"]
+__all__ = ["Children", "children", "cores", "only_one"]
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Children:

@@ -167,6 +167,7 @@ def test_interrupt_reports_what_is_done_and_the_command_goes_on(
     assert json.loads((tmp_path / "report.json").read_text())["complete"] is True
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_kill_loses_at_most_the_steps_since_the_checkpoint(tmp_path: Path):
     arguments = ["demo", *TINY, "--steps", "60", "--arms", "lns", "--out"]

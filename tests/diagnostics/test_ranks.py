@@ -52,9 +52,10 @@ def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, 
     ("what", "where"),
     [
         ("variance", "block 1 is the first whose output"),
-        pytest.param("angular", "the input of block 1 (the embedding)", marks=pytest.mark.exhaustive),
+        ("angular", "the input of block 1 (the embedding)"),
     ],
 )
+@pytest.mark.exhaustive
 def test_what_one_rank_finds_all_report(what, where, olmo_folder, tmp_path):
     """Token 5, whose embedding is NaN, comes in the second batch only."""
     broken = tmp_path / "broken"

@@ -172,6 +172,15 @@ def test_trl_dpo_on_local_pairs(tmp_path):
 
 
 @pytest.mark.slow
+def test_trl_sft_saves_an_lns_model(tmp_path):
+    model = model_folder(tmp_path)
+    assert convert(tmp_path, examples()) == 0
+    finished(trl(tmp_path, "sft", model, "--max_steps", "3", "--output_dir", "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "lns_llama"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_trl_sft_killed_and_resumed_is_as_never_stopped(tmp_path):
     model = model_folder(tmp_path)
     assert convert(tmp_path, examples()) == 0

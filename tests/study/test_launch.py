@@ -175,8 +175,8 @@ def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGKILL, id="SIGKILL"),
+        pytest.param(signal.SIGTERM, id="SIGTERM"),
+        pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_killed_study_continues_to_the_same_losses(tmp_path: Path, number: signal.Signals) -> None:

@@ -63,6 +63,8 @@ SCHEMES = ("lnsafterbranch", "sandwich_depth", "layerscale:start=0.5", "skipinit
 MODEL_PARALLEL = [name for name, layout in LAYOUTS.items() if {"tp", "pp"} & set(layout)]
 #: Of these, what a slow run tries: a sharded sequence, and stages that hold blocks which are not neighbours.
 FEW = ("TP2, sequence parallel", "PP2 x VPP2")
+#: Other ways of the same over the blocks; with the schemes of the rest they are an exhaustive run.
+LATER = ("FSDP2", "PP2", "PP2, full recompute")
 #: Each rank has batches of its own: what they are compared with has two ranks too.
 DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "DP2": {},
@@ -87,10 +89,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "schemes, saved": {"schemes": SCHEMES, "save": str(folder), "steps": 0},
         "schemes": start,
     }
-    two = {name: {"lns": "plugin,hooks,off", **layout} for name, layout in LAYOUTS.items()}
+    two = {name: compared(name) for name in LAYOUTS if name not in LATER}
     two |= {f"loaded, {name}": {"lns": "plugin", **saved, **LAYOUTS[name]} for name in ("TP2", "PP2")}
     two |= {f"schemes, {name}": start | LAYOUTS[name] for name in FEW}
     return launched(1, alone) | launched(2, two) | {"start": start}
+
+
+def compared(name: str) -> dict[str, Any]:
+    return {"lns": "plugin,hooks,off", **LAYOUTS[name]}
 
 
 def launched(ranks: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -99,15 +105,27 @@ def launched(ranks: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def all_found(found: dict[str, Any]) -> dict[str, Found]:
-    """With the schemes under every layout."""
-    rest = {f"schemes, {name}": found["start"] | LAYOUTS[name] for name in MODEL_PARALLEL if name not in FEW}
+    """With LNS and the schemes under every layout."""
+    rest = {name: compared(name) for name in LATER if name != "FSDP2"}
+    rest |= {f"schemes, {name}": found["start"] | LAYOUTS[name] for name in MODEL_PARALLEL if name not in FEW}
     # PyTorch's FSDP2 in a second parallel state would meet the groups of the first: a process of its own.
     apart = {f"schemes, {name}": {"schemes": SCHEMES, **layout} for name, layout in DATA_PARALLEL.items()}
+    apart |= {"FSDP2": compared("FSDP2")}
     return found | launched(2, rest) | launched(2, apart)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in LATER])
 def test_training_follows_the_hooked_reference(name: str, found: dict[str, Found]) -> None:
+    follows(name, found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LATER)
+def test_training_follows_the_hooked_reference_elsewhere(name: str, all_found: dict[str, Found]) -> None:
+    follows(name, all_found)
+
+
+def follows(name: str, found: dict[str, Found]) -> None:
     plugin, expected = found[name]["plugin"], losses(found[name]["hooks"])
     tolerance = 1e-2 if "bf16" in name else 1e-5
     assert losses(plugin) == pytest.approx(expected, rel=tolerance)

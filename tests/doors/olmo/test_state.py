@@ -81,6 +81,7 @@ def test_without_the_plugin_it_is_not_resumed_as_preln(lns: Path, tmp_path: Path
     assert REFUSED in result.text and "unset OLMO_LNS_DISABLE" in result.text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_folded_export_is_resumed_by_stock_olmo_and_an_unfolded_one_is_not(lns: Path, tmp_path: Path) -> None:
     folded, again = tmp_path / "folded-unsharded", tmp_path / "again-unsharded"

@@ -87,6 +87,7 @@ def test_accelerate_with_two_processes_is_as_one(model, unbroken, tmp_path):
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_fully_shard_is_as_one_process(model, tmp_path, monkeypatch):
     import transformers

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 from support import launch
@@ -41,20 +42,36 @@ INITIALIZED: dict[str, dict[str, Any]] = {
 }
 
 
+#: What a slow run tries: every scheme sharded, and drawn on shards.
+FEW = ("fsdp", "ddp", "fsdp, compiled and checkpointing", "meta init, sequential blocks")
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("schemes")
-    (folder / "cases.json").write_text(json.dumps({**COMPARED, **INITIALIZED}))
-    env = launch.environment(PYTHONPATH=f"{launch.REPOSITORY / 'tests'}:{launch.REPOSITORY}")
-    script, output = launch.PROGRAMS / "strategies.py", folder / "results.json"
-    launch.torchrun(sys.executable, 2, script, folder / "cases.json", output, cwd=folder, env=env).ok()
-    found: dict[str, Any] = json.loads(output.read_text())
-    return found
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Of a case; those of FEW are one launch, the rest is another."""
+
+    @functools.cache
+    def launched(few: bool) -> Any:
+        folder = tmp_path_factory.mktemp("schemes")
+        cases = {name: case for name, case in {**COMPARED, **INITIALIZED}.items() if (name in FEW) == few}
+        (folder / "cases.json").write_text(json.dumps(cases))
+        env = launch.environment(PYTHONPATH=f"{launch.REPOSITORY / 'tests'}:{launch.REPOSITORY}")
+        script, output = launch.PROGRAMS / "strategies.py", folder / "results.json"
+        launch.torchrun(sys.executable, 2, script, folder / "cases.json", output, cwd=folder, env=env).ok()
+        return json.loads(output.read_text())
+
+    return lambda name: launched(name in FEW)[name]
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in COMPARED for kind in COMPARED[name]["kinds"][1:]])
+def marked(name: str, *more: str) -> Any:
+    return pytest.param(name, *more, marks=[] if name in FEW else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [marked(name, kind) for name in COMPARED for kind in COMPARED[name]["kinds"][1:]]
+)
 def test_same_as_one_process(results, name, kind):
-    ours, stock = results[name][kind], results[name]["rms"]
+    ours, stock = results(name)[kind], results(name)["rms"]
     assert "error" not in stock and "error" not in ours, (stock, ours)
     if kind != "lnsbefore_rms":
         assert abs(ours["expected"] - stock["expected"]) > 1e-4, "the scheme changed nothing: this case shows nothing"
@@ -64,10 +81,10 @@ def test_same_as_one_process(results, name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", INITIALIZED)
+@pytest.mark.parametrize("name", map(marked, INITIALIZED))
 def test_initial_weights_on_meta_device(results, name, kind):
     """As stock's, which on shards draws the same numbers, times the scheme's gains; learned factors at their start."""
-    ours, stock = results[name][kind], results[name]["rms"]
+    ours, stock = results(name)[kind], results(name)["rms"]
     assert "error" not in stock and "error" not in ours, (stock, ours)
     plan = parse(kind.removesuffix("_rms")).plan(1, 4, "attn")
     gain = dict(plan.gains).get("v", 1.0)

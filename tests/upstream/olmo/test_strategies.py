@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Iterable
 
 import pytest
 import torch
@@ -52,6 +53,17 @@ INITIALIZED: dict[str, dict[str, Any]] = {
 }
 FLAT = fsdp(use_orig_params=False, initialize=True, model={"init_fn": "mitchell"})
 CASES = {**COMPARED, **INITIALIZED}
+#: What a slow run tries on two ranks.
+FEW = (
+    "ddp",
+    "ddp, compiled",
+    "fsdp by_block",
+    "fsdp by_block, flat parameters",
+    "fsdp by_block_group",
+    "fsdp, compiled and checkpointing",
+    "fsdp amp_bf16 mixed",
+    *INITIALIZED,
+)
 
 
 def run(folder: Path, ranks: int, cases: dict[str, Any]) -> tuple[launch.Result, dict[str, Any]]:
@@ -63,17 +75,31 @@ def run(folder: Path, ranks: int, cases: dict[str, Any]) -> tuple[launch.Result,
     return done, json.loads(output.read_text()) if output.exists() else {}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["1 rank", "2 ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All cases in one launch."""
-    done, found = run(tmp_path_factory.mktemp("strategies"), request.param, CASES)
-    done.ok()
-    return found
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Any]:
+    """Of a case on so many ranks; those of FEW are one launch, the rest is another."""
+
+    @functools.cache
+    def launched(ranks: int, few: bool) -> Any:
+        cases = {name: case for name, case in CASES.items() if (name in FEW) == few}
+        done, found = run(tmp_path_factory.mktemp("strategies"), ranks, cases)
+        done.ok()
+        return found
+
+    return lambda name, ranks: launched(ranks, name in FEW)[name]
 
 
-@pytest.mark.parametrize("name", COMPARED)
-def test_same_as_one_process(results, name):
-    lns, stock = results[name]["lns_rms"], results[name]["rms"]
+def cases(names: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(name, ranks, marks=[] if ranks == 2 and name in FEW else pytest.mark.exhaustive)
+        for ranks in (1, 2)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("name", "ranks"), cases(COMPARED))
+def test_same_as_one_process(results, name, ranks):
+    lns, stock = results(name, ranks)["lns_rms"], results(name, ranks)["rms"]
     assert "error" not in stock, f"stock OLMo fails here: {stock}"
     assert "error" not in lns, lns
     assert abs(lns["expected"] - stock["expected"]) > 1e-3, "the factor changed nothing: this case shows nothing"
@@ -83,9 +109,9 @@ def test_same_as_one_process(results, name):
     assert lns["gradient_error"] <= max(3 * stock["gradient_error"], 0.03 if bf16 else 1e-5)
 
 
-@pytest.mark.parametrize("name", INITIALIZED)
-def test_scaled_init_is_off_under_fsdp(results, name):
-    lns, stock = results[name]["lns_rms"], results[name]["rms"]
+@pytest.mark.parametrize(("name", "ranks"), cases(INITIALIZED))
+def test_scaled_init_is_off_under_fsdp(results, name, ranks):
+    lns, stock = results(name, ranks)["lns_rms"], results(name, ranks)["rms"]
     case = INITIALIZED[name]
     assert "error" not in lns and "error" not in stock, (lns, stock)
     for weight, std in lns["std"].items():
