@@ -26,7 +26,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.olmo-lns-setup
 # Python compiles a file when it first imports it: most of the 20,000 never are. Where the shell forbids it to keep what it
-# compiled, every process of the tests compiles torch and OLMo again: half of their time (docs/decisions.md).
+# compiled, every process of the tests compiles torch and OLMo again (docs/decisions.md).
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # Two workers on two cores: one thread each, or they fight. Each starts with half of the tests in their order, so that

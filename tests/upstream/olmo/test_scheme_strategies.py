@@ -81,7 +81,7 @@ def test_same_as_one_process(results, name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", map(marked, INITIALIZED))
+@pytest.mark.parametrize("name", [marked(name) for name in INITIALIZED])
 def test_initial_weights_on_meta_device(results, name, kind):
     """As stock's, which on shards draws the same numbers, times the scheme's gains; learned factors at their start."""
     ours, stock = results(name)[kind], results(name)["rms"]
