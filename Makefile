@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # Two workers on two cores: one thread each, or they fight. Each starts with half of the tests in their order, so that
 # what a file builds once is built once; the slow ones stay whole files, the longest first.
-LONGEST := tests/upstream tests/doors/megatron tests/doors/olmo tests/study
+SLOW    = $(shell grep -rl --include="test_*.py" "mark\.slow" tests/upstream tests/doors tests/study tests)
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 
 .PHONY: release-check docs wheel setup setup-olmo-core demo test test-slow test-exhaustive test-olmo-core test-gpu lint format clean
@@ -63,24 +63,21 @@ test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-slow: setup
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not exhaustive and not gpu" $(ARGS) $(LONGEST) tests
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not exhaustive and not gpu" $(ARGS) $(if $(findstring tests/,$(ARGS)),,$(SLOW))
 
 # More layouts of what the slow tests show: before a release, and once a week on the public host.
 test-exhaustive: setup
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "exhaustive and not gpu" $(ARGS)
 
-# The OLMo-core door, in its own environment; MARK="slow or not slow" with TRL_MARK the same runs everything. TRL wants
-# datasets>=4 and OLMo datasets<4, so what needs TRL and PEFT is tested here, too.
-MARK ?= not slow
-TRL_MARK ?= not exhaustive
+# The OLMo-core door, in its own environment; MARK="slow or not slow" runs everything. TRL wants datasets>=4 and OLMo
+# datasets<4, so what needs TRL and PEFT is tested here, too.
+MARK ?= not slow or trl
 setup-olmo-core:
 	$(MAKE) setup DOOR=olmo-core VENV=$(OLMO_CORE_VENV)
 
 test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
-		tests/doors/olmo_core tests/export/test_olmo_core.py $(ARGS)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
-		-m "$(TRL_MARK)" -k "trl or lora or adapter" tests/finetune tests/doors/transformers/test_training.py
+		tests/finetune tests/doors/transformers/test_training.py tests/doors/olmo_core tests/export/test_olmo_core.py $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.
 test-gpu: setup

@@ -109,14 +109,6 @@ def assert_same(one, two):
         assert b == pytest.approx(a, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_two_ddp_ranks_are_pooled(tmp_path, monkeypatch):
-    changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True}
-    monkeypatch.setenv("OLMO_LNS_MONITOR", "every=2")
-    run(launch.write_config(tmp_path / "1", **changes), Recorder(set()))
-    assert_same(read(tmp_path / "1" / "run" / "lns_variance.csv"), launched(tmp_path / "2", 2))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_fsdp_ranks_with_and_without_checkpointing(tmp_path):

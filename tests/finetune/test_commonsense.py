@@ -161,6 +161,7 @@ def finished(process: subprocess.Popen[str]) -> str:
     return text
 
 
+@pytest.mark.trl
 @pytest.mark.slow
 def test_trl_dpo_on_local_pairs(tmp_path):
     model = model_folder(tmp_path)
@@ -171,6 +172,7 @@ def test_trl_dpo_on_local_pairs(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "lns_llama"
 
 
+@pytest.mark.trl
 @pytest.mark.slow
 def test_trl_sft_saves_an_lns_model(tmp_path):
     model = model_folder(tmp_path)

@@ -79,14 +79,15 @@ def worker(rank, name, low_precision, store, queue):
     dist.destroy_process_group()
 
 
+@pytest.mark.exhaustive  # the same under OLMo's own wrapping: tests/upstream/olmo/test_strategies.py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "low_precision"),
     [
         pytest.param("torch", False, id="torch-fp32"),
-        pytest.param("te", True, id="te-bf16-mixed", marks=pytest.mark.exhaustive),
-        pytest.param("torch", True, id="torch-bf16-mixed", marks=pytest.mark.exhaustive),
-        pytest.param("te", False, id="te-fp32", marks=pytest.mark.exhaustive),
+        pytest.param("te", True, id="te-bf16-mixed"),
+        pytest.param("torch", True, id="torch-bf16-mixed"),
+        pytest.param("te", False, id="te-fp32"),
     ],
 )
 def test_two_ranks_equal_one_process(name, low_precision, tmp_path):

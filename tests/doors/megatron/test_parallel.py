@@ -64,7 +64,7 @@ MODEL_PARALLEL = [name for name, layout in LAYOUTS.items() if {"tp", "pp"} & set
 #: Of these, what a slow run tries: a sharded sequence, and stages that hold blocks which are not neighbours.
 FEW = ("TP2, sequence parallel", "PP2 x VPP2")
 #: Other ways of the same over the blocks; with the schemes of the rest they are an exhaustive run.
-LATER = ("FSDP2", "PP2", "PP2, full recompute")
+LATER = ("FSDP2", "PP2", "PP2, full recompute", "DP2, distributed optimizer, bf16")
 #: Each rank has batches of its own: what they are compared with has two ranks too.
 DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "DP2": {},
@@ -106,11 +106,11 @@ def launched(ranks: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def all_found(found: dict[str, Any]) -> dict[str, Found]:
     """With LNS and the schemes under every layout."""
-    rest = {name: compared(name) for name in LATER if name != "FSDP2"}
+    rest = {name: compared(name) for name in LATER if {"tp", "pp"} & set(LAYOUTS[name])}
     rest |= {f"schemes, {name}": found["start"] | LAYOUTS[name] for name in MODEL_PARALLEL if name not in FEW}
     # PyTorch's FSDP2 in a second parallel state would meet the groups of the first: a process of its own.
     apart = {f"schemes, {name}": {"schemes": SCHEMES, **layout} for name, layout in DATA_PARALLEL.items()}
-    apart |= {"FSDP2": compared("FSDP2")}
+    apart |= {name: compared(name) for name in LATER if name not in rest}
     return found | launched(2, rest) | launched(2, apart)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support import te_python
 
+pytestmark = pytest.mark.slow  # one process for all cases
 TESTS = Path(__file__).parents[2]
 FUSED = "folded into the fused kernel's gain"
 
@@ -46,7 +47,6 @@ def case(results: dict[str, Any], name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "zero-centred gain", "MoE", "selective recompute"])
-@pytest.mark.slow
 def test_loss_and_all_gradients_are_those_of_the_hooked_local_model(results: dict[str, Any], name: str) -> None:
     found = case(results, name)
     assert found["same_parameters"]

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping
 
+import numpy as np
 import pytest
 import torch
+from support.launch import Result, environment, torchrun, write_config
 from support.launch import run as launch
-from support.launch import torchrun, write_config
 
 from olmo_lns import cli
 from olmo_lns.doors.olmo.train import load_config, prepare, process_group
@@ -22,6 +23,7 @@ from olmo_lns.schemes import parse
 
 DURATION = 6
 LNS = Record(parse("lns"), "rms", "plain")
+MONITOR = "lns_variance.csv"
 
 
 class Watcher:
@@ -184,6 +186,7 @@ def test_a_missing_config_file_is_named(capsys):
     assert capsys.readouterr().err == "olmo-lns train: no such config file: nowhere.yaml\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_command_line_in_a_process_of_its_own(tmp_path: Path):
     config = config_file(tmp_path, **{"model.layer_norm_type": "rms"})
@@ -194,15 +197,33 @@ def test_command_line_in_a_process_of_its_own(tmp_path: Path):
     assert Record.read(tmp_path / "run" / "step2-unsharded") == LNS
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A run stopped after half of its steps, watched by the monitor."""
+    folder = tmp_path_factory.mktemp("two")
+    command = ["-m", "olmo_lns", "train", config_file(folder), "--distributed_strategy=ddp"]
+    env = environment(OLMO_LNS_MONITOR="every=1")
+    return folder, torchrun(sys.executable, 2, *command, "--stop_after=3", cwd=folder, env=env).ok()
+
+
 @pytest.mark.slow
-def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted: tuple[Path, Watcher], tmp_path: Path):
-    config = config_file(tmp_path)
-    command = ["-m", "olmo_lns", "train", config, "--distributed_strategy=ddp"]
-    first = torchrun(sys.executable, 2, *command, "--stop_after=3", cwd=tmp_path).ok()
-    _, second = train(tmp_path, "--try_load_latest_save")
-    losses = first.losses() + list(second.losses.values())
+def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted: tuple[Path, Watcher], two_ranks: tuple[Path, Result]):
+    _, second = train(two_ranks[0], "--try_load_latest_save")
+    losses = two_ranks[1].losses() + list(second.losses.values())
     # The same batch on one rank or two: the mean over ranks differs by rounding alone.
     assert losses == pytest.approx(list(uninterrupted[1].losses.values()), abs=2e-3)
+
+
+@pytest.mark.slow
+def test_the_monitor_pools_two_ranks(two_ranks: tuple[Path, Result], tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_MONITOR", "every=1")
+    train(tmp_path, "--stop_after=3")
+    one, two = (
+        np.genfromtxt(folder / "run" / MONITOR, delimiter=",", names=True) for folder in (tmp_path, two_ranks[0])
+    )
+    assert len(one) == len(two) == 3 * 4 and set(two["tokens"]) == {128.0}
+    for name in one.dtype.names:
+        np.testing.assert_allclose(two[name], one[name], rtol=1e-3, err_msg=name)
 
 
 @pytest.mark.exhaustive

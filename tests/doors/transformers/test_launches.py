@@ -61,6 +61,7 @@ def train(model: Path, output: Path, *launcher: str, returncode: int = 0, **opti
     return {} if returncode else found(output)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_and_resumed_is_as_never_stopped(model, unbroken, tmp_path):
     """Trainer's own shuffling, warm-up and cosine; killed after step 5, two steps past its checkpoint."""

@@ -43,7 +43,7 @@ INITIALIZED: dict[str, dict[str, Any]] = {
 
 
 #: What a slow run tries: every scheme sharded, and drawn on shards.
-FEW = ("fsdp", "ddp", "fsdp, compiled and checkpointing", "meta init, sequential blocks")
+FEW = ("fsdp", "ddp", "meta init, sequential blocks")
 
 
 @pytest.fixture(scope="module")
