@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -180,15 +181,21 @@ def _runs(raw: Mapping[str, Any], path: Path, engine: Engine) -> tuple[Run, ...]
             raise LNSConfigError(f"{path}: size {name!r}: letters, digits, '.' and '_' only (it names folders)")
     horizons = Horizons.of(raw, path)
     runs: list[Run] = []
-    for size, seed in [(name, int(seed)) for name in sizes for seed in (*seeds, *more.get(name, []))]:
-        for arm in only.get(size, arms):
-            extra = {**sizes[size], **arms[arm]}
-            if horizons is None:
-                runs.append(_run(raw, path, engine, size, arm, seed, extra))
-            else:
-                runs += _branched(raw, path, engine, size, arm, seed, extra, horizons)
-    if len({run.name for run in runs}) != len(runs):
-        raise LNSConfigError(f"{path}: a seed is listed twice for one size")
+    for size in sizes:
+        here = more.get(size, [])
+        by_arm = here if isinstance(here, Mapping) else dict.fromkeys(arms, here)
+        if unknown := sorted(set(by_arm) - set(arms)):
+            raise LNSConfigError(f"{path}: more_seeds names {', '.join(unknown)}, which is not among the arms")
+        wanted = {arm: [*seeds, *map(int, by_arm.get(arm, []))] for arm in only.get(size, arms)}
+        if any(len(set(found)) != len(found) for found in wanted.values()):
+            raise LNSConfigError(f"{path}: a seed is listed twice for one size")
+        for seed in dict.fromkeys(chain.from_iterable(wanted.values())):
+            for arm in (arm for arm in wanted if seed in wanted[arm]):
+                extra = {**sizes[size], **arms[arm]}
+                if horizons is None:
+                    runs.append(_run(raw, path, engine, size, arm, seed, extra))
+                else:
+                    runs += _branched(raw, path, engine, size, arm, seed, extra, horizons)
     return tuple(runs)
 
 

@@ -76,6 +76,22 @@ def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
     assert refused.returncode != 0 and "OLMO_DATA_DIR" in refused.stderr
 
 
+def test_more_seeds_of_one_arm(built: Built) -> None:
+    built.description["more_seeds"] = {"a": {"lns": [2, 3]}, "b": [2]}
+    built.save()
+    names = [run.name for run in built.study.runs]
+    assert names == [
+        "a-preln-s1",
+        "a-lns-s1",
+        "a-lns-s2",
+        "a-lns-s3",
+        "b-preln-s1",
+        "b-lns-s1",
+        "b-preln-s2",
+        "b-lns-s2",
+    ]
+
+
 def test_a_folder_of_another_run_is_refused(built: Built, tmp_path: Path) -> None:
     run = built.study.runs[0]
     launch.stamp(built.study, run, built.out)
@@ -110,6 +126,7 @@ def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
         ({"final_fraction": 0}, "final_fraction 0"),
         ({"more_seeds": {"c": [1]}}, "more_seeds names c"),
         ({"more_seeds": {"a": [1]}}, "a seed is listed twice"),
+        ({"more_seeds": {"a": {"mixln": [2]}}}, "more_seeds names mixln, which is not among the arms"),
         ({"only": {"c": ["lns"]}}, "only names c"),
         ({"only": {"a": ["mixln"]}}, "only names mixln, which is not among the arms"),
         ({"sizes": {"a/b": {}}, "more_seeds": {}}, "size 'a/b'"),

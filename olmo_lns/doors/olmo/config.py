@@ -97,7 +97,10 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _written_types(path: Any, overrides: list[str] | None, key: str | None, name: str) -> tuple[str | None, str | None]:
     """The type that the YAML file names and the one that the command line asks for, as written."""
-    override = OmegaConf.select(OmegaConf.from_dotlist(overrides or []), name)
+    given = list(overrides or [])
+    if not any("${" in text for text in given):  # they may name one another; parsing takes long
+        given = [text for text in given if name.rpartition(".")[2] in text]
+    override = OmegaConf.select(OmegaConf.from_dotlist(given), name)
     text = Path(path).read_text(encoding="utf-8")
     return _named_type(text, key, name), None if override is None else str(override)
 
