@@ -55,6 +55,16 @@ def test_resolution(tmp_path, caplog, named, override, resolved):
     assert TrainConfig.load(tmp_path / "saved.yaml").model.layer_norm_type is LayerNormType[resolved]
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [["run_name=lns", "model.layer_norm_type=${run_name}"], ["model={layer_norm_type: lns}", "seed=3"]],
+    ids=str,
+)
+def test_an_override_that_names_another_or_the_whole_model(tmp_path, overrides):
+    config = TrainConfig.load(write(tmp_path, "default"), overrides)
+    assert config.model.layer_norm_type is LayerNormType["lns_default"]
+
+
 def test_model_config_by_key_as_from_checkpoint_loads_it(tmp_path):
     config = ModelConfig.load(write(tmp_path, "lns"), key="model", validate_paths=False)
     assert config.layer_norm_type is LayerNormType.lns_rms
