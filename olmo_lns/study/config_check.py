@@ -23,6 +23,8 @@ __all__ = ["Checked", "check", "find", "main"]
 STUDY = "study"
 #: Fewer are checked in the time in which another process imports OLMo.
 FILES_A_PROCESS = 20
+#: libyaml's, ten times as fast, where PyYAML was built with it.
+SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: Files of other commands, which check them themselves: the key that tells them -> whose they are.
 ELSEWHERE = {"dataset_name": "TRL's own command", "augment": "olmo-lns vision train"}
 
@@ -90,7 +92,7 @@ def _each(paths: Sequence[Path], **options: Any) -> list[Checked]:
 
 def _kind(path: Path) -> str:
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.load(path.read_text(), SAFE_LOADER)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LNSConfigError(f"not YAML: {' '.join(str(error).split())}") from error
     if isinstance(raw, dict):

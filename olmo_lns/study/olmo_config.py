@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import io
 import os
 import pickle
 import re
@@ -76,7 +75,9 @@ def _schema_and_file(cls: Any, text: str) -> bytes:
     """Pickled, since OmegaConf's own copies take eight times as long."""
     from omegaconf import OmegaConf
 
-    raw = cls.update_legacy_settings(OmegaConf.load(io.StringIO(text)))
+    from olmo_lns.doors.olmo.config import written
+
+    raw = cls.update_legacy_settings(written(text))
     return pickle.dumps(OmegaConf.merge(_schema(cls), raw))
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from olmo_lns.doors.olmo import settings, types
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
-__all__ = ["MOST_LAYERS", "check_sizes", "require_no_decay", "require_supported", "wrap_load"]
+__all__ = ["MOST_LAYERS", "check_sizes", "require_no_decay", "require_supported", "wrap_load", "written"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -106,8 +106,13 @@ def _written_types(path: Any, overrides: list[str] | None, key: str | None, name
 
 
 @lru_cache(maxsize=1)  # a study loads one file for each of its runs
+def written(text: str) -> Any:
+    """A YAML file as OmegaConf reads it; whoever changes it takes a copy."""
+    return OmegaConf.load(io.StringIO(text))
+
+
 def _named_type(text: str, key: str | None, name: str) -> str | None:
-    raw = OmegaConf.load(io.StringIO(text))
+    raw = written(text)
     if key is not None:
         raw = OmegaConf.select(raw, key) or OmegaConf.create()
     named = OmegaConf.select(raw, name, throw_on_missing=False)
