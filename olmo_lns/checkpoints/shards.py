@@ -13,20 +13,21 @@ from typing import Mapping
 
 import torch
 
-from olmo_lns.checkpoints.archive import tensor_bytes
+from olmo_lns.checkpoints.archive import check_archive, read_archive, tensor_bytes
 from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError, one_line
 
-__all__ = ["INDEX", "read_safetensors", "write_safetensors"]
+__all__ = ["INDEX", "read_safetensors", "read_weights", "write_safetensors"]
 
 #: Name of the file that maps weights to shards, as transformers writes it.
 INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes: int) -> list[Path]:
-    """Write ``model.safetensors``, or numbered shards of at most ``max_bytes`` and their index.
+    """Write one file, or numbered shards of at most ``max_bytes`` and their index.
 
     A tensor larger than ``max_bytes`` gets a shard of its own.
     """
@@ -36,7 +37,7 @@ def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes
             groups.append({})
         groups[-1][name] = tensor
     if len(groups) == 1:
-        return [_write_file(folder / "model.safetensors", groups[0])]
+        return [_write_file(folder / _SINGLE, groups[0])]
     paths = [
         _write_file(folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
         for number, group in enumerate(groups, 1)
@@ -63,6 +64,21 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> Path:
     return path
 
 
+def read_weights(folder: Path) -> dict[str, LazyTensor]:
+    """Weights of a transformers folder: of its safetensors files, or of ``pytorch_model.bin`` where there are none.
+
+    :raises LNSConfigError: a file is missing or damaged.
+    """
+    path = folder / "pytorch_model.bin"
+    if any((folder / name).is_file() for name in (_SINGLE, INDEX)) or not path.is_file():
+        return read_safetensors(folder)
+    check_archive(path)
+    state = read_archive(path)
+    if not isinstance(state, dict) or not all(isinstance(tensor, LazyTensor) for tensor in state.values()):
+        raise LNSConfigError(f"{path} is not a state dict of tensors")
+    return state
+
+
 def read_safetensors(folder: Path) -> dict[str, LazyTensor]:
     """Weights of a transformers folder: ``model.safetensors`` or the shards that its index names.
 
@@ -70,7 +86,7 @@ def read_safetensors(folder: Path) -> dict[str, LazyTensor]:
     """
     index = folder / INDEX
     if not index.is_file():
-        return _read_file(folder / "model.safetensors")
+        return _read_file(folder / _SINGLE)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError) as error:

@@ -15,8 +15,7 @@ from typing import Any, Mapping
 import torch
 
 from olmo_lns.checkpoints.architecture import Architecture
-from olmo_lns.checkpoints.archive import check_archive, read_archive
-from olmo_lns.checkpoints.shards import read_safetensors
+from olmo_lns.checkpoints.shards import read_weights
 from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import huggingface, tokenizer
@@ -113,15 +112,7 @@ def _checked_weights(model: Architecture, source: Path) -> dict[str, LazyTensor]
 
 def _weights(source: Path) -> dict[str, LazyTensor]:
     """Their weights; RoPE's frequencies, which older transformers saved too, are left out."""
-    path = source / "pytorch_model.bin"
-    if path.is_file():
-        check_archive(path)
-        state = read_archive(path)
-    else:
-        state = read_safetensors(source)
-    if not isinstance(state, dict) or not all(isinstance(tensor, LazyTensor) for tensor in state.values()):
-        raise LNSConfigError(f"{path} is not a state dict of tensors")
-    return {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    return {name: tensor for name, tensor in read_weights(source).items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def _llama_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Mapping
 
+import torch
+
+from olmo_lns.checkpoints.shards import read_weights, write_safetensors
+from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import tokenizer
+from olmo_lns.export.atomic import copy_unread
+from olmo_lns.export.fold import Factor, scaled
 from olmo_lns.export.options import HF, Options, Target
 
 __all__ = ["is_ours", "load", "target"]
+
+GENERATION = "generation_config.json"
 
 
 def is_ours(folder: Path) -> bool:
@@ -25,30 +33,74 @@ def is_ours(folder: Path) -> bool:
 
 
 def target(source: Path, options: Options) -> Target:
-    """``olmo-lns export <folder> <output> --format hf``; the whole model is held in memory.
+    """``olmo-lns export <folder> <output> --format hf``; one tensor is in memory at a time.
 
-    :raises LNSConfigError: another format, or a folder that transformers cannot load.
+    :raises LNSConfigError: another format, or a folder whose weights are not those of its config.
     """
     if options.format != HF:
         raise LNSConfigError(f"{source} is a transformers model: it is folded into one, with --format hf")
+    model = _skeleton(source)
+    kind, record, weights = type(model).__name__, model.config.lns_record, read_weights(source)
+    _check(model, weights, source)
+    factors: dict[str, Factor] = {}
+
+    def note(name: str, parameter: torch.Tensor, factor: float, _: torch.dtype) -> torch.Tensor:
+        factors[name] = factor
+        return parameter
+
+    from olmo_lns.doors.transformers.folding import fold
+
+    config = fold(model, note).config
+    folded = scaled(weights, factors, options.rounding, options.dtype)
+    config.architectures = [type(model).__name__]
+    if options.dtype is not None:
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", options.dtype)  # (since 4.56, before)
 
     def write(out: Path) -> list[str]:
-        model = load(source)
-        kind, record = type(model).__name__, model.config.lns_record
-        from olmo_lns.doors.transformers.folding import fold
-
-        fold(model, options.rounding.scale)
-        if options.dtype is not None:
-            model.to(options.dtype)
-        model.save_pretrained(out, max_shard_size=options.max_shard_size)
         lines = [f"{kind} -> {type(model).__name__}: {record['scheme']} folded into the weights"]
-        return [*lines, _tokenizer(source, out, options.tokenizer, model.config.to_dict())]
+        lines.append(_tokenizer(source, out, options.tokenizer, config.to_dict()))
+        write_safetensors(out, folded, options.max_shard_size)
+        if (source / GENERATION).is_file():
+            copy_unread(source / GENERATION, out / GENERATION)
+        config.save_pretrained(out)
+        return lines
 
     return write
 
 
+def _skeleton(source: Path) -> Any:
+    """The model of the folder's config, without data."""
+
+    def build(kind: Any, config: Any) -> Any:
+        with torch.device("meta"):
+            return kind(config)
+
+    return _loaded(source, build)
+
+
+def _check(model: Any, weights: Mapping[str, LazyTensor], source: Path) -> None:
+    """:raises LNSConfigError: weights are missing, unexpected or of another shape; of tied ones any may be there."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for tied in names.values():
+        if any(name in weights for name in tied):
+            for name in set(tied) - set(weights):
+                expected.pop(name, None)
+    try:
+        check_shapes(weights, expected, source)
+    except LNSConfigError as error:
+        raise LNSConfigError(f"{error}. One that another transformers saved: load and save it with this one") from None
+
+
 def load(source: Path) -> Any:
     """The model with its factors outside the weights, as saved. :raises LNSConfigError: it cannot be loaded."""
+    return _loaded(source, lambda kind, config: kind.from_pretrained(source, config=config))
+
+
+def _loaded(source: Path, make: Callable[[Any, Any], Any]) -> Any:
+    """``make(class, config)`` of the folder."""
     import transformers
 
     from olmo_lns.doors.transformers import register
@@ -57,7 +109,7 @@ def load(source: Path) -> Any:
     register()
     try:
         config = transformers.AutoConfig.from_pretrained(source)
-        return class_of(config).from_pretrained(source, config=config)
+        return make(class_of(config), config)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise LNSConfigError(f"{source}: transformers cannot load it: {one_line(error)}") from error
 

@@ -56,6 +56,44 @@ def test_verify_runs_a_folder_of_ours_against_its_export(kind, dtype, tmp_path, 
         assert "reads images: it is compared on random ones" in capsys.readouterr().err
 
 
+def test_an_export_is_of_what_the_folder_holds(tmp_path, capsys):
+    """Shards of 20 kB, each weight in the dtype it has; nothing that is missing is drawn anew."""
+    from safetensors.torch import load_file, save_file
+
+    model = apply(stock("gpt2"), initialization="upstream")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "lns", max_shard_size="20KB")
+    export = ["export", str(tmp_path / "lns"), str(tmp_path / "out"), "--format", "hf", "--max-shard-size", "20KB"]
+    assert main(export) == 0
+    stored, folded = (
+        {
+            name: tensor
+            for path in sorted((tmp_path / folder).glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
+        for folder in ("lns", "out")
+    )
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 and stored.keys() == folded.keys()
+    for name, tensor in stored.items():
+        block, norm = (name.split(".")[2], ".ln_" in name) if ".h." in name else ("0", False)
+        factor = (int(block) + 1) ** -0.5 if norm else 1.0
+        assert torch.equal(folded[name], (tensor.double() * factor).to(torch.bfloat16)), name
+    values = read_config(tmp_path / "out")
+    assert (
+        values["architectures"] == ["GPT2LMHeadModel"] and values.get("dtype", values.get("torch_dtype")) == "bfloat16"
+    )
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+
+    model.save_pretrained(tmp_path / "whole")
+    path = tmp_path / "whole" / "model.safetensors"
+    weights = load_file(path)
+    del weights["transformer.h.0.ln_1.bias"]
+    save_file(weights, path, {"format": "pt"})
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "again"), "--format", "hf"]) == 1
+    error = capsys.readouterr().err
+    assert "lacks the weight transformer.h.0.ln_1.bias" in error and "another transformers saved" in error
+    assert not (tmp_path / "again").exists()
+
+
 def test_export_refuses_other_formats(tmp_path, capsys):
     apply(stock("llama")).save_pretrained(tmp_path / "lns")
     assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out")]) == 1
