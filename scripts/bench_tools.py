@@ -4,8 +4,9 @@
     python scripts/bench_tools.py --json docs/bench/tools.json
     python scripts/bench_tools.py --exports --folder /scratch --json docs/bench/tools.json    # 1B, 5 GB of weights
 
-Each command runs in a process of its own, in turn with the others; given are median and quartiles. An export also shows
-the most memory that it allocated and the time of a plain copy of its input, which is what the disk takes.
+Each command runs in a process of its own, in turn with the others; given are median and quartiles. An export also
+shows the most memory that it allocated and the time of a plain copy of its input, which is what the disk takes (Linux;
+three of the kinds of checkpoints are made in memory).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Callable, Sequence
 
 import benchlib
 import torch
-from measure_export_memory import FORMATS, SIZES, make_checkpoint, peak
+from export_checkpoints import EXPORTS, MAKERS, SIZES
 
 ROOT = Path(__file__).parents[1]
 #: Name -> (arguments of olmo-lns, aim in seconds).
@@ -65,32 +66,59 @@ def commands(names: Sequence[str], options: argparse.Namespace) -> list[dict[str
 
 
 def exports(folder: Path, size: str) -> list[dict[str, Any]]:
-    """Seconds and memory of an export in each format, beside a copy of the checkpoint's weights."""
-    found = []
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        work = Path(name)
-        for gain in dict.fromkeys(gain for gain, _ in FORMATS.values()):
-            checkpoint = make_checkpoint(work / "checkpoint", size, gain)
-            copy = _copy_seconds(checkpoint / "model.pt", work / "copy")
-            for label, (with_gain, how) in FORMATS.items():
-                if with_gain != gain:
-                    continue
-                out = work / "out"
-                taken = peak([sys.executable, "-m", "olmo_lns", "export", str(checkpoint), str(out), *how])
-                found.append({"export": label, "copy_seconds": copy} | taken)
+    """Seconds and memory of an export of each kind in each format, beside a copy of the files that it reads."""
+    idle = peak([sys.executable, "-c", "import olmo_lns.export.cli, olmo_lns.export.sources"])
+    found: list[dict[str, Any]] = [{"from": "nothing: the imports alone", "to": "", "copy_seconds": 0.0} | idle]
+    for kind, make in MAKERS.items():
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            checkpoint, out = Path(name) / "checkpoint", Path(name) / "out"
+            make(checkpoint, size)
+            copy = _copy_seconds(checkpoint, Path(name) / "copy")
+            for options in (options for known, options in EXPORTS if known == kind):
+                taken = peak([sys.executable, "-m", "olmo_lns", "export", str(checkpoint), str(out), *options])
+                words = " ".join(option for option in options if option not in ("--tokenizer", "none"))
+                found.append({"from": kind, "to": words, "copy_seconds": copy} | taken)
+                print(f"# {kind} {words}: {taken['seconds']:.1f} s", file=sys.stderr, flush=True)
                 shutil.rmtree(out)
-            shutil.rmtree(checkpoint)
     return found
 
 
-def _copy_seconds(source: Path, target: Path) -> float:
-    """A plain copy, flushed to the disk."""
+def peak(command: Sequence[str]) -> dict[str, float]:
+    """Run ``command`` and read its memory from /proc every 10 ms; MB (10**6 bytes) and seconds.
+
+    ``anonymous`` is what it allocated; ``resident``, the kernel's high-water mark, also counts cached pages of mapped
+    files, which can be dropped at any time.
+    """
     start = time.monotonic()
-    shutil.copyfile(source, target)
-    with target.open("rb+") as file:
-        os.fsync(file.fileno())
-    target.unlink()
-    return time.monotonic() - start
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    highest = {"RssAnon": 0, "VmHWM": 0}
+    while process.poll() is None:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            break
+        for line in status.splitlines():
+            key, _, value = line.partition(":")
+            if key in highest:
+                highest[key] = max(highest[key], int(value.split()[0]))
+        time.sleep(0.01)
+    if process.wait():
+        raise SystemExit(f"{' '.join(command)} failed")
+    memory = {"anonymous": highest["RssAnon"] * 1024 / 1e6, "resident": highest["VmHWM"] * 1024 / 1e6}
+    return memory | {"seconds": time.monotonic() - start}
+
+
+def _copy_seconds(source: Path, target: Path) -> float:
+    """A plain copy of a folder, flushed to the disk."""
+    start = time.monotonic()
+    shutil.copytree(source, target)
+    for path in target.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    seconds = time.monotonic() - start
+    shutil.rmtree(target)
+    return seconds
 
 
 def show(report: dict[str, Any]) -> str:
@@ -108,10 +136,15 @@ def show(report: dict[str, Any]) -> str:
     if "exports" not in report:
         return text
     rows = [
-        [row["export"], *(f"{row[key]:.1f}" for key in ("seconds", "copy_seconds")), f"{row['anonymous']:.0f}"]
+        [
+            row["from"],
+            f"`{row['to']}`" if row["to"] else "",
+            *(f"{row[key]:.1f}" for key in ("seconds", "copy_seconds")),
+        ]
+        + [f"{row[key]:.0f}" for key in ("anonymous", "resident")]
         for row in report["exports"]
     ]
-    header = [f"export of {report['size']}", "seconds", "copy of the input, s", "memory allocated, MB"]
+    header = [f"export of {report['size']} from", "to", "seconds", "a copy, s", "allocated, MB", "resident, MB"]
     return text + "\n\n" + benchlib.markdown(header, rows)
 
 
@@ -120,9 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commands", nargs="+", choices=tuple(COMMANDS), default=list(COMMANDS), metavar="COMMAND")
     parser.add_argument("--rounds", type=benchlib.positive, default=5)
     parser.add_argument("--clock", choices=tuple(TIMERS), default="wall", help="cpu: the processes' CPU time")
-    parser.add_argument("--exports", action="store_true", help="also exports, in every format of measure_export_memory")
+    parser.add_argument("--exports", action="store_true", help="also exports, of every kind in every format")
     parser.add_argument("--size", choices=tuple(SIZES), default="1B", help="of the model exported")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="for exports; needs four times their size")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="for exports; needs three times their size")
     parser.add_argument("--json", type=benchlib.report_path, help="where to write the report")
     options = parser.parse_args(argv)
     report: dict[str, Any] = {"environment": benchlib.environment(torch.device("cpu")), "clock": options.clock}
