@@ -77,15 +77,15 @@ def _schema_and_file(cls: Any, text: str) -> bytes:
 
     from olmo_lns.doors.olmo.config import written
 
-    raw = cls.update_legacy_settings(written(text))
-    return pickle.dumps(OmegaConf.merge(_schema(cls), raw))
+    raw = cls.update_legacy_settings(written(text))  # a copy
+    return pickle.dumps(OmegaConf.unsafe_merge(pickle.loads(_schema(cls)), raw))
 
 
 @lru_cache
-def _schema(cls: Any) -> Any:
+def _schema(cls: Any) -> bytes:
     from omegaconf import OmegaConf
 
-    return OmegaConf.structured(cls)
+    return pickle.dumps(OmegaConf.structured(cls))
 
 
 def flatten(config: Any) -> dict[str, Any]:
