@@ -98,8 +98,10 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
 def _written_types(path: Any, overrides: list[str] | None, key: str | None, name: str) -> tuple[str | None, str | None]:
     """The type that the YAML file names and the one that the command line asks for, as written."""
     given = list(overrides or [])
-    if not any("${" in text for text in given):  # they may name one another; parsing takes long
-        given = [text for text in given if name.rpartition(".")[2] in text]
+    parent, _, leaf = name.rpartition(".")
+    mine = [text for text in given if leaf in text or text.partition("=")[0] == parent]
+    if not any("${" in text for text in mine):  # they may name the others; parsing takes long
+        given = mine
     override = OmegaConf.select(OmegaConf.from_dotlist(given), name)
     text = Path(path).read_text(encoding="utf-8")
     return _named_type(text, key, name), None if override is None else str(override)
@@ -123,8 +125,10 @@ def _reject_unknown(value: str | None) -> None:
     from olmo.config import LayerNormType
     from olmo.exceptions import OLMoConfigurationError
 
+    if value is None:
+        return
     known = [str(member) for member in LayerNormType if not types.has_parameters(member)]
-    if value is None or value in known:
+    if value in known:
         return
     if types.has_scheme(value):
         try:
