@@ -27,6 +27,9 @@ import torch
 from export_checkpoints import EXPORTS, MAKERS, SIZES
 
 ROOT = Path(__file__).parents[1]
+#: Seconds to wait before a copy and an export. What was deleted a moment ago leaves memory that whoever writes next
+#: gets for nothing; a virtual machine's host takes it back within seconds, and then each page costs anew.
+SETTLE = 5.0
 #: Name -> (arguments of olmo-lns, aim in seconds).
 COMMANDS: dict[str, tuple[list[str], float]] = {
     "doctor": (["doctor"], 5.0),
@@ -85,11 +88,12 @@ def exports(folder: Path, size: str) -> list[dict[str, Any]]:
 
 
 def peak(command: Sequence[str]) -> dict[str, float]:
-    """Run ``command`` and read its memory from /proc every 10 ms; MB (10**6 bytes) and seconds.
+    """Run ``command``, after :data:`SETTLE`, and read its memory from /proc every 10 ms; MB (10**6 bytes) and seconds.
 
     ``anonymous`` is what it allocated; ``resident``, the kernel's high-water mark, also counts cached pages of mapped
     files, which can be dropped at any time.
     """
+    time.sleep(SETTLE)
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     highest = {"RssAnon": 0, "VmHWM": 0}
@@ -110,7 +114,8 @@ def peak(command: Sequence[str]) -> dict[str, float]:
 
 
 def _copy_seconds(source: Path, target: Path) -> float:
-    """A plain copy of a folder, flushed to the disk."""
+    """A plain copy of a folder, flushed to the disk, after :data:`SETTLE`."""
+    time.sleep(SETTLE)
     start = time.monotonic()
     shutil.copytree(source, target)
     for path in target.rglob("*"):

@@ -165,7 +165,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "allocator": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
+        "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_") or k == "GLIBC_TUNABLES"},
         "load_average": [round(value, 1) for value in os.getloadavg()],
     }
     if device.type == "cuda":

@@ -45,6 +45,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
 def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
@@ -71,6 +81,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--d-model", type=_positive, default=shape.d_model, help="width, a multiple of 8 (%(default)s)")
     out.add_argument("--sequence", type=_positive, default=shape.sequence, help="tokens a sequence (%(default)s)")
     out.add_argument("--batch", type=_positive, default=shape.batch, help="sequences a step (%(default)s)")
+    out.add_argument("--learning-rate", type=_above_zero, default=shape.learning_rate, help="peak (%(default)s)")
+    out.add_argument("--init-std", type=_above_zero, default=shape.init_std, help="of every matrix (%(default)s)")
     out.add_argument("--threads", type=_positive, default=None, help="CPU threads (the idle ones, at most 4)")
     out.add_argument("--overwrite", action="store_true", help="replace runs of another configuration in --out")
     return out
@@ -82,7 +94,8 @@ def _shape(args: argparse.Namespace) -> Shape:
     shape = Shape.default()
     if args.d_model % (2 * shape.heads):
         raise LNSConfigError(f"--d-model {args.d_model}: expected a multiple of {2 * shape.heads}")
-    return replace(shape, layers=args.layers, d_model=args.d_model, sequence=args.sequence, batch=args.batch)
+    given = ("layers", "d_model", "sequence", "batch", "learning_rate", "init_std")
+    return replace(shape, **{name: getattr(args, name) for name in given})
 
 
 def _require_packages() -> None:

@@ -45,7 +45,8 @@ def default_arms() -> list[str]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of model and run. Lengths in tokens, ``batch`` in sequences."""
+    """Size of model and run, and what decides between arms: rate and initialization. Lengths in tokens, ``batch`` in
+    sequences."""
 
     layers: int
     d_model: int
@@ -53,13 +54,15 @@ class Shape:
     sequence: int
     batch: int
     learning_rate: float
+    init_std: float
 
     @classmethod
     def default(cls) -> Shape:
         """The demo's own, from the pack."""
         config, model = base(), base()["model"]
         size = (model["n_layers"], model["d_model"], model["n_heads"], model["max_sequence_length"])
-        return cls(*size, config["global_train_batch_size"], config["optimizer"]["learning_rate"])
+        rate = config["optimizer"]["learning_rate"]
+        return cls(*size, config["global_train_batch_size"], rate, model["init_std"])
 
     def overrides(self, steps: int) -> dict[str, Any]:
         """Of the base config; what follows from a length goes with it."""
@@ -68,6 +71,8 @@ class Shape:
             "model.d_model": self.d_model,
             "model.mlp_hidden_size": 4 * self.d_model,
             "model.max_sequence_length": self.sequence,
+            "model.init_std": self.init_std,
+            "optimizer.learning_rate": self.learning_rate,
             "global_train_batch_size": self.batch,
             "max_duration": steps,
             "scheduler.t_warmup": max(1, steps // 10),

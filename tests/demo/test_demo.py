@@ -202,6 +202,15 @@ def test_arms_differ_in_norm_and_initialization_alone(finished: Path, tmp_path: 
         assert {key for key in model if model[key] != other[key]} == changed
 
 
+def test_rate_and_initialization_that_were_asked_for_are_trained_with(finished: Path, tmp_path: Path):
+    args = demo_cli.parser().parse_args(["--learning-rate", "3e-3", "--init-std", "0.0566", "--layers", "6"])
+    (run,) = demo_config.make_study(tmp_path / "study.yaml", ["lns"], [0], 6, demo_cli._shape(args)).runs
+    config = demo_config.train_config(run, demo_data.build(finished / "data"), Path("x"))
+    assert (config.optimizer.learning_rate, config.model.init_std, config.model.n_layers) == (3e-3, 0.0566, 6)
+    settings = json.loads((finished / "report.json").read_text())["settings"]
+    assert (settings["learning_rate"], settings["init_std"]) == (1e-3, 0.02)
+
+
 def test_default_model_is_deep_and_of_four_million_parameters(finished: Path, tmp_path: Path):
     from olmo.model import OLMo
 
@@ -237,6 +246,8 @@ def test_bad_values_are_one_line(arguments: list[str], expected: str, capsys: py
     [
         (["--steps", "0"], "argument --steps: expected a whole number >= 1, got '0'"),
         (["--steps", "-3"], "--steps"),
+        (["--learning-rate", "0"], "argument --learning-rate: expected a number above 0, got '0'"),
+        (["--init-std", "nan"], "argument --init-std: expected a number above 0, got 'nan'"),
         (["--seeds", "1,1"], "argument --seeds: 1 is listed twice in '1,1'"),
         (["--seeds", "one"], "argument --seeds: expected whole numbers >= 0 separated by commas, got 'one'"),
     ],
