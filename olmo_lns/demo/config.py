@@ -45,8 +45,7 @@ def default_arms() -> list[str]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of model and run, and what decides between arms: rate and initialization. Lengths in tokens, ``batch`` in
-    sequences."""
+    """Size of model and run, peak rate and init std. Lengths in tokens, ``batch`` in sequences."""
 
     layers: int
     d_model: int
