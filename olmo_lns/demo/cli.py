@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
 
     register()
     from olmo_lns.demo.runs import Interrupted
-    from olmo_lns.doors.olmo.train import process_group
+    from olmo_lns.processes import process_group
 
     _set_threads(args.threads)
     console.print("Reading Python's library and manual ...")

@@ -13,6 +13,7 @@ from typing import Any, Iterator, Sequence
 from olmo_lns.diagnostics import everything, show
 from olmo_lns.dtypes import NAMES as DTYPES
 from olmo_lns.errors import LNSError
+from olmo_lns.processes import process_group
 
 __all__ = ["main"]
 
@@ -248,16 +249,10 @@ def _ranks(what: str) -> Iterator[tuple[int, int]]:
         return
     if what not in DISTRIBUTED:
         raise LNSError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
-    import torch
     import torch.distributed as dist
 
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
+    with process_group():
         yield dist.get_rank(), world
-    finally:
-        dist.destroy_process_group()
 
 
 def _record(model: str) -> dict[str, Any] | None:

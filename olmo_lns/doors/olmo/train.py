@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
 from olmo_lns import hub
 from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.processes import process_group
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load_config", "main", "prepare", "process_group"]
+__all__ = ["load_config", "main", "prepare"]
 
 _EPILOG = """\
 examples:
@@ -198,34 +199,6 @@ def _prepare_for_cpu(cfg: Any, strategy: str) -> None:
         logging.getLogger("olmo.lns.train").warning(
             "precision=%s on CPU: OLMo autocasts on CUDA only, activations stay in fp32", cfg.precision
         )
-
-
-@contextmanager
-def process_group() -> Iterator[torch.device]:
-    """A process group from torchrun's environment, or of this process alone: no port, no network.
-
-    Yields the device OLMo's launcher would use: CUDA where there is some, else CPU. A group that is
-    already up is used as it is.
-    """
-    import torch
-    import torch.distributed as dist
-
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    device = torch.device("cuda" if cuda else "cpu")
-    if dist.is_initialized():
-        yield device
-        return
-    backend = "nccl" if cuda else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def _save_config(cfg: Any) -> None:

@@ -16,10 +16,11 @@ from support.launch import run as launch
 
 from olmo_lns import cli
 from olmo_lns.doors.olmo import register, state
-from olmo_lns.doors.olmo.train import load_config, prepare, process_group
+from olmo_lns.doors.olmo.train import load_config, prepare
 from olmo_lns.doors.olmo.trainer import run
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import trainer_mark
+from olmo_lns.processes import process_group
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 
@@ -34,7 +35,8 @@ STOCK = """
 import sys
 from olmo.config import TrainConfig
 from olmo.util import clean_opt, prepare_cli_environment
-from olmo_lns.doors.olmo.train import prepare, process_group
+from olmo_lns.doors.olmo.train import prepare
+from olmo_lns.processes import process_group
 prepare_cli_environment()
 config = TrainConfig.load(sys.argv[1], [clean_opt(text) for text in sys.argv[2:]])
 with process_group() as device:

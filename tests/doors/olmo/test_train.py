@@ -15,9 +15,10 @@ from support.launch import Result, environment, torchrun, write_config
 from support.launch import run as launch
 
 from olmo_lns import cli
-from olmo_lns.doors.olmo.train import load_config, prepare, process_group
+from olmo_lns.doors.olmo.train import load_config, prepare
 from olmo_lns.doors.olmo.trainer import ObservedTrainer, RunResult, run
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.processes import process_group
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 
