@@ -11,12 +11,13 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
+from itertools import count
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import torch
 
-from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.checkpoints.tensors import LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = [
@@ -125,8 +126,8 @@ def write_archive(path: Path, value: Any) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         _write_record(archive, "archive/data.pkl", pickled.getvalue())
         _write_record(archive, "archive/byteorder", b"little")
-        for index, tensor in enumerate(tensors):
-            _write_record(archive, f"archive/data/{index}", tensor_bytes(tensor.load(), tensor))
+        names = (f"archive/data/{index}" for index in count())
+        for_each(tensors, lambda tensor, data: _write_record(archive, next(names), tensor_bytes(data, tensor)))
         _write_record(archive, "archive/version", b"3\n")
 
 

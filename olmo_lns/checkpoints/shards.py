@@ -14,7 +14,7 @@ from typing import Mapping
 import torch
 
 from olmo_lns.checkpoints.archive import check_archive, read_archive, tensor_bytes
-from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.checkpoints.tensors import LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = ["INDEX", "read_safetensors", "read_weights", "write_safetensors"]
@@ -59,8 +59,7 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> Path:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(tensor_bytes(tensor.load(), tensor))
+        for_each([*tensors.values()], lambda tensor, data: file.write(tensor_bytes(data, tensor)))
     return path
 
 

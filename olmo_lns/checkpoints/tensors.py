@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Callable, Mapping
+from itertools import zip_longest
+from typing import Callable, Mapping, Sequence
 
 import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.norm.dtypes import DTYPES
 
-__all__ = ["LazyTensor", "check_depth", "check_dtype", "check_shapes"]
+__all__ = ["LazyTensor", "check_depth", "check_dtype", "check_shapes", "for_each"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,22 @@ class LazyTensor:
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def for_each(tensors: Sequence[LazyTensor], use: Callable[[LazyTensor, torch.Tensor], object]) -> None:
+    """``use(tensor, its data)`` for each in turn; the next is read meanwhile.
+
+    Unless the two together are larger than the largest alone: reading ahead takes no more memory than that one does.
+    """
+    largest = max((tensor.nbytes for tensor in tensors), default=0)
+    ahead: Future[torch.Tensor] | None = None
+    with ThreadPoolExecutor(1, "read-ahead") as pool:
+        for tensor, following in zip_longest(tensors, tensors[1:]):
+            data = tensor.load() if ahead is None else ahead.result()
+            fits = following is not None and tensor.nbytes + following.nbytes <= largest
+            ahead = pool.submit(following.load) if fits else None
+            use(tensor, data)
+            del data  # before the next one is read
 
 
 def check_depth(layers: int, found: Mapping[str, LazyTensor], source: object) -> None:

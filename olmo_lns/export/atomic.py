@@ -14,6 +14,7 @@ import hashlib
 import os
 import secrets
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
@@ -141,10 +142,11 @@ def _is_ours(leftover: Path, target: Path) -> bool:
 
 def _write_checksums(folder: Path, marker: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != marker)
-    lines = []
-    for path in files:
-        lines.append(f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n")
-        _sync(path)
+    with ThreadPoolExecutor() as pool:  # hashing and waiting for the disk both leave the interpreter to others
+        flushed, digests = pool.map(_sync, files), pool.map(_digest, files)
+        names = (path.relative_to(folder).as_posix() for path in files)
+        lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
+        list(flushed)  # raises what went wrong there
     (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
     _sync(folder / CHECKSUMS)
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:

@@ -1,0 +1,66 @@
+"""Reading weights one at a time: in order, the next one meanwhile, never more memory than the largest takes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from olmo_lns.checkpoints.tensors import LazyTensor, for_each
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [8, 1, 3, 4, 4, 6, 2, 1], [1, 1, 1, 9], [4, 4, 4]])
+def test_in_order_and_no_more_memory_than_the_largest(sizes):
+    held: list[weakref.ref[torch.Tensor]] = []
+    most, seen = 0, []
+
+    def read(size):
+        nonlocal most
+        tensor = torch.full((size,), float(size))
+        held.append(weakref.ref(tensor))
+        most = max(most, sum(t.numel() for t in (ref() for ref in held) if t is not None))
+        return tensor
+
+    def use(tensor, data):
+        assert data.shape == tensor.shape
+        seen.append(int(data[0]))
+
+    gc.collect()
+    for_each([LazyTensor((size,), torch.float32, lambda size=size: read(size)) for size in sizes], use)
+    assert seen == sizes
+    assert most <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_what_goes_wrong_in_reading_is_raised(bad):
+    def fail():
+        raise OSError("unreadable")
+
+    seen = []
+    good = LazyTensor((2,), torch.float32, lambda: torch.zeros(2))
+    large = LazyTensor((9,), torch.float32, lambda: torch.zeros(9))
+    tensors = [good, good, good, large]
+    tensors[bad] = LazyTensor((2,), torch.float32, fail)
+    with pytest.raises(OSError, match="unreadable"):
+        for_each(tensors, lambda tensor, data: seen.append(data))
+    assert len(seen) == bad
+
+
+def test_the_next_is_read_while_one_is_used():
+    """Shown by the order of events: the second is read before the first has been used up."""
+    events = []
+    read_second = threading.Event()
+    first = LazyTensor((1,), torch.float32, lambda: torch.zeros(1))
+    second = LazyTensor((1,), torch.float32, lambda: (read_second.set(), torch.ones(1))[1])
+    large = LazyTensor((2,), torch.float32, lambda: torch.zeros(2))
+
+    def use(tensor, data):
+        if tensor is first:
+            assert read_second.wait(60)
+        events.append(tensor)
+
+    for_each([first, second, large], use)
+    assert events == [first, second, large]
