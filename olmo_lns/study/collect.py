@@ -44,7 +44,7 @@ def collect(study: Study, out: Path, *, wandb_export: Path | None = None, allow_
                     f"run {run.name} is missing: nothing in {folder}; launch it, or pass --allow-missing"
                 )
             curve = Curve({}, None, "no log")
-        elif (identity := _identity(run, folder)) is not None:
+        elif curve.losses and (identity := _identity(run, folder)) is not None:  # no loss, nothing to compare
             identities[run.name] = identity
         results.append(_result(study, run, curve, folder))
     compare_arms(study, identities)

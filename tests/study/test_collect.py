@@ -52,6 +52,17 @@ def test_a_missing_run_is_refused_or_reported(built: Built) -> None:
     assert (results[-1].run, results[-1].status, results[-1].loss) == ("b-lns-s1", "missing", None)
 
 
+def test_a_run_killed_in_its_first_seconds_is_shown_as_missing(built: Built) -> None:
+    """It has the stamp of its plan, but not yet what OLMo made of that: nothing to compare with the other arm."""
+    for name in RUNS:
+        built.finish(name, 3.0, precision="amp_bf16")  # of OLMo's launcher; the description says nothing
+    folder = built.out / "b-lns-s1"
+    (folder / "config.yaml").unlink()
+    (folder / "attempt-01.log").write_text("starting\n")
+    result = collect.collect(built.study, built.out)[-1]
+    assert (result.run, result.status, result.step, result.loss) == ("b-lns-s1", "missing", 0, None)
+
+
 def test_a_loss_that_is_not_finite_names_the_run(built: Built) -> None:
     study = finish_all(built)
     (built.out / "b-lns-s1" / "attempt-01.log").write_text(olmo_log({1: 3.0, 2: "nan"}, total=20))
