@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
+from olmo_lns.checkpoints.output import Output
 from olmo_lns.checkpoints.tensors import LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
 
@@ -123,7 +124,7 @@ def write_archive(path: Path, value: Any) -> None:
     tensors: list[LazyTensor] = []
     pickled = io.BytesIO()
     _Pickler(pickled, tensors).dump(value)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    with Output(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _write_record(archive, "archive/data.pkl", pickled.getvalue())
         _write_record(archive, "archive/byteorder", b"little")
         names = (f"archive/data/{index}" for index in count())

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from olmo_lns.checkpoints.archive import read_bytes
-from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.checkpoints.output import Output
+from olmo_lns.checkpoints.tensors import LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = ["METADATA", "ChunkFunction", "DistributedCheckpoint"]
@@ -28,6 +30,32 @@ METADATA = ".metadata"
 
 #: (name, offsets of the chunk in the whole tensor, chunk) -> new chunk of the same shape.
 ChunkFunction = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A chunk to be written as a tensor, or a chunk or object to be written as the bytes that it is stored in."""
+
+    index: MetadataIndex
+    nbytes: int
+    load: Callable[[], bytes | torch.Tensor]
+
+
+def _write_items(path: Path, items: Sequence[_Item], entries: dict[str, Any], storage: dict[Any, _StorageInfo]) -> None:
+    """Into one file; their dtypes go into ``entries`` and their places into ``storage``."""
+    with Output(path) as output:
+
+        def write(item: _Item, content: bytes | torch.Tensor) -> None:
+            start, name = output.tell(), item.index.fqn
+            if isinstance(content, torch.Tensor):
+                torch.save(content, output)  # type: ignore[arg-type]  # it asks for typing.IO, and only writes
+                properties = dataclasses.replace(entries[name].properties, dtype=content.dtype)
+                entries[name] = dataclasses.replace(entries[name], properties=properties)
+            else:
+                output.write(content)
+            storage[item.index] = _StorageInfo(path.name, start, output.tell() - start)
+
+        for_each(items, write)
 
 
 class _Inert:
@@ -101,6 +129,8 @@ class DistributedCheckpoint:
         shape = tuple(entry.size) if row is None else tuple(entry.size[1:])
 
         def load() -> torch.Tensor:
+            if row is None and [tuple(chunk.sizes) for chunk in chunks] == [shape]:
+                return self._read_chunk(name, chunks[0])
             whole = torch.empty(shape, dtype=entry.properties.dtype)
             for chunk in chunks:
                 part = self._read_chunk(name, chunk)
@@ -141,23 +171,8 @@ class DistributedCheckpoint:
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for name, indices in by_file.items():
             indices.sort(key=lambda index: self.metadata.storage_data[index].offset)
-            with (folder / name).open("wb") as output:
-                for index in indices:
-                    start = output.tell()
-                    if objects and index.fqn in objects:
-                        dtype = None
-                        output.write(objects[index.fqn])
-                    else:
-                        dtype = self._write_item(output, index, functions.get(index.fqn))
-                    storage[index] = _StorageInfo(name, start, output.tell() - start)
-                    entry = kept[index.fqn]
-                    if (
-                        isinstance(entry, TensorStorageMetadata)
-                        and dtype is not None
-                        and dtype != entry.properties.dtype
-                    ):
-                        properties = dataclasses.replace(entry.properties, dtype=dtype)
-                        kept[index.fqn] = dataclasses.replace(entry, properties=properties)
+            items = [self._item(index, functions, objects or {}) for index in indices]
+            _write_items(folder / name, items, kept, storage)
         planner = self.metadata.planner_data
         if isinstance(planner, dict):
             planner = {name: path for name, path in planner.items() if keep(name)}
@@ -214,10 +229,13 @@ class DistributedCheckpoint:
             return file.read(info.length)
 
     def _read_chunk(self, name: str, chunk: Any) -> torch.Tensor:
-        info = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        return self._checked(self._bytes(self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]), name, chunk)
+
+    def _checked(self, content: bytes, name: str, chunk: Any) -> torch.Tensor:
+        """The tensor of a chunk from its bytes, as the metadata says."""
+        info, entry = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)], self._entry(name)
         source = f"{self.folder / info.relative_path} ({name})"
-        tensor = read_bytes(self._bytes(info), source)
-        entry = self._entry(name)
+        tensor = read_bytes(content, source)
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise LNSConfigError(f"{source}: a sparse tensor or one without values cannot be exported")
         if tensor.shape != chunk.sizes or tensor.dtype != entry.properties.dtype:
@@ -227,19 +245,24 @@ class DistributedCheckpoint:
             )
         return tensor
 
-    def _write_item(self, output: Any, index: MetadataIndex, function: ChunkFunction | None) -> torch.dtype | None:
-        """Write one chunk or object; returns the chunk's dtype."""
-        info = self.metadata.storage_data[index]
-        entry = self.metadata.state_dict_metadata[index.fqn]
-        if isinstance(entry, BytesStorageMetadata):
-            output.write(self._bytes(info))
-            return None
-        offsets = tuple(index.offset or ())
-        chunk = next(c for c in entry.chunks if tuple(c.offsets) == offsets)
-        tensor = self._read_chunk(index.fqn, chunk)
-        if function is None:
-            output.write(self._bytes(info))
-            return tensor.dtype
-        tensor = function(index.fqn, offsets, tensor)
-        torch.save(tensor, output)
-        return tensor.dtype
+    def _item(
+        self, index: MetadataIndex, functions: Mapping[str, ChunkFunction], objects: Mapping[str, bytes]
+    ) -> _Item:
+        """What is written for one chunk or object of this checkpoint."""
+        info, entry = self.metadata.storage_data[index], self.metadata.state_dict_metadata[index.fqn]
+        offsets, function = tuple(index.offset or ()), functions.get(index.fqn)
+
+        def load() -> bytes | torch.Tensor:
+            if index.fqn in objects:
+                return objects[index.fqn]
+            content = self._bytes(info)
+            if isinstance(entry, BytesStorageMetadata):
+                return content
+            chunk = next(chunk for chunk in entry.chunks if tuple(chunk.offsets) == offsets)
+            tensor = self._checked(content, index.fqn, chunk)
+            if function is None:
+                return content
+            del content
+            return function(index.fqn, offsets, tensor)
+
+        return _Item(index, info.length, load)

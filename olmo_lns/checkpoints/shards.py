@@ -14,6 +14,7 @@ from typing import Mapping
 import torch
 
 from olmo_lns.checkpoints.archive import check_archive, read_archive, tensor_bytes
+from olmo_lns.checkpoints.output import Output
 from olmo_lns.checkpoints.tensors import LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
 
@@ -57,7 +58,7 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> Path:
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with Output(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for_each([*tensors.values()], lambda tensor, data: file.write(tensor_bytes(data, tensor)))
     return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Protocol, Sequence, TypeVar
 
 import torch
 
@@ -35,13 +35,25 @@ class LazyTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def for_each(tensors: Sequence[LazyTensor], use: Callable[[LazyTensor, torch.Tensor], object]) -> None:
+class Lazy(Protocol):
+    """What :func:`for_each` needs of a :class:`LazyTensor`, or of something else that is read when its turn comes."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def load(self) -> Callable[[], Any]: ...
+
+
+Item = TypeVar("Item", bound=Lazy)
+
+
+def for_each(tensors: Sequence[Item], use: Callable[[Item, Any], object]) -> None:
     """``use(tensor, its data)`` for each in turn; the next is read meanwhile.
 
     Unless the two together are larger than the largest alone: reading ahead takes no more memory than that one does.
     """
     largest = max((tensor.nbytes for tensor in tensors), default=0)
-    ahead: Future[torch.Tensor] | None = None
+    ahead: Future[Any] | None = None
     with ThreadPoolExecutor(1, "read-ahead") as pool:
         for tensor, following in zip_longest(tensors, tensors[1:]):
             data = tensor.load() if ahead is None else ahead.result()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import glob
-import hashlib
 import os
 import secrets
 import shutil
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
+from olmo_lns.checkpoints.output import digest_as_written, sha256
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 
 __all__ = ["CHECKSUMS", "ExportError", "atomic_folder", "copy_unread", "verify_checksums"]
@@ -108,7 +108,7 @@ def verify_checksums(folder: str | os.PathLike[str]) -> int:
         digest, _, name = line.partition("  ")
         if not (folder / name).is_file():
             raise LNSConfigError(f"{folder}: {name} is missing ({CHECKSUMS} lists it)")
-        if _digest(folder / name) != digest:
+        if sha256(folder / name) != digest:
             raise LNSConfigError(f"{folder}: {name} differs from its checksum: the file is damaged or was changed")
     return len(lines)
 
@@ -143,7 +143,8 @@ def _is_ours(leftover: Path, target: Path) -> bool:
 def _write_checksums(folder: Path, marker: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != marker)
     with ThreadPoolExecutor() as pool:  # hashing and waiting for the disk both leave the interpreter to others
-        flushed, digests = pool.map(_sync, files), pool.map(_digest, files)
+        flushed = pool.map(_sync, files)
+        digests = pool.map(lambda path: digest_as_written(path) or sha256(path), files)
         names = (path.relative_to(folder).as_posix() for path in files)
         lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
         list(flushed)  # raises what went wrong there
@@ -151,14 +152,6 @@ def _write_checksums(folder: Path, marker: Path) -> None:
     _sync(folder / CHECKSUMS)
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         _sync(path)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
