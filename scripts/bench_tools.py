@@ -27,8 +27,8 @@ import torch
 from export_checkpoints import EXPORTS, MAKERS, SIZES
 
 ROOT = Path(__file__).parents[1]
-#: Seconds to wait before a copy and an export. What was deleted a moment ago leaves memory that whoever writes next
-#: gets for nothing; a virtual machine's host takes it back within seconds, and then each page costs anew.
+#: Seconds to wait before a copy and an export, after the disk has taken what was written and deleted before. Memory that
+#: a deletion leaves is free for whoever writes next, until a virtual machine's host takes it back within seconds.
 SETTLE = 5.0
 #: Name -> (arguments of olmo-lns, aim in seconds).
 COMMANDS: dict[str, tuple[list[str], float]] = {
@@ -93,6 +93,7 @@ def peak(command: Sequence[str]) -> dict[str, float]:
     ``anonymous`` is what it allocated; ``resident``, the kernel's high-water mark, also counts cached pages of mapped
     files, which can be dropped at any time.
     """
+    os.sync()
     time.sleep(SETTLE)
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -115,6 +116,7 @@ def peak(command: Sequence[str]) -> dict[str, float]:
 
 def _copy_seconds(source: Path, target: Path) -> float:
     """A plain copy of a folder, flushed to the disk, after :data:`SETTLE`."""
+    os.sync()
     time.sleep(SETTLE)
     start = time.monotonic()
     shutil.copytree(source, target)

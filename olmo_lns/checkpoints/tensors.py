@@ -19,7 +19,8 @@ __all__ = ["LazyTensor", "check_depth", "check_dtype", "check_shapes", "for_each
 class LazyTensor:
     """A tensor that is read when it is needed: its shape and dtype are known, its data is not held.
 
-    :param load: reads the tensor into fresh memory; called once for each time it is written.
+    :param load: reads the tensor, whose data is the caller's own, or maps it from its file so that no change to it
+        reaches the file; called once for each time it is written.
     """
 
     shape: tuple[int, ...]

@@ -62,6 +62,8 @@ class Rounding:
     ) -> torch.Tensor:
         """``(tensor + shift) * factor`` in ``dtype``, computed in float64 and rounded once.
 
+        Where only the dtype changes, float32 shows what rounding did as well, in a third of the time.
+
         :param tensor: any shape, any floating dtype.
         :param factor: dimensionless; a number, or fp64 (rows,), one for each row.
         :param shift: 1.0 for a zero-centred gain, whose stored value is the gain minus one.
@@ -70,12 +72,15 @@ class Rounding:
         check_dtype(name, tensor.dtype, "cannot scale")
         result = torch.empty(tensor.shape, dtype=dtype)
         source, target = tensor.reshape(-1), result.view(-1)
+        unchanged = isinstance(factor, float) and factor == 1.0 and shift == 0.0 and tensor.dtype != torch.float64
         worst = 0.0
         for start in range(0, source.numel(), _CHUNK):
-            exact = (source[start : start + _CHUNK].double() + shift) * _of_elements(factor, tensor, start)
+            part = source[start : start + _CHUNK]
+            exact = part.float() if unchanged else (part.double() + shift) * _of_elements(factor, tensor, start)
             rounded = target[start : start + _CHUNK].copy_(exact)
             # In place, because this is most of the work. Zeros, and what is not finite, give nan.
-            error = rounded.double().sub_(exact).div_(exact).abs_().nan_to_num_(nan=0.0, posinf=math.inf)
+            error = rounded.to(exact.dtype, copy=True).sub_(exact).div_(exact).abs_()
+            error = error.nan_to_num_(nan=0.0, posinf=math.inf)
             worst = max(worst, error.max().item())
         if worst == math.inf:
             raise LNSConfigError(f"{name} holds values that overflow {dtype}: choose bf16 or fp32")

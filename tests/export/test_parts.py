@@ -34,11 +34,13 @@ def lazy(tensor: torch.Tensor) -> LazyTensor:
 # --- rounding ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000), number=st.integers(1, 64))
-def test_the_result_is_the_nearest_number(dtype: torch.dtype, seed: int, number: int) -> None:
-    weight = torch.randn(500, generator=torch.Generator().manual_seed(seed))
+def test_the_result_is_the_nearest_number(source: torch.dtype, dtype: torch.dtype, seed: int, number: int) -> None:
+    """Of every dtype that weights may have; ``number`` 1 only changes the dtype."""
+    weight = torch.randn(500, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(source)
     rounding = Rounding()
     found = rounding.scale("w", weight, number**-0.5, dtype)
     exact = weight.double() / math.sqrt(number)
@@ -48,6 +50,14 @@ def test_the_result_is_the_nearest_number(dtype: torch.dtype, seed: int, number:
     assert rounding.worst == pytest.approx(((found.double() - exact) / exact).abs().max().item(), rel=1e-6)
     if exact.abs().min() >= info.smallest_normal:
         assert rounding.worst <= info.eps / 2 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3**-0.5])
+def test_double_precision_stays(factor: float) -> None:
+    weight = torch.randn(500, dtype=torch.float64)
+    rounding = Rounding()
+    torch.testing.assert_close(rounding.scale("w", weight, factor, torch.float64), weight * factor, rtol=1e-15, atol=0)
+    assert rounding.worst == 0  # the product is taken for exact
 
 
 def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
