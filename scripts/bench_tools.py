@@ -27,8 +27,8 @@ import torch
 from export_checkpoints import EXPORTS, MAKERS, SIZES
 
 ROOT = Path(__file__).parents[1]
-#: Seconds to wait before a copy and an export, after the disk has taken what was written and deleted before. Memory that
-#: a deletion leaves is free for whoever writes next, until a virtual machine's host takes it back within seconds.
+#: Seconds to wait before a copy and an export, after the disk has taken what was written and deleted before. Memory
+#: that a deletion leaves is free for whoever writes next, until a virtual machine's host takes it back within seconds.
 SETTLE = 5.0
 #: Name -> (arguments of olmo-lns, aim in seconds).
 COMMANDS: dict[str, tuple[list[str], float]] = {

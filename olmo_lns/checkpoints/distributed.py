@@ -129,8 +129,8 @@ class DistributedCheckpoint:
         shape = tuple(entry.size) if row is None else tuple(entry.size[1:])
 
         def load() -> torch.Tensor:
-            if row is None and [tuple(chunk.sizes) for chunk in chunks] == [shape]:
-                return self._read_chunk(name, chunks[0])
+            if [tuple(chunk.sizes) for chunk in chunks] == [shape if row is None else (1, *shape)]:
+                return self._read_chunk(name, chunks[0]).view(shape)
             whole = torch.empty(shape, dtype=entry.properties.dtype)
             for chunk in chunks:
                 part = self._read_chunk(name, chunk)

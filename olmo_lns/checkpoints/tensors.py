@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from functools import partial
+from itertools import accumulate, zip_longest
 from typing import Any, Callable, Mapping, Protocol, Sequence, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.norm.dtypes import DTYPES
 
-__all__ = ["LazyTensor", "check_depth", "check_dtype", "check_shapes", "for_each"]
+__all__ = ["LazyTensor", "check_depth", "check_dtype", "check_shapes", "for_each", "split_rows"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,29 @@ class Lazy(Protocol):
 
 
 Item = TypeVar("Item", bound=Lazy)
+
+
+def split_rows(tensor: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
+    """``tensor`` cut along its first axis, ``counts`` rows each: views, so its memory is that of the whole.
+
+    While one of them is in use the whole is not read again for the next.
+    """
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def load(start: int, count: int) -> torch.Tensor:
+        whole = held[0]() if held else None
+        if whole is None:
+            whole = tensor.load()
+            held[:] = [weakref.ref(whole)]
+        part = whole[start : start + count]
+        part.whole = whole  # type: ignore[attr-defined]  # a view keeps the memory of the whole, not its object
+        return part
+
+    starts = accumulate(counts, initial=0)
+    return [
+        replace(tensor, shape=(count, *tensor.shape[1:]), load=partial(load, start, count))
+        for start, count in zip(starts, counts, strict=False)
+    ]
 
 
 def for_each(tensors: Sequence[Item], use: Callable[[Item, Any], object]) -> None:

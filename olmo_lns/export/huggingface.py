@@ -21,7 +21,7 @@ import torch
 
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.shards import write_safetensors
-from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.checkpoints.tensors import LazyTensor, split_rows
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
@@ -114,15 +114,10 @@ def projections(model: Architecture, weights: Mapping[str, LazyTensor], index: i
             result[f"self_attn.{part}.{kind}"] = tensor
         result[f"self_attn.o_proj.{kind}"] = weights[f"{block}.attn_out.{kind}"]
         fused = weights[f"{block}.ff_proj.{kind}"]
-        for part, start in (("up_proj", 0), ("gate_proj", model.ff_out_inner)):
-            result[f"mlp.{part}.{kind}"] = rows(fused, start, model.ff_out_inner)
+        for part, tensor in zip(("up_proj", "gate_proj"), split_rows(fused, [model.ff_out_inner] * 2), strict=True):
+            result[f"mlp.{part}.{kind}"] = tensor
         result[f"mlp.down_proj.{kind}"] = weights[f"{block}.ff_out.{kind}"]
     return result
-
-
-def rows(tensor: LazyTensor, start: int, count: int) -> LazyTensor:
-    """``tensor[start : start + count]``, in memory of its own."""
-    return tensor.map(lambda t: t[start : start + count].clone(), shape=(count, *tensor.shape[1:]))
 
 
 def _qkv(model: Architecture, weights: Mapping[str, LazyTensor], block: str, kind: str) -> dict[str, LazyTensor]:
@@ -130,9 +125,8 @@ def _qkv(model: Architecture, weights: Mapping[str, LazyTensor], block: str, kin
     if model.block_type == "llama":
         return {name: weights[f"{block}.{name}.{kind}"] for name in names}
     kv = model.kv_heads * model.head_dim
-    starts, counts = (0, model.d_model, model.d_model + kv), (model.d_model, kv, kv)
-    fused = weights[f"{block}.att_proj.{kind}"]
-    return {name: rows(fused, start, count) for name, start, count in zip(names, starts, counts, strict=True)}
+    parts = split_rows(weights[f"{block}.att_proj.{kind}"], (model.d_model, kv, kv))
+    return dict(zip(names, parts, strict=True))
 
 
 def _norm(

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from olmo_lns.checkpoints.tensors import LazyTensor, for_each
+from olmo_lns.checkpoints.tensors import LazyTensor, for_each, split_rows
 
 
 @pytest.mark.parametrize("sizes", [[], [5], [8, 1, 3, 4, 4, 6, 2, 1], [1, 1, 1, 9], [4, 4, 4]])
@@ -64,3 +64,27 @@ def test_the_next_is_read_while_one_is_used():
 
     for_each([first, second, large], use)
     assert events == [first, second, large]
+
+
+def test_rows_of_one_tensor_are_read_once():
+    """Each while the one before it is in use; nothing is held when the last of them is gone."""
+    reads: list[weakref.ref[torch.Tensor]] = []
+    whole = torch.arange(12.0).view(6, 2)
+
+    def read():
+        tensor = whole.clone()
+        reads.append(weakref.ref(tensor))
+        return tensor
+
+    parts = split_rows(LazyTensor((6, 2), torch.float32, read), (3, 1, 2))
+    assert [part.shape for part in parts] == [(3, 2), (1, 2), (2, 2)]
+    first = parts[0].load()
+    second = parts[1].load()
+    assert torch.equal(first, whole[:3]) and torch.equal(second, whole[3:4])
+    del first
+    third = parts[2].load()
+    assert torch.equal(third, whole[4:]) and len(reads) == 1
+    del second, third
+    gc.collect()
+    assert reads[0]() is None
+    assert torch.equal(parts[1].load(), whole[3:4]) and len(reads) == 2
