@@ -91,19 +91,46 @@ def _unreadable(tensor: torch.Tensor) -> str:
     return "" if tensor.dtype in _STORAGES else f"a tensor of {tensor.dtype}"
 
 
-def read_bytes(content: bytes, source: str) -> torch.Tensor:
+def read_bytes(content: bytes | memoryview, source: str) -> torch.Tensor:
     """One tensor from the bytes that ``torch.save`` made of it, its checksum compared.
 
     :raises LNSConfigError: the bytes are damaged or hold something else.
     """
-    check_archive(Path(source), io.BytesIO(content))
+    check_archive(Path(source), _Bytes(content))
     try:
-        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        tensor = torch.load(_Bytes(content), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except (RuntimeError, pickle.UnpicklingError, ValueError) as error:
         raise LNSConfigError(f"{source} cannot be loaded safely: {one_line(error)}") from None
     if not isinstance(tensor, torch.Tensor):
         raise LNSConfigError(f"{source}: expected a tensor, found {type(tensor).__name__}")
     return tensor
+
+
+class _Bytes(io.RawIOBase):
+    """A file of bytes in memory, which ``io.BytesIO`` would copy."""
+
+    def __init__(self, content: bytes | memoryview) -> None:
+        super().__init__()
+        self._content, self._position = memoryview(content), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = (0, self._position, len(self._content))[whence] + offset
+        if position < 0:
+            raise OSError(f"there is nothing at {position}")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._content[self._position :][: len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
 
 
 def map_tensors(value: Any, function: Callable[[tuple[Any, ...], Any], Any], keys: tuple[Any, ...] = ()) -> Any:

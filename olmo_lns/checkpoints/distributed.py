@@ -8,6 +8,7 @@ the model matters.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ METADATA = ".metadata"
 
 #: (name, offsets of the chunk in the whole tensor, chunk) -> new chunk of the same shape.
 ChunkFunction = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
+#: What is written in a chunk's place.
+Content = bytes | memoryview | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,14 @@ class _Item:
 
     index: MetadataIndex
     nbytes: int
-    load: Callable[[], bytes | torch.Tensor]
+    load: Callable[[], Content]
 
 
 def _write_items(path: Path, items: Sequence[_Item], entries: dict[str, Any], storage: dict[Any, _StorageInfo]) -> None:
     """Into one file; their dtypes go into ``entries`` and their places into ``storage``."""
     with Output(path) as output:
 
-        def write(item: _Item, content: bytes | torch.Tensor) -> None:
+        def write(item: _Item, content: Content) -> None:
             start, name = output.tell(), item.index.fqn
             if isinstance(content, torch.Tensor):
                 torch.save(content, output)  # type: ignore[arg-type]  # it asks for typing.IO, and only writes
@@ -147,7 +150,8 @@ class DistributedCheckpoint:
         """The bytes of an entry that is no tensor, None where there is no such entry."""
         if not isinstance(self.metadata.state_dict_metadata.get(name), BytesStorageMetadata):
             return None
-        return self._bytes(next(info for index, info in self.metadata.storage_data.items() if index.fqn == name))
+        stored = next(info for index, info in self.metadata.storage_data.items() if index.fqn == name)
+        return self._bytes(stored).tobytes()
 
     def rewrite(
         self,
@@ -223,15 +227,18 @@ class DistributedCheckpoint:
                 if MetadataIndex(name, chunk.offsets) not in self.metadata.storage_data:
                     raise LNSConfigError(f"{self.folder}: the metadata lists no bytes for {name} at {chunk.offsets}")
 
-    def _bytes(self, info: _StorageInfo) -> bytes:
+    def _bytes(self, info: _StorageInfo) -> memoryview:
+        """Mapped from the file, for new memory costs as much time as reading."""
+        if not info.length:
+            return memoryview(b"")
         with (self.folder / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            return file.read(info.length)
+            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(whole)[info.offset : info.offset + info.length]
 
     def _read_chunk(self, name: str, chunk: Any) -> torch.Tensor:
         return self._checked(self._bytes(self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]), name, chunk)
 
-    def _checked(self, content: bytes, name: str, chunk: Any) -> torch.Tensor:
+    def _checked(self, content: memoryview, name: str, chunk: Any) -> torch.Tensor:
         """The tensor of a chunk from its bytes, as the metadata says."""
         info, entry = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)], self._entry(name)
         source = f"{self.folder / info.relative_path} ({name})"
@@ -252,7 +259,7 @@ class DistributedCheckpoint:
         info, entry = self.metadata.storage_data[index], self.metadata.state_dict_metadata[index.fqn]
         offsets, function = tuple(index.offset or ()), functions.get(index.fqn)
 
-        def load() -> bytes | torch.Tensor:
+        def load() -> Content:
             if index.fqn in objects:
                 return objects[index.fqn]
             content = self._bytes(info)
