@@ -35,7 +35,11 @@ class Output(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._descriptor = _open(path)
+        try:
+            self._descriptor = _open(path)
+        except OSError:
+            super().close()  # there is nothing for close, which the collector calls, to write
+            raise
         self._digest = hashlib.sha256()
         self._threads = ThreadPoolExecutor(1, "write"), ThreadPoolExecutor(1, "sha256")
         self._pending: deque[tuple[mmap.mmap, tuple[Future[Any], ...]]] = deque()
