@@ -101,8 +101,11 @@ def _transformer_engine() -> Finding:
 
 
 def _backend() -> Finding:
-    if environment.read(environment.NORM_BACKEND) in ("", "auto") and not _may_have_device():
-        return Finding("norm backend", "torch", "ok", "no CUDA device is visible")
+    asked = environment.read(environment.NORM_BACKEND)
+    if asked in ("", "auto") and not _may_have_device() and not environment.cache().exists():
+        # What choose_backend says here, without the seconds of importing torch.
+        why = "which is fastest here was not measured (olmo-lns doctor --tune)"
+        return Finding("norm backend", "torch", "ok", f"no CUDA device is visible; {why}")
     from olmo_lns.norm import choose_backend
 
     try:
@@ -126,6 +129,7 @@ def _tune() -> None:
     from olmo_lns.norm import tuning
     from olmo_lns.norm.backend import tune
 
+    print("measuring the norm backends; on CPU they are compiled first, half a minute", flush=True)
     entry = tune()
     for case, milliseconds in entry["milliseconds"].items():
         times = ", ".join(f"{name} {value:.3f} ms" for name, value in milliseconds.items())
@@ -156,7 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="first measure the norm backends on this machine's GPU (seconds); `auto` takes the fastest from then on",
+        help="first measure the norm backends here: on a GPU seconds, on CPU half a minute, for it compiles one (C++); "
+        "`auto` takes the fastest from then on",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument(

@@ -10,22 +10,24 @@ from packaging.version import Version
 
 from olmo_lns.environment import NORM_BACKEND, read
 from olmo_lns.errors import BackendUnavailableError, LNSConfigError, did_you_mean
-from olmo_lns.norm import kernels, pytorch, pytorch_layer, tuning
+from olmo_lns.norm import cpp, kernels, pytorch, pytorch_layer, tuning
 from olmo_lns.norm import transformer_engine as te
 
 __all__ = ["ENVIRONMENT_VARIABLE", "LAYER_NORMS", "NAMES", "RMS_NORMS", "Backend", "choose_backend", "tune"]
 
 ENVIRONMENT_VARIABLE = NORM_BACKEND
 #: What may be asked for. "torch" includes PyTorch's own fused kernel where there is one.
-NAMES = ("auto", "te", "torch")
+NAMES = ("auto", "te", "cpp", "torch")
 
 RMS_NORMS: Mapping[str, Callable[..., torch.Tensor]] = {
     "te": te.rms_norm,
+    "cpp": cpp.rms_norm,
     "torch-fused": pytorch.fused_rms_norm,
     "torch": pytorch.rms_norm,
 }
 LAYER_NORMS: Mapping[str, Callable[..., torch.Tensor]] = {
     "te": te.layer_norm,
+    "cpp": cpp.layer_norm,
     "torch-fused": pytorch_layer.layer_norm,
     "torch": pytorch_layer.layer_norm,
 }
@@ -33,10 +35,10 @@ LAYER_NORMS: Mapping[str, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Backend:
-    """A decision: ``name`` (``te``, ``torch-fused`` or ``torch``) and the ``reason`` for it.
+    """A decision: ``name`` (``te``, ``cpp``, ``torch-fused`` or ``torch``) and the ``reason`` for it.
 
-    Plain data: it pickles, copies and compares. A ``te`` or ``torch-fused`` backend still takes
-    tensors that are not on a CUDA device, and hands them to ``torch``.
+    Plain data: it pickles, copies and compares. Each takes every tensor, and hands those that its kernels are not for
+    to ``torch``: ``te`` and ``torch-fused`` what is not on a CUDA device, ``cpp`` what is not on the CPU.
     """
 
     name: str
@@ -64,13 +66,13 @@ class Backend:
 def choose_backend(name: str | None = None, *, device: torch.device | str | None = None) -> Backend:
     """Choose the implementation for a model that will run on ``device``.
 
-    :param name: ``auto``, ``te`` or ``torch``; None reads ``OLMO_LNS_NORM_BACKEND``, else ``auto``. ``auto`` takes
-        what ``olmo-lns doctor --tune`` found fastest on this machine; where nothing was measured, Transformer Engine
-        if it can be imported and the device is CUDA with compute capability 8.0 or more, else PyTorch's fused kernel
-        (CUDA, torch 2.9 or newer), else PyTorch operations.
+    :param name: ``auto``, ``te``, ``cpp`` or ``torch``; None reads ``OLMO_LNS_NORM_BACKEND``, else ``auto``. ``auto``
+        takes what ``olmo-lns doctor --tune`` found fastest on this machine (on CPU it compiles ``cpp`` first); where
+        nothing was measured, Transformer Engine if it can be imported and the device is CUDA with compute capability
+        8.0 or more, else PyTorch's fused kernel (CUDA, torch 2.9 or newer), else PyTorch operations.
     :param device: where the model will run; None means CUDA if this machine has it.
     :raises LNSConfigError: ``name`` is unknown.
-    :raises BackendUnavailableError: ``te`` was asked for and cannot run; the message holds TE's own failure.
+    :raises BackendUnavailableError: ``te`` or ``cpp`` was asked for and cannot run; the message says why.
     """
     asked, origin = _asked(name)
     target = (
@@ -78,9 +80,12 @@ def choose_backend(name: str | None = None, *, device: torch.device | str | None
     )
     if asked == "torch":
         return _torch_backend(target, f"asked for by {origin}")
+    if asked == "cpp":
+        return _cpp_backend(target, f"asked for by {origin}")
     device_problem = _device_problem(target)
     if asked == "auto" and device_problem:  # no import of TE where it could not run
-        return _torch_backend(target, device_problem)
+        measured, why = _measured(target) if target.type == "cpu" else (None, "")
+        return measured or _torch_backend(target, f"{device_problem}; {why}" if why else device_problem)
     problem = device_problem or te.status().problem
     if asked == "te" and problem:
         raise BackendUnavailableError(
@@ -98,25 +103,28 @@ def choose_backend(name: str | None = None, *, device: torch.device | str | None
     return _torch_backend(target, f"{problem}; {why}")
 
 
-def tune(device: torch.device | str = "cuda") -> Mapping[str, Any]:
+def tune(device: torch.device | str | None = None) -> Mapping[str, Any]:
     """Measure the backends that can run on ``device`` and write the table that ``auto`` reads.
 
+    :param device: None means CUDA if this machine has it, otherwise the CPU, for which the norms are compiled first.
     :returns: the entry: ``backend``, ``measured`` (date) and ``milliseconds`` (case -> backend -> time).
-    :raises LNSConfigError: there is no CUDA device, or the table that is there cannot be read.
+    :raises LNSConfigError: there is no such device, or the table that is there cannot be read.
+    :raises BackendUnavailableError: the norms cannot be compiled.
     """
-    device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise LNSConfigError("no CUDA device is visible: on CPU there is one backend and nothing to choose")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LNSConfigError("no CUDA device is visible")
     names = ["torch", _torch_backend(device, "").name]
-    if _device_problem(device) is None and te.status().problem is None:
+    if device.type == "cpu":
+        cpp.build()
+        names.append("cpp")
+    elif _device_problem(device) is None and te.status().problem is None:
         names.append("te")
     return tuning.write(tuning.key(device), tuning.measure({name: RMS_NORMS[name] for name in names}, device))
 
 
 def _measured(device: torch.device) -> tuple[Backend | None, str]:
     """The fastest backend in this machine's table, if there is one; otherwise why there is none."""
-    if device.type != "cuda":
-        return None, "not measured"
     try:
         entry = tuning.read(tuning.key(device))
     except LNSConfigError as error:
@@ -126,11 +134,22 @@ def _measured(device: torch.device) -> tuple[Backend | None, str]:
     reason = f"fastest here, measured {entry['measured']} ({tuning.path()})"
     if entry["backend"] == "te":
         return _te_backend(reason), ""
+    if entry["backend"] == "cpp":
+        problem = cpp.problem()
+        return (None, problem) if problem else (_cpp_backend(device, reason), "")
     return Backend(entry["backend"], _with_kernel(reason, entry["backend"], device)), ""
 
 
 def _te_backend(why: str) -> Backend:
     return Backend("te", f"Transformer Engine {te.status().version}: {why}")
+
+
+def _cpp_backend(device: torch.device, why: str) -> Backend:
+    if device.type != "cpu":
+        raise BackendUnavailableError(f"the norm backend 'cpp' runs on the CPU, the model's device is {device.type}")
+    if problem := cpp.problem():
+        raise BackendUnavailableError(f"the norm backend 'cpp' was {why} and cannot run: {problem}")
+    return Backend("cpp", f"compiled for this machine's CPU: {why}")
 
 
 def _with_kernel(reason: str, name: str, device: torch.device) -> str:

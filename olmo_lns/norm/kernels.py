@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from olmo_lns.norm import cpp
 from olmo_lns.norm import transformer_engine as te
 
 __all__ = ["FUSED_SINCE", "Kernel", "quack_problem", "running_kernel"]
@@ -25,7 +26,7 @@ FUSED_SINCE = Version("2.9")
 
 @dataclass(frozen=True)
 class Kernel:
-    """``name``: Transformer Engine, Quack, torch fused or composite; ``why`` it is this one."""
+    """``name``: Transformer Engine, Quack, torch fused, C++ or composite; ``why`` it is this one."""
 
     name: str
     why: str
@@ -41,7 +42,7 @@ def running_kernel(
 ) -> Kernel:
     """The kernel that an RMSNorm of this backend runs.
 
-    :param backend: ``te``, ``torch-fused`` or ``torch`` (``Backend.name``).
+    :param backend: ``te``, ``cpp``, ``torch-fused`` or ``torch`` (``Backend.name``).
     :param width: of the norm; None leaves conditions on the width out.
     :param dtype: in which the kernel reads its input and its gain, which are of one dtype.
     :param compiled: the norm is part of a ``torch.compile``d graph.
@@ -49,6 +50,8 @@ def running_kernel(
     device = torch.device(device)
     if backend == "te" and device.type in te.DEVICE_TYPES:
         return Kernel("Transformer Engine", f"release {te.status().version}")
+    if backend == "cpp" and device.type == "cpu" and not compiled and dtype in (torch.float32, torch.bfloat16):
+        return Kernel("C++", f"olmo_lns/norm/cpu.cpp, compiled: {cpp.library()}")
     if backend != "torch-fused" or device.type != "cuda":
         return Kernel("composite", f"PyTorch operations on {device.type}")
     if compiled:  # the override is not in Inductor's table of decompositions (torch/_native/registry.py)

@@ -1,7 +1,8 @@
-"""Which backend is fastest on the GPU at hand: measured on request, kept in a file, read by ``auto``.
+"""Which backend is fastest on the machine at hand: measured on request, kept in a file, read by ``auto``.
 
 Nothing is ever measured or written unasked: only ``olmo-lns doctor --tune`` does. A table counts for the GPU, the
-torch, the Transformer Engine and the state of Quack's override that it was measured with, and for nothing else.
+torch, the Transformer Engine and the state of Quack's override that it was measured with, on CPU for the compiled
+norms, which are of one torch and one kind of processor, and for nothing else.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from typing import Any, Callable, Iterable, Mapping
 
 import torch
 
+from olmo_lns.environment import cache
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.norm import cpp
 from olmo_lns.norm.kernels import quack_problem
 from olmo_lns.norm.transformer_engine import status
 
 __all__ = ["COMMAND", "best", "key", "measure", "path", "read", "write"]
 
 COMMAND = "olmo-lns doctor --tune"
+TABLE = "norm-backends.json"
 #: (rows, width) of the RMSNorms that are timed, forward and backward.
-SHAPES = ((8192, 1024), (8192, 2048), (8192, 4096))
+SHAPES = {
+    "cuda": ((8192, 1024), (8192, 2048), (8192, 4096)),
+    "cpu": ((1, 1024), (64, 64), (512, 256), (2048, 512), (8192, 1024)),
+}
 DTYPES = (torch.bfloat16, torch.float32)
 ROUNDS = 15
 _FORMAT = 1
@@ -33,13 +40,14 @@ _RmsNorm = Callable[..., torch.Tensor]
 
 
 def path() -> Path:
-    """``$XDG_CACHE_HOME/olmo-lns/norm-backends.json``, by default under ``~/.cache``."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "olmo-lns" / "norm-backends.json"
+    """The table, in :func:`olmo_lns.environment.cache`."""
+    return cache() / TABLE
 
 
 def key(device: torch.device) -> str:
     """What a measurement depends on."""
+    if device.type == "cpu":
+        return f"CPU, {cpp.library().stem}"
     quack = "without" if quack_problem(device) else "with"
     te = status().version if status().problem is None else "none"
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__} {quack} Quack, Transformer Engine {te}"
@@ -90,7 +98,7 @@ def measure(
     backends: Mapping[str, _RmsNorm],
     device: torch.device,
     *,
-    shapes: Iterable[tuple[int, int]] = SHAPES,
+    shapes: Iterable[tuple[int, int]] | None = None,
     dtypes: Iterable[torch.dtype] = DTYPES,
     rounds: int = ROUNDS,
 ) -> dict[str, dict[str, float]]:
@@ -100,7 +108,7 @@ def measure(
     """
     found = {}
     for dtype in dtypes:
-        for rows, width in shapes:
+        for rows, width in shapes or SHAPES[device.type]:
             calls = {name: _call(norm, rows, width, dtype, device) for name, norm in backends.items()}
             found[f"{rows}x{width} {str(dtype).removeprefix('torch.')}"] = _medians(calls, device, rounds)
     return found

@@ -4,6 +4,30 @@ import types
 
 import pytest
 import torch
+from filelock import FileLock
+from support.te_python import CACHE
+
+from olmo_lns.norm import cpp
+
+BUILT = CACHE / "compiled"
+
+
+@pytest.fixture(scope="session")
+def library():
+    """The compiled norms, built once for all workers and kept for the next run; no test of another file finds them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(BUILT))
+        BUILT.mkdir(parents=True, exist_ok=True)
+        with FileLock(BUILT / "lock"):
+            path = cpp.build()
+    return path
+
+
+@pytest.fixture
+def compiled(library, monkeypatch):
+    """A machine whose norms are compiled and not measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(BUILT))
+    return library
 
 
 @pytest.fixture

@@ -165,6 +165,6 @@ def test_doctor_tune_measures_writes_and_says_so(cuda, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_doctor_tune_without_a_gpu():
+def test_tuning_for_a_gpu_that_is_not_there():
     with pytest.raises(LNSConfigError, match="no CUDA device is visible"):
-        doctor.main(["--tune"])
+        backend.tune("cuda")

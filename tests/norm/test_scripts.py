@@ -172,8 +172,8 @@ def test_bench_generate_compares_the_arms(tmp_path, bench, monkeypatch):
     report = tmp_path / "report.json"
     assert bench("bench_generate", "--rounds", "2", "--warmup", "1", "--tokens", "2", "--json", report) == 0
     rms, layer = json.loads(report.read_text())["cases"]
-    assert list(rms["results"]) == ["preln (rms)", "lns (lns_rms)"]
-    assert list(layer["results"]) == ["preln (default)", "lns (lns_default)"]
+    assert list(rms["results"]) == ["preln (rms)", "lns (lns_rms, auto)"]
+    assert list(layer["results"]) == ["preln (default)", "lns (lns_default, auto)"]
     assert all(result["ratio_to_preln"]["median"] > 0 for result in (rms["results"] | layer["results"]).values())
     with pytest.raises(SystemExit, match="--tokens 999: small reads at most 256"):
         bench("bench_generate", "--tokens", "999")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import norm_reference as reference
 
-from olmo_lns import lns_scale
+from olmo_lns import lns_scale, norm
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.norm import layer_norm, pytorch, rms_norm
 
@@ -30,9 +30,15 @@ def tensors(x_dtype, p_dtype, *, affine="weight+bias", shape=(3, 5, 71), seed=0)
     return x, weight, bias
 
 
-@pytest.fixture(params=[(10**6, 131_072), (0, 131_072), (0, 200)], ids=["small", "one-block", "many-blocks"])
+@pytest.fixture(
+    params=[(10**6, 131_072), (0, 131_072), (0, 200), "cpp"], ids=["small", "one-block", "many-blocks", "compiled"]
+)
 def blocks(request, monkeypatch):
-    """Every way that the size of an input picks, on inputs of one size."""
+    """Every way that the size of an input picks, on inputs of one size; and the compiled norms."""
+    if request.param == "cpp":
+        request.getfixturevalue("compiled")
+        monkeypatch.setattr(norm, "_chosen", {None: "cpp"})
+        return
     monkeypatch.setattr(pytorch, "SMALL_ELEMENTS", request.param[0])
     monkeypatch.setattr(pytorch, "BLOCK_ELEMENTS", request.param[1])
 
@@ -163,9 +169,9 @@ def test_inputs_that_are_not_contiguous(norm, blocks):
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
 def test_no_elements(shape, blocks):
-    for norm in (lambda x, w: rms_norm(x, w, EPS, SCALE), lambda x, w: layer_norm(x, w, None, EPS, SCALE)):
+    for function in (lambda x, w: rms_norm(x, w, EPS, SCALE), lambda x, w: layer_norm(x, w, None, EPS, SCALE)):
         x, weight = torch.empty(shape, requires_grad=True), torch.ones(8, requires_grad=True)
-        norm(x, weight).sum().backward()
+        function(x, weight).sum().backward()
         assert x.grad.shape == shape and torch.equal(weight.grad, torch.zeros(8))
 
 
