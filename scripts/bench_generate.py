@@ -18,6 +18,8 @@ import benchlib
 import torch
 from bench_step import SIZES, build
 
+from olmo_lns.norm.backend import NAMES
+
 PROMPT = 16
 #: Stock type of norm -> its scaled one.
 NORMS = {"rms": "lns_rms", "default": "lns_default"}
@@ -41,14 +43,15 @@ def generation(model: Any, prompt: torch.Tensor, tokens: int) -> Callable[[], to
 
 
 def measure(size: str, stock: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Milliseconds a token of both arms and their ratio."""
+    """Milliseconds a token of every arm and their ratio to Pre-LN."""
     if (longest := SIZES[size][4]) < PROMPT + options.tokens:
         raise SystemExit(f"--tokens {options.tokens}: {size} reads at most {longest} with its prompt of {PROMPT}")
     prompt = torch.arange(1, PROMPT + 1, device=device)[None]
-    arms = {f"preln ({stock})": stock, f"lns ({NORMS[stock]})": NORMS[stock]}
+    arms = {f"preln ({stock})": (stock, "auto")}
+    arms |= {f"lns ({NORMS[stock]}, {backend})": (NORMS[stock], backend) for backend in options.backends}
     works = {}
-    for name, norm in arms.items():
-        model = build(size, norm, "auto", device, False).to(DTYPES[options.dtype]).eval()
+    for name, (norm, backend) in arms.items():
+        model = build(size, norm, backend, device, False).to(DTYPES[options.dtype]).eval()
         works[name] = generation(model, prompt, options.tokens)
     timer = benchlib.cuda_seconds if device.type == "cuda" else benchlib.CLOCKS[options.clock]
     seconds = benchlib.interleaved(works, timer, options.rounds, options.warmup)
@@ -82,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["small"])
     parser.add_argument("--norms", nargs="+", choices=tuple(NORMS), default=list(NORMS))
+    parser.add_argument("--backends", nargs="+", choices=NAMES, default=["auto"])
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--tokens", type=benchlib.positive, default=16, help="of a round")
     benchlib.add_options(parser, warmup=2)

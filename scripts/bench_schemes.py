@@ -17,6 +17,7 @@ import bench_step
 import benchlib
 import torch
 
+from olmo_lns.norm.backend import NAMES
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
 
 BASE = "rms"
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--sizes", nargs="+", choices=tuple(bench_step.SIZES), help="default: small on CPU, 60M on CUDA"
     )
     parser.add_argument("--schemes", nargs="+", choices=others, default=others, help="default: all")
-    parser.add_argument("--backend", choices=("auto", "te", "torch"), default="auto")
+    parser.add_argument("--backend", choices=NAMES, default="auto")
     parser.add_argument("--sequences", type=benchlib.positive, help="sequences in a step (default: by size)")
     benchlib.add_compile(parser, "off")
     benchlib.add_options(parser, warmup=3)

@@ -20,6 +20,7 @@ import benchlib
 import torch
 
 from olmo_lns.norm import ENVIRONMENT_VARIABLE
+from olmo_lns.norm.backend import NAMES
 
 #: layers, width, heads, SwiGLU inner width, sequence length, sequences in a step on one device
 SIZES = {
@@ -134,7 +135,7 @@ def table(report: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), help="default: small on CPU, all others on CUDA")
-    parser.add_argument("--backends", nargs="+", choices=("auto", "te", "torch"), default=["auto"])
+    parser.add_argument("--backends", nargs="+", choices=NAMES, default=["auto"])
     parser.add_argument("--sequences", type=benchlib.positive, help="sequences in a step (default: by size)")
     benchlib.add_compile(parser, "both")
     benchlib.add_options(parser, warmup=4)

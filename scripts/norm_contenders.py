@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from olmo_lns import lns_scale
-from olmo_lns.norm import Backend, transformer_engine
+from olmo_lns.norm import Backend, cpp, transformer_engine
 from olmo_lns.norm.kernels import quack_problem
 
 EPS = 1e-6
@@ -46,6 +46,11 @@ def contenders(kind: str, device: torch.device, *, compiled: bool, graphs: bool)
         found["torch"] = functional(lambda x, w: F.rms_norm(x, w.shape, w, EPS))
         found["torch x s"] = functional(lambda x, w: F.rms_norm(x, w.shape, w, EPS) * SCALE)
     found["ours (torch)"] = Contender(lambda weight: _ours(kind, "torch", weight))
+    if device.type == "cpu":
+        if problem := cpp.problem():
+            print(f"without ours (cpp): {problem}")
+        else:
+            found["ours (cpp)"] = Contender(lambda weight: _ours(kind, "cpp", weight))
     if compiled:
         found["formula compiled"] = Contender(lambda weight: torch.compile(_ours(kind, "torch", weight), dynamic=False))
     if device.type == "cuda":
