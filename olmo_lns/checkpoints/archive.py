@@ -10,7 +10,9 @@ import io
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -51,23 +53,41 @@ def check_archive(path: Path, content: Any = None) -> None:
     :param content: a binary stream to check in place of the file ``path``.
     :raises LNSConfigError: not a zip, truncated, or a record is damaged.
     """
+    with _opened(path, content) as archive:
+        if damaged := archive.testzip():
+            raise _damaged(path, damaged)
+
+
+@contextmanager
+def _opened(path: Path, content: Any = None) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path if content is None else content) as archive:
-            damaged = archive.testzip()
+            yield archive
     except (zipfile.BadZipFile, EOFError) as error:
         raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
     except FileNotFoundError:
         raise LNSConfigError(f"{path} does not exist") from None
-    if damaged:
-        raise LNSConfigError(f"{path} is damaged: the checksum of its record {damaged} does not match")
+
+
+def _damaged(path: Path, record: str) -> LNSConfigError:
+    return LNSConfigError(f"{path} is damaged: the checksum of its record {record} does not match")
 
 
 def read_archive(path: Path) -> Any:
-    """The object in ``path`` with a :class:`LazyTensor` for each tensor; loaded with ``weights_only=True``."""
+    """The object in ``path`` with a :class:`LazyTensor` for each tensor; loaded with ``weights_only=True``.
+
+    A tensor's bytes are compared with their checksum when it is read, all other records here: to compare the whole file
+    first would be to read the disk twice where the model is larger than the memory.
+
+    :raises LNSConfigError: not a zip, truncated, damaged, or something that cannot be exported; so does ``load``.
+    """
+    checksums, compared = _check_around_tensors(path), set()
 
     def lazy(keys: tuple[Any, ...], tensor: torch.Tensor) -> LazyTensor:
         if problem := _unreadable(tensor):
             raise LNSConfigError(f"{path}: {'.'.join(map(str, keys))} is {problem}, which cannot be exported")
+
+        record = tensor.untyped_storage().data_ptr()  # of which several tensors may be views
 
         # Mapped anew for each tensor: the pages of a mapping that stays would add up to the whole file. Not copied into
         # memory of its own: new pages for 5 GB cost as much time as reading them.
@@ -75,11 +95,33 @@ def read_archive(path: Path) -> Any:
             value = _load(path)
             for key in keys:
                 value = value[key]
+            if record not in compared:
+                storage = value.untyped_storage()
+                content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+                if (storage.nbytes(), zlib.crc32(content)) not in checksums:
+                    check_archive(path)  # finds the record, and names it
+                    raise _damaged(path, f"of {'.'.join(map(str, keys))}")
+                compared.add(record)
             return value
 
         return LazyTensor(tuple(tensor.shape), tensor.dtype, load)
 
     return map_tensors(_load(path), lazy)
+
+
+def _check_around_tensors(path: Path) -> set[tuple[int, int]]:
+    """Compare the small records with their CRC-32; returns size and CRC-32 of the others, the bytes of tensors."""
+    with _opened(path) as archive:
+        checksums = set()
+        for info in archive.infolist():
+            if info.filename.split("/")[1:2] == ["data"]:  # archive/data/0
+                checksums.add((info.file_size, info.CRC))
+                continue
+            try:
+                archive.read(info)
+            except zipfile.BadZipFile:
+                raise _damaged(path, info.filename) from None
+        return checksums
 
 
 def _unreadable(tensor: torch.Tensor) -> str:

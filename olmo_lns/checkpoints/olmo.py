@@ -11,7 +11,7 @@ from typing import Any, Mapping
 import yaml
 
 from olmo_lns.checkpoints.architecture import Architecture
-from olmo_lns.checkpoints.archive import check_archive, read_archive
+from olmo_lns.checkpoints.archive import read_archive
 from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
 from olmo_lns.doors.olmo import types
@@ -97,7 +97,6 @@ class OLMoCheckpoint:
     @cached_property
     def _unsharded(self) -> dict[str, LazyTensor]:
         path = self.folder / "model.pt"
-        check_archive(path)
         state = read_archive(path)
         if not isinstance(state, dict) or not all(isinstance(value, LazyTensor) for value in state.values()):
             raise LNSConfigError(f"{path} is not a state dict of tensors")

@@ -13,7 +13,7 @@ from typing import Mapping
 
 import torch
 
-from olmo_lns.checkpoints.archive import check_archive, read_archive, tensor_bytes
+from olmo_lns.checkpoints.archive import read_archive, tensor_bytes
 from olmo_lns.checkpoints.output import Output
 from olmo_lns.checkpoints.tensors import LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
@@ -72,7 +72,6 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
     path = folder / "pytorch_model.bin"
     if any((folder / name).is_file() for name in (_SINGLE, INDEX)) or not path.is_file():
         return read_safetensors(folder)
-    check_archive(path)
     state = read_archive(path)
     if not isinstance(state, dict) or not all(isinstance(tensor, LazyTensor) for tensor in state.values()):
         raise LNSConfigError(f"{path} is not a state dict of tensors")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from olmo_lns import __version__
-from olmo_lns.checkpoints.archive import check_archive, map_tensors, read_archive, write_archive
+from olmo_lns.checkpoints.archive import map_tensors, read_archive, write_archive
 from olmo_lns.checkpoints.distributed import ChunkFunction, DistributedCheckpoint
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint
 from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint
@@ -107,7 +107,6 @@ def _optimizer(
     path = checkpoint.folder / _OPTIMIZER
     if not path.is_file():
         return f"warning: the checkpoint holds no optimizer state: {reset}", None
-    check_archive(path)
     state, count = _rescaled(read_archive(path), checkpoint, scales, rounding)
     write_archive(out / _OPTIMIZER, state)
     if not count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,48 @@ def test_archive_records_are_aligned(tmp_path: Path) -> None:
             file.seek(info.header_offset + 26)
             name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
             assert (info.header_offset + 30 + name + extra) % 64 == 0
+
+
+def _damage(path: Path, record: str) -> None:
+    """One byte of the record's data."""
+    with zipfile.ZipFile(path) as archive, path.open("r+b") as file:
+        info = next(info for info in archive.infolist() if info.filename.endswith(record))
+        file.seek(info.header_offset + 26)
+        name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
+        file.seek(info.header_offset + 30 + name + extra + info.file_size // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_tensor_is_found_when_it_is_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3), "b": torch.ones(4)}, tmp_path / "a.pt")
+    _damage(tmp_path / "a.pt", "data/1")
+    found = read_archive(tmp_path / "a.pt")
+    assert torch.equal(found["a"].load(), torch.ones(3))
+    for _ in range(2):
+        with pytest.raises(
+            LNSConfigError, match=r"a\.pt is damaged: the checksum of its record \S*data/1 does not match"
+        ):
+            found["b"].load()
+
+
+def test_a_damaged_pickle_is_found_before_it_is_loaded(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    _damage(tmp_path / "a.pt", "data.pkl")
+    with pytest.raises(LNSConfigError, match=r"is damaged: the checksum of its record \S*data\.pkl does not match"):
+        read_archive(tmp_path / "a.pt")
+
+
+def test_views_of_one_storage_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.arange(8.0)
+    torch.save({"a": whole[:3], "b": whole[3:], "c": torch.ones(2)}, tmp_path / "a.pt")
+    found, sizes = read_archive(tmp_path / "a.pt"), []
+    monkeypatch.setattr(zlib, "crc32", lambda content, real=zlib.crc32: sizes.append(content.nbytes) or real(content))
+    for _ in range(2):
+        assert torch.equal(found["a"].load(), whole[:3]) and torch.equal(found["b"].load(), whole[3:])
+        assert torch.equal(found["c"].load(), torch.ones(2))
+    assert sizes == [32, 8]
 
 
 def test_old_torch_files_are_refused(tmp_path: Path) -> None:
