@@ -66,8 +66,7 @@ def is_set(name: str) -> bool:
 
 def cache() -> Path:
     """Where what was measured or built here is kept: ``$XDG_CACHE_HOME/olmo-lns``, by default under ``~/.cache``."""
-    folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "olmo-lns"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "olmo-lns"
 
 
 def check() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import runpy
 import sys
@@ -102,7 +103,7 @@ def _transformer_engine() -> Finding:
 
 def _backend() -> Finding:
     asked = environment.read(environment.NORM_BACKEND)
-    if asked in ("", "auto") and not _may_have_device() and not environment.cache().exists():
+    if asked in ("", "auto") and not _may_have_device() and not os.path.exists(environment.cache()):
         # What choose_backend says here, without the seconds of importing torch.
         why = "which is fastest here was not measured (olmo-lns doctor --tune)"
         return Finding("norm backend", "torch", "ok", f"no CUDA device is visible; {why}")

@@ -85,7 +85,7 @@ def library() -> Path:
 
 def problem() -> str | None:
     """Why the compiled norms cannot be used here, None if they can."""
-    if not library().exists():
+    if not os.path.exists(library()):
         return f"the norms are not compiled on this machine for torch {torch.__version__} ({BUILD} does it)"
     try:
         load()
@@ -102,7 +102,7 @@ def load() -> Any:
     global _norm
     if _norm is None:
         path = library()
-        if not path.exists():
+        if not os.path.exists(path):
             raise BackendUnavailableError(f"the norm backend 'cpp' needs {path}, which is not there: run {BUILD}")
         loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
         try:
