@@ -19,7 +19,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from olmo_lns.checkpoints.output import Output
+from olmo_lns.checkpoints.output import Output, state_of
 from olmo_lns.checkpoints.tensors import LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
 
@@ -81,7 +81,7 @@ def read_archive(path: Path) -> Any:
 
     :raises LNSConfigError: not a zip, truncated, damaged, or something that cannot be exported; so does ``load``.
     """
-    checksums, compared = _check_around_tensors(path), set()
+    (checksums, state), compared = _check_around_tensors(path), set()
 
     def lazy(keys: tuple[Any, ...], tensor: torch.Tensor) -> LazyTensor:
         if problem := _unreadable(tensor):
@@ -95,12 +95,13 @@ def read_archive(path: Path) -> Any:
             value = _load(path)
             for key in keys:
                 value = value[key]
+            if state_of(path) != state:
+                raise LNSConfigError(f"{path} was changed while it was read: start again when nothing writes to it")
             if record not in compared:
                 storage = value.untyped_storage()
                 content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
                 if (storage.nbytes(), zlib.crc32(content)) not in checksums:
-                    check_archive(path)  # finds the record, and names it
-                    raise _damaged(path, f"of {'.'.join(map(str, keys))}")
+                    check_archive(path)  # names the record, unless torch only maps less of it than there is
                 compared.add(record)
             return value
 
@@ -109,19 +110,23 @@ def read_archive(path: Path) -> Any:
     return map_tensors(_load(path), lazy)
 
 
-def _check_around_tensors(path: Path) -> set[tuple[int, int]]:
-    """Compare the small records with their CRC-32; returns size and CRC-32 of the others, the bytes of tensors."""
+def _check_around_tensors(path: Path) -> tuple[set[tuple[int, int]], tuple[int, ...]]:
+    """Compare the small records with their CRC-32; returns size and CRC-32 of the others, the bytes of tensors, and the
+    state of the file."""
     with _opened(path) as archive:
-        checksums = set()
+        checksums, state = set(), state_of(path)
         for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise LNSConfigError(f"{path}: its record {info.filename} is compressed, which torch.save never does")
             if info.filename.split("/")[1:2] == ["data"]:  # archive/data/0
+                archive.open(info).close()  # is the record what the directory at the end of the file says?
                 checksums.add((info.file_size, info.CRC))
                 continue
             try:
                 archive.read(info)
             except zipfile.BadZipFile:
                 raise _damaged(path, info.filename) from None
-        return checksums
+        return checksums, state
 
 
 def _unreadable(tensor: torch.Tensor) -> str:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Output", "digest_as_written", "sha256"]
+__all__ = ["Output", "digest_as_written", "sha256", "state_of"]
 
 #: Bytes of a block, and blocks in flight. Past the cache a write is whole sectors, at an address that is one too.
 _BLOCK, _BLOCKS = 1 << 23, 4
@@ -109,7 +109,12 @@ class Output(io.RawIOBase):
 
 def digest_as_written(path: Path) -> str | None:
     """SHA-256 of what this process wrote through :class:`Output`; None if it did not, or the file has changed since."""
-    return _DIGESTS.get(_state(path.stat()))
+    return _DIGESTS.get(state_of(path))
+
+
+def state_of(path: Path) -> tuple[int, ...]:
+    """What tells a file from a later state of it: where it is stored, its size and when it was written."""
+    return _state(path.stat())
 
 
 def sha256(path: Path) -> str:

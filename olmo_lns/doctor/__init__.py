@@ -126,12 +126,12 @@ def _autoload() -> Finding:
     )
 
 
-def _tune() -> None:
+def _tune(device: str | None = None) -> None:
     from olmo_lns.norm import tuning
     from olmo_lns.norm.backend import tune
 
     print("measuring the norm backends; on CPU they are compiled first, half a minute", flush=True)
-    entry = tune()
+    entry = tune(device)
     for case, milliseconds in entry["milliseconds"].items():
         times = ", ".join(f"{name} {value:.3f} ms" for name, value in milliseconds.items())
         print(f"RMSNorm {case}, forward + backward of four: {times}")
@@ -160,9 +160,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="olmo-lns doctor", description=__doc__)
     parser.add_argument(
         "--tune",
-        action="store_true",
-        help="first measure the norm backends here: on a GPU seconds, on CPU half a minute, for it compiles one (C++); "
-        "`auto` takes the fastest from then on",
+        nargs="?",
+        const="",
+        choices=("cpu", "cuda"),
+        help="first measure the norm backends here, on the GPU where there is one: on a GPU seconds, on CPU half a "
+        "minute, for it compiles one (C++); `auto` takes the fastest from then on",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument(
@@ -179,8 +181,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Print the table. Exit code 1 if an installed framework, a chosen backend or a required extra cannot be used."""
     args = _parser().parse_args(argv)
-    if args.tune:
-        _tune()
+    if args.tune is not None:
+        _tune(args.tune or None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of optional parts that are absent
         findings = examine()

@@ -36,7 +36,7 @@ def rms_norm(
         RMSLayerNorm; under autocast the autocast dtype instead of fp32, rounded once, so that the linear layer that
         follows sees the values it would have made itself.
     :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
-    :raises BackendUnavailableError: ``te`` was asked for and cannot run here.
+    :raises BackendUnavailableError: ``te`` or ``cpp`` was asked for and cannot run here.
     """
     return RMS_NORMS[_implementation(backend)](x, weight, eps, scale, bias=bias, zero_centered=zero_centered)
 

@@ -146,7 +146,9 @@ def _te_backend(why: str) -> Backend:
 
 def _cpp_backend(device: torch.device, why: str) -> Backend:
     if device.type != "cpu":
-        raise BackendUnavailableError(f"the norm backend 'cpp' runs on the CPU, the model's device is {device.type}")
+        raise BackendUnavailableError(
+            f"the norm backend 'cpp' was {why} and runs on the CPU; this is for {device.type}"
+        )
     if problem := cpp.problem():
         raise BackendUnavailableError(f"the norm backend 'cpp' was {why} and cannot run: {problem}")
     return Backend("cpp", f"compiled for this machine's CPU: {why}")

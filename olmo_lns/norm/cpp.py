@@ -29,10 +29,10 @@ from olmo_lns.norm import pytorch, pytorch_layer
 __all__ = ["BUILD", "build", "layer_norm", "library", "load", "problem", "rms_norm"]
 
 #: What builds it, for messages.
-BUILD = "olmo-lns doctor --tune"
+BUILD = "olmo-lns doctor --tune cpu"
 SOURCE, _ROWS = (Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_rows.h"))
 _MODULE = "olmo_lns_norm"
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))  # a subclass may have its own idea of what to do
 _norm: Any = None
 
 
@@ -49,7 +49,7 @@ def rms_norm(
 
     :raises BackendUnavailableError: the library is not there, see :func:`problem`.
     """
-    if not torch.compiler.is_compiling() and x.__class__ in _PLAIN:
+    if _is_plain(x, weight, bias):
         y = (_norm or load())(x, weight, bias, eps, scale, zero_centered, False)
         if y is not None:
             return y
@@ -69,11 +69,20 @@ def layer_norm(
 
     :raises BackendUnavailableError: the library is not there, see :func:`problem`.
     """
-    if not torch.compiler.is_compiling() and x.__class__ in _PLAIN:
+    if _is_plain(x, weight, bias):
         y = (_norm or load())(x, weight, bias, eps, scale, zero_centered, True)
         if y is not None:
             return y
     return pytorch_layer.layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
+
+
+def _is_plain(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and x.__class__ in _PLAIN
+        and weight.__class__ in _PLAIN
+        and bias.__class__ in _PLAIN
+    )
 
 
 def library() -> Path:
@@ -128,7 +137,10 @@ def build() -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}.tmp")  # renamed when complete: another process may be loading
     try:
-        done = subprocess.run(_command(partial), capture_output=True, text=True)
+        try:
+            done = subprocess.run(_command(partial), capture_output=True, text=True)
+        except (OSError, ValueError) as error:  # CXX names nothing that can be run, or has an open quotation mark
+            raise BackendUnavailableError(f"the C++ compiler {_compiler()!r} cannot be run: {error}") from None
         if done.returncode:
             lines = done.stderr.strip().splitlines()
             said = next((line for line in lines if "error" in line), lines[-1] if lines else "it said nothing")
@@ -161,7 +173,7 @@ def _compiler() -> str:
 
     :raises BackendUnavailableError: there is none.
     """
-    found = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    found = os.environ.get("CXX", "").strip() or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if found is None:
         raise BackendUnavailableError("no C++ compiler is on PATH (c++, g++, clang++); install one or set CXX")
     return found

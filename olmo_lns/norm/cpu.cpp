@@ -156,14 +156,25 @@ Tensor run_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, fl
 
 // ---- Autograd.
 
-// The definition, out of torch's own operations: for gradients of gradients.
-Tensor formula(const Tensor& x, const Tensor& weight, const Tensor& bias, const Norm& norm) {
-  const auto wide = x.to(at::kFloat);
+bool plain(const Tensor& t, at::ScalarType dtype) {
+  return t.device().is_cpu() && t.scalar_type() == dtype && t.layout() == at::kStrided && !t.is_neg() &&
+         !t._is_zerotensor() && !t._fw_grad(0).defined() && !at::isTensorSubclassLike(t);
+}
+
+// The gradients for x, weight and bias out of torch's own operations: where they are to be differentiated in their turn,
+// and for gradients that are not plain. Not by differentiating the definition here: that would follow what the tensors
+// were made of too, which may be each other.
+variable_list gradients(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& dy, const Norm& norm) {
+  const auto wide = x.to(at::kFloat), grad = dy.to(at::kFloat);
   const auto centred = norm.centered ? wide - wide.mean(-1, true) : wide;
-  auto y = centred * (centred.square().mean(-1, true) + norm.eps).rsqrt() * norm.scale;
-  if (weight.defined()) y = y * (weight.to(at::kFloat) + norm.offset);
-  if (bias.defined()) y = y + bias.to(at::kFloat) * norm.scale;
-  return y.to(x.scalar_type());
+  const auto rstd = (centred.square().mean(-1, true) + norm.eps).rsqrt(), normed = centred * rstd;
+  const auto scaled = (weight.defined() ? grad * (weight.to(at::kFloat) + norm.offset) : grad) * norm.scale;
+  auto dx = scaled - normed * (scaled * normed).mean(-1, true);
+  if (norm.centered) dx = dx - scaled.mean(-1, true);
+  const auto summed = [&](const Tensor& each) { return each.reshape({-1, x.size(-1)}).sum(0) * norm.scale; };
+  const auto dtype = x.scalar_type();
+  return {(dx * rstd).to(dtype), weight.defined() ? summed(grad * normed).to(dtype) : Tensor(),
+          bias.defined() ? summed(grad).to(dtype) : Tensor()};
 }
 
 // The settings travel as numbers in front of those of the rows: `saved_data` is a dictionary, which costs a tenth of a
@@ -184,22 +195,21 @@ struct NormFunction : public torch::autograd::Function<NormFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const float* kept = read<float>(saved[3]);
+    const auto numbers = saved[3].contiguous();
+    TORCH_CHECK(numbers.scalar_type() == at::kFloat, "a hook of saved tensors gave back another dtype than it was given");
+    const float* kept = read<float>(numbers);
     Norm norm;
     std::memcpy(&norm, kept, sizeof norm);
     std::array<bool, 3> wanted;  // of x, weight and bias
     for (size_t i = 0, edge = 0; i < 3; i++) wanted[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
     variable_list found(4);
-    if (at::GradMode::is_enabled() || at::areAnyTensorSubclassLike({grads[0]})) {  // to be differentiated in its turn
-      at::AutoGradMode on(true);
-      variable_list inputs;
+    const auto dtype = saved[0].scalar_type();
+    bool usual = !at::GradMode::is_enabled() && plain(grads[0], dtype) && !at::areAnyTensorSubclassLike({grads[0]});
+    for (const size_t i : {0, 1, 2}) usual = usual && (!saved[i].defined() || plain(saved[i], dtype));
+    if (!usual) {
+      const auto each = gradients(saved[0], saved[1], saved[2], grads[0], norm);
       for (size_t i = 0; i < 3; i++) {
-        if (wanted[i]) inputs.push_back(saved[i]);
-      }
-      const auto y = formula(saved[0], saved[1], saved[2], norm);
-      const auto each = torch::autograd::grad({y}, inputs, {grads[0]}, true, true);
-      for (size_t i = 0, next = 0; i < 3; i++) {
-        if (wanted[i]) found[i] = each[next++];
+        if (wanted[i]) found[i] = each[i];
       }
       return found;
     }
@@ -207,21 +217,16 @@ struct NormFunction : public torch::autograd::Function<NormFunction> {
     for (size_t i = 0; i < 3; i++) {
       if (wanted[i]) found[i] = empty(saved[i]);
     }
-    const auto rows = saved[0].contiguous();
-    const auto dy = (grads[0].is_neg() ? grads[0].resolve_neg() : grads[0]).contiguous();
+    const auto rows = saved[0].contiguous(), dy = grads[0].contiguous();
+    const auto gain = saved[1].defined() ? saved[1].contiguous() : saved[1];
     const auto run =
         for_row_of(rows, &backward_rows<InPlace<float>>, &backward_rows<InPlace<Bf16>>, &backward_rows<Buffered>);
-    run(dy, rows, saved[1], kept + SETTINGS, found[0], found[1], found[2], norm);
+    run(dy, rows, gain, kept + SETTINGS, found[0], found[1], found[2], norm);
     return found;
   }
 };
 
 // ---- What is taken.
-
-bool plain(const Tensor& t, at::ScalarType dtype) {
-  return t.device().is_cpu() && t.scalar_type() == dtype && t.layout() == at::kStrided && !t.is_neg() &&
-         !t._is_zerotensor() && !t._fw_grad(0).defined() && !at::isTensorSubclassLike(t);
-}
 
 bool parameter_of(const Tensor& t, const Tensor& x) {
   return !t.defined() || (t.dim() == 1 && t.size(0) == x.size(-1) && t.is_contiguous() && plain(t, x.scalar_type()));
@@ -231,7 +236,8 @@ bool takes(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   const auto dtype = x.scalar_type();
   return (dtype == at::kFloat || dtype == at::kBFloat16) && x.dim() > 0 && x.numel() > 0 && plain(x, dtype) &&
          parameter_of(weight, x) && parameter_of(bias, x) && !at::areAnyTensorSubclassLike({x}) &&
-         !at::autocast::is_autocast_enabled(at::kCPU) && !torch::jit::tracer::isTracing();
+         !at::autocast::is_autocast_enabled(at::kCPU) && !torch::jit::tracer::isTracing() &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
 std::optional<Tensor> norm(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
@@ -239,6 +245,8 @@ std::optional<Tensor> norm(const Tensor& x, const std::optional<Tensor>& weight,
   const Tensor gain = weight.value_or(Tensor()), shift = bias.value_or(Tensor());
   if (!takes(x, gain, shift)) return std::nullopt;
   RECORD_FUNCTION("olmo_lns::norm", std::vector<c10::IValue>());
+  std::optional<pybind11::gil_scoped_release> released;
+  if (x.numel() > at::internal::GRAIN_SIZE) released.emplace();
   const Norm settings{float(eps), float(scale), zero_centered && gain.defined() ? 1.0f : 0.0f, centered ? 1.0f : 0.0f};
   const auto wants = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
   if (at::GradMode::is_enabled() && (wants(x) || wants(gain) || wants(shift)))

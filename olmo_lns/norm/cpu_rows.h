@@ -81,6 +81,10 @@ void forward_row(Row x, const float* gain, const float* shift, typename Row::Ele
   if (norm.centered) {
     mean = sum(width, [=](int64_t i) { return x.first(i); }) / width;
     squares = sum(width, [=](int64_t i) { return (x.again(i) - mean) * (x.again(i) - mean); });
+    if (squares < 1e-4f * mean * mean * width) {  // nearly constant: what the mean is off by shows
+      mean += sum(width, [=](int64_t i) { return x.again(i) - mean; }) / width;
+      squares = sum(width, [=](int64_t i) { return (x.again(i) - mean) * (x.again(i) - mean); });
+    }
   } else {
     squares = sum(width, [=](int64_t i) {
       const float value = x.first(i);

@@ -8,7 +8,7 @@ keeps at least one more tensor of the size of the input.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -192,7 +192,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, bias, rstd = ctx.saved_tensors
         with without_autocast(x.device.type):
             if torch.is_grad_enabled():  # create_graph: this backward is to be differentiated in its turn
-                return (*formula_grads(_rms_formula, ctx, (x, weight, bias), dy), None)
+                return (*formula_grads(ctx, x, weight, bias, dy, centered=False), None)
             return (*_rms_grads(x, weight, bias, rstd, dy, ctx.settings, ctx.needs_input_grad), None)
 
 
@@ -242,10 +242,30 @@ def _rms_grads(
 
 
 def formula_grads(
-    formula: Callable[..., torch.Tensor], ctx: Any, tensors: Sequence[torch.Tensor | None], dy: torch.Tensor
+    ctx: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dy: torch.Tensor,
+    *,
+    centered: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradients for ``tensors`` by differentiating the formula, with a graph of their own."""
-    wanted = [t if need else None for t, need in zip(tensors, ctx.needs_input_grad, strict=False)]
-    inputs = [t for t in wanted if t is not None]
-    grads = iter(torch.autograd.grad(formula(*tensors, ctx.settings), inputs, dy, create_graph=True))
-    return [None if t is None else next(grads) for t in wanted]
+    """The gradients for input, weight and bias out of operations that can be differentiated again.
+
+    Written out: to differentiate the formula here would be to follow what the tensors were made of, too.
+    """
+    eps, scale, zero_centered, _ = ctx.settings
+    dtype = compute_dtype(x.dtype)
+    wide, grad = cast(x, dtype), cast(dy, dtype)
+    if centered:
+        wide = wide - wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed, scaled = wide * rstd, grad * folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
+    dx = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+    if centered:
+        dx = dx - scaled.mean(-1, keepdim=True)
+    sums = (each.reshape(-1, x.shape[-1]).sum(0) * scale for each in (grad * normed, grad))
+    return [
+        cast(gradient, tensor.dtype) if tensor is not None and need else None
+        for gradient, tensor, need in zip((dx * rstd, *sums), (x, weight, bias), ctx.needs_input_grad, strict=False)
+    ]

@@ -103,7 +103,7 @@ class _SixteenBitLayerNorm(torch.autograd.Function):
         _, scale, zero_centered, _ = ctx.settings
         with without_autocast(x.device.type):
             if torch.is_grad_enabled():
-                return (*formula_grads(_layer_formula, ctx, (x, weight, bias), dy), None)
+                return (*formula_grads(ctx, x, weight, bias, dy, centered=True), None)
             shape, gain = x.shape[-1:], folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=torch.float32)
             rows, dx = x.reshape(-1, *shape), torch.empty(x.shape, dtype=x.dtype)
             tensors = (rows, dy.reshape(-1, *shape), mean.view(-1, 1), rstd.view(-1, 1), dx.view(-1, *shape))

@@ -107,6 +107,39 @@ def test_views_of_one_storage_are_compared_once(tmp_path: Path, monkeypatch: pyt
     assert sizes == [32, 8]
 
 
+def test_a_storage_that_torch_maps_in_part_is_no_damage(tmp_path: Path) -> None:
+    """Seven bytes, of which a tensor of fp32 has four."""
+    torch.save({"a": torch.zeros(7, dtype=torch.uint8)[:4].view(torch.float32)}, tmp_path / "a.pt")
+    assert torch.equal(read_archive(tmp_path / "a.pt")["a"].load(), torch.zeros(1))
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    found = read_archive(tmp_path / "a.pt")
+    torch.save({"a": torch.ones(4)}, tmp_path / "a.pt")
+    with pytest.raises(LNSConfigError, match=r"a\.pt was changed while it was read"):
+        found["a"].load()
+
+
+def test_compressed_and_exchanged_records_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive, zipfile.ZipFile(tmp_path / "b.pt", "w") as smaller:
+        for info in archive.infolist():
+            smaller.writestr(info.filename, archive.read(info), zipfile.ZIP_DEFLATED)
+    with pytest.raises(LNSConfigError, match="is compressed, which torch.save never does"):
+        read_archive(tmp_path / "b.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        offsets = {info.filename[-6:]: info.header_offset for info in archive.infolist()}
+    place = {name: content.rindex(name.encode()) for name in ("data/0", "data/1")}
+    for name, other in (("data/0", "data/1"), ("data/1", "data/0")):
+        start = content.rindex(b"PK\x01\x02", 0, place[name])  # of the entry in the directory; its offset stands at 42
+        content[start + 42 : start + 46] = offsets[other].to_bytes(4, "little")
+    (tmp_path / "c.pt").write_bytes(content)
+    with pytest.raises(LNSConfigError, match="c.pt is truncated or not a file of torch.save: File name in directory"):
+        read_archive(tmp_path / "c.pt")
+
+
 def test_old_torch_files_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(LNSConfigError, match=r"not a file of torch\.save"):

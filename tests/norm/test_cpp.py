@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import norm_reference as reference
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -229,6 +230,72 @@ def test_a_gradient_that_is_expanded_or_lazily_negative(centered, taken):
 
 
 @NORMS
+def test_gradients_that_are_not_plain(centered, taken):
+    """Of zeros that are not stored, with a tangent, several at once, and under a dispatch mode."""
+    x, weight, _ = tensors(8, 16)
+    dy, tangent = torch.randn(8, 16), torch.randn(8, 16)
+    y = run(centered, x, weight)
+    want = torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+
+    def gradients(given, **options):
+        return torch.autograd.grad(y, (x, weight), given, retain_graph=True, **options)
+
+    assert all(not t.any() for t in gradients(torch._efficientzerotensor((8, 16))))
+    with forward_ad.dual_level():
+        dual = gradients(forward_ad.make_dual(dy, tangent))
+        found = [forward_ad.unpack_dual(t) for t in dual]
+    for got, first, second in zip(found, want, gradients(tangent), strict=True):
+        torch.testing.assert_close(got.primal, first, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.tangent, second, rtol=1e-5, atol=1e-5)  # linear in the gradient
+    for got, first in zip(gradients(torch.stack([dy, 2 * dy]), is_grads_batched=True), want, strict=True):
+        assert not got.requires_grad
+        torch.testing.assert_close(got, torch.stack([first, 2 * first]), rtol=1e-5, atol=1e-5)
+    with Seen() as mode:
+        for got, first in zip(gradients(dy), want, strict=True):
+            torch.testing.assert_close(got, first, rtol=1e-5, atol=1e-5)
+    assert mode.count > 0 and taken == [True]
+
+
+@NORMS
+def test_captured_by_a_transform(centered, taken):
+    x, weight, _ = tensors(8, 16)
+    found = torch.func.grad(lambda p: (run(centered, x, weight) @ p).sum())(torch.rand(16))
+    torch.testing.assert_close(found, exact(centered, x, weight).float().sum(0), rtol=1e-5, atol=1e-4)
+    assert taken == [False]
+
+
+@pytest.mark.parametrize("value", [1.1, 30.3, 1234.567, -12345.678])
+@pytest.mark.parametrize("width", [64, 1000, 4096])
+def test_layer_norm_of_a_constant_row_is_zero(value, width, taken):
+    x = torch.full((2, width), value, requires_grad=True)
+    weight = torch.rand(width).requires_grad_()
+    y = run(True, x, weight)
+    assert not y.any() and not torch.autograd.grad(y.sum(), weight)[0].any() and taken == [True]
+    close = (torch.randn(2, width) + 1e4).requires_grad_()
+    assert reference.relative_error(run(True, close), exact(True, close)) < 5e-4  # half a unit of 1e4 in fp32
+
+
+@NORMS
+def test_a_parameter_of_another_class_is_handed_back(centered, taken):
+    x, weight, bias = (t.detach() for t in tensors(8, 16))
+    for inputs in ((x, weight.as_subclass(Own), bias), (x, weight, bias.as_subclass(Own))):
+        assert type(run(centered, *inputs)) is Own
+    assert taken == []
+
+
+@NORMS
+def test_saved_tensors_that_come_back_with_other_strides(centered, taken):
+    inputs = tensors(8, 16)
+    dy = torch.randn(8, 16)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack([t, -t], -1)[..., 0]):
+        y = run(centered, *inputs)
+    for got, want in zip(
+        reference.grads(y, inputs, dy), reference.grads(exact(centered, *inputs), inputs, dy), strict=True
+    ):
+        assert reference.relative_error(got, want) < 1e-5
+
+
+@NORMS
 def test_it_keeps_two_numbers_a_row_and_four_of_its_own(centered):
     x, weight, _ = tensors(64, 256)
     kept = []
@@ -238,7 +305,7 @@ def test_it_keeps_two_numbers_a_row_and_four_of_its_own(centered):
 
 
 def test_asked_for_a_model_on_the_gpu(cuda):
-    with pytest.raises(BackendUnavailableError, match="runs on the CPU, the model's device is cuda"):
+    with pytest.raises(BackendUnavailableError, match="asked for by argument and runs on the CPU; this is for cuda"):
         choose_backend("cpp")
 
 
@@ -251,7 +318,7 @@ def test_the_choice(compiled, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpp.library().parent.mkdir()
     cpp.library().hardlink_to(compiled)
-    doctor._tune()
+    doctor._tune("cpu")
     assert "fastest: cpp" in capsys.readouterr().out
     chosen = choose_backend()
     assert chosen.name == "cpp" and "fastest here, measured" in chosen.reason and str(tuning.path()) in chosen.reason
@@ -270,7 +337,9 @@ def test_the_choice(compiled, monkeypatch, tmp_path, capsys):
 def test_not_built(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpp, "_norm", None)
-    with pytest.raises(BackendUnavailableError, match=r"'cpp' was asked for by argument .*not compiled.*doctor --tune"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"'cpp' was asked for by argument .*not compiled.*doctor --tune cpu"
+    ):
         choose_backend("cpp", device="cpu")
     with pytest.raises(BackendUnavailableError, match="which is not there: run olmo-lns doctor --tune"):
         Backend("cpp", "from another machine").rms_norm(torch.ones(2, 4), None, EPS, SCALE)
@@ -280,6 +349,8 @@ def test_not_built(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("compiler", "message"),
     [
+        ("g++-none -O3", r"compiler 'g\+\+-none -O3' cannot be run: .*No such file"),
+        ("g++ '", "cannot be run: No closing quotation"),
         ("false", r"false could not compile .*cpu\.cpp \(exit 1\): it said nothing"),
         ("g++ -fsyntax-only -include nowhere.h", r"error: .*nowhere\.h"),
     ],

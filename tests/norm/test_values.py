@@ -104,6 +104,28 @@ def test_gradients_of_first_and_second_order(name, blocks):
     assert torch.autograd.gradgradcheck(function, (x, weight, bias))
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_with_a_graph_where_the_tensors_share_a_history(norm, dtype, blocks):
+    """One weight in two norms, the second of what the first gave: the same gradients as without a graph, hooks run once."""
+    x, weight, _ = tensors(dtype, dtype, affine="weight", shape=(6, 32))
+    heard = []
+    x.register_hook(lambda gradient: heard.append("x"))
+    weight.register_hook(lambda gradient: heard.append("weight"))
+
+    def twice(function, wide):
+        inputs = (x.double(), weight.double()) if wide else (x, weight)
+        return function(function(inputs[0], inputs[1]) * inputs[0], inputs[1]).sin().sum()
+
+    definition = reference.rms_norm if norm == "rms" else lambda x, w, e, s: reference.layer_norm(x, w, None, e, s)
+    expected = torch.autograd.grad(twice(lambda x, w: definition(x, w, EPS, SCALE), True), (x, weight))
+    heard.clear()
+    found = torch.autograd.grad(twice(lambda x, w: call(norm, x, w), False), (x, weight), create_graph=True)
+    assert sorted(heard) == ["weight", "x"]
+    for got, want in zip(found, expected, strict=True):
+        assert got.requires_grad and reference.relative_error(got, want) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
 def test_only_the_gradients_asked_for_are_computed(blocks):
     x, weight, bias = tensors(torch.float32, torch.float32)
     y = rms_norm(x, weight.detach(), EPS, SCALE, bias=bias)
