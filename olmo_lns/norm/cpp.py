@@ -49,7 +49,12 @@ def rms_norm(
 
     :raises BackendUnavailableError: the library is not there, see :func:`problem`.
     """
-    if _is_plain(x, weight, bias):
+    if (  # here and not in a function of its own: that would cost a twentieth of a small norm
+        not torch.compiler.is_compiling()
+        and x.__class__ in _PLAIN
+        and weight.__class__ in _PLAIN
+        and bias.__class__ in _PLAIN
+    ):
         y = (_norm or load())(x, weight, bias, eps, scale, zero_centered, False)
         if y is not None:
             return y
@@ -69,20 +74,16 @@ def layer_norm(
 
     :raises BackendUnavailableError: the library is not there, see :func:`problem`.
     """
-    if _is_plain(x, weight, bias):
-        y = (_norm or load())(x, weight, bias, eps, scale, zero_centered, True)
-        if y is not None:
-            return y
-    return pytorch_layer.layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
-
-
-def _is_plain(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-    return (
+    if (
         not torch.compiler.is_compiling()
         and x.__class__ in _PLAIN
         and weight.__class__ in _PLAIN
         and bias.__class__ in _PLAIN
-    )
+    ):
+        y = (_norm or load())(x, weight, bias, eps, scale, zero_centered, True)
+        if y is not None:
+            return y
+    return pytorch_layer.layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
 
 
 def library() -> Path:

@@ -205,7 +205,7 @@ struct NormFunction : public torch::autograd::Function<NormFunction> {
     variable_list found(4);
     const auto dtype = saved[0].scalar_type();
     bool usual = !at::GradMode::is_enabled() && plain(grads[0], dtype) && !at::areAnyTensorSubclassLike({grads[0]});
-    for (const size_t i : {0, 1, 2}) usual = usual && (!saved[i].defined() || plain(saved[i], dtype));
+    for (const size_t i : {1, 2}) usual = usual && (!saved[i].defined() || saved[i].scalar_type() == dtype);
     if (!usual) {
       const auto each = gradients(saved[0], saved[1], saved[2], grads[0], norm);
       for (size_t i = 0; i < 3; i++) {
