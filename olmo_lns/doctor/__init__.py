@@ -161,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tune",
         nargs="?",
-        const="",
-        choices=("cpu", "cuda"),
+        const="auto",
+        choices=("auto", "cpu", "cuda"),
         help="first measure the norm backends here, on the GPU where there is one: on a GPU seconds, on CPU half a "
         "minute, for it compiles one (C++); `auto` takes the fastest from then on",
     )
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the table. Exit code 1 if an installed framework, a chosen backend or a required extra cannot be used."""
     args = _parser().parse_args(argv)
     if args.tune is not None:
-        _tune(args.tune or None)
+        _tune(None if args.tune == "auto" else args.tune)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of optional parts that are absent
         findings = examine()

@@ -318,8 +318,9 @@ def test_the_choice(compiled, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpp.library().parent.mkdir()
     cpp.library().hardlink_to(compiled)
-    doctor._tune("cpu")
-    assert "fastest: cpp" in capsys.readouterr().out
+    for arguments in (["--tune"], ["--tune", "cpu"]):
+        assert doctor.main(arguments) == 0
+        assert "fastest: cpp" in capsys.readouterr().out
     chosen = choose_backend()
     assert chosen.name == "cpp" and "fastest here, measured" in chosen.reason and str(tuning.path()) in chosen.reason
     assert doctor._backend().found == "cpp" and running_kernel("cpp", "cpu").name == "C++"
