@@ -19,18 +19,14 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from olmo_lns.checkpoints import METADATA
 from olmo_lns.checkpoints.archive import read_bytes
 from olmo_lns.checkpoints.output import Output
-from olmo_lns.checkpoints.tensors import LazyTensor, for_each
+from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
 
-__all__ = ["METADATA", "ChunkFunction", "DistributedCheckpoint"]
+__all__ = ["DistributedCheckpoint"]
 
-#: Name of the file that describes a distributed checkpoint.
-METADATA = ".metadata"
-
-#: (name, offsets of the chunk in the whole tensor, chunk) -> new chunk of the same shape.
-ChunkFunction = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
 #: What is written in a chunk's place.
 Content = bytes | memoryview | torch.Tensor
 

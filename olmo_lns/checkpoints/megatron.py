@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import TYPE_CHECKING, Any, Iterator
 
 import torch
 
+from olmo_lns.checkpoints import METADATA, open_distributed
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, load_common
-from olmo_lns.checkpoints.distributed import METADATA, DistributedCheckpoint
 from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
 from olmo_lns.checkpoints.megatron_schemes import own_weights
 from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes
@@ -24,6 +24,9 @@ from olmo_lns.doors.megatron.settings import Settings
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
+
+if TYPE_CHECKING:
+    from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
 __all__ = ["TRACKER", "TRAINING", "MegatronCheckpoint", "is_megatron", "saved_args"]
 
@@ -64,7 +67,7 @@ class MegatronCheckpoint:
         :raises LNSConfigError: damaged, another format, without arguments, or not a plain transformer.
         """
         folder = _iteration(folder)
-        state = DistributedCheckpoint(folder)
+        state = open_distributed(folder)
         common = _common(folder, state)
         try:
             record = Settings.of(common["args"]).record(common["args"])
@@ -182,7 +185,7 @@ def ungroup(qkv: torch.Tensor, model: Architecture) -> torch.Tensor:
 def saved_args(folder: Path) -> Any:
     """The arguments of the run that saved the latest iteration in ``folder``. :raises LNSConfigError: damaged."""
     folder = _iteration(folder)
-    return _common(folder, DistributedCheckpoint(folder))["args"]
+    return _common(folder, open_distributed(folder))["args"]
 
 
 def _common(folder: Path, state: DistributedCheckpoint) -> dict[str, Any]:

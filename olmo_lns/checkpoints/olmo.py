@@ -6,18 +6,21 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping
 
 import yaml
 
+from olmo_lns.checkpoints import open_distributed
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.archive import read_archive
-from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
 from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.schemes import Scheme
+
+if TYPE_CHECKING:
+    from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
 __all__ = ["LAYOUTS", "SHARDED", "OLMoCheckpoint", "checkpoints_inside", "is_olmo"]
 
@@ -75,7 +78,7 @@ class OLMoCheckpoint:
 
     @cached_property
     def sharded(self) -> DistributedCheckpoint:
-        return DistributedCheckpoint(self.folder / SHARDED)
+        return open_distributed(self.folder / SHARDED)
 
     @cached_property
     def stored_names(self) -> dict[str, str]:

@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Iterator, Mapping
 
-from olmo_lns.checkpoints.distributed import METADATA, DistributedCheckpoint
+from olmo_lns.checkpoints import METADATA, open_distributed
 from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.doors.olmo_core.record import CLASS, CONFIG_FILE, from_config
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.schemes import LNS, Scheme
+
+if TYPE_CHECKING:
+    from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
 __all__ = ["BUFFER", "DEFAULT_SCALED", "PREFIX", "WEIGHTS", "OLMoCoreCheckpoint", "block_type", "is_olmo_core"]
 
@@ -124,7 +127,7 @@ class OLMoCoreCheckpoint:
         folder = _weights_folder(self.folder)
         if folder is None:
             raise LNSConfigError(f"{self.folder} holds no {WEIGHTS}/{METADATA}: the checkpoint is not complete")
-        return DistributedCheckpoint(folder)
+        return open_distributed(folder)
 
     @cached_property
     def tensors(self) -> dict[str, LazyTensor]:

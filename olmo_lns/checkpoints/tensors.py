@@ -14,7 +14,10 @@ import torch
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.norm.dtypes import DTYPES
 
-__all__ = ["LazyTensor", "check_depth", "check_dtype", "check_shapes", "for_each", "split_rows"]
+__all__ = ["ChunkFunction", "LazyTensor", "check_depth", "check_dtype", "check_shapes", "for_each", "split_rows"]
+
+#: (name, offsets of the chunk in the whole tensor, chunk) -> new chunk of the same shape.
+ChunkFunction = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any, Callable
 import torch
 
 from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, common_bytes
-from olmo_lns.checkpoints.distributed import ChunkFunction
 from olmo_lns.checkpoints.megatron import TRACKER, TRAINING, MegatronCheckpoint
 from olmo_lns.checkpoints.megatron_architecture import ZERO_CENTRED
 from olmo_lns.checkpoints.megatron_schemes import OWN
+from olmo_lns.checkpoints.tensors import ChunkFunction
 from olmo_lns.doors.megatron.settings import Settings
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold_schemes, gemma2

@@ -10,8 +10,8 @@ from typing import Sequence
 
 import torch
 
-from olmo_lns.checkpoints.distributed import ChunkFunction
 from olmo_lns.checkpoints.megatron_schemes import Take
+from olmo_lns.checkpoints.tensors import ChunkFunction
 from olmo_lns.doors.megatron.addition import SLOTS
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.fold import Rounding

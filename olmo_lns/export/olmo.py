@@ -11,9 +11,8 @@ import torch
 import yaml
 
 from olmo_lns.checkpoints.archive import write_archive
-from olmo_lns.checkpoints.distributed import ChunkFunction
 from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint
-from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold_schemes, trainer_mark
 from olmo_lns.export.atomic import copy_unread

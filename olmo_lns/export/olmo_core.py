@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from olmo_lns import __version__
-from olmo_lns.checkpoints.distributed import ChunkFunction
 from olmo_lns.checkpoints.olmo_core import DEFAULT_SCALED, PREFIX, WEIGHTS, OLMoCoreCheckpoint
+from olmo_lns.checkpoints.tensors import ChunkFunction
 from olmo_lns.doors.olmo_core.record import CLASS, CONFIG_FILE
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.olmo import chunk_scaler

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from olmo_lns import __version__
-from olmo_lns.checkpoints.distributed import ChunkFunction
 from olmo_lns.checkpoints.olmo_core import BUFFER, DEFAULT_SCALED, PREFIX, WEIGHTS, OLMoCoreCheckpoint
+from olmo_lns.checkpoints.tensors import ChunkFunction
 from olmo_lns.doors.olmo_core.record import CLASS, CONFIG_FILE
 from olmo_lns.export.olmo import chunk_scaler
 from olmo_lns.export.olmo_core import with_blocks

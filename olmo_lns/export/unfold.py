@@ -11,14 +11,13 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping
 
 from olmo_lns import __version__
 from olmo_lns.checkpoints.archive import map_tensors, read_archive, write_archive
-from olmo_lns.checkpoints.distributed import ChunkFunction, DistributedCheckpoint
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint
 from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint
-from olmo_lns.checkpoints.tensors import LazyTensor
+from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
 from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.fold import Rounding, norm_factor
@@ -26,6 +25,9 @@ from olmo_lns.export.megatron import write_megatron
 from olmo_lns.export.olmo import NewCheckpoint, chunk_scaler, factors_of
 from olmo_lns.export.options import Options, Target
 from olmo_lns.record import Record
+
+if TYPE_CHECKING:
+    from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
 __all__ = ["MOMENT_POWERS", "megatron_target", "moment_functions", "olmo_target", "unfolded_record"]
 
