@@ -22,11 +22,10 @@ from olmo_lns.schemes import Scheme
 if TYPE_CHECKING:
     from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
-__all__ = ["LAYOUTS", "SHARDED", "OLMoCheckpoint", "checkpoints_inside", "is_olmo"]
+__all__ = ["SHARDED", "OLMoCheckpoint", "checkpoints_inside", "is_olmo"]
 
 #: Folder of a sharded (``torch_new``) checkpoint.
 SHARDED = "model_and_optim"
-LAYOUTS = ("unsharded", "sharded")
 
 
 def is_olmo(folder: Path) -> bool:
@@ -134,15 +133,20 @@ def _record(folder: Path, architecture: Architecture, exponent: float | None) ->
     named, base = architecture.layer_norm_type, architecture.base_norm
     record = Record.read(folder)
     if record is None:
-        if not architecture.lns:
-            return Record()
         scheme = types.scheme_of(named)
-        if exponent is None:
+        drawn = types.INIT_FNS.get(architecture.init_fn, scheme.definition.initialization)
+        if not architecture.lns:
+            return Record(scaled_init=drawn)
+        known = "exponent" in scheme.parameters
+        if exponent is None or not known:
             raise LNSConfigError(
-                f"{folder}: config.yaml names {named} but {RECORD_FILE} is missing, so the exponent is unknown: "
-                f"copy {RECORD_FILE} from the checkpoint it was made from, or give --exponent (0.5 is the paper's)"
+                f"{folder}: config.yaml names {named} but {RECORD_FILE} is missing, so its parameters are unknown: "
+                f"copy {RECORD_FILE} from the checkpoint it was made from"
+                + (", or give --exponent to olmo-lns export (0.5 is the paper's)" if known else "")
             )
-        return Record(Scheme.of(scheme.name, exponent=exponent), base, scheme.definition.initialization)
+        if types.has_parameters(named) and scheme.parameters["exponent"] != exponent:
+            raise LNSConfigError(f"{folder}: config.yaml names {named}, --exponent says {exponent:g}")
+        return Record(Scheme.of(scheme.name, exponent=exponent), base, drawn)
     says = record.scheme.parameters.get("exponent")
     if exponent is not None and record.active and exponent != says:
         raise LNSConfigError(f"{folder}: {RECORD_FILE} says exponent {says}, --exponent says {exponent:g}")

@@ -112,10 +112,12 @@ def next_commands(runs: Sequence[Run], data: Text) -> list[str]:
     checkpoint, heldout, out = _relative(run.checkpoint), _relative(data.heldout), _relative(data.heldout.parent.parent)
     analyze = f"--model {checkpoint} --data {heldout} --tokens 16384"
     program = program_name()
+    # Pre-LN has nothing to fold.
+    folded = [] if ARMS[run.arm].scheme.is_pre_ln else [f"{out}/{run.arm}-folded"]
     return [
         f"{program} analyze variance {analyze} -o {out}/variance.json",
         f"{program} analyze angular {analyze} -o {out}/angular.json --plot {out}/angular.png",
-        f"{program} export {checkpoint} {out}/{run.arm}-folded    # the factor inside the weights, for stock OLMo",
+        *[f"{program} export {checkpoint} {to}    # the factor inside the weights, for stock OLMo" for to in folded],
     ]
 
 

@@ -28,7 +28,7 @@ __all__ = ["megatron_target", "olmo_core_target", "olmo_target"]
 
 def olmo_target(folder: Path, options: Options) -> Target:
     """:raises LNSConfigError: Pre-LN, or a model or scheme that the transformers door does not have."""
-    checkpoint = OLMoCheckpoint.open(folder, exponent=options.exponent)
+    checkpoint = OLMoCheckpoint.open(folder)
     identifier = (checkpoint.config.get("tokenizer") or {}).get("identifier")
     return _of_olmo(checkpoint.architecture, checkpoint.tensors, checkpoint.record, folder, identifier, options)
 

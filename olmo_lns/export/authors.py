@@ -20,7 +20,7 @@ from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import huggingface, tokenizer
 from olmo_lns.export.fold import scaled
-from olmo_lns.export.options import HF, Options, Target
+from olmo_lns.export.options import Options, Target
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, Scheme, lns_scale
 
@@ -28,9 +28,7 @@ __all__ = ["target", "unfolded"]
 
 
 def target(source: Path, options: Options) -> Target:
-    """:raises LNSConfigError: not their layout, damaged, or another format than ``hf`` asked for."""
-    if options.format != HF:
-        raise LNSConfigError("--source authors is a Llama: give --format hf")
+    """:raises LNSConfigError: not their layout, or damaged."""
     config = _read_config(source / "config.json")
     model = _architecture(config, source)
     weights = _checked_weights(model, source)

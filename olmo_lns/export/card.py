@@ -19,25 +19,21 @@ def write_card(folder: Path, source: str, rounding: Rounding) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     record = record_in(folder) or Record()
     name = (config.get("architectures") or [config.get("model_type", "?")])[0]
-    text = model_card(name, record, source, config, worst=rounding.worst, changed=len(rounding.changed))
+    text = model_card(name, record, source, config, rounding)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def model_card(name: str, record: Record, source: str, config: Mapping[str, Any], *, worst: float, changed: int) -> str:
+def model_card(name: str, record: Record, source: str, config: Mapping[str, Any], rounding: Rounding) -> str:
     """The text of README.md.
 
     :param name: class in transformers. :param source: name of the checkpoint's folder, without its path.
-    :param worst: largest relative rounding error of the ``changed`` tensors, in the dtype they are written in.
     """
     if record.folded:
         what = (
             f"trained under `{record.scheme}` ({record.scheme.definition.title}); the factor is folded into the weights"
         )
-        exact = (
-            f"{changed} tensors were multiplied by their block's factor; largest relative rounding error {worst:.2e}."
-        )
     else:
-        what, exact = "a Pre-LN model", "No weight was changed."
+        what = "a Pre-LN model"
     record_lines = "\n".join(f"| {key} | `{value}` |" for key, value in record.as_dict().items())
     return f"""---
 library_name: transformers
@@ -61,9 +57,20 @@ model = AutoModelForCausalLM.from_pretrained(".")  # this folder
 | hidden size | {config.get("hidden_size", "?")} |
 {record_lines}
 
-{exact} `SHA256SUMS` holds the hash of every file; compare the logits with those of the checkpoint by
+{_changes(rounding)} `SHA256SUMS` holds the hash of every file; compare the logits with those of the checkpoint by
 `olmo-lns verify CHECKPOINT .`. To train on under the scheme, unfold the checkpoint first: a folded model computes the
 same, but its gradients are not those of the scheme.
 
 Written by olmo-lns {__version__}.
 """
+
+
+def _changes(rounding: Rounding) -> str:
+    """What was done to the weights, in the dtype they are written in."""
+    done = {"multiplied by their block's factor": rounding.multiplied, "written in another dtype": rounding.cast}
+    lines = [f"{len(names)} tensors were {what}; " for what, names in done.items() if names]
+    return (
+        "".join([*lines, f"largest relative rounding error {rounding.worst:.2e}."])
+        if lines
+        else "No weight was changed."
+    )

@@ -47,13 +47,15 @@ def run(args: argparse.Namespace) -> list[str]:
     """Do what the parsed arguments say; returns the report, one line each."""
     from olmo_lns.export.atomic import atomic_folder
     from olmo_lns.export.card import write_card
-    from olmo_lns.export.options import Options
-    from olmo_lns.export.sources import source_of
+    from olmo_lns.export.options import HF, Options
+    from olmo_lns.export.sources import format_of, source_of
     from olmo_lns.norm import dtypes
 
+    checkpoint = Path(args.checkpoint)
+    source = source_of(checkpoint, args.source)
     options = Options(
         output=args.output,
-        format=args.format,
+        format=format_of(source, checkpoint, args.format, unfold=args.unfold),
         dtype=dtypes.DTYPES.get(args.dtype),
         exponent=args.exponent,
         tokenizer=args.tokenizer,
@@ -62,17 +64,16 @@ def run(args: argparse.Namespace) -> list[str]:
     )
     if args.unfold and options.dtype is not None:
         raise LNSConfigError("--unfold keeps the dtype of the checkpoint: training continues from it")
-    checkpoint, rounding = Path(args.checkpoint), options.rounding
-    source = source_of(checkpoint, args.source)
+    rounding = options.rounding
     write = (source.unfold if args.unfold else source.fold)(checkpoint, options)
     with atomic_folder(options.output) as folder:
         lines = write(folder)
-        if args.format == "hf":
+        if options.format == HF:
             write_card(folder, checkpoint.resolve().name, rounding)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if rounding.changed:
+    if changed := len(rounding.multiplied | rounding.cast):
         where = f" ({rounding.where})" if rounding.worst else ""
-        lines.append(f"{len(rounding.changed)} tensors changed; largest relative error {rounding.worst:.2e}{where}")
+        lines.append(f"{changed} tensors changed; largest relative error {rounding.worst:.2e}{where}")
     return [*lines, f"wrote {options.output}: {size / 1e6:,.1f} MB, SHA256SUMS"]
 
 
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("checkpoint", help="checkpoint folder")
     add("output", help="folder to create; must not exist")
-    add("--format", choices=FORMATS, default="olmo", help="default: the checkpoint's own, in its layout")
+    add("--format", choices=FORMATS, help="default: the checkpoint's own, in its layout")
     add("--dtype", choices=("keep", *DTYPES), default="keep", help="of the weights written")
     add("--source", choices=SOURCES, default="auto", help="what the checkpoint is; 'authors': the paper's LLaMA code")
     add(

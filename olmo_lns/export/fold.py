@@ -31,29 +31,38 @@ _CHUNK = 1 << 15
 def norm_factor(scheme: Scheme, n_layers: int) -> Callable[[int], float]:
     """1-based layer number -> what both block norms are multiplied by under ``scheme``.
 
-    :raises LNSConfigError: a scheme that does more than multiply them.
+    :raises LNSConfigError: a scheme that does more than multiply them; so does the function where they differ.
     """
     if not scheme.keeps_forward(n_layers):
         raise LNSConfigError(
             f"scheme {scheme} ({scheme.definition.title}) cannot be folded into a stock Pre-LN model: it does more "
             "than multiply the norms in front of the sub-layers"
         )
-    return lambda number: scheme.plan(number, n_layers, SUB_LAYERS[0]).norm_scale
+
+    def of_both(number: int) -> float:
+        scales = {scheme.plan(number, n_layers, sub_layer).norm_scale for sub_layer in SUB_LAYERS}
+        if len(scales) > 1:
+            raise LNSConfigError(f"scheme {scheme} multiplies the two norms of block {number} differently: {scales}")
+        return scales.pop()
+
+    return of_both
 
 
 @dataclass
 class Rounding:
     """Largest relative error that rounding made, over all tensors that were changed.
 
-    Relative to the exact product in float64; elements that are zero are left out.
+    Relative to the exact product in float64; elements that are zero are left out. Of the tensors in
+    ``cast`` only the dtype is another.
     """
 
     worst: float = 0.0
     where: str = ""
-    changed: set[str] = field(default_factory=set)
+    multiplied: set[str] = field(default_factory=set)
+    cast: set[str] = field(default_factory=set)
 
-    def note(self, name: str, error: float) -> None:
-        self.changed.add(name)
+    def note(self, name: str, error: float, *, multiplied: bool) -> None:
+        (self.multiplied if multiplied else self.cast).add(name)
         if error > self.worst:
             self.worst, self.where = error, name
 
@@ -70,9 +79,12 @@ class Rounding:
         :raises LNSConfigError: a finite value overflows ``dtype``, or the tensor is not of a plain floating dtype.
         """
         check_dtype(name, tensor.dtype, "cannot scale")
+        same = isinstance(factor, float) and factor == 1.0 and shift == 0.0
+        if same and tensor.dtype == dtype:
+            return tensor
         result = torch.empty(tensor.shape, dtype=dtype)
         source, target = tensor.reshape(-1), result.view(-1)
-        unchanged = isinstance(factor, float) and factor == 1.0 and shift == 0.0 and tensor.dtype != torch.float64
+        unchanged = same and tensor.dtype != torch.float64
         worst = 0.0
         for start in range(0, source.numel(), _CHUNK):
             part = source[start : start + _CHUNK]
@@ -84,7 +96,7 @@ class Rounding:
             worst = max(worst, error.max().item())
         if worst == math.inf:
             raise LNSConfigError(f"{name} holds values that overflow {dtype}: choose bf16 or fp32")
-        self.note(name, worst)
+        self.note(name, worst, multiplied=not same)
         return result
 
     def folded(

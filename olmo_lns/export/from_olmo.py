@@ -15,7 +15,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold_schemes, gemma2, huggingface, tokenizer
 from olmo_lns.export.fold import Factor
 from olmo_lns.export.olmo import NewCheckpoint, folding, plain
-from olmo_lns.export.options import HF, MEGATRON, OLMO_UNSHARDED, Options, Target
+from olmo_lns.export.options import HF, OLMO_UNSHARDED, Options, Target
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
 
@@ -30,14 +30,11 @@ def fold_record(record: Record) -> Record:
 def olmo_target(source: Path, options: Options) -> Target:
     """:raises LNSConfigError: the format cannot hold this model, or there is nothing to fold."""
     checkpoint = OLMoCheckpoint.open(source, exponent=options.exponent)
+    options.require_exponent(checkpoint.record, source)
     record, model = fold_record(checkpoint.record), checkpoint.architecture
     if checkpoint.record.active and model.norm_after:
         raise LNSConfigError(
             f"{checkpoint.folder}: LNS with norm_after (post-norm blocks) is not a model that can be folded"
-        )
-    if options.format == MEGATRON:
-        raise LNSConfigError(
-            f"{checkpoint.folder} is an OLMo checkpoint: --format megatron is for Megatron checkpoints"
         )
     scheme = checkpoint.record.scheme
     if checkpoint.record.active and fold_schemes.obstacle(scheme, model.n_layers):
@@ -49,7 +46,7 @@ def olmo_target(source: Path, options: Options) -> Target:
         weights = plain(checkpoint, options.rounding, options.dtype)
         identifier = options.tokenizer or (checkpoint.config.get("tokenizer") or {}).get("identifier")
         return huggingface_target(model, weights, record, options, identifier, checkpoint.folder)
-    if not checkpoint.record.active:
+    if not checkpoint.record.active and model.init_fn not in types.INIT_FNS:
         state = "folded already" if checkpoint.record.folded else "Pre-LN"
         raise LNSConfigError(
             f"{checkpoint.folder} is {state}: there is nothing to fold, and stock OLMo runs it as it is"
@@ -58,14 +55,28 @@ def olmo_target(source: Path, options: Options) -> Target:
     def write(out: Path) -> list[str]:
         new = _in_olmos_format(checkpoint, record, model.base_norm, options, folding(checkpoint))
         new.write(out)
-        into = "gains and biases of the block norms" if model.layer_norm_with_affine else "projections after the norms"
-        into = into if scheme.keeps_forward(model.n_layers) else "rows of attn_out and ff_out"
-        return [
-            f"OLMo, {new.layout}, layer_norm_type {model.base_norm}: {model.n_layers} factors folded into the {into}",
-            "the optimizer's state is left out: its moments belong to the unfolded weights",
-        ]
+        return _in_words(new)
 
     return write
+
+
+def _in_words(new: NewCheckpoint) -> list[str]:
+    """What became of a checkpoint that stock OLMo runs."""
+    model, scheme = new.source.architecture, new.record.scheme
+    lines = [f"OLMo, {new.layout}, layer_norm_type {model.base_norm}: "]
+    if new.source.record.active:
+        into = "gains and biases of the block norms" if model.layer_norm_with_affine else "projections after the norms"
+        into = into if scheme.keeps_forward(model.n_layers) else "rows of attn_out and ff_out"
+        lines[0] += f"{model.n_layers} factors folded into the {into}"
+        lines.append("the optimizer's state is left out: its moments belong to the unfolded weights")
+    else:
+        lines[0] += "there was nothing to fold"
+        lines.append("the optimizer's state is left out")
+    if model.init_fn in types.INIT_FNS:
+        lines.append(
+            f"init_fn {model.init_fn}, which stock OLMo does not know, is called normal: the weights are drawn"
+        )
+    return lines
 
 
 def _unfolded_target(checkpoint: OLMoCheckpoint, options: Options) -> Target:

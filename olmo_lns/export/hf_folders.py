@@ -56,8 +56,9 @@ def init(fresh: Fresh, output: Path) -> list[str]:
     with atomic_folder(output) as folder:
         lines += _copy_tokenizer(fresh.source, folder)
         if not fresh.weights:
+            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", DTYPES[fresh.dtype])  # since 4.56
             config.save_pretrained(folder)
-            return [*lines, "no weights: build it with AutoModelForCausalLM.from_config"]
+            return [*lines, f"no weights: build it with {name}.from_config, in {fresh.dtype}"]
         torch.manual_seed(fresh.seed)
         try:
             model = getattr(transformers, name).from_config(config)

@@ -21,7 +21,7 @@ from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, Rounding, norm_factor, scaled
 from olmo_lns.export.from_olmo import fold_record, gemma2_target, huggingface_target
 from olmo_lns.export.megatron_schemes import branch_functions
-from olmo_lns.export.options import HF, MEGATRON, Options, Target
+from olmo_lns.export.options import HF, Options, Target
 from olmo_lns.schemes import PRE_LN
 
 __all__ = ["target", "write_megatron"]
@@ -92,10 +92,9 @@ def target(source: Path, options: Options) -> Target:
     :raises LNSConfigError: refused.
     """
     checkpoint = MegatronCheckpoint.open(source)
+    options.require_exponent(checkpoint.record, source)
     if options.format == HF:
         return _transformers_target(checkpoint, options)
-    if options.format != MEGATRON:
-        raise LNSConfigError(f"{source} is a Megatron checkpoint: give --format megatron or hf")
     if options.dtype is not None:
         raise LNSConfigError("--dtype is for --format hf: Megatron loads weights in the dtype of its own flags")
     if not checkpoint.record.active:

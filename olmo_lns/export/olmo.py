@@ -13,6 +13,7 @@ import yaml
 from olmo_lns.checkpoints.archive import write_archive
 from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint
 from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
+from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold_schemes, trainer_mark
 from olmo_lns.export.atomic import copy_unread
@@ -155,14 +156,29 @@ def chunk_scaler(name: str, factor: Factor, rounding: Rounding, dtype: torch.dty
 
 
 def write_config(path: Path, checkpoint: OLMoCheckpoint, layer_norm_type: str, record: Record) -> None:
-    """The checkpoint's config.yaml with another norm type; everything else keeps its text."""
-    pattern = re.compile(r"(?m)^(\s+layer_norm_type:[ \t]*)\S+[ \t]*$")
-    text = pattern.sub(lambda match: match[1] + layer_norm_type, checkpoint.text)
-    wanted = dict(checkpoint.config, model=dict(checkpoint.config["model"], layer_norm_type=layer_norm_type))
+    """The checkpoint's config.yaml with another norm type, and an ``init_fn`` that whoever runs it knows; everything
+    else keeps its text."""
+    changes, text = {"layer_norm_type": layer_norm_type}, checkpoint.text
+    if "init_fn" in checkpoint.config["model"]:
+        changes["init_fn"] = _init_fn(checkpoint.architecture.init_fn, record)
+    for name, value in changes.items():
+        text = re.sub(rf"(?m)^(\s+{name}:[ \t]*)\S+[ \t]*$", rf"\g<1>{value}", text)
+    wanted = dict(checkpoint.config, model=checkpoint.config["model"] | changes)
     if yaml.safe_load(text) != wanted:
         # An unusual spelling of the file: its comments are lost, its content is not.
         text = yaml.safe_dump(wanted, sort_keys=False)
     state = "is folded into the weights" if record.folded else "is active"
-    note = f"{_NOTE} ({record.scheme}) {state}; see {RECORD_FILE}.\n"
+    note = "" if record.scheme.is_pre_ln else f"{_NOTE} ({record.scheme}) {state}; see {RECORD_FILE}.\n"
     text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_NOTE))
     path.write_text(note + text, encoding="utf-8")
+
+
+def _init_fn(asked: str, record: Record) -> str:
+    """Stock OLMo does not know ours: weights that it can run are ``normal``, as all but residual outputs were drawn.
+
+    The record keeps what those were; weights to train on under their scheme get ours back.
+    """
+    if not record.active:
+        return "normal" if asked in types.INIT_FNS else asked
+    ours = {drawn: name for name, drawn in types.INIT_FNS.items()}
+    return ours.get(record.scaled_init, asked) if asked == "normal" else asked

@@ -17,7 +17,7 @@ from olmo_lns.checkpoints.tensors import ChunkFunction
 from olmo_lns.doors.olmo_core.record import CLASS, CONFIG_FILE
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.olmo import chunk_scaler
-from olmo_lns.export.options import HF, OLMO, OLMO_CORE, Options, Target
+from olmo_lns.export.options import HF, Options, Target
 
 __all__ = ["stock_config", "target", "with_blocks"]
 
@@ -55,6 +55,7 @@ def target(source: Path, options: Options) -> Target:
     :raises LNSError: the format cannot hold this model, or there is nothing to fold.
     """
     checkpoint = OLMoCoreCheckpoint.open(source)
+    options.require_exponent(checkpoint.record, source)
     dtype, rounding = options.dtype, options.rounding
     record = replace(
         checkpoint.record, folded=checkpoint.record.folded or checkpoint.record.active, plugin_version=__version__
@@ -63,8 +64,6 @@ def target(source: Path, options: Options) -> Target:
         from olmo_lns.export.olmo_core_huggingface import huggingface_target
 
         return huggingface_target(checkpoint, record, options)
-    if options.format not in (OLMO, OLMO_CORE):
-        raise LNSConfigError(f"{source} is an OLMo-core checkpoint: --format olmo-core or hf")
     if not checkpoint.record.active:
         state = "folded already" if checkpoint.record.folded else "without a scheme"
         raise LNSConfigError(f"{source} is {state}: there is nothing to fold, and stock OLMo-core runs it as it is")

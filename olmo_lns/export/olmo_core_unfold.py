@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from olmo_lns import __version__
 from olmo_lns.checkpoints.olmo_core import BUFFER, DEFAULT_SCALED, PREFIX, WEIGHTS, OLMoCoreCheckpoint
 from olmo_lns.checkpoints.tensors import ChunkFunction
 from olmo_lns.doors.olmo_core.record import CLASS, CONFIG_FILE
+from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.olmo import chunk_scaler
 from olmo_lns.export.olmo_core import with_blocks
 from olmo_lns.export.options import Options, Target
@@ -76,11 +76,11 @@ def _mend_target(checkpoint: OLMoCoreCheckpoint) -> Target:
 def _write_rest(out: Path, checkpoint: OLMoCoreCheckpoint, record: Record) -> None:
     """Everything of a checkpoint but its weights; last what marks it as complete."""
     if (checkpoint.folder / _TRAINER).is_dir():
-        shutil.copytree(checkpoint.folder / _TRAINER, out / _TRAINER)
+        copy_unread(checkpoint.folder / _TRAINER, out / _TRAINER)
     record.write(out)
     fields = {"_CLASS_": CLASS, "scheme": record.scheme.name, **record.scheme.parameters}
     fields["initialization"] = record.scaled_init
     text = json.dumps(with_blocks(checkpoint.config, fields), indent=2)
     (out / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     if (checkpoint.folder / _COMPLETE).is_file():
-        shutil.copyfile(checkpoint.folder / _COMPLETE, out / _COMPLETE)
+        copy_unread(checkpoint.folder / _COMPLETE, out / _COMPLETE)

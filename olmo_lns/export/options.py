@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.fold import Rounding
+from olmo_lns.record import Record
 
 __all__ = ["FORMATS", "HF", "MEGATRON", "OLMO", "OLMO_CORE", "OLMO_UNSHARDED", "Options", "Target"]
 
@@ -36,6 +38,15 @@ class Options:
     drop_optimizer: bool = False
     rounding: Rounding = field(default_factory=Rounding)
 
+    def require_exponent(self, record: Record, folder: Path) -> None:
+        """:raises LNSConfigError: another one than the checkpoint says, which would otherwise be passed over."""
+        says = record.scheme.parameters.get("exponent")
+        if self.exponent not in (None, says):
+            found = "no exponent" if says is None else f"exponent {says:g}"
+            raise LNSConfigError(
+                f"{folder} is {record}, {found}; --exponent {self.exponent:g} is for what a checkpoint does not say"
+            )
+
 
 class Target(Protocol):
     """An export that can be made: what it is made of was read and checked, and nothing is written yet."""
@@ -49,6 +60,10 @@ class Source(Protocol):
     """A kind of checkpoint, as :data:`olmo_lns.export.sources.SOURCES` lists them."""
 
     name: str
+    #: As a message calls it: "an OLMo checkpoint".
+    kind: str
+    #: What it can be written as; the first is its own.
+    formats: tuple[str, ...]
 
     def recognises(self, folder: Path) -> bool:
         """Whether ``folder`` holds such a checkpoint."""
@@ -66,6 +81,9 @@ class Source(Protocol):
         """The checkpoint as a model folder of ours for transformers, to train on. :raises LNSConfigError: refused."""
         ...
 
-    def model(self, folder: Path) -> Any:
-        """The model with its factors, in fp32: a module that gives logits. :raises LNSConfigError: refused."""
+    def model(self, folder: Path, exported: Record) -> Any:
+        """The model with its factors, in fp32: a module that gives logits. :raises LNSConfigError: refused.
+
+        :param exported: what its export says of it, for a checkpoint that says nothing itself.
+        """
         ...

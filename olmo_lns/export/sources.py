@@ -20,14 +20,17 @@ from olmo_lns.export import (
     unfold,
 )
 from olmo_lns.export.hooked import hooked_llama
-from olmo_lns.export.options import Options, Source, Target
+from olmo_lns.export.options import HF, MEGATRON, OLMO, OLMO_CORE, OLMO_UNSHARDED, Options, Source, Target
+from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, PRE_LN
 
-__all__ = ["SOURCES", "source_of"]
+__all__ = ["SOURCES", "format_of", "source_of"]
 
 
 class _OLMo:
     name = "olmo"
+    kind = "an OLMo checkpoint"
+    formats: tuple[str, ...] = (OLMO, OLMO_UNSHARDED, HF)
 
     def recognises(self, folder: Path) -> bool:
         return is_olmo(folder)
@@ -41,7 +44,7 @@ class _OLMo:
     def train(self, folder: Path, options: Options) -> Target:
         return as_trained.olmo_target(folder, options)
 
-    def model(self, folder: Path) -> Any:
+    def model(self, folder: Path, exported: Record) -> Any:
         from olmo_lns.models.olmo import open_olmo
 
         OLMoCheckpoint.open(folder)  # its weights against its config, as for an export
@@ -50,6 +53,8 @@ class _OLMo:
 
 class _OLMoCore:
     name = "olmo-core"
+    kind = "an OLMo-core checkpoint"
+    formats: tuple[str, ...] = (OLMO_CORE, HF)
 
     def recognises(self, folder: Path) -> bool:
         return is_olmo_core(folder)
@@ -63,7 +68,7 @@ class _OLMoCore:
     def train(self, folder: Path, options: Options) -> Target:
         return as_trained.olmo_core_target(folder, options)
 
-    def model(self, folder: Path) -> Any:
+    def model(self, folder: Path, exported: Record) -> Any:
         from olmo_lns.models.olmo_core import open_olmo_core
 
         return open_olmo_core(folder)
@@ -71,6 +76,8 @@ class _OLMoCore:
 
 class _Megatron:
     name = "megatron"
+    kind = "a Megatron checkpoint"
+    formats: tuple[str, ...] = (MEGATRON, HF)
 
     def recognises(self, folder: Path) -> bool:
         return is_megatron(folder)
@@ -84,7 +91,7 @@ class _Megatron:
     def train(self, folder: Path, options: Options) -> Target:
         return as_trained.megatron_target(folder, options)
 
-    def model(self, folder: Path) -> Any:
+    def model(self, folder: Path, exported: Record) -> Any:
         checkpoint = MegatronCheckpoint.open(folder)
         scheme = checkpoint.record.scheme if checkpoint.record.active else PRE_LN
         return hooked_llama(*checkpoint.as_olmo(), scheme=scheme)
@@ -92,6 +99,8 @@ class _Megatron:
 
 class _Transformers:
     name = "transformers"
+    kind = "a transformers model"
+    formats: tuple[str, ...] = (HF,)
 
     def recognises(self, folder: Path) -> bool:
         return transformers_folder.is_ours(folder)
@@ -105,7 +114,7 @@ class _Transformers:
     def train(self, folder: Path, options: Options) -> Target:
         raise LNSConfigError(f"{folder} is a transformers folder of ours already: train on it as it is")
 
-    def model(self, folder: Path) -> Any:
+    def model(self, folder: Path, exported: Record) -> Any:
         return transformers_folder.load(folder).float().eval()
 
 
@@ -113,6 +122,8 @@ class _Authors:
     """The paper's LLaMA code; its files say nothing about the norms, so it is never recognised."""
 
     name = "authors"
+    kind = "the paper's LLaMA"
+    formats: tuple[str, ...] = (HF,)
 
     def recognises(self, folder: Path) -> bool:
         return False
@@ -126,8 +137,8 @@ class _Authors:
     def train(self, folder: Path, options: Options) -> Target:
         raise LNSConfigError("hf import reads OLMo, OLMo-core and Megatron checkpoints, not --source authors")
 
-    def model(self, folder: Path) -> Any:
-        return hooked_llama(*authors.unfolded(folder), scheme=LNS)
+    def model(self, folder: Path, exported: Record) -> Any:
+        return hooked_llama(*authors.unfolded(folder), scheme=exported.scheme if exported.folded else LNS)
 
 
 #: In the order in which a folder is looked at.
@@ -150,6 +161,20 @@ def source_of(folder: Path, name: str = "auto") -> Source:
         f"{folder} holds neither config.yaml (OLMo), config.json and model_and_optim (OLMo-core) nor an iter_* "
         "folder or metadata.json (Megatron): not a checkpoint (the paper's LLaMA: say --source authors)"
     )
+
+
+def format_of(source: Source, folder: Path, asked: str | None, *, unfold: bool) -> str:
+    """The format ``asked`` for, or the checkpoint's own.
+
+    :raises LNSConfigError: one that the checkpoint is not written in.
+    """
+    formats = source.formats[:1] if unfold else source.formats
+    if unfold and formats == (HF,):
+        return HF  # what its ``unfold`` says is that there is none
+    if asked is not None and asked not in formats:
+        how = "is unfolded into" if unfold else "is written as"
+        raise LNSConfigError(f"--format {asked}: {folder} is {source.kind}, which {how} {' or '.join(formats)}")
+    return asked or formats[0]
 
 
 def _not_unfolded(source: Source) -> LNSConfigError:

@@ -14,7 +14,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import tokenizer
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.options import HF, Options, Target
+from olmo_lns.export.options import Options, Target
 
 __all__ = ["is_ours", "load", "target"]
 
@@ -35,11 +35,13 @@ def is_ours(folder: Path) -> bool:
 def target(source: Path, options: Options) -> Target:
     """``olmo-lns export <folder> <output> --format hf``; one tensor is in memory at a time.
 
-    :raises LNSConfigError: another format, or a folder whose weights are not those of its config.
+    :raises LNSConfigError: another exponent than the folder's, or weights that are not those of its config.
     """
-    if options.format != HF:
-        raise LNSConfigError(f"{source} is a transformers model: it is folded into one, with --format hf")
+    from olmo_lns.doors.transformers.configs import record_of
+    from olmo_lns.doors.transformers.folding import fold
+
     model = _skeleton(source)
+    options.require_exponent(record_of(model.config), source)
     kind, record, weights = type(model).__name__, model.config.lns_record, read_weights(source)
     _check(model, weights, source)
     factors: dict[str, Factor] = {}
@@ -47,8 +49,6 @@ def target(source: Path, options: Options) -> Target:
     def note(name: str, parameter: torch.Tensor, factor: float, _: torch.dtype) -> torch.Tensor:
         factors[name] = factor
         return parameter
-
-    from olmo_lns.doors.transformers.folding import fold
 
     config = fold(model, note).config
     folded = scaled(weights, factors, options.rounding, options.dtype)

@@ -83,9 +83,7 @@ def _check_name(output: str, layout: str) -> None:
 def unfolded_record(saved: Record, options: Options, source: Path) -> Record:
     """The record of the unfolded weights."""
     if saved.folded:
-        folded_with = saved.scheme.parameters.get("exponent")
-        if options.exponent not in (None, folded_with):
-            raise LNSConfigError(f"{source} was folded with exponent {folded_with}, not {options.exponent:g}")
+        options.require_exponent(saved, source)
         return replace(saved, folded=False, plugin_version=__version__)
     if saved.active:
         raise LNSConfigError(f"{source} is not folded: it can be trained on under LNS as it is")

@@ -69,9 +69,11 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     import torch
 
+    from olmo_lns.checkpoints.records import record_in
     from olmo_lns.export.atomic import verify_checksums
     from olmo_lns.export.sources import source_of
     from olmo_lns.export.stock import StockOLMo, open_export
+    from olmo_lns.record import Record
 
     if os.path.realpath(args.checkpoint) == os.path.realpath(args.export):
         raise LNSConfigError(f"{args.export} is the checkpoint itself: give what olmo-lns export made of it")
@@ -82,7 +84,8 @@ def main(argv: Sequence[str]) -> int:
         images = getattr(exported, "main_input_name", "") == "pixel_values"
         batches = _images(args, exported.config) if images else _prompts(args, vocabulary, longest)
         checkpoint = Path(args.checkpoint)
-        source = source_of(checkpoint, args.source).model(checkpoint)
+        exported_record = record_in(Path(args.export)) or Record()
+        source = source_of(checkpoint, args.source).model(checkpoint, exported_record)
         with torch.inference_mode():
             result = compare(source, exported, batches)
     print(result)

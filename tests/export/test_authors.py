@@ -82,6 +82,14 @@ def test_folded_llama(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path
     assert main(["verify", str(folder), str(out), "--source", "authors", "--length", "16"]) == 0
 
 
+def test_an_exponent_that_only_the_command_says(
+    checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path, capsys: Any
+) -> None:
+    folder, out = checkpoint[0], tmp_path / "out"
+    assert export(folder, out, "--source", "authors", "--exponent", "0.25") == 0
+    assert main(["verify", str(folder), str(out), "--source", "authors", "--length", "16"]) == 0
+
+
 def test_unpatched_llama_is_wrong(checkpoint: tuple[Path, torch.Tensor, Any]) -> None:
     """What stock transformers makes of their files: it loads, and is another model."""
     folder, expected, _ = checkpoint
@@ -126,5 +134,5 @@ def test_wrong_configs(
 def test_it_must_be_said(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path, capsys: Any) -> None:
     assert export(checkpoint[0], tmp_path / "out", "--format", "hf") == 1
     assert "say --source authors" in capsys.readouterr().err
-    assert export(checkpoint[0], tmp_path / "out", "--source", "authors") == 1
-    assert "give --format hf" in capsys.readouterr().err
+    assert export(checkpoint[0], tmp_path / "out", "--source", "authors", "--format", "olmo") == 1
+    assert "is the paper's LLaMA, which is written as hf" in capsys.readouterr().err

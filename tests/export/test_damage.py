@@ -226,4 +226,6 @@ def test_wrong_exponents(checkpoint: Path, tmp_path: Path, exponent: str) -> Non
 def test_reading_errors_name_the_file(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     assert "is not a folder" in refused(capsys, tmp_path / "absent", tmp_path / "out")
     assert "not a checkpoint" in refused(capsys, tmp_path, tmp_path / "out")
-    assert "for Megatron" in refused(capsys, checkpoint, tmp_path / "out", "--format", "megatron")
+    assert "which is written as olmo or olmo-unsharded or hf" in refused(
+        capsys, checkpoint, tmp_path / "out", "--format", "megatron"
+    )

@@ -35,12 +35,14 @@ def save_olmo(
     if tokenizer is not None:
         config.tokenizer.identifier = str(tokenizer)
     OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
-    kind = str(model.config.layer_norm_type)
+    kind, drawn = str(model.config.layer_norm_type), types.INIT_FNS.get(str(model.config.init_fn))
+    if drawn and not types.has_scheme(kind):
+        Record(scaled_init=drawn).write(folder)
     if types.has_scheme(kind):
         scheme = types.scheme_of(kind)
         if "exponent" in scheme.parameters and not types.has_parameters(kind):
             scheme = Scheme.of(scheme.name, exponent=exponent)
-        Record(scheme, types.base_type(kind), "plain").write(folder)
+        Record(scheme, types.base_type(kind), drawn or "plain").write(folder)
     optim = adam_state(model) if optimizer else None
     if sharded:
         save_distributed(folder / "model_and_optim", model, optim)

@@ -94,10 +94,16 @@ def test_an_export_is_of_what_the_folder_holds(tmp_path, capsys):
     assert not (tmp_path / "again").exists()
 
 
-def test_export_refuses_other_formats(tmp_path, capsys):
+def test_export_refuses_what_the_folder_is_not(tmp_path, capsys):
     apply(stock("llama")).save_pretrained(tmp_path / "lns")
-    assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out")]) == 1
-    assert "with --format hf" in capsys.readouterr().err
+    for words, message in (
+        (["--format", "olmo"], "is a transformers model, which is written as hf"),
+        (["--unfold"], "not --source transformers"),
+        (["--exponent", "0.25"], "exponent 0.5; --exponent 0.25 is for what a checkpoint does not say"),
+    ):
+        assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out"), *words]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out")]) == 0  # its own format
 
 
 def save_olmo(folder, layer_norm_type, scheme, **changes):
