@@ -16,7 +16,7 @@ from olmo_lns.doors.olmo_core.norms import bind_norm, scale_norm
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 
-__all__ = ["FORMS", "Form", "form_of", "realise", "require_one_factor", "require_supported"]
+__all__ = ["FORMS", "Form", "form_of", "realise", "require_one_factor", "require_supported", "sees_factor"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,11 @@ class UnscaledRouter(MoELinearRouter):
     def get_expert_logits(self, x: Any) -> Any:
         # The logits are linear in x: a pass over tokens x experts instead of tokens x channels.
         return super().get_expert_logits(x) * self.lns_inverse
+
+
+def sees_factor(router: Any) -> bool:
+    """Whether a block's router sees the scaled norm; asked by attribute, which wrappers of the module pass on."""
+    return not hasattr(router, "lns_inverse")
 
 
 def _unscale_router(block: Any, form: Form) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from olmo_lns import environment
-from olmo_lns.doors.olmo_core.record import record_of, saved_record
+from olmo_lns.doors.olmo_core.record import record_of, routers_of, saved_record, saved_routers
 from olmo_lns.errors import CheckpointMismatchError, LNSError
 from olmo_lns.record import Record, check_match
 
@@ -21,34 +21,53 @@ log = logging.getLogger("olmo_lns")
 _RECORD = "_olmo_lns_record"
 
 
-def check(folder: Any, running: Record, *, training: bool) -> None:
-    """:raises CheckpointMismatchError: the checkpoint and the model that runs disagree."""
-    saved = _read_once(folder)
+def check(folder: Any, parts: list[Any], *, training: bool) -> None:
+    """:raises CheckpointMismatchError: the checkpoint and the model that runs, in its parts, disagree."""
+    saved, routers = _read_once(folder)
+    running = _record_of(parts)
     for difference in check_match(saved, running, source=folder, training=training):
         log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
+    if saved.active and running.active:
+        for part in parts:
+            _require_routers(folder, routers, routers_of(part))
 
 
-def _read_once(folder: Any) -> Record:
+def _require_routers(folder: Any, saved: dict[int, bool], running: dict[int, bool]) -> None:
+    for index in sorted(saved.keys() & running.keys()):
+        if saved[index] != running[index]:
+            was, now = (str(value[index]).lower() for value in (saved, running))
+            raise CheckpointMismatchError(
+                f"{folder} was saved with block.scale_router={was}, but this run has {now} in block {index + 1}: its "
+                f"router would see another input than it was trained with. Run with block.scale_router={was}."
+            )
+
+
+def _read_once(folder: Any) -> tuple[Record, dict[int, bool]]:
     """Rank 0 reads and tells the others: a remote folder is asked once, and all ranks stop together."""
     from olmo_core.distributed.utils import broadcast_object, get_rank
 
     found: Any = None
     if get_rank() == 0:
         try:
-            found = saved_record(folder)
+            record = saved_record(folder)
+            found = record, saved_routers(folder) if record.active else {}
         except LNSError as error:
             found = str(error)
     found = broadcast_object(found)
     if isinstance(found, str):
         raise CheckpointMismatchError(found)
-    record: Record = found
-    return record
+    result: tuple[Record, dict[int, bool]] = found
+    return result
 
 
-def _running(train_module: Any) -> Record:
-    """The record of what a train module trains; its parts where a pipeline has split the model."""
+def _parts(train_module: Any) -> list[Any]:
+    """What a train module trains; several parts where a pipeline has split the model."""
     parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
-    records = {record_of(part) for part in parts if part is not None}
+    return [part for part in parts if part is not None]
+
+
+def _record_of(parts: list[Any]) -> Record:
+    records = {record_of(part) for part in parts}
     if len(records) > 1:
         raise CheckpointMismatchError(f"parts of one model with different schemes: {records}")
     return records.pop() if records else Record()
@@ -58,7 +77,7 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Checkpointer.load``."""
 
     def wrapped(self: Any, dir: Any, train_module: Any, **kwargs: Any) -> Any:
-        check(dir, _running(train_module), training=True)
+        check(dir, _parts(train_module), training=True)
         return load(self, dir, train_module, **kwargs)
 
     return wrapped
@@ -68,7 +87,7 @@ def wrap_load_model(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``load_model_and_optim_state``, by which everything but a trainer reads weights."""
 
     def wrapped(dir: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        check(dir, record_of(model), training=False)
+        check(dir, [model], training=False)
         return load(dir, model, *args, **kwargs)
 
     return wrapped
@@ -96,7 +115,7 @@ def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Checkpointer.save`` and ``save_async``: what is saved is read from the model."""
 
     def wrapped(self: Any, dir: Any, train_module: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(self, _RECORD, _running(train_module))
+        setattr(self, _RECORD, _record_of(_parts(train_module)))
         return save(self, dir, train_module, *args, **kwargs)
 
     return wrapped

@@ -9,7 +9,7 @@ from typing import Any, Iterator
 from olmo_lns.errors import CheckpointMismatchError, LNSError
 from olmo_lns.record import RECORD_FILE, Record
 
-__all__ = ["CLASS", "CONFIG_FILE", "from_config", "record_of", "saved_record"]
+__all__ = ["CLASS", "CONFIG_FILE", "from_config", "record_of", "routers_of", "saved_record", "saved_routers"]
 
 #: The block config's name in saved configs.
 CLASS = "olmo_lns.olmo_core.BlockConfig"
@@ -28,12 +28,24 @@ def record_of(model: Any) -> Record:
     scheme = binding.read_back(model)
     if scheme.is_pre_ln:
         return Record()
-    found = [each for name, each in model.named_modules() if name.split(".")[-2:-1] == ["blocks"]]
+    found = _built_blocks(model)
     for block in found:
         blocks.require_one_factor(block)
     drawn = {initialization.initialization_of(block) for block in found}
     norm = next(module for _, module, _ in binding.sites(model)).lns_base
     return Record(scheme, norm, drawn.pop() if len(drawn) == 1 else "upstream")
+
+
+def routers_of(model: Any) -> dict[int, bool]:
+    """``scale_router`` of each block (from 0) of a built model that has a router."""
+    from olmo_lns.doors.olmo_core.blocks import sees_factor
+
+    routers = {b.block_idx: getattr(getattr(b, "feed_forward_moe", None), "router", None) for b in _built_blocks(model)}
+    return {index: sees_factor(router) for index, router in routers.items() if router is not None}
+
+
+def _built_blocks(model: Any) -> list[Any]:
+    return [each for name, each in model.named_modules() if name.split(".")[-2:-1] == ["blocks"]]
 
 
 def from_config(config: Any, *, source: object) -> Record:
@@ -43,9 +55,8 @@ def from_config(config: Any, *, source: object) -> Record:
     """
     from olmo_lns.schemes.initialization import INITIALIZATIONS
 
-    model = config.get("model", config) if isinstance(config, dict) else {}
     records = set()
-    for block in _blocks(model):
+    for block in _blocks(_model(config)):
         if block.get("_CLASS_") != CLASS:
             records.add(Record())
             continue
@@ -61,14 +72,19 @@ def from_config(config: Any, *, source: object) -> Record:
     return records.pop() if records else Record()
 
 
+def _model(config: Any) -> dict[str, Any]:
+    model = config.get("model", config) if isinstance(config, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
 def _scheme(block: dict[str, Any]) -> Any:
     from olmo_lns.doors.olmo_core.schemes import scheme_of
 
     return scheme_of(block.get("scheme", "lns"), exponent=block.get("exponent"))
 
 
-def _blocks(model: Any) -> Iterator[dict[str, Any]]:
-    block = model.get("block") if isinstance(model, dict) else None
+def _blocks(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    block = model.get("block")
     if not isinstance(block, dict):
         return
     named = "sequence_mixer" not in block and "attention" not in block
@@ -81,16 +97,42 @@ def saved_record(folder: Any) -> Record:
 
     :raises CheckpointMismatchError: either of them cannot be read.
     """
-    for base in (str(folder).rstrip("/"), str(folder).rstrip("/").rpartition("/")[0]):
+    for base in _bases(folder):
         path = _local(f"{base}/{RECORD_FILE}")
         if path is not None:
             return Record.from_json(path)
         path = _local(f"{base}/{CONFIG_FILE}")
         if path is not None:
             return from_config(_json(path), source=f"{base}/{CONFIG_FILE}")
-        if not str(folder).rstrip("/").endswith("/model_and_optim"):
-            break  # only the weights' own folder is one below its checkpoint
     return Record()
+
+
+def saved_routers(folder: Any) -> dict[int, bool]:
+    """``scale_router`` of each block (from 0) with a scheme, of which ``lns.json`` knows nothing.
+
+    Empty where the checkpoint has no ``config.json``.
+
+    :raises CheckpointMismatchError: it cannot be read.
+    """
+    for base in _bases(folder):
+        path = _local(f"{base}/{CONFIG_FILE}")
+        if path is not None:
+            configs = _blocks_in_order(_model(_json(path)))
+            return {i: bool(b.get("scale_router", True)) for i, b in enumerate(configs) if b.get("_CLASS_") == CLASS}
+    return {}
+
+
+def _blocks_in_order(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config of every block, as OLMo-core resolves it."""
+    block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
+    for index in range(model.get("n_layers", 0)):
+        yield block[pattern[index % len(pattern)]] if pattern else overrides.get(str(index), block)
+
+
+def _bases(folder: Any) -> list[str]:
+    """A checkpoint's folder; the weights' own folder is one below it."""
+    base = str(folder).rstrip("/")
+    return [base, base.rpartition("/")[0]] if base.endswith("/model_and_optim") else [base]
 
 
 def _local(path: str) -> Path | None:
