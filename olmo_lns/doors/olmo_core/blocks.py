@@ -13,6 +13,7 @@ from olmo_core.nn.moe.router import MoELinearRouter
 from olmo_lns.doors.binding import Site
 from olmo_lns.doors.olmo_core import initialization
 from olmo_lns.doors.olmo_core.norms import bind_norm, scale_norm
+from olmo_lns.doors.scaled import Scaled, give
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 
@@ -128,19 +129,17 @@ def require_one_factor(block: Any) -> None:
         )
 
 
-class UnscaledRouter(MoELinearRouter):
-    """A router that sees the norm without its factor, while the experts see it scaled."""
-
-    lns_inverse: float
+class UnscaledRouter(Scaled, MoELinearRouter):
+    """A router that sees the norm without its factor, while the experts see it scaled: it has the factor's inverse."""
 
     def get_expert_logits(self, x: Any) -> Any:
         # The logits are linear in x: a pass over tokens x experts instead of tokens x channels.
-        return super().get_expert_logits(x) * self.lns_inverse
+        return super().get_expert_logits(x) * self.lns_factor
 
 
 def sees_factor(router: Any) -> bool:
     """Whether a block's router sees the scaled norm; asked by attribute, which wrappers of the module pass on."""
-    return not hasattr(router, "lns_inverse")
+    return not hasattr(router, "lns_scale")
 
 
 def _unscale_router(block: Any, form: Form) -> None:
@@ -150,5 +149,4 @@ def _unscale_router(block: Any, form: Form) -> None:
             "scale_router=false needs a mixture of experts behind a scaled norm and OLMo-core's linear router, found "
             + (f"a router of class {type(router).__name__}" if router is not None else "a block without a router")
         )
-    router.__class__ = UnscaledRouter
-    router.lns_inverse = 1.0 / getattr(block, form.norms["ff"][-1]).lns_scale
+    give(router, UnscaledRouter, 1.0 / getattr(block, form.norms["ff"][-1]).lns_scale)

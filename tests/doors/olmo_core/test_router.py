@@ -1,8 +1,9 @@
-"""The router of a mixture of experts that does not see the factor: what a checkpoint keeps of it."""
+"""The router of a mixture of experts that does not see the factor: under torch.compile, and in checkpoints."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -10,11 +11,13 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 
 import torch
 from olmo_core.distributed.checkpoint import load_model_and_optim_state
+from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 from olmo_core.optim import AdamWConfig
 from olmo_core.train.checkpoint import Checkpointer
 from olmo_core.train.train_module import TransformerTrainModuleConfig
 from support import olmo_core_models as small
+from torch.utils.checkpoint import checkpoint
 
 from olmo_lns.doors.olmo_core.record import routers_of, saved_routers
 from olmo_lns.errors import CheckpointMismatchError
@@ -68,3 +71,22 @@ def test_routers_of_named_blocks(tmp_path):
     _, folder = _save(tmp_path, made)
     assert saved_routers(folder) == {0: True, 1: False, 2: True, 3: False} == routers_of(made.build(init_device="meta"))
     assert saved_routers(_save(tmp_path / "stock", small.config("moe"))[1]) == {}
+
+
+@pytest.mark.slow
+def test_compiled_and_recomputed_from_one_graph_for_all_blocks(monkeypatch):
+    monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    made = small.with_scheme(small.config("moe"), scale_router=False)
+    expected, built = small.model(made), small.model(made)
+    for block in built.blocks.values():
+        block.compile(backend="aot_eager")
+        # OLMo-core itself checkpoints parts of such a block only: a loop of one's own does it around the block.
+        block._compiled_call_impl = partial(checkpoint, block._compiled_call_impl, use_reentrant=False)
+    for model in (expected, built):
+        small.loss_of(model(small.TOKENS)).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    wanted = dict(expected.named_parameters())
+    for name, parameter in built.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-6)
