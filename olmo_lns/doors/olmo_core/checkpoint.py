@@ -10,20 +10,26 @@ from pathlib import Path
 from typing import Any, Callable
 
 from olmo_lns import environment
-from olmo_lns.doors.olmo_core.record import record_of, routers_of, saved_record, saved_routers
+from olmo_lns.doors.olmo_core.record import CONFIG_FILE, record_of, routers_of, saved_record, saved_routers
 from olmo_lns.errors import CheckpointMismatchError, LNSError
-from olmo_lns.record import Record, check_match
+from olmo_lns.record import RECORD_FILE, Record, check_match
 
 __all__ = ["check", "wrap_load", "wrap_load_model", "wrap_save", "wrap_save_hf", "wrap_save_train_state"]
 
 log = logging.getLogger("olmo_lns")
 
 _RECORD = "_olmo_lns_record"
+_UNREADABLE = (
+    f"{RECORD_FILE} and {CONFIG_FILE} cannot be looked for; expected a folder or URL that this process can read"
+)
 
 
-def check(folder: Any, parts: list[Any], *, training: bool) -> None:
-    """:raises CheckpointMismatchError: the checkpoint and the model that runs, in its parts, disagree."""
-    saved, routers = _read_once(folder)
+def check(folder: Any, parts: list[Any], *, training: bool, group: Any = None) -> None:
+    """:param group: the processes that load, default all.
+
+    :raises CheckpointMismatchError: the checkpoint and the model that runs, in its parts, disagree.
+    """
+    saved, routers = _read_once(folder, group)
     running = _record_of(parts)
     for difference in check_match(saved, running, source=folder, training=training):
         log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
@@ -42,20 +48,23 @@ def _require_routers(folder: Any, saved: dict[int, bool], running: dict[int, boo
             )
 
 
-def _read_once(folder: Any) -> tuple[Record, dict[int, bool]]:
-    """Rank 0 reads and tells the others: a remote folder is asked once, and all ranks stop together."""
-    from olmo_core.distributed.utils import broadcast_object, get_rank
+def _read_once(folder: Any, group: Any) -> tuple[Record, dict[int, bool]]:
+    """The group's first rank reads and tells the others: a remote folder is asked once, and all stop together."""
+    from olmo_core.distributed.utils import broadcast_object, get_global_rank, get_rank
 
     found: Any = None
-    if get_rank() == 0:
+    cause: Exception | None = None
+    if get_rank(group) == 0:
         try:
             record = saved_record(folder)
             found = record, saved_routers(folder) if record.active else {}
         except LNSError as error:
             found = str(error)
-    found = broadcast_object(found)
+        except Exception as error:  # of any kind: the others wait for an answer
+            found, cause = f"{folder}: {_UNREADABLE} ({type(error).__name__}: {error})", error
+    found = broadcast_object(found, src=get_global_rank(0, group), group=group)
     if isinstance(found, str):
-        raise CheckpointMismatchError(found)
+        raise CheckpointMismatchError(found) from cause
     result: tuple[Record, dict[int, bool]] = found
     return result
 
@@ -87,7 +96,7 @@ def wrap_load_model(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``load_model_and_optim_state``, by which everything but a trainer reads weights."""
 
     def wrapped(dir: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        check(dir, [model], training=False)
+        check(dir, [model], training=False, group=kwargs.get("process_group"))
         return load(dir, model, *args, **kwargs)
 
     return wrapped
