@@ -117,10 +117,16 @@ class MegatronEngine:
         return f"iter_{step:07d}"
 
     def words(self, run: Run, folder: Path) -> list[str]:
-        words = ["--lns-config", str(run.config.resolve())]
+        from olmo_lns.study import megatron_args
+
         for key, value in run.overrides.items():
-            flag = "--" + key.replace("_", "-")
-            words += [flag] if value is True else [flag, str(value)]
+            in_file = run.loaded.get(key.replace("-", "_"))
+            if _left_out(value) and not _left_out(in_file):
+                raise LNSConfigError(
+                    f"run {run.name}: {key}: {value} cannot be said on Megatron's command line, and {run.config} has "
+                    f"{key}: {in_file}. Take the key out of the file, and set it for the sizes or arms that need it."
+                )
+        words = ["--lns-config", str(run.config.resolve()), *megatron_args.to_flags(dict(run.overrides))]
         return [*words, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
 
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
@@ -175,6 +181,11 @@ class MegatronEngine:
             result.problems.append(f"lr-decay-iters {decay} is not train-iters {shape.steps}")
         _parse(result, gpus)
         return result
+
+
+def _left_out(value: Any) -> bool:
+    """Whether a config's value means that its flag is not given."""
+    return value is None or value is False
 
 
 def printed_arguments(path: Path) -> dict[str, str]:
