@@ -119,7 +119,11 @@ def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
         values = [getattr(plan, field.name) for plan in plans.values()]
         if isinstance(field.default, float) and any(value != 1.0 for value in values):
             name = "s" if field.name == "norm_scale" else field.name
-            words.append(f"{name} = {values[0]:.4g} (block 1) to {values[-1]:.4g} (block {n_layers})")
+            # Of the sub-layers that have the constant: some schemes scale attention or feed-forward alone.
+            having = {sub_layer for (_, sub_layer), value in zip(plans, values, strict=True) if value != 1.0}
+            scaled = [value for (_, sub_layer), value in zip(plans, values, strict=True) if sub_layer in having]
+            only = "" if len(having) == len(SUB_LAYERS) else f", {', '.join(having)} only"
+            words.append(f"{name} = {scaled[0]:.4g} (block 1) to {scaled[-1]:.4g} (block {n_layers}){only}")
         if field.name in ("gate", "omega") and values[0] is not None:
             words.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
     post = sorted({number for (number, _), plan in plans.items() if plan.post})
