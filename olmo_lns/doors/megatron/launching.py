@@ -49,26 +49,54 @@ def config_from_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def model_built(original: Callable[..., Any]) -> Callable[..., Any]:
-    """After a model is finished: with the flag given its blocks have the scheme, whatever it was built from."""
+    """After a model is finished: it has the scheme that the arguments say, and they say the scheme that it has."""
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         result = original(*args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        chunks = model if isinstance(model, list) else [model]
         if (settings := Settings.of(get_args())).active:
-            _require_sites(result[0] if isinstance(result, tuple) else result, settings)
+            _require_sites(chunks, settings)
+        else:
+            _take_over(get_args(), chunks)
         return result
 
     return build
 
 
-def _require_sites(model: Any, settings: Settings) -> None:
+def _take_over(args: Any, chunks: list[Any]) -> None:
+    """What the model's provider laid on it by ``apply`` goes into the arguments, by which a checkpoint is compared.
+
+    :raises LNSConfigError: two schemes, or one that is in no block.
+    """
+    # From the configs: a pipeline stage without a layer has no site, and its arguments are compared all the same.
+    configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
+    applied = {_of_built(config) for config in configs if Settings.of(config).active}
+    if len(applied) > 1:
+        raise LNSConfigError(
+            f"one model with {' and '.join(sorted(str(each.record()) for each in applied))}, by apply(): its "
+            "checkpoints can name one of them. Apply the same scheme everywhere, in the same way."
+        )
+    for settings in applied:
+        _require_sites(chunks, settings)
+        settings.store(args)
+        say(f"{settings.flag}: not given but applied to the model; checkpoints of this run name it")
+
+
+def _of_built(config: Any) -> Settings:
+    """The settings of a config as its model was drawn: ``apply`` on a built model comes after the initialization."""
+    plain = config.output_layer_init_method is config.init_method
+    return Settings.of_scheme(Settings.of(config).scheme, keep_scaled_init=not plain)
+
+
+def _require_sites(chunks: list[Any], settings: Settings) -> None:
     """:raises LNSConfigError: no block of this process's part of the model has the scheme, or it has another.
 
     What a checkpoint will say of itself is what the arguments say: here the built model is held to them.
     """
-    chunks = model if isinstance(model, list) else [model]
     for chunk in chunks:
         if (found := binding.read_back(chunk)) not in (settings.scheme, PRE_LN):
             raise LNSConfigError(f"{settings.scheme} was asked for, but the model was built with {found}.")

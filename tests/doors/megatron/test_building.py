@@ -11,10 +11,14 @@ import pytest
 import torch
 from support import megatron_tiny as tiny
 
-from olmo_lns.doors.megatron import apply, launching
+from olmo_lns.doors.megatron import apply, checkpoint, launching
 from olmo_lns.doors.megatron.initialization import describe, use_plain_initialization
 from olmo_lns.doors.megatron.layers import scaled_norms
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.doors.megatron.report import forget
+from olmo_lns.doors.megatron.settings import Settings
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
 
 
 class Custom(torch.nn.Module):
@@ -99,6 +103,7 @@ def test_a_model_without_a_site_stops_the_run(arguments: SimpleNamespace) -> Non
             build(model)
     arguments.layernorm_scaling = False
     assert build([layers]) == [layers]
+    assert vars(arguments) == {"layernorm_scaling": False}
 
 
 def test_a_model_with_sites_passes(arguments: SimpleNamespace) -> None:
@@ -108,6 +113,51 @@ def test_a_model_with_sites_passes(arguments: SimpleNamespace) -> None:
     assert launching.model_built(lambda: chunks)() is chunks
     del chunks[0].decoder.layers[:]  # a pipeline stage with the loss alone
     assert launching.model_built(lambda: chunks)() is chunks
+
+
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
+    arguments: SimpleNamespace, capsys: pytest.CaptureFixture[str], built: bool, keep: bool
+) -> None:
+    """Otherwise the checkpoint would say Pre-LN, and a later launch without ``apply`` would load it as such."""
+    forget()
+    arguments.layernorm_scaling = False
+    cfg, scheme = tiny.config(), "lnsafterbranch:exponent=0.25"
+
+    def provider() -> list[Any]:
+        if built:
+            apply(model := tiny.build(cfg), scheme=scheme)
+            return [model]
+        apply(cfg, scheme=scheme, keep_scaled_init=keep)
+        return [tiny.build(cfg)]
+
+    launching.model_built(launching.model_built(provider))()  # setup_model_and_optimizer calls get_model
+    drawn = "upstream" if built or keep else "plain"  # a built model was drawn by Megatron's own initialization
+    assert Settings.of(arguments).check().record() == Record(parse(scheme), scaled_init=drawn)
+    assert f"--norm-scheme {scheme}: not given but applied to the model" in capsys.readouterr().out
+    with pytest.raises(CheckpointMismatchError, match=f"was saved with {scheme}.*but this run has Pre-LN"):
+        checkpoint._compare(SimpleNamespace(), {"args": arguments}, "saved")
+
+
+def test_a_stage_without_a_layer_names_what_was_applied_too(arguments: SimpleNamespace) -> None:
+    arguments.layernorm_scaling = False
+    cfg = tiny.config()
+    apply(cfg)
+    model = tiny.build(cfg)
+    del model.decoder.layers[:]
+    launching.model_built(lambda: model)()
+    assert Settings.of(arguments).scheme == parse("lns")
+
+
+def test_two_schemes_in_one_model_are_refused(arguments: SimpleNamespace) -> None:
+    arguments.layernorm_scaling = False
+    chunks = []
+    for exponent in (0.5, 0.25):
+        apply(cfg := tiny.config(), exponent=exponent)
+        chunks.append(tiny.build(cfg))
+    with pytest.raises(LNSConfigError, match=r"one model with lns:exponent=0.25 .* and lns:exponent=0.5 .*by apply"):
+        launching.model_built(lambda: chunks)()
 
 
 def test_apply_after_the_build_is_refused() -> None:
