@@ -55,8 +55,8 @@ def install_core() -> None:
 def _arrange(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in _installed:
-            _installed.add(name)
             on_import(name, _extend)
+            _installed.add(name)  # not before: a module that was refused is refused again
 
 
 def _extend(module: ModuleType) -> None:

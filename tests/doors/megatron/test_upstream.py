@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support import megatron_tiny as tiny
 
 from olmo_lns.doors import patching, sources
-from olmo_lns.doors.megatron import install, register, upstream
+from olmo_lns.doors.megatron import apply, install, register, upstream
 from olmo_lns.doors.patching import Target, fingerprint, is_patched
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 
@@ -118,6 +119,21 @@ def test_an_unknown_megatron_is_refused_with_the_override_named(monkeypatch: pyt
     monkeypatch.setenv(patching.ALLOW_UNVERIFIED, "1")
     install._extend(transformer_layer)
     assert is_patched(transformer_layer.TransformerLayer.__init__)
+
+
+def test_what_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a second apply would go on without the constructor's part."""
+    from megatron.core.transformer import transformer_layer
+
+    class TransformerLayer:
+        def __init__(self, config: object) -> None:
+            self.config = config
+
+    monkeypatch.setattr(transformer_layer, "TransformerLayer", TransformerLayer)
+    monkeypatch.setattr(install, "_installed", install._installed - {transformer_layer.__name__})
+    for _ in range(2):
+        with pytest.raises(UpstreamChangedError, match="transformer_layer:TransformerLayer.__init__"):
+            apply(tiny.config())
 
 
 def test_a_missing_symbol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
