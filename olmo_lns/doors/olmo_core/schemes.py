@@ -19,8 +19,9 @@ def scheme_of(text: Any, **fields: Any) -> Scheme:
     if scheme.is_pre_ln:
         raise LNSConfigError("scheme=preln is OLMo-core's own block: leave _CLASS_ away")
     given = {key: value for key, value in fields.items() if value is not None}
+    spelled = ":" in str(text)  # also where it spells a parameter's default
     for key, value in given.items():
         written = scheme.parameters.get(key)
-        if scheme.arguments and written is not None and written != float(value):
+        if spelled and written is not None and written != float(value):
             raise LNSConfigError(f"scheme={text} and {key}={value} contradict each other")
     return Scheme.of(scheme.name, **{**scheme.parameters, **given})

@@ -37,8 +37,12 @@ def test_flags_without_parameters_write_the_defaults_down():
 def test_parameters_in_the_spelling_of_the_scheme():
     block = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.25"]).block
     assert (block.scheme, block.exponent) == ("lns", 0.25)
-    with pytest.raises(Exception, match="contradict"):
-        small.config().merge([CLASS, "--block.scheme=lns:exponent=0.25", "--block.exponent=1"])
+    for spelled, given in (("0.25", "1"), ("0.5", "0.25")):  # 0.5 is what is left out when a scheme is written
+        with pytest.raises(Exception, match="contradict"):
+            small.config().merge([CLASS, f"--block.scheme=lns:exponent={spelled}", f"--block.exponent={given}"])
+    assert (
+        small.config().merge([CLASS, "--block.scheme=lns:exponent=0.5", "--block.exponent=0.5"]).block.exponent == 0.5
+    )
 
 
 @pytest.mark.parametrize("name", ["BlokConfig", "LNSBlockConfig", "blockconfig", "TransformerBlockConfig"])
