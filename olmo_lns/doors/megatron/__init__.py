@@ -18,7 +18,7 @@ __all__ = ["apply", "register"]
 def register() -> None:
     """Arrange that each Megatron module is extended right after it is imported.
 
-    Idempotent, and inert until ``--layernorm-scaling`` or ``--no-scaled-init`` is given.
+    Idempotent, and inert until ``--layernorm-scaling``, ``--norm-scheme`` or ``--no-scaled-init`` is given.
 
     :raises UpstreamChangedError: (at the import of the module concerned) this Megatron is not one
         that was verified; the message names the override.
