@@ -63,11 +63,16 @@ def require_no_decay(config: Any) -> None:
 
     scheme = settings.scheme(config.model.layer_norm_type)
     learned = any(plan.learned for _, _, plan in scheme.plans(config.model.n_layers))
-    if learned and config.optimizer is not None and config.optimizer.decay_norm_and_bias:
+    if not learned or (optimizer := config.optimizer) is None:
+        return
+    found = "decay_norm_and_bias=true" if optimizer.decay_norm_and_bias else ""
+    if optimizer.no_decay_norm_and_bias is False:  # its old name, which the launcher obeys after this load
+        found = "no_decay_norm_and_bias=false"
+    if found:
         raise OLMoConfigurationError(
-            f"layer_norm_type={config.model.layer_norm_type!s} with optimizer.decay_norm_and_bias=true: weight decay "
-            f"would pull the learned factors of {scheme.definition.title} towards 0. Set "
-            "optimizer.decay_norm_and_bias: false."
+            f"layer_norm_type={config.model.layer_norm_type!s} with optimizer.{found}: weight decay would pull the "
+            f"learned factors of {scheme.definition.title} towards 0. Set optimizer.decay_norm_and_bias: false, and "
+            "leave no_decay_norm_and_bias out."
         )
 
 

@@ -203,15 +203,16 @@ def test_new_weights_are_not_decayed(name):
 
 
 @pytest.mark.parametrize("name", ["layerscale", "skipinit", "admin", "sandwich"])
-def test_weight_decay_of_learned_factors_is_refused(tmp_path, name):
+@pytest.mark.parametrize(("key", "value"), [("decay_norm_and_bias", "true"), ("no_decay_norm_and_bias", "false")])
+def test_weight_decay_of_learned_factors_is_refused(tmp_path, name, key, value):
     path = tmp_path / "config.yaml"
-    path.write_text(f"model:\n  layer_norm_type: {name}_rms\noptimizer:\n  decay_norm_and_bias: true\n")
+    path.write_text(f"model:\n  layer_norm_type: {name}_rms\noptimizer:\n  {key}: {value}\n")
     if name == "sandwich":
         TrainConfig.load(path)
         return
-    with pytest.raises(OLMoConfigurationError, match=f"{name}_rms with optimizer.decay_norm_and_bias=true: weight"):
+    with pytest.raises(OLMoConfigurationError, match=f"{name}_rms with optimizer.{key}={value}: weight"):
         TrainConfig.load(path)
-    TrainConfig.load(path, ["optimizer.decay_norm_and_bias=false"])
+    TrainConfig.load(path, [f"optimizer.{key}={'false' if value == 'true' else 'true'}"])
 
 
 @pytest.mark.parametrize("name", OTHERS)
