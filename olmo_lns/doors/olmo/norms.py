@@ -7,13 +7,15 @@ and a wrapper module would rename parameters in the state dict.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from olmo.model import LayerNorm, LayerNormBase, RMSLayerNorm
 
 from olmo_lns.doors import binding
 from olmo_lns.doors.scaled import Scaled, give
+from olmo_lns.norm.dtypes import cast, compute_dtype, output_dtype, without_autocast
+from olmo_lns.norm.pytorch import rms_output_dtype
 from olmo_lns.schemes import Plan
 
 __all__ = [
@@ -73,30 +75,30 @@ class _Grouped(_Scaled):
     bias: torch.Tensor | None
     eps: float
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._normalised(x.unflatten(-1, (self.lns_groups, -1))).flatten(-2)
-        y = y if self.weight is None else self.weight * y
-        return y if self.bias is None else y + self.bias
-
-    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    def _grouped(self, x: torch.Tensor, normalised: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The rest around ``normalised``, in fp32 (fp64 for fp64): whoever calls it rounds the result, once."""
+        with without_autocast(x.device.type):
+            wide = cast(x, compute_dtype(x.dtype))
+            y = normalised(wide.unflatten(-1, (self.lns_groups, -1))).flatten(-2)
+            y = y if self.weight is None else self.weight * y
+            return y if self.bias is None else y + self.bias
 
 
 class GroupedRMSLayerNorm(_Grouped, RMSLayerNorm):
     """RMSNorm over groups of channels, for x of shape (..., d_model)."""
 
-    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
-        normalised: torch.Tensor = self.lns_backend.rms_norm(x, None, self.eps, 1.0)
-        return normalised
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._grouped(x, lambda wide: self.lns_backend.rms_norm(wide, None, self.eps, 1.0))
+        return cast(y, rms_output_dtype(x, self.weight, self.bias))
 
 
 class GroupedLayerNorm(_Grouped, LayerNorm):
     """LayerNorm over groups of channels, for x of shape (..., d_model)."""
 
-    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self._cast_if_autocast_enabled(x) if self.low_precision else x
-        normalised: torch.Tensor = self.lns_backend.layer_norm(x, None, None, self.eps, 1.0)
-        return normalised
+        y = self._grouped(x, lambda wide: self.lns_backend.layer_norm(wide, None, None, self.eps, 1.0))
+        return cast(y, output_dtype(x.dtype, x.device.type))
 
 
 #: OLMo's class -> ours, without and with groups of channels.
