@@ -79,7 +79,17 @@ def _layer_formula(
     with without_autocast(x.device.type):
         gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
         shift = None if bias is None else fold(bias, scale, dtype=dtype)
+        if isinstance(eps, torch.Tensor):
+            return cast(_written_out(x, gain, shift, eps), out)
         return cast(torch.layer_norm(x, x.shape[-1:], gain, shift, eps), out)
+
+
+def _written_out(x: torch.Tensor, gain: torch.Tensor, shift: torch.Tensor | None, eps: torch.Tensor) -> torch.Tensor:
+    """The definition, for compilers and an eps that their graph is not to hold: torch's kernel takes a number."""
+    wide = cast(x, compute_dtype(x.dtype))
+    wide = wide - wide.mean(-1, keepdim=True)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain
+    return y if shift is None else y + shift
 
 
 class _SixteenBitLayerNorm(torch.autograd.Function):

@@ -14,6 +14,7 @@ from olmo.model import LayerNorm, LayerNormBase, RMSLayerNorm
 
 from olmo_lns.doors import binding
 from olmo_lns.doors.scaled import Scaled, give
+from olmo_lns.norm import Backend
 from olmo_lns.norm.dtypes import cast, compute_dtype, output_dtype, without_autocast
 from olmo_lns.norm.pytorch import rms_output_dtype
 from olmo_lns.schemes import Plan
@@ -30,13 +31,24 @@ __all__ = [
     "scale_of",
 ]
 
+_FORMULA = Backend("torch", "torch.compile")
+
 
 class _Scaled(Scaled):
     """What both scaled norms have."""
 
     lns_pre_scale: float = 1.0
     lns_groups: int = 1
+    lns_eps_tensor: torch.Tensor | None = None
+    eps: float
     layer_number: int
+
+    def _backend_and_eps(self) -> tuple[Backend, Any]:
+        """How to compute it. A kernel's eps is a constant of a compiled graph, and under a factor of the input each
+        block has its own: there it is a tensor, an input of the one graph, for the formula, which compilers fuse."""
+        if self.lns_eps_tensor is None or not torch.compiler.is_compiling():
+            return self.lns_backend, self.eps
+        return _FORMULA, self.lns_eps_tensor
 
     def lns_realised(self, sub_layer: str) -> Plan:
         """The plan that ``forward`` computes."""
@@ -52,20 +64,22 @@ class LNSRMSLayerNorm(_Scaled, RMSLayerNorm):
     """``lns_scale * RMSNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``RMSLayerNorm``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lns_backend.rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias)
+        backend, eps = self._backend_and_eps()
+        return backend.rms_norm(x, self.weight, eps, self.lns_factor, bias=self.bias)
 
 
 class LNSLayerNorm(_Scaled, LayerNorm):
     """``lns_scale * LayerNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``LayerNorm``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        backend, eps = self._backend_and_eps()
         if not self.low_precision:
-            return self.lns_backend.layer_norm(x, self.weight, self.bias, self.eps, self.lns_factor)
+            return backend.layer_norm(x, self.weight, self.bias, eps, self.lns_factor)
         x = self._cast_if_autocast_enabled(x)
         weight = self._cast_if_autocast_enabled(self.weight) if self.weight is not None else None
         bias = self._cast_if_autocast_enabled(self.bias) if self.bias is not None else None
         with torch.autocast(enabled=False, device_type=x.device.type):
-            return self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_factor)
+            return backend.layer_norm(x, weight, bias, eps, self.lns_factor)
 
 
 class _Grouped(_Scaled):
@@ -73,7 +87,6 @@ class _Grouped(_Scaled):
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
-    eps: float
 
     def _grouped(self, x: torch.Tensor, normalised: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The rest around ``normalised``, in fp32 (fp64 for fp64): whoever calls it rounds the result, once."""
@@ -143,6 +156,7 @@ def scale_norm(
         # N(s x) with eps is N(x) with eps / s^2: no pass over x.
         norm.lns_pre_scale = pre_scale
         norm.eps = norm.eps / pre_scale**2 if pre_scale**2 else math.inf
+        norm.lns_eps_tensor = torch.tensor(norm.eps, dtype=torch.float64, device="cpu")
 
 
 def _classes(norm: Any) -> tuple[type, type]:
