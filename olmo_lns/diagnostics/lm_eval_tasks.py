@@ -8,6 +8,7 @@ import torch
 
 from olmo_lns.diagnostics.layer_drop import TaskScores, bypassed, output_lengths
 from olmo_lns.errors import LNSError, one_line
+from olmo_lns.models.blocks import logits_of
 from olmo_lns.models.loading import LoadedModel
 from olmo_lns.models.vision_language import in_vision
 
@@ -82,7 +83,7 @@ def _harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
         raise LNSError(
             f"evaluation tasks need lm-eval and accelerate: pip install 'olmo-lns[eval]' ({error})"
         ) from None
-    model: Any = _as_huggingface(loaded) if loaded.kind == "olmo" else loaded.model
+    model: Any = loaded.model if loaded.kind == "huggingface" else _as_huggingface(loaded)
     # A removed block would leave its slot of the key-value cache empty, and the cache's length is read from block 1.
     model.config.use_cache = False
     if getattr(model, "generation_config", None) is not None:
@@ -115,9 +116,11 @@ def _never_cached(loaded: LoadedModel) -> None:
 
 
 def _as_huggingface(loaded: LoadedModel) -> Any:
-    """OLMo's model behind the few names that the harness reads; nothing is converted or copied."""
+    """OLMo's or OLMo-core's model behind the few names that the harness reads; nothing is converted or copied."""
     import transformers
     from transformers.modeling_outputs import CausalLMOutput
+
+    logits = logits_of(loaded.model)
 
     class OLMoForHarness(transformers.PreTrainedModel, transformers.GenerationMixin):
         config_class = transformers.PretrainedConfig
@@ -129,7 +132,7 @@ def _as_huggingface(loaded: LoadedModel) -> Any:
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any) -> Any:
             if attention_mask is not None and bool(attention_mask.all()):
                 attention_mask = None
-            return CausalLMOutput(logits=self.olmo(input_ids, attention_mask=attention_mask).logits)
+            return CausalLMOutput(logits=logits(input_ids, attention_mask))
 
     config = transformers.PretrainedConfig(
         vocab_size=loaded.vocabulary, max_position_embeddings=loaded.max_length, num_hidden_layers=len(loaded.blocks)

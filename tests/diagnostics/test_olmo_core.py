@@ -1,0 +1,60 @@
+"""Diagnostics of an OLMo-core checkpoint, as its checkpointer writes it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
+
+import torch
+from olmo_core.distributed.checkpoint import save_model_and_optim_state
+from support import olmo_core_models as small
+
+from olmo_lns.diagnostics.layer_drop import bypassed, output_lengths
+from olmo_lns.models.loading import load_model, load_tokenizer
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer_file):
+    folder = tmp_path_factory.mktemp("models") / "step4"
+    made = small.with_scheme(small.config(vocab_size=97))
+    save_model_and_optim_state(folder / "model_and_optim", small.model(made))
+    tokenizer = {"vocab_size": 97, "eos_token_id": 1, "pad_token_id": 0, "identifier": str(tokenizer_file)}
+    config = {"model": made.as_config_dict(), "dataset": {"sequence_length": 32, "tokenizer": tokenizer}}
+    (folder / "config.json").write_text(json.dumps(config))
+    Record(parse("lns"), "rms", "plain").write(folder)
+    return folder
+
+
+def test_scores_of_tasks(folder, task_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
+
+    loaded = load_model(str(folder), device="cpu")
+    tokenizer = load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id)
+    scores = score_tasks(loaded, tokenizer, ["local_words"], include_path=str(task_folder))["local_words"]
+    documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
+    assert scores.baseline == pytest.approx(_accuracy(loaded.model, documents))
+    with output_lengths(loaded.blocks) as lengths:
+        _accuracy(loaded.model, documents)
+    for block, length, found in zip(loaded.blocks, lengths, scores.without, strict=True):
+        with bypassed(block, length):
+            assert found == pytest.approx(_accuracy(loaded.model, documents))
+
+
+@torch.no_grad()
+def _accuracy(model, documents):
+    """Right answers, one forward pass a choice: no padding, nothing of the harness."""
+    right = []
+    for document in documents:
+        scores = []
+        for choice in document["choices"]:
+            words = [int(word[1:]) for word in [*document["question"].split(), choice]]
+            scores.append(float(model(torch.tensor([words[:-1]]))[0, -1].double().log_softmax(-1)[words[-1]]))
+        right.append(scores.index(max(scores)) == document["answer"])
+    return sum(right) / len(right)
