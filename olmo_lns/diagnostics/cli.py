@@ -81,7 +81,7 @@ def _add_common(command: argparse.ArgumentParser, tokens: int | None, length: in
     add("--tokens", type=_positive, default=tokens, help="tokens to read (default %(default)s)")
     add("--sequence-length", type=_positive, help=f"default: the model's, at most {length}")
     add("--batch-size", type=_positive, default=8, help="sequences a batch (default %(default)s)")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved, OLMo in fp32")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:<n> or mps")
     add("--device-map", help="Hugging Face placement, e.g. auto (needs accelerate)")
     add("--blocks", help="dotted path of the list of blocks, for models outside the table")

@@ -80,7 +80,7 @@ def load_model(
 ) -> LoadedModel:
     """Load ``source`` for analysis.
 
-    :param dtype: ``fp32``, ``bf16``, ``fp16``, or ``auto``: as saved.
+    :param dtype: ``fp32``, ``bf16``, ``fp16``, or ``auto``: as saved, OLMo's in fp32.
     :param device_map: passed to Hugging Face, which then places the weights (needs accelerate).
     :param blocks: dotted path of the block list, for models outside the table.
     :param branch: of a vision-language model, ``vision`` or ``language``.
@@ -96,6 +96,12 @@ def load_model(
             raise LNSError(f"{source} is an OLMo checkpoint: --device-map is for Hugging Face models, use --device")
         return _load_olmo(folder, DTYPES.get(dtype), place, blocks)
     if is_olmo_core(folder):
+        for flag, value, instead in (
+            ("--device-map", device_map, "is for Hugging Face models, use --device"),
+            ("--blocks", blocks, "is for models outside the table, and its blocks are known: leave it out"),
+        ):
+            if value is not None:
+                raise LNSError(f"{source} is an OLMo-core checkpoint: {flag} {instead}")
         return _load_olmo_core(folder, DTYPES.get(dtype), place)
     if folder.exists() and not (folder / "config.json").is_file():
         raise LNSError(

@@ -13,6 +13,7 @@ from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from support import olmo_core_models as small
 
 from olmo_lns.diagnostics.layer_drop import bypassed, output_lengths
+from olmo_lns.errors import LNSError
 from olmo_lns.models.loading import load_model, load_tokenizer
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
@@ -28,6 +29,18 @@ def folder(tmp_path_factory, tokenizer_file):
     (folder / "config.json").write_text(json.dumps(config))
     Record(parse("lns"), "rms", "plain").write(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device_map": "auto"}, "--device-map is for Hugging Face"),
+        ({"blocks": "blocks"}, "--blocks is for models out"),
+    ],
+)
+def test_what_is_not_for_it_is_refused(folder, given, message):
+    with pytest.raises(LNSError, match=f"is an OLMo-core checkpoint: {message}"):
+        load_model(str(folder), device="cpu", **given)
 
 
 def test_scores_of_tasks(folder, task_folder, tmp_path, monkeypatch):
