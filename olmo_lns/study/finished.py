@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Iterable
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import arms
+from olmo_lns.study.files import write_whole
 from olmo_lns.study.launch import environment_of, fingerprint, prepare_data
 from olmo_lns.study.results import COMPLETE, Result, from_row, is_table, place
 from olmo_lns.study.spec import Run, Study
@@ -66,10 +68,11 @@ class Finished:
                 known = self.rows.get(key := identity(run), replace(result, source=study.name))
                 self.rows[key] = replace(known, **place(run))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["identity", *(field.name for field in fields(Result))], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({"identity": key, **asdict(row)} for key, row in self.rows.items())
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ["identity", *(field.name for field in fields(Result))], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({"identity": key, **asdict(row)} for key, row in self.rows.items())
+        write_whole(self.path, text.getvalue())
         return self.path
 
 

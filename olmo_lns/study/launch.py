@@ -21,6 +21,7 @@ from olmo_lns.environment import INITIALIZATION, SCHEME
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import logs, processes, progress
 from olmo_lns.study.corpora import BUILT
+from olmo_lns.study.files import write_whole
 from olmo_lns.study.processes import Children
 from olmo_lns.study.spec import Run, Study
 
@@ -166,7 +167,7 @@ def stamp(study: Study, run: Run, out: Path) -> Path:
                     "use another --out, or remove the folder to start it anew"
                 )
     else:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(path, json.dumps(record, indent=1) + "\n")
     return path
 
 
@@ -247,7 +248,7 @@ def _run_one(study: Study, run: Run, out: Path, children: Children) -> int:
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = code = os.waitstatus_to_exitcode(status)
     cost = {"exit": code, "wall_s": round(time.time() - started, 1), "cpu_s": round(usage.ru_utime + usage.ru_stime, 1)}
-    log.with_suffix(".json").write_text(json.dumps(cost) + "\n")
+    write_whole(log.with_suffix(".json"), json.dumps(cost) + "\n")
     if children.stopping:
         return 0
     print(f"{run.name}: exit {code}, {cost['wall_s']} s, {cost['cpu_s']} s of CPU", flush=True)
