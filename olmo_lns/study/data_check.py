@@ -140,8 +140,8 @@ def _indexed(path: Path, vocab_size: int, eos: int | None, full: bool) -> Data:
     if stored != path.stat().st_size:
         result.problems.append(f"{path.stat().st_size:,} bytes, but its index counts {stored:,}: truncated")
         return result
-    _tokens(result, stored, vocab_size, None, full)
-    result.documents = documents - 1
+    _tokens(result, stored, vocab_size, eos, full)
+    result.documents = documents - 1  # as the index counts them, whatever they end with
     return result
 
 

@@ -105,6 +105,7 @@ def test_megatron_indexed_data(tmp_path: Path, capsys: pytest.CaptureFixture[str
     code, text = check(tmp_path, capsys=capsys)
     assert code == 0 and "uint16, 1,024 tokens" in text and "3 documents" in text
     assert check(path.with_suffix(".idx"), capsys=capsys)[0] == 0
+    assert "the end-of-document token 3 never occurs" in check(path, "--eos", "3", capsys=capsys)[1]
     path.write_bytes(path.read_bytes()[:-2])
     code, text = check(path, capsys=capsys)
     assert code == 1 and "2,046 bytes, but its index counts 2,048: truncated" in text
@@ -125,6 +126,9 @@ def test_megatrons_own_writer_is_read(tmp_path: Path, capsys: pytest.CaptureFixt
     builder.finalize(str(tmp_path / "x.idx"))
     code, text = check(tmp_path, capsys=capsys)
     assert code == 0 and "uint16, 1,000 tokens" in text and "2 documents" in text
+    code, text = check(tmp_path, "--eos", "3", capsys=capsys)
+    assert code == 1 and "x.bin: PROBLEM: the end-of-document token 3 never occurs" in text and "2 documents" in text
+    assert check(tmp_path, "--eos", "-1", capsys=capsys)[0] == 0
 
 
 def test_nothing_found(tmp_path: Path) -> None:
