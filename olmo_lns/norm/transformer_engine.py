@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from packaging.version import InvalidVersion, Version
 
+from olmo_lns.environment import ALLOW_UNVERIFIED, is_set
 from olmo_lns.norm import pytorch, pytorch_layer
 from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, kernel_dtype, output_dtype
 
@@ -23,8 +23,6 @@ __all__ = ["SUPPORTED", "Status", "layer_norm", "rms_norm", "status"]
 
 #: Oldest and first unsupported release: the kernels' signatures were read in 2.1, 2.5, 2.11 and 2.20.
 SUPPORTED = (Version("2.1"), Version("2.21"))
-#: Same variable and meaning as for patched upstream functions.
-ALLOW_UNVERIFIED = "OLMO_LNS_ALLOW_UNVERIFIED"
 #: Device types on which tensors are handed to TE (a test's stand-in adds "cpu").
 DEVICE_TYPES = {"cuda"}
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,7 +74,7 @@ def _unsupported(version: str) -> str | None:
     oldest, too_new = SUPPORTED
     if oldest <= found < too_new:
         return None
-    if oldest <= found < Version("3") and os.environ.get(ALLOW_UNVERIFIED) == "1":
+    if oldest <= found < Version("3") and is_set(ALLOW_UNVERIFIED):
         return None
     return f"Transformer Engine {version} is not supported (verified: 2.1 to 2.20)"
 

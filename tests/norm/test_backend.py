@@ -131,9 +131,10 @@ def test_other_te_versions_are_refused_by_name(version, cuda):
             choose_backend("te")
 
 
+@pytest.mark.parametrize("value", ["1", " 1 "])  # as every other reader of the variables takes it
 @pytest.mark.parametrize(("version", "allowed"), [("2.21.0", True), ("2.0.0", False), ("3.0", False)])
-def test_a_newer_2_x_can_be_used_knowingly(version, allowed, cuda, monkeypatch):
-    monkeypatch.setenv("OLMO_LNS_ALLOW_UNVERIFIED", "1")
+def test_a_newer_2_x_can_be_used_knowingly(version, allowed, value, cuda, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_ALLOW_UNVERIFIED", value)
     with tex.installed(version):
         assert (choose_backend().name == "te") is allowed
 
