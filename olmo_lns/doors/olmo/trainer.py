@@ -45,7 +45,11 @@ class LoopObserver(Protocol):
         """Model, optimizer and (on a resume) their state are in place; no step has run yet."""
 
     def on_step(self, step: int, loss: float) -> None:
-        """One optimizer step is done; ``loss`` is this rank's mean cross entropy in nats per token."""
+        """One optimizer step is done.
+
+        :param loss: mean cross entropy in nats per token, of this rank's tokens; at a step that OLMo logs, on rank 0
+            that of all ranks, and on the others whatever the reduction to rank 0 left there.
+        """
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """OLMo's evaluators have run."""
