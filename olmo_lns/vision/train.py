@@ -40,6 +40,12 @@ class Recipe:
                 raise LNSConfigError(f"{path}: {name} is {values[name]!r}")
         self.model, self.training = values["model"], values["training"]
         self.warmup_epochs = float(values["warmup_epochs"])
+        for name in ("warmup_steps", "warmup_ratio"):
+            if name in self.training:
+                raise LNSConfigError(
+                    f"{path}: training: {name} is {self.training[name]!r} beside warmup_epochs "
+                    f"{values['warmup_epochs']!r}; the warm-up is given in epochs: leave {name} out"
+                )
         augment = values["augment"]
         for name in set(augment) ^ set(_AUGMENT):
             raise LNSConfigError(

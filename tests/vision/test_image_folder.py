@@ -124,3 +124,13 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     (tmp_path / "odd.yaml").write_text("model: {}\n")
     assert main(["vision", "train", str(tmp_path / "odd.yaml"), *words, "--arm", "none"]) == 1
     assert "expected the sections model, augment, warmup_epochs, training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"warmup_steps": 9}, {"warmup_ratio": 0.1}], ids=str)
+def test_a_second_warm_up_is_refused(given, tmp_path, capsys):
+    path = small(tmp_path, **given)
+    assert main(["vision", "train", str(path), "--data", "x", "-o", str(tmp_path / "out"), "--arm", "none"]) == 1
+    (name, value), *_ = given.items()
+    assert (
+        f"training: {name} is {value} beside warmup_epochs 5; the warm-up is given in epochs" in capsys.readouterr().err
+    )
