@@ -102,6 +102,29 @@ def test_a_record_and_factors_that_disagree_are_refused(tmp_path):
         transformers.AutoConfig.from_pretrained(tmp_path)
 
 
+def test_factors_may_differ_in_their_last_digit_only(tmp_path):
+    """Powers of another machine's mathematical library."""
+    import transformers
+
+    apply(stock("llama")).save_pretrained(tmp_path)
+    written = read_config(tmp_path)
+    for factor, accepted in ((1 + 2**-52, True), (1 - 2**-52, True), (1 + 1e-12, False)):
+        values = json.loads(json.dumps(written))
+        norms = values["lns_factors"]["norm"]
+        norms["attn"] = [value * factor for value in norms["attn"]]
+        assert norms["attn"] != written["lns_factors"]["norm"]["attn"]
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        if accepted:
+            assert transformers.AutoConfig.from_pretrained(tmp_path).lns_record == written["lns_record"]
+        else:
+            with pytest.raises(CheckpointMismatchError, match="lns_factors are not those of"):
+                transformers.AutoConfig.from_pretrained(tmp_path)
+    for norms in ({"attn": [1.0]}, {"attn": None, "ff": None}, [], None):
+        (tmp_path / "config.json").write_text(json.dumps(written | {"lns_factors": {"norm": norms, "branch": {}}}))
+        with pytest.raises(CheckpointMismatchError, match="lns_factors are not those of"):
+            transformers.AutoConfig.from_pretrained(tmp_path)
+
+
 def test_heads_and_base_models(tmp_path):
     import transformers
 
