@@ -8,6 +8,7 @@ code does otherwise: docs/schemes.md.
 from __future__ import annotations
 
 import math
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Callable
 
 from olmo_lns.schemes.factor import DEFAULT_EXPONENT, lns_scale
@@ -61,7 +62,9 @@ def _post_ln(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
 
 def _mix_ln(layer_number: int, n_layers: int, sub_layer: str, *, alpha: float) -> Plan:
     """Post-LN in the first round(alpha * L) blocks (half up), Pre-LN above; alpha 0.25, 0.0625 for 7B (table 7)."""
-    return _post_ln(1, 1, "") if layer_number <= math.floor(alpha * n_layers + 0.5) else Plan()
+    # Of the decimal that was written: in floats 0.29 * 50 is less than 14.5.
+    posts = (Decimal(str(alpha)) * n_layers).to_integral_value(ROUND_HALF_UP)
+    return _post_ln(1, 1, "") if layer_number <= posts else Plan()
 
 
 def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:

@@ -62,6 +62,7 @@ def test_only_the_named_sub_layers_are_multiplied(name, scaled):
         *((12, 0.25, 3), (24, 0.25, 6), (32, 0.0625, 2)),
         *((24, 0.167, 4), (24, 0.33, 8), (24, 0.417, 10), (24, 0.5, 12)),
         *((24, 0.0, 0), (24, 1.0, 24), (10, 0.25, 3), (2, 0.25, 1)),
+        *((50, 0.29, 15), (50, 0.2899999, 14), (50, 0.57, 29), (90, 0.35, 32), (3, 1 / 3, 1)),
     ],
 )
 def test_mix_ln_has_as_many_post_ln_blocks_as_the_papers_tables(blocks, alpha, post):
