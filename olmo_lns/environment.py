@@ -24,6 +24,7 @@ __all__ = [
     "check",
     "describe",
     "is_set",
+    "processes",
     "read",
 ]
 
@@ -67,6 +68,19 @@ def is_set(name: str) -> bool:
 def cache() -> Path:
     """Where what was measured or built here is kept: ``$XDG_CACHE_HOME/olmo-lns``, by default under ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "olmo-lns"
+
+
+def processes() -> int:
+    """How many torchrun, or a launcher like it, says that it has started; 1 where none did.
+
+    :raises LNSConfigError: ``WORLD_SIZE`` is no such number.
+    """
+    text = os.environ.get("WORLD_SIZE", "").strip() or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise LNSConfigError(
+            f"WORLD_SIZE={text}: expected a whole number >= 1, as torchrun sets it; unset it to run in one process"
+        )
+    return int(text)
 
 
 def check() -> None:

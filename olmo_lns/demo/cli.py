@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from olmo_lns import extras
 from olmo_lns.demo.config import Shape, base, default_arms, make_study, parse_arms, train_config
+from olmo_lns.environment import processes
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS, check_environment
 from olmo_lns.study.corpora import BUILT
@@ -198,6 +199,8 @@ def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns demo``. Exit code 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     check_environment()
+    if (world := processes()) > 1:  # each would write the same files
+        raise LNSConfigError(f"the demo runs in one process: found WORLD_SIZE={world}; start it without torchrun")
     arms, shape = parse_arms(args.arms), _shape(args)
     _require_packages()
     console = Console()

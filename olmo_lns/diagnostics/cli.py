@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
-import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 from olmo_lns.diagnostics import everything, show
 from olmo_lns.dtypes import NAMES as DTYPES
+from olmo_lns.environment import processes
 from olmo_lns.errors import LNSError
 from olmo_lns.processes import process_group
 
@@ -243,7 +243,7 @@ def _run(args: argparse.Namespace, loaded: Any, batches: Any, tokenizer: Any, al
 @contextmanager
 def _ranks(what: str) -> Iterator[tuple[int, int]]:
     """Rank and world size; joins the process group that torchrun announces, if it did."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = processes()
     if world == 1:
         yield 0, 1
         return
