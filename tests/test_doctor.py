@@ -10,6 +10,7 @@ import pytest
 
 from olmo_lns import doctor
 from olmo_lns.doctor import frameworks
+from olmo_lns.doors.megatron.settings import FLAGS
 from olmo_lns.norm import transformer_engine as te
 
 
@@ -176,3 +177,10 @@ def test_a_source_that_nobody_verified_is_named(monkeypatch, tmp_path):
     )
     row = frameworks.framework_row(frameworks.FRAMEWORKS[0])
     assert row.state == "unsupported" and "olmo.model:OLMo.reset_parameters" in row.detail
+
+
+def test_megatrons_row_names_its_flags():
+    (megatron,) = (framework for framework in frameworks.FRAMEWORKS if framework.extra == "megatron")
+    named = tuple(megatron.detail.removeprefix("flags ").split(", "))
+    assert set(named) <= set(FLAGS)
+    assert [flag for flag in FLAGS if not flag.startswith(named)] == []  # an option of a flag begins as the flag does

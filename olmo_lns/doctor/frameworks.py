@@ -71,7 +71,7 @@ FRAMEWORKS = (
         ("megatron/core/package_info.py", "__version__"),
         "olmo_lns.doors.megatron.upstream",
         False,
-        "flags --layernorm-scaling, --no-scaled-init",
+        "flags --layernorm-scaling, --norm-scheme, --no-scaled-init",
     ),
 )
 
