@@ -50,7 +50,7 @@ def page() -> str:
         "",
         "Each function that a door replaces, or was read against, is known by a fingerprint of its source. One that is",
         "not in the tables below stops with the function's name; `OLMO_LNS_ALLOW_UNVERIFIED=1` goes on with code that",
-        "nobody has read. `python scripts/fingerprints.py` prints the fingerprints of what is installed.",
+        "nobody has read. `python scripts/fingerprints.py MODULE VERSION=SOURCE` prints those of a source tree.",
     ]
     for name, _, _, _, targets in FRAMEWORKS:
         if targets:

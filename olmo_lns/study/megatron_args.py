@@ -77,7 +77,7 @@ def _words(text: str, key: str, placeholder: bool) -> list[str]:
         if placeholder:
             return f"/{name}-is-not-set"
         raise LNSConfigError(
-            f"{key}: environment variable {name} is not set: export {name}=…, or give --{key} yourself"
+            f"{key}: environment variable {name} is not set: export {name}=…, or give --{key.replace('_', '-')} yourself"
         )
 
     # A value that is one variable may hold several words, as --data-path does.
