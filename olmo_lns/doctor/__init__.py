@@ -151,7 +151,8 @@ def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
             # Packages of another version than asked for may do; a framework without a door does not.
             fails = ("absent", "unsupported") if row.what.startswith("extra ") else ("absent", "unsupported", "note")
             if row.state in fails:
-                lines.append(f"--require {name}: {row.what} is {row.state}: {row.detail}")
+                state = "unsupported" if row.state == "note" else row.state
+                lines.append(f"--require {name}: {row.what} is {state}: {row.detail}")
                 break
     return lines
 

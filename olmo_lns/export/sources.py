@@ -8,6 +8,7 @@ from typing import Any
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint, is_megatron
 from olmo_lns.checkpoints.olmo import OLMoCheckpoint, checkpoints_inside, is_olmo
 from olmo_lns.checkpoints.olmo_core import is_olmo_core
+from olmo_lns.checkpoints.records import record_in
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import (
     as_trained,
@@ -157,10 +158,21 @@ def source_of(folder: Path, name: str = "auto") -> Source:
             return source
     if inside := checkpoints_inside(folder):
         raise LNSConfigError(f"{folder} is the folder of a run; give one of its checkpoints: {', '.join(inside)}")
+    if (record := _exported(folder)) is not None:
+        raise LNSConfigError(
+            f"{folder} is a Hugging Face export ({record}), stock and final: expected a checkpoint, such as the one it "
+            "was made from"
+        )
     raise LNSConfigError(
         f"{folder} holds neither config.yaml (OLMo), config.json and model_and_optim (OLMo-core) nor an iter_* "
         "folder or metadata.json (Megatron): not a checkpoint (the paper's LLaMA: say --source authors)"
     )
+
+
+def _exported(folder: Path) -> Record | None:
+    """The record in a stock model's ``config.json``, where an export left one."""
+    found = record_in(folder) if (folder / "config.json").is_file() else None
+    return found if found is not None and found.folded else None
 
 
 def format_of(source: Source, folder: Path, asked: str | None, *, unfold: bool) -> str:

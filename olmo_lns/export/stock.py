@@ -87,6 +87,8 @@ def open_export(folder: Path) -> tuple[Any, int, int]:
     """
     from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint, is_olmo_core
 
+    if not folder.is_dir():
+        raise LNSConfigError(f"{folder} is not a folder: give what olmo-lns export made of the checkpoint")
     if is_olmo_core(folder):
         from olmo_lns.models.olmo_core import open_olmo_core
 

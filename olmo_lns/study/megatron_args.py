@@ -76,9 +76,8 @@ def _words(text: str, key: str, placeholder: bool) -> list[str]:
             return str(default)
         if placeholder:
             return f"/{name}-is-not-set"
-        raise LNSConfigError(
-            f"{key}: environment variable {name} is not set: export {name}=…, or give --{key.replace('_', '-')} yourself"
-        )
+        flag = "--" + key.replace("_", "-")
+        raise LNSConfigError(f"{key}: environment variable {name} is not set: export {name}=…, or give {flag} yourself")
 
     # A value that is one variable may hold several words, as --data-path does.
     return shlex.split(VARIABLE.sub(replace, text)) if VARIABLE.fullmatch(text) else [VARIABLE.sub(replace, text)]

@@ -216,5 +216,10 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 def test_what_cannot_be_run(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     assert verify(checkpoint / "lns", tmp_path) == 1
     assert "neither config.json nor config.yaml" in capsys.readouterr().err
+    assert verify(checkpoint / "lns", tmp_path / "absent") == 1
+    assert "absent is not a folder" in capsys.readouterr().err
+    for words in (["export", "--unfold"], ["export"]):
+        assert main([words[0], str(checkpoint / "hf"), str(tmp_path / "out"), *words[1:]]) == 1
+        assert "is a Hugging Face export (folded lns" in capsys.readouterr().err
     assert verify(tmp_path, checkpoint / "hf") == 1
     assert "not a checkpoint (the paper's LLaMA: say --source authors)" in capsys.readouterr().err
