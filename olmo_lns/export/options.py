@@ -81,7 +81,7 @@ class Source(Protocol):
         """The checkpoint as a model folder of ours for transformers, to train on. :raises LNSConfigError: refused."""
         ...
 
-    def model(self, folder: Path, exported: Record) -> Any:
+    def model(self, folder: Path, exported: Record | None = None) -> Any:
         """The model with its factors, in fp32: a module that gives logits. :raises LNSConfigError: refused.
 
         :param exported: what its export says of it, for a checkpoint that says nothing itself.

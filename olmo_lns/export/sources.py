@@ -45,7 +45,7 @@ class _OLMo:
     def train(self, folder: Path, options: Options) -> Target:
         return as_trained.olmo_target(folder, options)
 
-    def model(self, folder: Path, exported: Record) -> Any:
+    def model(self, folder: Path, exported: Record | None = None) -> Any:
         from olmo_lns.models.olmo import open_olmo
 
         OLMoCheckpoint.open(folder)  # its weights against its config, as for an export
@@ -69,7 +69,7 @@ class _OLMoCore:
     def train(self, folder: Path, options: Options) -> Target:
         return as_trained.olmo_core_target(folder, options)
 
-    def model(self, folder: Path, exported: Record) -> Any:
+    def model(self, folder: Path, exported: Record | None = None) -> Any:
         from olmo_lns.models.olmo_core import open_olmo_core
 
         return open_olmo_core(folder)
@@ -92,7 +92,7 @@ class _Megatron:
     def train(self, folder: Path, options: Options) -> Target:
         return as_trained.megatron_target(folder, options)
 
-    def model(self, folder: Path, exported: Record) -> Any:
+    def model(self, folder: Path, exported: Record | None = None) -> Any:
         checkpoint = MegatronCheckpoint.open(folder)
         scheme = checkpoint.record.scheme if checkpoint.record.active else PRE_LN
         return hooked_llama(*checkpoint.as_olmo(), scheme=scheme)
@@ -115,7 +115,7 @@ class _Transformers:
     def train(self, folder: Path, options: Options) -> Target:
         raise LNSConfigError(f"{folder} is a transformers folder of ours already: train on it as it is")
 
-    def model(self, folder: Path, exported: Record) -> Any:
+    def model(self, folder: Path, exported: Record | None = None) -> Any:
         return transformers_folder.load(folder).float().eval()
 
 
@@ -138,8 +138,8 @@ class _Authors:
     def train(self, folder: Path, options: Options) -> Target:
         raise LNSConfigError("hf import reads OLMo, OLMo-core and Megatron checkpoints, not --source authors")
 
-    def model(self, folder: Path, exported: Record) -> Any:
-        return hooked_llama(*authors.unfolded(folder), scheme=exported.scheme if exported.folded else LNS)
+    def model(self, folder: Path, exported: Record | None = None) -> Any:
+        return hooked_llama(*authors.unfolded(folder), scheme=exported.scheme if exported and exported.folded else LNS)
 
 
 #: In the order in which a folder is looked at.

@@ -73,7 +73,6 @@ def main(argv: Sequence[str]) -> int:
     from olmo_lns.export.atomic import verify_checksums
     from olmo_lns.export.sources import source_of
     from olmo_lns.export.stock import StockOLMo, open_export
-    from olmo_lns.record import Record
 
     if os.path.realpath(args.checkpoint) == os.path.realpath(args.export):
         raise LNSConfigError(f"{args.export} is the checkpoint itself: give what olmo-lns export made of it")
@@ -84,8 +83,7 @@ def main(argv: Sequence[str]) -> int:
         images = getattr(exported, "main_input_name", "") == "pixel_values"
         batches = _images(args, exported.config) if images else _prompts(args, vocabulary, longest)
         checkpoint = Path(args.checkpoint)
-        exported_record = record_in(Path(args.export)) or Record()
-        source = source_of(checkpoint, args.source).model(checkpoint, exported_record)
+        source = source_of(checkpoint, args.source).model(checkpoint, record_in(Path(args.export)))
         with torch.inference_mode():
             result = compare(source, exported, batches)
     print(result)
