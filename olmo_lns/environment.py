@@ -26,6 +26,7 @@ __all__ = [
     "is_set",
     "processes",
     "read",
+    "refuse_disabled",
 ]
 
 PREFIX = "OLMO_LNS_"
@@ -94,6 +95,15 @@ def check() -> None:
                 f"environment variable {name} is unknown{hint}: "
                 f"known are {', '.join(sorted(VARIABLES))}. Unset it, or correct its name."
             )
+
+
+def refuse_disabled() -> None:
+    """:raises LNSConfigError: the plugin is switched off; for the commands that train OLMo with it."""
+    if is_set(DISABLE):
+        raise LNSConfigError(
+            f"{DISABLE}=1 is set, but this command runs OLMo with the plugin: "
+            f"unset {DISABLE}, or start OLMo by its own scripts/train.py"
+        )
 
 
 def describe() -> str:

@@ -91,3 +91,19 @@ def test_register_stops(monkeypatch):
     monkeypatch.setenv("OLMO_LNS_EXPONANT", "0.3")
     with pytest.raises(LNSConfigError, match="OLMO_LNS_EXPONANT is unknown"):
         register()
+
+
+@pytest.mark.parametrize("command", [["train", "cfg.yaml", "--model.layer_norm_type=lns"], ["demo", "--arms", "lns"]])
+def test_commands_that_train_under_the_plugin_refuse_where_it_is_switched_off(command, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("olmo")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # which the demo refuses next, so that nothing is trained here
+    (tmp_path / "cfg.yaml").write_text("run_name: none")
+    assert cli.main(command) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"olmo-lns {command[0]}: OLMO_LNS_DISABLE=1 is set, but this command runs OLMo with the plugin"
+    )
+    assert "unset OLMO_LNS_DISABLE" in err and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["cfg.yaml"]

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from olmo_lns import extras
 from olmo_lns.demo.config import Shape, base, default_arms, make_study, parse_arms, train_config
-from olmo_lns.environment import processes
+from olmo_lns.environment import processes, refuse_disabled
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS, check_environment
 from olmo_lns.study.corpora import BUILT
@@ -198,6 +198,7 @@ def _execute_all(runs: Sequence[Run], console: Console, device: object) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns demo``. Exit code 130 after Ctrl-C."""
     args = parser().parse_args(argv)
+    refuse_disabled()
     check_environment()
     if (world := processes()) > 1:  # each would write the same files
         raise LNSConfigError(f"the demo runs in one process: found WORLD_SIZE={world}; start it without torchrun")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
-from olmo_lns import hub
+from olmo_lns import environment, hub
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import process_group
 
@@ -65,6 +65,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     :raises LNSConfigError: one line that names the key and what is allowed.
     """
+    environment.refuse_disabled()
     from olmo_lns.doors.olmo import register
 
     register()
