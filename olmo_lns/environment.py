@@ -50,6 +50,9 @@ VARIABLES = {
     SCHEME: "parameters of a scheme that the config names without any, for example 'lns:exponent=0.25'",
 }
 
+#: The variables that are on or off.
+_SWITCHES = (ALLOW_UNVERIFIED, DISABLE)
+
 #: Words that one might look for among the names -> where that is set.
 _ELSEWHERE = {"EXPONENT": f"{SCHEME}=lns:exponent=...", "SCALED_INIT": f"{INITIALIZATION}=..."}
 
@@ -85,7 +88,9 @@ def processes() -> int:
 
 
 def check() -> None:
-    """:raises LNSConfigError: an ``OLMO_LNS_*`` variable is set that nothing reads, with the nearest that is."""
+    """:raises LNSConfigError: an ``OLMO_LNS_*`` variable that nothing reads, with the nearest that is, or a switch
+    that is neither on nor off.
+    """
     # Without the prefix, which would make any two of them look alike.
     known = {name.removeprefix(PREFIX): name for name in VARIABLES} | _ELSEWHERE
     for name in sorted(os.environ):
@@ -95,6 +100,9 @@ def check() -> None:
                 f"environment variable {name} is unknown{hint}: "
                 f"known are {', '.join(sorted(VARIABLES))}. Unset it, or correct its name."
             )
+    for name in _SWITCHES:
+        if (value := read(name)) not in ("", "0", "1"):
+            raise LNSConfigError(f"{name}={value}: expected 1, which is on, or 0; set {name}=1, or unset it")
 
 
 def refuse_disabled() -> None:

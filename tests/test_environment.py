@@ -43,6 +43,24 @@ def test_every_known_variable_passes(monkeypatch):
     environment.check()
 
 
+@pytest.mark.parametrize("name", ["OLMO_LNS_DISABLE", "OLMO_LNS_ALLOW_UNVERIFIED"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch, name):
+    for value in ("true", "yes", "on", "01", "false"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(LNSConfigError, match=f"{name}={value}: expected 1, which is on, or 0; set {name}=1"):
+            environment.check()
+    for value in ("1", " 1 ", "0", ""):
+        monkeypatch.setenv(name, value)
+        environment.check()
+
+
+def test_a_wrong_opt_out_stops_the_import_of_olmo():
+    pytest.importorskip("olmo")
+    env = {**os.environ, "OLMO_LNS_DISABLE": "true"}
+    done = subprocess.run([sys.executable, "-c", "import olmo"], capture_output=True, text=True, env=env)
+    assert done.returncode != 0 and "OLMO_LNS_DISABLE=true: expected 1" in done.stderr
+
+
 def test_only_listed_variables_are_read(monkeypatch):
     with pytest.raises(KeyError, match="not in the list"):
         environment.read("OLMO_LNS_OTHER")
