@@ -54,6 +54,7 @@ def score(
 ) -> dict[str, float]:
     """Column -> score in percent of the model in a folder or under a hub name.
 
+    :param device: by default CUDA where there is one.
     :param task_path: folder with tasks under the same names, for example offline copies.
     :raises LNSConfigError: lm-eval is missing, or a task does not report ``metric``.
     """
@@ -65,6 +66,10 @@ def score(
     from olmo_lns.doors.transformers import register
 
     register()
+    import torch
+
+    # Given None, the harness takes CUDA whether there is one or not.
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     manager = TaskManager(include_path=task_path, include_defaults=task_path is None)
     try:
         found = simple_evaluate(

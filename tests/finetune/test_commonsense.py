@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 from olmo_lns.cli import main
-from olmo_lns.finetune.evaluate import PUBLISHED, TASKS, table
+from olmo_lns.finetune.evaluate import PUBLISHED, TASKS, score, table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -203,3 +204,25 @@ def test_trl_sft_killed_and_resumed_is_as_never_stopped(tmp_path):
     for name in ("model.safetensors", "config.json", "modeling_lns.py"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert json.loads((tmp_path / "cut" / "config.json").read_text())["model_type"] == "lns_llama"
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "taken"),
+    [(False, None, "cpu"), (True, None, "cuda"), (True, "cpu", "cpu"), (False, "mps", "mps")],
+)
+def test_without_a_device_it_is_cuda_only_where_there_is_one(there, asked, taken, monkeypatch):
+    """The harness makes ``cuda`` of no device, on every machine."""
+    pytest.importorskip("transformers")
+    seen = {}
+
+    def simple_evaluate(**given):
+        seen.update(given)
+        return {"results": {task: {"acc,none": 0.5} for task in TASKS.values()}}
+
+    harness, tasks = ModuleType("lm_eval"), ModuleType("lm_eval.tasks")
+    harness.simple_evaluate, tasks.TaskManager = simple_evaluate, lambda **given: None
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    assert set(score("model", device=asked).values()) == {50.0}
+    assert seen["device"] == taken
