@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
 from olmo_lns import environment, hub
-from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.processes import process_group
 
 if TYPE_CHECKING:
@@ -77,8 +77,28 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             raise LNSConfigError(f"expected overrides as --key=value, got {text!r}")
     if not Path(path).is_file():
         raise LNSConfigError(f"no such config file: {path}")
+    _check_form(path)
     with _one_line_errors():
         return TrainConfig.load(path, [clean_opt(text) for text in overrides])
+
+
+def _check_form(path: str | os.PathLike[str]) -> None:
+    """OLMo looks into the file and into its ``optimizer`` before it compares either with what it knows."""
+    from omegaconf import OmegaConf
+
+    what = f"{path}: not an OLMo training config"
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except OSError as error:  # a number, for example
+        raise LNSConfigError(f"{what}, which is YAML of keys and values: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise LNSConfigError(f"{what}, which is YAML of keys and values: found a list")
+    optimizer = content.get("optimizer", {})
+    if not isinstance(optimizer, dict) and not str(optimizer).startswith("${"):
+        raise LNSConfigError(
+            f"{what}: optimizer is {optimizer}, expected keys of its own such as name and learning_rate; "
+            "the header of a file of another framework says how that is launched"
+        )
 
 
 def _check_data(data: Any, key: str, length: int, sequences: int) -> None:

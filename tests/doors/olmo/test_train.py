@@ -11,7 +11,7 @@ from typing import Any, Mapping
 import numpy as np
 import pytest
 import torch
-from support.launch import Result, environment, torchrun, write_config
+from support.launch import REPOSITORY, Result, environment, torchrun, write_config
 from support.launch import run as launch
 
 from olmo_lns import cli
@@ -180,6 +180,23 @@ def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(tmp_pat
         assert cli.main(["train", str(path), f"--data.paths={data}"]) == 1
         err = capsys.readouterr().err
         assert err.startswith(f"olmo-lns train: data.paths: {expected}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ((REPOSITORY / "configs" / "megatron" / "60M-lns.yaml").read_text(), "optimizer is adam, expected keys"),
+        ("optimizer: null\n", "optimizer is None, expected keys"),
+        ("- run_name\n", "found a list"),
+        ("5\n", "which is YAML of keys and values"),
+    ],
+)
+def test_a_file_of_something_else_is_one_line(content: str, expected: str, tmp_path: Path, capsys):
+    (tmp_path / "cfg.yaml").write_text(content)
+    assert cli.main(["train", str(tmp_path / "cfg.yaml")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"olmo-lns train: {tmp_path / 'cfg.yaml'}: not an OLMo training config")
+    assert expected in err and err.count("\n") == 1
 
 
 def test_a_missing_config_file_is_named(capsys):
