@@ -133,9 +133,16 @@ def _check_save_folder(cfg: Any) -> None:
 
 
 def _check_load_path(cfg: Any) -> None:
-    """A local ``load_path`` must exist: without files it would be taken for a checkpoint without a record."""
-    if cfg.load_path is not None and "://" not in str(cfg.load_path) and not Path(cfg.load_path).exists():
+    """A local ``load_path`` must be a checkpoint: without files it would be taken for one without a record."""
+    if cfg.load_path is None or "://" in str(cfg.load_path):
+        return
+    if not Path(cfg.load_path).exists():
         raise LNSConfigError(f"load_path: {cfg.load_path} does not exist: name a checkpoint folder of OLMo")
+    if not (Path(cfg.load_path) / "config.yaml").is_file():
+        raise LNSConfigError(
+            f"load_path: {cfg.load_path} has no config.yaml, as every checkpoint of OLMo has: "
+            "name a checkpoint folder, such as RUN/step1000-unsharded"
+        )
 
 
 def _check_tokenizer(identifier: str) -> None:

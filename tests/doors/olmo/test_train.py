@@ -199,6 +199,16 @@ def test_a_file_of_something_else_is_one_line(content: str, expected: str, tmp_p
     assert expected in err and err.count("\n") == 1
 
 
+def test_a_load_path_without_a_checkpoint_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert cli.main(["train", str(config_file(tmp_path)), f"--load_path={other}"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"olmo-lns train: load_path: {other} has no config.yaml") and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_missing_config_file_is_named(capsys):
     assert cli.main(["train", "nowhere.yaml"]) == 1
     assert capsys.readouterr().err == "olmo-lns train: no such config file: nowhere.yaml\n"
