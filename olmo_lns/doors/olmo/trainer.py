@@ -230,10 +230,9 @@ def _indices_file(cfg: TrainConfig) -> TextIO | None:
 def run(cfg: TrainConfig, device: torch.device, *, observer: LoopObserver | None = None) -> RunResult:
     """Train ``cfg`` with OLMo's Trainer; the process group must be up.
 
-    ``cfg`` must have been prepared by :func:`olmo_lns.doors.olmo.train.prepare` and is completed in place, as
-    OLMo's launcher does. Unlike there, ``stop_at`` defaults to ``max_duration``, not to ten steps
-    more. SIGINT or SIGTERM saves a checkpoint after the current step and returns
-    ``complete=False``; with several ranks at the next ``canceled_check_interval``.
+    ``cfg`` must have been prepared by :func:`olmo_lns.doors.olmo.train.prepare` and is completed in place, as OLMo's
+    launcher does. Unlike there, ``stop_at`` defaults to ``max_duration``, not ten steps more. SIGINT or SIGTERM saves
+    a checkpoint after this step and returns ``complete=False``; several ranks at the next ``canceled_check_interval``.
     """
     with ExitStack() as stack:
         if cfg.wandb is not None and (get_global_rank() == 0 or not cfg.wandb.rank_zero_only):
@@ -289,6 +288,8 @@ def _train(trainer: ObservedTrainer, cfg: TrainConfig) -> RunResult:
         trainer.save_checkpoint(checkpoint_type=CheckpointType.unsharded)
     if trainer.observer is not None:
         trainer.observer.on_start(trainer)
+    if cfg.stop_at not in (None, trainer.max_steps):
+        log.warning("stop_at=%s, not max_duration (step %d), ends this run", cfg.stop_at, trainer.max_steps)
     cfg.stop_at = cfg.stop_at if cfg.stop_at is not None else trainer.max_steps
     last = cfg.stop_at if cfg.stop_after is None else min(cfg.stop_at, trainer.global_step + cfg.stop_after)
     if cfg.dry_run or trainer.global_step >= last:

@@ -209,6 +209,15 @@ def test_a_load_path_without_a_checkpoint_is_one_line(tmp_path: Path, monkeypatc
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("stop_at", "said"), [(1, True), (3, True), (2, False), (None, False)])
+def test_a_stop_at_other_than_max_duration_decides_and_is_said(stop_at, said: bool, tmp_path: Path, caplog):
+    result, _ = train(tmp_path, max_duration=2, stop_at=stop_at, save_interval=None)
+    assert result == RunResult(step=stop_at or 2, complete=True)
+    lines = [record.getMessage() for record in caplog.records if "stop_at" in record.getMessage()]
+    assert len(lines) == said
+    assert not said or lines[0].startswith(f"stop_at={stop_at}, not max_duration (step 2), ends this run")
+
+
 def test_a_missing_config_file_is_named(capsys):
     assert cli.main(["train", "nowhere.yaml"]) == 1
     assert capsys.readouterr().err == "olmo-lns train: no such config file: nowhere.yaml\n"
