@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 from olmo_lns import hub
 from olmo_lns.doors.transformers.configs import available, config_class, record_of, stock_config_class
@@ -74,17 +75,41 @@ def _stock_config(source: str, changes: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     known = {family.model_type: family for family in available()}
+    if source in known and not Path(source).exists():
+        return _of_type(stock_config_class(known[source]), changes)
     try:
-        if source in known and not Path(source).exists():
-            return stock_config_class(known[source])(**changes)
         config = AutoConfig.from_pretrained(source, local_files_only=hub.cached_only(source, "config.json"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LNSConfigError(f"{source}: no config could be read: {one_line(error)}") from error
     for name, value in changes.items():
         if not hasattr(config, name):
-            raise LNSConfigError(f"--set {name}: {type(config).__name__} has none{did_you_mean(name, vars(config))}")
-        setattr(config, name, value)
+            raise _no_setting(name, config)
+        with _values_judged():
+            setattr(config, name, value)
     return config
+
+
+def _of_type(cls: Any, changes: dict[str, Any]) -> Any:
+    """A new config. A name that it does not know it keeps as it is; one that it converts it does not."""
+    with _values_judged():
+        default, config = cls(), cls(**changes)
+    for name in changes:
+        if name in vars(config) and not hasattr(default, name):
+            raise _no_setting(name, default)
+    return config
+
+
+def _no_setting(name: str, config: Any) -> LNSConfigError:
+    return LNSConfigError(f"--set {name}: {type(config).__name__} has none{did_you_mean(name, vars(config))}")
+
+
+@contextmanager
+def _values_judged() -> Iterator[None]:
+    """What a config class says of its values, in one line; its checks have error classes of their own."""
+    try:
+        yield
+    except Exception as error:
+        raise LNSConfigError(f"--set: the config refuses a value: {one_line(error.__cause__ or error)}") from error
 
 
 def lns_config(config: Any, scheme: str, initialization: str = "") -> Any:
@@ -105,7 +130,8 @@ def lns_config(config: Any, scheme: str, initialization: str = "") -> Any:
         raise LNSConfigError("scheme preln is the stock model: transformers' from_config makes it")
     record = Record(wanted, "", resolve(initialization, wanted))
     values = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
-    return config_class(known[config.model_type])(**values, lns_record=record.as_dict())
+    with _values_judged():
+        return config_class(known[config.model_type])(**values, lns_record=record.as_dict())
 
 
 def _copy_tokenizer(source: str, folder: Path) -> list[str]:

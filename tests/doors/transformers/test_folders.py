@@ -178,6 +178,10 @@ def test_init_from_a_model_type_and_from_a_folder(tmp_path, capsys):
         (["llama", "--scheme", "preln"], "the stock model"),
         (["olmo2"], "one norm after each sub-layer"),
         (["llama", "--head", "Nothing"], "no AutoModelForNothing"),
+        (
+            ["llama", "--set", "num_hidden_layer=2"],
+            "--set num_hidden_layer: LlamaConfig has none (did you mean 'num_hidden_layers'?)",
+        ),
     ],
 )
 def test_init_refuses(arguments, message, tmp_path, capsys, monkeypatch):
@@ -185,6 +189,30 @@ def test_init_refuses(arguments, message, tmp_path, capsys, monkeypatch):
     assert main(["hf", "init", *arguments, "-o", str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["type", "folder"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("num_hidden_layers=two", "Field 'num_hidden_layers' expected int, got str (value: 'two')"),
+        ("num_attention_heads=5", "The hidden size (32) is not a multiple of the number of attention heads (5)"),
+    ],
+)
+def test_a_value_that_the_config_refuses(change, message, folder, tmp_path, capsys):
+    pytest.importorskip("transformers", minversion="5.0", reason="configs check their values since transformers 5")
+    stock("llama").config.save_pretrained(tmp_path / "stock")
+    source = str(tmp_path / "stock") if folder else "llama"
+    small = [*SHAPE, "--set", change, "--no-weights"]
+    assert main(["hf", "init", source, *small, "-o", str(tmp_path / "out")]) == 1
+    assert f"--set: the config refuses a value: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_setting_that_the_config_converts_is_none_too_many(tmp_path):
+    changes = ["--set", "rope_theta=250000.0", "--no-weights"]
+    assert main(["hf", "init", "llama", *SHAPE, *changes, "-o", str(tmp_path / "out")]) == 0
+    assert "250000.0" in (tmp_path / "out" / "config.json").read_text()
 
 
 @pytest.mark.parametrize(
