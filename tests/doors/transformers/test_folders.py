@@ -179,7 +179,7 @@ def test_init_from_a_model_type_and_from_a_folder(tmp_path, capsys):
         (["olmo2"], "one norm after each sub-layer"),
         (["llama", "--head", "Nothing"], "no AutoModelForNothing"),
         (
-            ["llama", "--set", "num_hidden_layer=2"],
+            ["llama", "--set", "num_hidden_layer=2", "--no-weights"],
             "--set num_hidden_layer: LlamaConfig has none (did you mean 'num_hidden_layers'?)",
         ),
     ],
