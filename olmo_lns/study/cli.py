@@ -93,8 +93,10 @@ def _plan(study: Study, args: argparse.Namespace) -> int:
 
 def _launch(study: Study, args: argparse.Namespace) -> int:
     from olmo_lns.study import collect, launch, slurm
+    from olmo_lns.study.finished import Finished
 
     check_environment()
+    Finished(study)  # a table that cannot be read is an error before anything is made
     runs = _selected(study, args.only)
     if args.run:
         launch.check(study, runs, args.out)
@@ -139,7 +141,7 @@ def _collect(study: Study, args: argparse.Namespace) -> int:
     from olmo_lns.study import collect, launch
     from olmo_lns.study.finished import Finished
 
-    if study.finished:
+    if Finished(study):
         os.environ.update(launch.environment(study, args.out))  # its runs are known by their data
     results = collect.collect(study, args.out, wandb_export=args.wandb_export, allow_missing=args.allow_missing)
     path = args.out / "results.csv"

@@ -39,11 +39,19 @@ def identity(run: Run) -> str:
 
 
 class Finished:
-    """The table of a study; empty, and never written, where the description names none."""
+    """The table of a study; empty, and never written, where the description names none.
+
+    :raises LNSConfigError: the description names a file that does not exist, or is another kind of table.
+    """
 
     def __init__(self, study: Study) -> None:
         self.path = study.finished
-        self.rows: dict[str, Result] = _read(self.path) if self.path and self.path.is_file() else {}
+        if self.path and not self.path.is_file():
+            raise LNSConfigError(
+                f"finished: {self.path}: no such table: remove the line from the description or name a table "
+                "that is there; an empty file begins a new one"
+            )
+        self.rows: dict[str, Result] = _read(self.path) if self.path else {}
 
     def __bool__(self) -> bool:
         return self.path is not None
@@ -67,7 +75,6 @@ class Finished:
                 run = runs[result.run]
                 known = self.rows.get(key := identity(run), replace(result, source=study.name))
                 self.rows[key] = replace(known, **place(run))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         text = io.StringIO()
         writer = csv.DictWriter(text, ["identity", *(field.name for field in fields(Result))], lineterminator="\n")
         writer.writeheader()

@@ -20,6 +20,7 @@ def tabled(built: Built) -> Built:
     built.description["sizes"].pop("a")
     built.description.pop("more_seeds")
     built.save()
+    (built.path.parent / "runs.csv").touch()
     for run, loss in zip(built.study.runs, (2.5, 2.3), strict=True):
         log = built.finish(run.name, loss) / "attempt-01.log"
         log.write_text(log.read_text() + f"heldout\n    eval/heldout/CrossEntropyLoss={loss + 0.1:.3f}\n")
@@ -73,3 +74,16 @@ def test_another_table_is_refused(tabled: Built, tmp_path: Path) -> None:
     (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
     with pytest.raises(LNSConfigError, match="not a table of finished runs: columns a, b"):
         Finished(Study.load(tabled.path))
+
+
+@pytest.mark.parametrize("command", [["launch"], ["launch", "--run"], ["collect", "--allow-missing"]], ids=" ".join)
+def test_a_table_that_is_not_there_is_named_and_not_made(
+    built: Built, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    built.description["finished"] = "../nothere/runs.csv"
+    built.save()
+    table = built.path.parent / "../nothere/runs.csv"
+    with pytest.raises(LNSConfigError, match="no such table: remove the line from the description") as error:
+        cli.main([command[0], str(built.path), "--out", str(built.out), *command[1:]])
+    assert str(error.value).startswith(f"finished: {table}: ")
+    assert not table.parent.exists()

@@ -97,6 +97,7 @@ def test_branches_go_on_from_the_trunk(tmp_path: Path) -> None:
         "arms: [preln, lns]\nseeds: [1]\nlaunch: {threads: 1, workers: 2}\n"
     )
     out = tmp_path / "out"
+    (tmp_path / "runs.csv").touch()
     for _ in range(2):  # the second launch finds everything done
         assert cli.main(["launch", str(path), "--out", str(out), "--run"]) == 0
     curves = {
