@@ -135,17 +135,30 @@ def run(args: argparse.Namespace) -> int:
     """Train the arms and write the table, the figure and the numbers."""
     if unknown := [name for name in args.arms if name not in ARMS]:
         raise LNSConfigError(f"--arms: unknown {unknown[0]!r}: expected some of {', '.join(ARMS)}")
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "what", "run")}
+    _same_settings(args.output / "results.json", settings)
     args.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for name in _progress(args.arms):
         results[name] = train(ARMS[name], args)
-    settings = {key: value for key, value in vars(args).items() if key not in ("output", "what", "run")}
     content = json.dumps({"note": NOTE, "settings": settings, "results": results}, indent=2)
     (args.output / "results.json").write_text(content + "\n", encoding="utf-8")
     (args.output / "table.md").write_text(report(results) + "\n", encoding="utf-8")
     _figure(results, args.output / "figure.png")
     print(report(results))
     return 0
+
+
+def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """:raises LNSConfigError: the folder has the results of other settings."""
+    if not path.is_file():
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if found != json.loads(json.dumps(settings)):
+        raise LNSConfigError(f"{path}: has a run of other settings: give another folder with -o, or remove it")
 
 
 def _progress(names: Iterable[str]) -> Iterable[str]:

@@ -62,3 +62,16 @@ def test_one_command(tmp_path, capsys):
 def test_an_unknown_arm(tmp_path, capsys):
     assert main(["vision", "digits", "-o", str(tmp_path), "--arms", "lnz"]) == 1
     assert "unknown 'lnz': expected some of none, layerscale, lns, lnsafterbranch" in capsys.readouterr().err
+
+
+def test_results_of_other_settings_are_kept(tmp_path, capsys, monkeypatch):
+    from olmo_lns.vision import digits
+
+    monkeypatch.setattr(digits, "train", lambda arm, args: {"accuracy": 9.0, "loss": 1.0, "variance": [1.0, 2.0]})
+    monkeypatch.setattr(digits, "_figure", lambda results, path: path)
+    command = ["vision", "digits", "-o", str(tmp_path), "--arms", "none"]
+    assert main(command) == 0 and main(command) == 0
+    before = (tmp_path / "results.json").read_bytes()
+    assert main([*command, "--epochs", "3"]) == 1
+    assert "has a run of other settings: give another folder with -o" in capsys.readouterr().err
+    assert (tmp_path / "results.json").read_bytes() == before
