@@ -215,6 +215,8 @@ def _shown(steps: Iterator[Progress], state: Progress, limit: float | None) -> N
 def _id(tokenizer: Any, text: str, flag: str) -> int:
     """A number, or the token of that name."""
     if text.isdigit():
+        if int(text) > (last := max(tokenizer.get_vocab().values())):
+            raise LNSConfigError(f"{flag} {text}: the ids of this tokenizer end at {last:,}: give a token or its id")
         return int(text)
     if (found := tokenizer.token_to_id(text)) is None:
         raise LNSConfigError(f"{flag} {text!r}: neither an id nor a token of this tokenizer")

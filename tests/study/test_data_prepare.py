@@ -118,7 +118,8 @@ def test_text_files_are_documents_in_order(source: Path) -> None:
     [
         ({"--eos": "</s>"}, "--eos '</s>': neither an id nor a token"),
         ({"--tokenizer": "./none.json"}, "--tokenizer ./none.json: no such file"),
-        ({"--eos": "70000"}, "token 70,000 does not fit uint16"),
+        ({"--eos": "257", "--dtype": "uint32"}, "--eos 257: the ids of this tokenizer end at 256: give a token"),
+        ({"--pad": "70000"}, "--pad 70000: the ids of this tokenizer end at 256"),
         ({"--field": "body"}, "line 1: no JSON object with 'body'"),
     ],
     ids=lambda value: str(value)[:20],
