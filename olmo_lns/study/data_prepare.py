@@ -28,6 +28,7 @@ class Layout:
     """What is written; the same layout goes on where it stopped, another is refused.
 
     :param kind: ``rows`` or ``packed``. :param sequence: tokens of a row, unused for ``packed``.
+    :param field: of a JSON line; ``""`` for other sources.
     :param shard: documents of a file. :param name: files are ``<name>-00000.npy``, masks ``<name>-00000.mask``.
     """
 
@@ -40,6 +41,7 @@ class Layout:
     name: str
     tokenizer: str
     source: str
+    field: str = ""
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Progress:
             return cls(asdict(layout))
         found = cls(**json.loads(path.read_text()))
         wanted = asdict(layout)
+        found.layout.setdefault("field", layout.field)  # older records have none
         for key, value in wanted.items():
             if found.layout.get(key) != value:
                 raise LNSConfigError(
@@ -185,6 +188,7 @@ def main(argv: Sequence[str]) -> int:
     layout = Layout(
         args.layout, args.sequence if args.layout == "rows" else 0, _id(tokenizer, args.eos, "--eos"),
         _id(tokenizer, args.pad, "--pad"), args.dtype, args.shard, args.name, vocabulary, source,
+        args.field if args.kind == "jsonl" else "",
     )  # fmt: skip
     tokenizer.no_truncation()
     tokenizer.no_padding()

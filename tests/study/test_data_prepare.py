@@ -169,3 +169,14 @@ def test_olmos_evaluation_of_padded_rows_is_put_right(source: Path) -> None:
     settings["evaluators"] = [{"label": "heldout", "data": {"label_mask_paths": ["/nowhere.mask"]}}]
     with pytest.raises(LNSConfigError, match=r"/nowhere.mask is not there"):
         OLMO.padding(settings)
+
+
+def test_another_field_is_refused_and_an_older_record_read(source: Path) -> None:
+    assert data_check.main(words(source)) == 0
+    with pytest.raises(LNSConfigError, match="was begun with field 'text', now 'body': use another --out"):
+        data_check.main(words(source, "--field", "body"))
+    record = source / "out" / "train.json"
+    facts = json.loads(record.read_text())
+    del facts["layout"]["field"]
+    record.write_text(json.dumps(facts))
+    assert data_check.main(words(source)) == 0
