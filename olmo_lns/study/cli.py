@@ -24,6 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _at_least_one(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="olmo-lns study", description="A scaling study from one description.")
     commands = parser.add_subparsers(required=True, metavar="plan|launch|status|collect|report|all")
@@ -45,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     how = launch.add_mutually_exclusive_group()
     how.add_argument("--run", action="store_true", help="run here what is not finished (resumes after a kill)")
     how.add_argument("--slurm", type=Path, metavar="FOLDER", help="write Slurm array scripts to this folder")
-    launch.add_argument("--workers", type=int, help="runs at a time, instead of the description's")
+    launch.add_argument("--workers", type=_at_least_one, help="runs at a time, instead of the description's")
     launch.add_argument("--only", nargs="+", metavar="RUN", help="these runs only")
     site = launch.add_argument_group("lines of the Slurm scripts")
     site.add_argument("--activate", metavar="PATH", help="virtual environment, or file to source, at the job's start")
@@ -60,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", _report, "write <out>/report/: tables and figures; of a table of finished runs (.csv) too")
     report.add_argument("--page", type=Path, help="also fill the regions <!-- study:NAME --> of this Markdown file")
     everything = add("all", _all, "launch here, collect and report")
-    everything.add_argument("--workers", type=int)
+    everything.add_argument("--workers", type=_at_least_one)
     for command in (collect, everything):
         command.add_argument("--wandb-export", type=Path, help="a W&B chart export with one column per run")
         command.add_argument("--allow-missing", action="store_true", help="report missing runs instead of refusing")

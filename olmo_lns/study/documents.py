@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from itertools import islice
 from pathlib import Path
 from typing import Iterable, Iterator, Sequence
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = ["documents"]
 
@@ -55,14 +56,26 @@ def _texts(files: Iterable[Path]) -> Iterator[str]:
 
 def _lines(files: Iterable[Path], name: str) -> Iterator[str]:
     for path in files:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield json.loads(line)[name]
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    raise LNSConfigError(f"{path}, line {number}: no JSON object with {name!r}") from None
+        number = 0
+        try:
+            with (
+                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
+            ):
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield _text_in(line, name, f"{path}, line {number}")
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise LNSConfigError(f"{path}, after line {number}: cannot be read: {one_line(error)}") from None
+
+
+def _text_in(line: str, name: str, where: str) -> str:
+    try:
+        text = json.loads(line)[name]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise LNSConfigError(f"{where}: no JSON object with {name!r}") from None
+    if not isinstance(text, str):
+        raise LNSConfigError(f"{where}: {name!r} is no text but {type(text).__name__}: expected a string")
+    return text
 
 
 def _c4(split: str, skip: int, shuffle: bool) -> Iterator[str]:
@@ -70,8 +83,14 @@ def _c4(split: str, skip: int, shuffle: bool) -> Iterator[str]:
         from datasets import load_dataset
     except ImportError:
         raise LNSConfigError("c4 is streamed with the package datasets: pip install datasets") from None
-    stream = load_dataset(C4, "en", split=split, streaming=True)
-    if shuffle:
-        stream = stream.shuffle(seed=C4_SEEDS.get(split, 0), buffer_size=C4_BUFFER)
-    for row in stream.skip(skip):
-        yield row["text"]
+    try:
+        stream = load_dataset(C4, "en", split=split, streaming=True)
+        if shuffle:
+            stream = stream.shuffle(seed=C4_SEEDS.get(split, 0), buffer_size=C4_BUFFER)
+        for row in stream.skip(skip):
+            yield row["text"]
+    except Exception as error:  # the hub's client and its network each raise their own
+        raise LNSConfigError(
+            f"{C4} cannot be read from the hub: {one_line(error)}. Called again, this goes on where it stopped; "
+            "without a network prepare local files: data prepare jsonl FILE …"
+        ) from error
