@@ -35,6 +35,7 @@ def test_a_stamp_is_whole_or_not_there(built: Built) -> None:
 
 def test_the_table_of_finished_runs_is_kept(built: Built) -> None:
     built.description["finished"] = "runs.csv"
+    (built.path.parent / "runs.csv").touch()
     built.save()
     for run in built.study.runs:
         built.finish(run.name, 2.5)

@@ -119,6 +119,7 @@ def test_a_study_over_rates_has_this_report(built: Built, capsys: pytest.Capture
     sizes = built.description["sizes"]
     built.description["sizes"] = {f"{n}x": sizes["a"] | {"optimizer.learning_rate": n * 1e-3} for n in (1, 2)}
     built.description |= {"more_seeds": {}, "finished": "runs.csv"}
+    (built.path.parent / "runs.csv").touch()
     built.save()
     for n, each in enumerate(built.study.runs):
         built.finish(each.name, 2.0 + n / 10)
