@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support import multiple_choice
 from support.diagnostic_models import huggingface
 
 from olmo_lns import cli
@@ -24,16 +25,7 @@ def offline(monkeypatch, tmp_path):
 
 
 def accuracy(model, documents):
-    """Right answers, one forward pass a choice: no padding, no cache, nothing of the harness."""
-    right = []
-    for document in documents:
-        scores = []
-        for choice in document["choices"]:
-            words = [int(word[1:]) for word in [*document["question"].split(), choice]]
-            logits = model(torch.tensor([words[:-1]])).logits[0, -1].double()
-            scores.append(float(torch.log_softmax(logits, -1)[words[-1]]))
-        right.append(scores.index(max(scores)) == document["answer"])
-    return sum(right) / len(right)
+    return multiple_choice.accuracy(lambda ids: model(ids).logits, documents)
 
 
 @pytest.mark.parametrize("folder", ["llama_folder", "olmo_folder"])

@@ -10,6 +10,7 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 
 import torch
 from olmo_core.distributed.checkpoint import save_model_and_optim_state
+from support import multiple_choice
 from support import olmo_core_models as small
 
 from olmo_lns.diagnostics.layer_drop import bypassed, output_lengths
@@ -62,12 +63,4 @@ def test_scores_of_tasks(folder, task_folder, tmp_path, monkeypatch):
 
 @torch.no_grad()
 def _accuracy(model, documents):
-    """Right answers, one forward pass a choice: no padding, nothing of the harness."""
-    right = []
-    for document in documents:
-        scores = []
-        for choice in document["choices"]:
-            words = [int(word[1:]) for word in [*document["question"].split(), choice]]
-            scores.append(float(model(torch.tensor([words[:-1]]))[0, -1].double().log_softmax(-1)[words[-1]]))
-        right.append(scores.index(max(scores)) == document["answer"])
-    return sum(right) / len(right)
+    return multiple_choice.accuracy(model, documents)
