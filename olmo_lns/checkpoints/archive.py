@@ -25,9 +25,11 @@ from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = [
     "check_archive",
+    "check_record",
+    "damaged",
     "map_tensors",
+    "opened",
     "read_archive",
-    "read_bytes",
     "rewrite_pickle",
     "tensor_bytes",
     "write_archive",
@@ -45,6 +47,10 @@ _STORAGES = {
 }
 #: Records start at multiples of this, so that ``torch.load(mmap=True)`` can map them.
 _ALIGNMENT = 64
+#: Bytes whose checksum is computed while the ones before them are written.
+_BLOCK = 1 << 22
+#: Bytes of tensors for which a file is mapped once.
+_MAPPED = 1 << 28
 
 
 def check_archive(path: Path, content: Any = None) -> None:
@@ -53,13 +59,14 @@ def check_archive(path: Path, content: Any = None) -> None:
     :param content: a binary stream to check in place of the file ``path``.
     :raises LNSConfigError: not a zip, truncated, or a record is damaged.
     """
-    with _opened(path, content) as archive:
-        if damaged := archive.testzip():
-            raise _damaged(path, damaged)
+    with opened(path, content) as archive:
+        if record := archive.testzip():
+            raise damaged(path, record)
 
 
 @contextmanager
-def _opened(path: Path, content: Any = None) -> Iterator[zipfile.ZipFile]:
+def opened(path: Path, content: Any = None) -> Iterator[zipfile.ZipFile]:
+    """The zip in ``path``, or in the binary stream ``content``; what goes wrong with it is said of ``path``."""
     try:
         with zipfile.ZipFile(path if content is None else content) as archive:
             yield archive
@@ -69,7 +76,8 @@ def _opened(path: Path, content: Any = None) -> Iterator[zipfile.ZipFile]:
         raise LNSConfigError(f"{path} does not exist") from None
 
 
-def _damaged(path: Path, record: str) -> LNSConfigError:
+def damaged(path: Path, record: str) -> LNSConfigError:
+    """The error for a record whose checksum does not match."""
     return LNSConfigError(f"{path} is damaged: the checksum of its record {record} does not match")
 
 
@@ -81,7 +89,7 @@ def read_archive(path: Path) -> Any:
 
     :raises LNSConfigError: not a zip, truncated, damaged, or something that cannot be exported; so does ``load``.
     """
-    (checksums, state), compared = _check_around_tensors(path), set()
+    (checksums, state), mapped, compared = _check_around_tensors(path), _Mapped(path), set()
 
     def lazy(keys: tuple[Any, ...], tensor: torch.Tensor) -> LazyTensor:
         if problem := _unreadable(tensor):
@@ -89,12 +97,8 @@ def read_archive(path: Path) -> Any:
 
         record = tensor.untyped_storage().data_ptr()  # of which several tensors may be views
 
-        # Mapped anew for each tensor: the pages of a mapping that stays would add up to the whole file. Not copied into
-        # memory of its own: new pages for 5 GB cost as much time as reading them.
         def load() -> torch.Tensor:
-            value = _load(path)
-            for key in keys:
-                value = value[key]
+            value = mapped.tensor(record, keys)
             if state_of(path) != state:
                 raise LNSConfigError(f"{path} was changed while it was read: start again when nothing writes to it")
             if record not in compared:
@@ -110,23 +114,49 @@ def read_archive(path: Path) -> Any:
     return map_tensors(_load(path), lazy)
 
 
+class _Mapped:
+    """The tensors of a file, mapped: new pages for 5 GB cost as much time as reading them.
+
+    A mapping gives each record once, so that a tensor is its caller's own. After :data:`_MAPPED` bytes there is another
+    one, because the pages of one that stays add up to the whole file; to make one is to unpickle the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._value = path, None
+        self._given: dict[int, int] = {}
+
+    def tensor(self, record: int, keys: tuple[Any, ...]) -> torch.Tensor:
+        if self._value is None or record in self._given or sum(self._given.values()) >= _MAPPED:
+            self._value, self._given = _load(self._path), {}
+        value: Any = self._value
+        for key in keys:
+            value = value[key]
+        self._given[record] = value.untyped_storage().nbytes()
+        return value
+
+
 def _check_around_tensors(path: Path) -> tuple[set[tuple[int, int]], tuple[int, ...]]:
     """Compare the small records with their CRC-32; returns size and CRC-32 of the others, the bytes of tensors, and the
     state of the file."""
-    with _opened(path) as archive:
+    with opened(path) as archive:
         checksums, state = set(), state_of(path)
         for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise LNSConfigError(f"{path}: its record {info.filename} is compressed, which torch.save never does")
+            check_record(archive, info, path)
             if info.filename.split("/")[1:2] == ["data"]:  # archive/data/0
-                archive.open(info).close()  # is the record what the directory at the end of the file says?
                 checksums.add((info.file_size, info.CRC))
                 continue
             try:
                 archive.read(info)
             except zipfile.BadZipFile:
-                raise _damaged(path, info.filename) from None
+                raise damaged(path, info.filename) from None
         return checksums, state
+
+
+def check_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> None:
+    """:raises LNSConfigError: a record is compressed, or not what the directory at the end of the file says."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise LNSConfigError(f"{path}: its record {info.filename} is compressed, which torch.save never does")
+    archive.open(info).close()
 
 
 def _unreadable(tensor: torch.Tensor) -> str:
@@ -136,48 +166,6 @@ def _unreadable(tensor: torch.Tensor) -> str:
     if tensor.layout != torch.strided:
         return f"a sparse tensor ({tensor.layout})"
     return "" if tensor.dtype in _STORAGES else f"a tensor of {tensor.dtype}"
-
-
-def read_bytes(content: bytes | memoryview, source: str) -> torch.Tensor:
-    """One tensor from the bytes that ``torch.save`` made of it, its checksum compared.
-
-    :raises LNSConfigError: the bytes are damaged or hold something else.
-    """
-    check_archive(Path(source), _Bytes(content))
-    try:
-        tensor = torch.load(_Bytes(content), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-    except (RuntimeError, pickle.UnpicklingError, ValueError) as error:
-        raise LNSConfigError(f"{source} cannot be loaded safely: {one_line(error)}") from None
-    if not isinstance(tensor, torch.Tensor):
-        raise LNSConfigError(f"{source}: expected a tensor, found {type(tensor).__name__}")
-    return tensor
-
-
-class _Bytes(io.RawIOBase):
-    """A file of bytes in memory, which ``io.BytesIO`` would copy."""
-
-    def __init__(self, content: bytes | memoryview) -> None:
-        super().__init__()
-        self._content, self._position = memoryview(content), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        position = (0, self._position, len(self._content))[whence] + offset
-        if position < 0:
-            raise OSError(f"there is nothing at {position}")
-        self._position = position
-        return position
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._content[self._position :][: len(buffer)]
-        buffer[: len(part)] = part
-        self._position += len(part)
-        return len(part)
 
 
 def map_tensors(value: Any, function: Callable[[tuple[Any, ...], Any], Any], keys: tuple[Any, ...] = ()) -> Any:
@@ -228,8 +216,9 @@ def rewrite_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def tensor_bytes(tensor: torch.Tensor, expected: LazyTensor) -> memoryview:
-    """The raw bytes of ``tensor`` in row-major order, without a copy when it is contiguous."""
-    assert tuple(tensor.shape) == tuple(expected.shape) and tensor.dtype == expected.dtype, (tensor.shape, expected)
+    """The raw bytes of ``tensor``, as :attr:`LazyTensor.read` gave it, in row-major order: no copy when contiguous."""
+    found = tuple(tensor.shape), tensor.dtype
+    assert found in ((tuple(expected.shape), expected.dtype), ((expected.nbytes,), torch.uint8)), (found, expected)
     raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(raw)
 
@@ -282,4 +271,5 @@ def _write_record(archive: zipfile.ZipFile, name: str, content: bytes | memoryvi
     padding = -header % _ALIGNMENT
     info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     with archive.open(info, "w", force_zip64=large) as record:
-        record.write(content)
+        for start in range(0, len(content), _BLOCK):
+            record.write(content[start : start + _BLOCK])

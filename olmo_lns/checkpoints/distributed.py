@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from olmo_lns.checkpoints import METADATA
-from olmo_lns.checkpoints.archive import read_bytes
+from olmo_lns.checkpoints.chunk import SavedTensor
 from olmo_lns.checkpoints.output import Output
 from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor, for_each
 from olmo_lns.errors import LNSConfigError, one_line
@@ -37,7 +37,7 @@ class _Item:
 
     index: MetadataIndex
     nbytes: int
-    load: Callable[[], Content]
+    read: Callable[[], Content]
 
 
 def _write_items(path: Path, items: Sequence[_Item], entries: dict[str, Any], storage: dict[Any, _StorageInfo]) -> None:
@@ -127,12 +127,18 @@ class DistributedCheckpoint:
         chunks = [c for c in entry.chunks if row is None or c.offsets[0] <= row < c.offsets[0] + c.sizes[0]]
         shape = tuple(entry.size) if row is None else tuple(entry.size[1:])
 
+        if [tuple(chunk.sizes) for chunk in chunks] == [shape if row is None else (1, *shape)]:
+
+            def saved() -> SavedTensor:
+                return self._read_chunk(name, chunks[0])
+
+            only = LazyTensor(shape, entry.properties.dtype, lambda: saved().values().view(shape))
+            return dataclasses.replace(only, raw=lambda: saved().raw())
+
         def load() -> torch.Tensor:
-            if [tuple(chunk.sizes) for chunk in chunks] == [shape if row is None else (1, *shape)]:
-                return self._read_chunk(name, chunks[0]).view(shape)
             whole = torch.empty(shape, dtype=entry.properties.dtype)
             for chunk in chunks:
-                part = self._read_chunk(name, chunk)
+                part = self._read_chunk(name, chunk).values()
                 place = [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
                 if row is None:
                     whole[tuple(place)] = part
@@ -228,25 +234,23 @@ class DistributedCheckpoint:
         if not info.length:
             return memoryview(b"")
         with (self.folder / info.relative_path).open("rb") as file:
-            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return memoryview(whole)[info.offset : info.offset + info.length]
 
-    def _read_chunk(self, name: str, chunk: Any) -> torch.Tensor:
+    def _read_chunk(self, name: str, chunk: Any) -> SavedTensor:
         return self._checked(self._bytes(self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]), name, chunk)
 
-    def _checked(self, content: memoryview, name: str, chunk: Any) -> torch.Tensor:
-        """The tensor of a chunk from its bytes, as the metadata says."""
+    def _checked(self, content: memoryview, name: str, chunk: Any) -> SavedTensor:
+        """A chunk in its bytes, which is as the metadata says."""
         info, entry = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)], self._entry(name)
         source = f"{self.folder / info.relative_path} ({name})"
-        tensor = read_bytes(content, source)
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
-            raise LNSConfigError(f"{source}: a sparse tensor or one without values cannot be exported")
-        if tensor.shape != chunk.sizes or tensor.dtype != entry.properties.dtype:
+        saved = SavedTensor.read(content, source)
+        if saved.meta.shape != chunk.sizes or saved.meta.dtype != entry.properties.dtype:
             raise LNSConfigError(
-                f"{source}: found {tuple(tensor.shape)} {tensor.dtype}, the metadata says "
+                f"{source}: found {tuple(saved.meta.shape)} {saved.meta.dtype}, the metadata says "
                 f"{tuple(chunk.sizes)} {entry.properties.dtype}"
             )
-        return tensor
+        return saved
 
     def _item(
         self, index: MetadataIndex, functions: Mapping[str, ChunkFunction], objects: Mapping[str, bytes]
@@ -262,10 +266,7 @@ class DistributedCheckpoint:
             if isinstance(entry, BytesStorageMetadata):
                 return content
             chunk = next(chunk for chunk in entry.chunks if tuple(chunk.offsets) == offsets)
-            tensor = self._checked(content, index.fqn, chunk)
-            if function is None:
-                return content
-            del content
-            return function(index.fqn, offsets, tensor)
+            saved = self._checked(content, index.fqn, chunk)
+            return content if function is None else function(index.fqn, offsets, saved.values())
 
         return _Item(index, info.length, load)

@@ -26,15 +26,23 @@ class LazyTensor:
 
     :param load: reads the tensor, whose data is the caller's own, or maps it from its file so that no change to it
         reaches the file; called once for each time it is written.
+    :param raw: where there is one, reads the same bytes in row-major order as 1-D ``uint8``, at any address: for who
+        only copies them.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
+    raw: Callable[[], torch.Tensor] | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: object) -> LazyTensor:
         """The tensor ``function(self)``; ``changes`` names its shape or dtype where they differ."""
-        return replace(self, load=lambda: function(self.load()), **changes)  # type: ignore[arg-type]
+        return replace(self, load=lambda: function(self.load()), raw=None, **changes)  # type: ignore[arg-type]
+
+    @property
+    def read(self) -> Callable[[], torch.Tensor]:
+        """For who writes it: ``raw`` or ``load``."""
+        return self.raw or self.load
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +55,7 @@ class Lazy(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
-    def load(self) -> Callable[[], Any]: ...
+    def read(self) -> Callable[[], Any]: ...
 
 
 Item = TypeVar("Item", bound=Lazy)
@@ -58,22 +66,32 @@ def split_rows(tensor: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
 
     While one of them is in use the whole is not read again for the next.
     """
+    spans = [(end - count, count) for end, count in zip(accumulate(counts), counts, strict=True)]
+    row = torch.Size(tensor.shape[1:]).numel() * tensor.dtype.itemsize
+    loads = _cut(tensor.load, spans)
+    raws = (
+        _cut(tensor.raw, [(start * row, count * row) for start, count in spans]) if tensor.raw else [None] * len(spans)
+    )
+    return [
+        replace(tensor, shape=(count, *tensor.shape[1:]), load=load, raw=raw)
+        for count, load, raw in zip(counts, loads, raws, strict=True)
+    ]
+
+
+def _cut(read: Callable[[], torch.Tensor], spans: Sequence[tuple[int, int]]) -> list[Callable[[], torch.Tensor]]:
+    """What reads ``read()[start : start + count]``, for each of ``spans``."""
     held: list[weakref.ref[torch.Tensor]] = []
 
-    def load(start: int, count: int) -> torch.Tensor:
+    def cut(start: int, count: int) -> torch.Tensor:
         whole = held[0]() if held else None
         if whole is None:
-            whole = tensor.load()
+            whole = read()
             held[:] = [weakref.ref(whole)]
         part = whole[start : start + count]
         part.whole = whole  # type: ignore[attr-defined]  # a view keeps the memory of the whole, not its object
         return part
 
-    starts = accumulate(counts, initial=0)
-    return [
-        replace(tensor, shape=(count, *tensor.shape[1:]), load=partial(load, start, count))
-        for start, count in zip(starts, counts, strict=False)
-    ]
+    return [partial(cut, *span) for span in spans]
 
 
 def for_each(tensors: Sequence[Item], use: Callable[[Item, Any], object]) -> None:
@@ -85,9 +103,9 @@ def for_each(tensors: Sequence[Item], use: Callable[[Item, Any], object]) -> Non
     ahead: Future[Any] | None = None
     with ThreadPoolExecutor(1, "read-ahead") as pool:
         for tensor, following in zip_longest(tensors, tensors[1:]):
-            data = tensor.load() if ahead is None else ahead.result()
+            data = tensor.read() if ahead is None else ahead.result()
             fits = following is not None and tensor.nbytes + following.nbytes <= largest
-            ahead = pool.submit(following.load) if fits else None
+            ahead = pool.submit(following.read) if fits else None
             use(tensor, data)
             del data  # before the next one is read
 

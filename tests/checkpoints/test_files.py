@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from olmo_lns.checkpoints import archive
 from olmo_lns.checkpoints.archive import check_archive, map_tensors, read_archive, write_archive
 from olmo_lns.checkpoints.shards import read_safetensors, write_safetensors
 from olmo_lns.checkpoints.tensors import LazyTensor
@@ -58,8 +59,8 @@ def _at(value: Any, keys: tuple[Any, ...]) -> Any:
 
 def test_archive_records_are_aligned(tmp_path: Path) -> None:
     write_archive(tmp_path / "b.pt", {"a": lazy(torch.ones(3)), "b": lazy(torch.ones(5))})
-    with zipfile.ZipFile(tmp_path / "b.pt") as archive, (tmp_path / "b.pt").open("rb") as file:
-        for info in archive.infolist():
+    with zipfile.ZipFile(tmp_path / "b.pt") as records, (tmp_path / "b.pt").open("rb") as file:
+        for info in records.infolist():
             file.seek(info.header_offset + 26)
             name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
             assert (info.header_offset + 30 + name + extra) % 64 == 0
@@ -67,8 +68,8 @@ def test_archive_records_are_aligned(tmp_path: Path) -> None:
 
 def _damage(path: Path, record: str) -> None:
     """One byte of the record's data."""
-    with zipfile.ZipFile(path) as archive, path.open("r+b") as file:
-        info = next(info for info in archive.infolist() if info.filename.endswith(record))
+    with zipfile.ZipFile(path) as records, path.open("r+b") as file:
+        info = next(info for info in records.infolist() if info.filename.endswith(record))
         file.seek(info.header_offset + 26)
         name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
         file.seek(info.header_offset + 30 + name + extra + info.file_size // 2)
@@ -107,6 +108,23 @@ def test_views_of_one_storage_are_compared_once(tmp_path: Path, monkeypatch: pyt
     assert sizes == [32, 8]
 
 
+def test_a_file_is_mapped_once_for_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anew for a tensor that is read again, which is its reader's own, and after a number of bytes."""
+    loads: list[Path] = []
+    monkeypatch.setattr(archive, "_load", lambda path, real=archive._load: loads.append(path) or real(path))
+    whole = torch.arange(8.0)
+    torch.save({"a": whole, "b": whole[2:], "c": torch.ones(2), "d": torch.ones(3)}, tmp_path / "a.pt")
+    found = read_archive(tmp_path / "a.pt")
+    loads.clear()
+    found["a"].load().zero_()
+    assert torch.equal(found["c"].load(), torch.ones(2)) and len(loads) == 1
+    assert torch.equal(found["b"].load(), whole[2:]) and len(loads) == 2
+    assert torch.equal(found["b"].load(), whole[2:]) and len(loads) == 3
+    monkeypatch.setattr(archive, "_MAPPED", 8)
+    assert torch.equal(found["c"].load(), torch.ones(2)) and len(loads) == 4
+    assert torch.equal(found["d"].load(), torch.ones(3)) and len(loads) == 5
+
+
 def test_a_storage_that_torch_maps_in_part_is_no_damage(tmp_path: Path) -> None:
     """Seven bytes, of which a tensor of fp32 has four."""
     torch.save({"a": torch.zeros(7, dtype=torch.uint8)[:4].view(torch.float32)}, tmp_path / "a.pt")
@@ -123,14 +141,14 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
 
 def test_compressed_and_exchanged_records_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as archive, zipfile.ZipFile(tmp_path / "b.pt", "w") as smaller:
-        for info in archive.infolist():
-            smaller.writestr(info.filename, archive.read(info), zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(tmp_path / "a.pt") as records, zipfile.ZipFile(tmp_path / "b.pt", "w") as smaller:
+        for info in records.infolist():
+            smaller.writestr(info.filename, records.read(info), zipfile.ZIP_DEFLATED)
     with pytest.raises(LNSConfigError, match="is compressed, which torch.save never does"):
         read_archive(tmp_path / "b.pt")
     content = bytearray((tmp_path / "a.pt").read_bytes())
-    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
-        offsets = {info.filename[-6:]: info.header_offset for info in archive.infolist()}
+    with zipfile.ZipFile(tmp_path / "a.pt") as records:
+        offsets = {info.filename[-6:]: info.header_offset for info in records.infolist()}
     place = {name: content.rindex(name.encode()) for name in ("data/0", "data/1")}
     for name, other in (("data/0", "data/1"), ("data/1", "data/0")):
         start = content.rindex(b"PK\x01\x02", 0, place[name])  # of the entry in the directory; its offset stands at 42

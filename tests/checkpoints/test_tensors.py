@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from itertools import groupby
 
 import pytest
 import torch
 
+from olmo_lns.checkpoints.archive import tensor_bytes
 from olmo_lns.checkpoints.tensors import LazyTensor, for_each, split_rows
 
 
@@ -88,3 +90,26 @@ def test_rows_of_one_tensor_are_read_once():
     gc.collect()
     assert reads[0]() is None
     assert torch.equal(parts[1].load(), whole[3:4]) and len(reads) == 2
+
+
+def test_what_is_only_copied_is_read_as_bytes():
+    """Also in parts; what is computed with is not."""
+    whole, asked = torch.arange(12.0).view(6, 2), []
+
+    def read(kind, tensor):
+        asked.append(kind)
+        return tensor
+
+    raw = whole.view(-1).view(torch.uint8)
+    tensor = LazyTensor((6, 2), torch.float32, lambda: read("values", whole), lambda: read("bytes", raw))
+    found = []
+    parts = split_rows(tensor, (2, 4))
+    for_each(
+        [tensor, *parts, tensor.map(torch.neg), parts[1].map(torch.neg)],
+        lambda tensor, data: found.append(bytes(tensor_bytes(data, tensor))),
+    )
+    expected = [whole, whole[:2], whole[2:], -whole, -whole[2:]]
+    assert found == [value.contiguous().numpy().tobytes() for value in expected]
+    assert [kind for kind, _ in groupby(asked)] == ["bytes", "values"]
+    with pytest.raises(AssertionError):
+        tensor_bytes(raw[:-1], tensor)
