@@ -158,10 +158,10 @@ class MegatronCheckpoint:
                 )
                 weights[f"{block}.ff_norm.{part}"] = norm[part](f"{layers}.mlp.linear_fc1.layer_norm_{part}", layer)
             qkv = take(f"{layers}.self_attention.linear_qkv.weight", layer)
-            weights[f"{block}.att_proj.weight"] = qkv.map(lambda t: ungroup(t, model))
+            weights[f"{block}.att_proj.weight"] = qkv.with_rows(lambda t: ungroup(t, model))
             weights[f"{block}.attn_out.weight"] = take(f"{layers}.self_attention.linear_proj.weight", layer)
             fc1 = take(f"{layers}.mlp.linear_fc1.weight", layer)
-            weights[f"{block}.ff_proj.weight"] = fc1.map(lambda t: torch.cat(t.chunk(2)[::-1]))
+            weights[f"{block}.ff_proj.weight"] = fc1.with_rows(lambda t: torch.cat(t.chunk(2)[::-1]))
             weights[f"{block}.ff_out.weight"] = take(f"{layers}.mlp.linear_fc2.weight", layer)
         weights.update(own_weights(self.addition, model.n_layers, take, gain, parts))
         for part in parts:

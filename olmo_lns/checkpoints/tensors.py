@@ -39,6 +39,15 @@ class LazyTensor:
         """The tensor ``function(self)``; ``changes`` names its shape or dtype where they differ."""
         return replace(self, load=lambda: function(self.load()), raw=None, **changes)  # type: ignore[arg-type]
 
+    def with_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
+        """The tensor with its rows in the order that ``function`` gives them: (rows, ...) to the same shape.
+
+        What moves whole rows moves their bytes as well, as (rows, bytes of a row).
+        """
+        raw = self.raw
+        moved = None if raw is None else lambda: function(raw().view(self.shape[0], -1)).reshape(-1)
+        return replace(self, load=lambda: function(self.load()), raw=moved)
+
     @property
     def read(self) -> Callable[[], torch.Tensor]:
         """For who writes it: ``raw`` or ``load``."""

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from olmo_lns import extras
+from olmo_lns.arguments import above_zero, at_least
 from olmo_lns.demo.config import Shape, base, default_arms, make_study, parse_arms, train_config
 from olmo_lns.environment import processes, refuse_disabled
 from olmo_lns.errors import LNSConfigError
@@ -40,22 +41,6 @@ _ASKED = ".study.yaml"
 MOST_THREADS = 4
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
-    return int(text)
-
-
-def _above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
 def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
@@ -74,17 +59,17 @@ def parser() -> argparse.ArgumentParser:
         description="Train a deep small OLMo model as Pre-LN, Pre-LN with scaled initialization and LNS; compare.",
         epilog="Interrupt with Ctrl-C and run the same command again: finished arms are kept, the other continues.",
     )
-    out.add_argument("--steps", type=_positive, default=steps, help="optimizer steps an arm (%(default)s)")
+    out.add_argument("--steps", type=at_least(1), default=steps, help="optimizer steps an arm (%(default)s)")
     out.add_argument("--arms", default=",".join(default_arms()), help=f"of {', '.join(known)} (default: %(default)s)")
     out.add_argument("--seeds", type=_seeds, default=[0], help="comma-separated; every arm under each (0)")
     out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
-    out.add_argument("--layers", type=_positive, default=shape.layers, help="blocks, at least 2 (%(default)s)")
-    out.add_argument("--d-model", type=_positive, default=shape.d_model, help="width, a multiple of 8 (%(default)s)")
-    out.add_argument("--sequence", type=_positive, default=shape.sequence, help="tokens a sequence (%(default)s)")
-    out.add_argument("--batch", type=_positive, default=shape.batch, help="sequences a step (%(default)s)")
-    out.add_argument("--learning-rate", type=_above_zero, default=shape.learning_rate, help="peak (%(default)s)")
-    out.add_argument("--init-std", type=_above_zero, default=shape.init_std, help="of every matrix (%(default)s)")
-    out.add_argument("--threads", type=_positive, default=None, help="CPU threads (the idle ones, at most 4)")
+    out.add_argument("--layers", type=at_least(1), default=shape.layers, help="blocks, at least 2 (%(default)s)")
+    out.add_argument("--d-model", type=at_least(1), default=shape.d_model, help="width, a multiple of 8 (%(default)s)")
+    out.add_argument("--sequence", type=at_least(1), default=shape.sequence, help="tokens a sequence (%(default)s)")
+    out.add_argument("--batch", type=at_least(1), default=shape.batch, help="sequences a step (%(default)s)")
+    out.add_argument("--learning-rate", type=above_zero, default=shape.learning_rate, help="peak (%(default)s)")
+    out.add_argument("--init-std", type=above_zero, default=shape.init_std, help="of every matrix (%(default)s)")
+    out.add_argument("--threads", type=at_least(1), default=None, help="CPU threads (the idle ones, at most 4)")
     out.add_argument("--overwrite", action="store_true", help="replace runs of another configuration in --out")
     return out
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
+from olmo_lns.arguments import at_least
 from olmo_lns.diagnostics import everything, show
 from olmo_lns.dtypes import NAMES as DTYPES
 from olmo_lns.environment import processes
@@ -56,9 +57,9 @@ def _parser() -> argparse.ArgumentParser:
             _add_branch(command)
         if what == "jacobian":
             command.add_argument(
-                "--rows", type=_positive, help="rows to compute; default: all up to width 256, else 128"
+                "--rows", type=at_least(1), help="rows to compute; default: all up to width 256, else 128"
             )
-            command.add_argument("--sequences", type=_positive, default=JACOBIAN_SEQUENCES, help="one position of each")
+            command.add_argument("--sequences", type=at_least(1), default=JACOBIAN_SEQUENCES, help="one position of each")
     everything.add_command(commands)
     plot = commands.add_parser("plot", help="draw the figure of result files (or of the monitor's CSV files)")
     compare = commands.add_parser("compare", help="two or more models on one figure and table")
@@ -78,9 +79,9 @@ def _add_common(command: argparse.ArgumentParser, tokens: int | None, length: in
     add("-o", "--output", type=Path, help="result file, default <what>.json; a .csv is written beside it")
     add("--plot", type=Path, action="append", default=[], help="also draw it: .png, .svg or .pdf; may be repeated")
     add("--label", help="name of the model in figures")
-    add("--tokens", type=_positive, default=tokens, help="tokens to read (default %(default)s)")
-    add("--sequence-length", type=_positive, help=f"default: the model's, at most {length}")
-    add("--batch-size", type=_positive, default=8, help="sequences a batch (default %(default)s)")
+    add("--tokens", type=at_least(1), default=tokens, help="tokens to read (default %(default)s)")
+    add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {length}")
+    add("--batch-size", type=at_least(1), default=8, help="sequences a batch (default %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved, OLMo in fp32")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:<n> or mps")
     add("--device-map", help="Hugging Face placement, e.g. auto (needs accelerate)")
@@ -99,8 +100,8 @@ def _add_tasks(command: argparse.ArgumentParser) -> None:
     add("--tasks", type=lambda text: text.split(","), default=[], help="lm-evaluation-harness tasks, comma-separated")
     add("--task-path", help="folder with task files of your own")
     add("--metric", help="metric of the tasks; default: the first of acc_norm, acc, exact_match, f1 they report")
-    add("--limit", type=_positive, help="examples a task")
-    add("--num-fewshot", type=int, help="examples in the prompt")
+    add("--limit", type=at_least(1), help="examples a task")
+    add("--num-fewshot", type=at_least(0), help="examples in the prompt")
     add("--chat-template", action="store_true", help="the prompts by the model's chat template")
 
 
@@ -110,12 +111,6 @@ def _add_branch(command: argparse.ArgumentParser) -> None:
     add("--branch", choices=BRANCHES, help="whose blocks are removed")
     add("--image-field", help="of JSON lines and data sets (default image; --branch language: text alone)")
     add("--processor", help="for the loss, a folder or name; default: the model's own")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text!r}")
-    return int(text)
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -221,12 +216,11 @@ def _run(args: argparse.Namespace, loaded: Any, batches: Any, tokenizer: Any, al
         return gradient_norms(*common, mask_token=mask_token)
     from olmo_lns.diagnostics.layer_drop import drop_layers
 
-    result = drop_layers(*common, mask_token=mask_token)
     if not args.tasks:
-        return result
+        return drop_layers(*common, mask_token=mask_token)
     from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
 
-    tasks = score_tasks(
+    tasks = score_tasks(  # first: what fails here, such as a download, fails before the losses are computed
         loaded,
         tokenizer(),
         args.tasks,
@@ -237,7 +231,7 @@ def _run(args: argparse.Namespace, loaded: Any, batches: Any, tokenizer: Any, al
         chat_template=args.chat_template,
         batch_size=args.batch_size,
     )
-    return dataclasses.replace(result, tasks=tasks)
+    return dataclasses.replace(drop_layers(*common, mask_token=mask_token), tasks=tasks)
 
 
 @contextmanager

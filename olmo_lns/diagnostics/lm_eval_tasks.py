@@ -63,14 +63,20 @@ def _evaluator(tasks: Sequence[str], include_path: str | None, settings: dict[st
         raise LNSError(f"lm-eval knows no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
 
     def evaluate(lm: Any) -> Scores:
-        output = simple_evaluate(
-            model=lm,
-            tasks=list(tasks),
-            task_manager=manager,
-            **settings,
-            log_samples=False,
-            bootstrap_iters=1000,
-        )
+        try:
+            output = simple_evaluate(
+                model=lm,
+                tasks=list(tasks),
+                task_manager=manager,
+                **settings,
+                log_samples=False,
+                bootstrap_iters=1000,
+            )
+        except OSError as error:  # a data set that is neither here nor to be reached
+            raise LNSError(
+                f"--tasks {','.join(tasks)}: their data cannot be loaded ({one_line(error)}): run once with a network, "
+                "or give --task-path with tasks whose files are here"
+            ) from error
         return {task: values for task, values in output["results"].items() if task in tasks}
 
     return evaluate

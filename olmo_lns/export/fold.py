@@ -90,10 +90,7 @@ class Rounding:
             part = source[start : start + _CHUNK]
             exact = part.float() if unchanged else (part.double() + shift) * _of_elements(factor, tensor, start)
             rounded = target[start : start + _CHUNK].copy_(exact)
-            # In place, because this is most of the work. Zeros, and what is not finite, give nan.
-            error = rounded.to(exact.dtype, copy=True).sub_(exact).div_(exact).abs_()
-            error = error.nan_to_num_(nan=0.0, posinf=math.inf)
-            worst = max(worst, error.max().item())
+            worst = max(worst, _largest(torch.sub(rounded, exact).div_(exact)))
         if worst == math.inf:
             raise LNSConfigError(f"{name} holds values that overflow {dtype}: choose bf16 or fp32")
         self.note(name, worst, multiplied=not same)
@@ -104,6 +101,14 @@ class Rounding:
     ) -> LazyTensor:
         """:meth:`scale`, when the tensor is read."""
         return tensor.map(lambda t: self.scale(name, t, factor, dtype, shift), dtype=dtype)
+
+
+def _largest(error: torch.Tensor) -> float:
+    """Of the magnitudes; nan, which zeros and what is not finite give, counts as 0. Changes ``error``."""
+    low, high = torch.aminmax(error)
+    if math.isnan(largest := max(-low.item(), high.item())):
+        largest = error.abs_().nan_to_num_(nan=0.0, posinf=math.inf).max().item()
+    return largest
 
 
 def _of_elements(factor: Factor, tensor: torch.Tensor, start: int) -> Factor:

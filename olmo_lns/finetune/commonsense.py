@@ -13,6 +13,7 @@ import random
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
+from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 
 __all__ = ["TEMPLATES", "convert", "main", "read"]
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", type=Path, help="commonsense_170k.json of LLM-Adapters")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for train.jsonl and test.jsonl")
     parser.add_argument("--template", choices=tuple(TEMPLATES), default="alpaca", help="default %(default)s")
-    parser.add_argument("--held-out", type=int, default=0, help="examples for test.jsonl (default none)")
+    parser.add_argument("--held-out", type=at_least(0), default=0, help="examples for test.jsonl (default none)")
     parser.add_argument("--seed", type=int, default=42, help="of the choice of these (default %(default)s)")
     args = parser.parse_args(argv)
     counts = convert(args.source, args.output, template=args.template, held_out=args.held_out, seed=args.seed)

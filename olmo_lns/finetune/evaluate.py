@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+from olmo_lns.arguments import at_least
 from olmo_lns.diagnostics.results import check_writable
 from olmo_lns.errors import LNSConfigError, one_line
 
@@ -110,9 +111,9 @@ def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns evaluate``."""
     parser = argparse.ArgumentParser(prog="olmo-lns evaluate", description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help="model folders or hub names")
-    parser.add_argument("--few-shot", type=int, default=5, help="examples in the prompt (default 5, as OwLore's code)")
-    parser.add_argument("--limit", type=int, help="examples a task, to try it out")
-    parser.add_argument("--batch-size", type=int, default=8, help="default %(default)s")
+    parser.add_argument("--few-shot", type=at_least(0), default=5, help="examples in the prompt (default 5, as OwLore's code)")
+    parser.add_argument("--limit", type=at_least(1), help="examples a task, to try it out")
+    parser.add_argument("--batch-size", type=at_least(1), default=8, help="default %(default)s")
     parser.add_argument("--device", help="default: CUDA where there is one")
     parser.add_argument("--metric", default="acc", help="default %(default)s; which one the papers took is not known")
     parser.add_argument("--task-path", help="folder with tasks of the same names, instead of the harness' own")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, bl
         config = TrainConfig.load(folder / "config.yaml", validate_paths=False)
     except LNSError:
         raise
-    except (OSError, KeyError, ValueError, RuntimeError, yaml.YAMLError) as error:
+    except (OSError, EOFError, KeyError, ValueError, RuntimeError, UnpicklingError, yaml.YAMLError) as error:
         raise LNSError(f"{folder}: not a loadable OLMo checkpoint: {one_line(error)}") from error
     if dtype is not None:
         model = model.to(dtype)

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any, Sequence
 
+from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import check_environment
 from olmo_lns.study.spec import Run, Study
@@ -22,12 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _table_report(args)
     code: int = args.run_command(Study.load(args.study), args)
     return code
-
-
-def _at_least_one(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     how = launch.add_mutually_exclusive_group()
     how.add_argument("--run", action="store_true", help="run here what is not finished (resumes after a kill)")
     how.add_argument("--slurm", type=Path, metavar="FOLDER", help="write Slurm array scripts to this folder")
-    launch.add_argument("--workers", type=_at_least_one, help="runs at a time, instead of the description's")
+    launch.add_argument("--workers", type=at_least(1), help="runs at a time, instead of the description's")
     launch.add_argument("--only", nargs="+", metavar="RUN", help="these runs only")
     site = launch.add_argument_group("lines of the Slurm scripts")
     site.add_argument("--activate", metavar="PATH", help="virtual environment, or file to source, at the job's start")
@@ -66,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", _report, "write <out>/report/: tables and figures; of a table of finished runs (.csv) too")
     report.add_argument("--page", type=Path, help="also fill the regions <!-- study:NAME --> of this Markdown file")
     everything = add("all", _all, "launch here, collect and report")
-    everything.add_argument("--workers", type=_at_least_one)
+    everything.add_argument("--workers", type=at_least(1))
     for command in (collect, everything):
         command.add_argument("--wandb-export", type=Path, help="a W&B chart export with one column per run")
         command.add_argument("--allow-missing", action="store_true", help="report missing runs instead of refusing")
@@ -125,13 +120,32 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
 def _status(study: Study, args: argparse.Namespace) -> int:
     from olmo_lns.study import progress
 
-    held = progress.locked(args.out)
-    found = [progress.examine(run, args.out, held=held) for run in _selected(study, args.only)]
+    held, runs = progress.locked(args.out), _selected(study, args.only)
+    found = [progress.examine(run, args.out, held=held) for run in runs]
+    elsewhere = _in_table(study, args.out, [r for r, s in zip(runs, found, strict=True) if s.state == "not started"])
+    found = [progress.known(status, study.finished) if status.run in elsewhere else status for status in found]
     for status in found:
         print(progress.describe(status))
     states = [status.state for status in found]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    if not args.out.is_dir():
+        print(f"{args.out} does not exist: nothing was started there")
     return int("failed" in states)
+
+
+def _in_table(study: Study, out: Path, runs: Sequence[Run]) -> set[str]:
+    """Names of those that the table of finished runs has; it knows a run by its data too, and says where that lacks."""
+    from olmo_lns.study import launch
+    from olmo_lns.study.finished import Finished
+
+    if not (table := Finished(study)):
+        return set()
+    os.environ.update(launch.environment(study, out))
+    try:
+        return {run.name for run in runs if table.result(run) is not None}
+    except LNSConfigError as error:
+        print(f"which of these runs {table.path} has is not known: {error}")
+        return set()
 
 
 def _stamp(study: Study, args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Iterable, Sequence
 
 import yaml
 
+from olmo_lns.arguments import above_zero, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import processes
 from olmo_lns.study.arms import ARMS, arm_problems, init_problems
@@ -200,12 +201,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "check", help="load, count, estimate; exit code 1 when something is wrong"
     )
     command.add_argument("paths", nargs="+", type=Path, help="files, or folders searched recursively")
-    command.add_argument("--gpus", type=int, default=8, help="GPUs for the memory estimate (default 8)")
+    command.add_argument("--gpus", type=at_least(1), default=8, help="GPUs for the memory estimate (default 8)")
     command.add_argument("--gpu", choices=sorted(GPUS), default="H100")
-    command.add_argument("--budget", type=float, help="tokens a run must reach in the fewest steps, such as 20e9")
+    command.add_argument("--budget", type=above_zero, help="tokens a run must reach in the fewest steps, such as 20e9")
     args = parser.parse_args(argv)
-    if args.gpus < 1:
-        parser.error("--gpus must be at least 1")
     results = _each(find(args.paths), gpus=args.gpus, gpu=args.gpu, budget=args.budget)
     head = [
         "file",

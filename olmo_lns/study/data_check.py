@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Sequence
 
+from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.corpora import DOLMA
 
@@ -198,13 +199,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("paths", nargs="+", type=_path, help="folders (searched recursively) or files")
     command.add_argument("--dtype", choices=DTYPES, default=DOLMA.dtype, help="of the .npy files, as data.memmap_dtype")
     command.add_argument(
-        "--vocab-size", type=int, default=DOLMA.vocabulary, help="default %(default)s, the shipped configs'"
+        "--vocab-size", type=at_least(1), default=DOLMA.vocabulary, help="default %(default)s, the shipped configs'"
     )
     command.add_argument(
         "--eos", type=int, default=DOLMA.eos, help="end-of-document token (default %(default)s); -1: none"
     )
     command.add_argument("--budget", type=float, default=20e9, help="tokens needed (default 20e9); 0: do not compare")
-    command.add_argument("--sequence", type=int, default=4096, help="sequence length (default 4096)")
+    command.add_argument("--sequence", type=at_least(1), default=4096, help="sequence length (default 4096)")
     command.add_argument("--full", action="store_true", help="read files above 1 GiB whole too")
     args = parser.parse_args(argv)
     eos = args.eos if args.eos >= 0 else None

@@ -15,7 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Sequence
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.arguments import above_zero, at_least
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.documents import documents
 
 __all__ = ["Layout", "documents", "main", "prepare"]
@@ -64,7 +65,10 @@ class Progress:
         """:raises LNSConfigError: the folder was begun with another layout, source or tokenizer."""
         if not path.is_file():
             return cls(asdict(layout))
-        found = cls(**json.loads(path.read_text()))
+        try:
+            found = cls(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise LNSConfigError(f"{path}: no record of this command ({one_line(error)}): use another --out") from error
         wanted = asdict(layout)
         found.layout.setdefault("field", layout.field)  # older records have none
         for key, value in wanted.items():
@@ -83,17 +87,12 @@ class Progress:
 def _tokenizer(name: str) -> Any:
     from tokenizers import Tokenizer
 
-    path = Path(name)
-    if path.is_file():
-        return Tokenizer.from_file(str(path))
-    if (ours := _of_olmo(name)) is not None:
-        return Tokenizer.from_file(str(ours))
+    path = Path(name) if Path(name).is_file() else _of_olmo(name)
     try:
-        return Tokenizer.from_pretrained(name)
+        return Tokenizer.from_pretrained(name) if path is None else Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for everything
-        raise LNSConfigError(
-            f"--tokenizer {name}: no such file, none of OLMo's, and not on the hub ({str(error).splitlines()[0]})"
-        ) from error
+        found = "no such file, none of OLMo's, and not on the hub" if path is None else "not a tokenizer.json"
+        raise LNSConfigError(f"--tokenizer {name}: {found} ({str(error).splitlines()[0]})") from error
 
 
 def _of_olmo(name: str) -> Path | None:
@@ -177,8 +176,6 @@ def _atomic(array: Any, path: Path) -> None:
 def main(argv: Sequence[str]) -> int:
     """``olmo-lns data prepare``."""
     args = _parser().parse_args(argv)
-    if args.sequence < 2 or args.shard < 1:
-        raise LNSConfigError("--sequence: at least 2 tokens; --shard: at least 1 document")
     paths = args.paths or (["train"] if args.kind == "c4" else [])
     if not paths or (args.kind == "c4" and len(paths) != 1):
         raise LNSConfigError(f"{args.kind}: give {'one split' if args.kind == 'c4' else 'files or folders'}")
@@ -242,10 +239,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eos", required=True, help="end of document: a token or its id")
     parser.add_argument("--pad", default="0", help="fills a row up (default 0)")
     parser.add_argument("--layout", choices=("rows", "packed"), default="packed")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of a row (default 256)")
+    parser.add_argument("--sequence", type=at_least(2), default=256, help="tokens of a row (default 256)")
     parser.add_argument("--dtype", choices=("uint16", "uint32"), default="uint16")
     parser.add_argument("--field", default="text", help="of a JSON line (default text)")
-    parser.add_argument("--tokens", type=float, help="stop after the file in which so many real tokens are reached")
-    parser.add_argument("--shard", type=int, default=100_000, help="documents of a file (default 100,000)")
+    parser.add_argument("--tokens", type=above_zero, help="stop after the file in which so many real tokens are reached")
+    parser.add_argument("--shard", type=at_least(1), default=100_000, help="documents of a file (default 100,000)")
     parser.add_argument("--in-order", action="store_true", help="c4: not shuffled")
     return parser

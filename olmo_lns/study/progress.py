@@ -9,14 +9,14 @@ import re
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Iterator, Sequence
 
 from olmo_lns.study.curves import ANSI
 from olmo_lns.study.spec import Run
 
-__all__ = ["Status", "cause", "describe", "examine", "locked", "reported", "reported_line"]
+__all__ = ["Status", "cause", "describe", "examine", "known", "locked", "reported", "reported_line"]
 
 TAIL = 1 << 18
 #: Seconds between the lines that a launch prints while its runs go.
@@ -99,6 +99,11 @@ def _left(log: Path, before: int, step: int, steps: int) -> float | None:
     except (FileNotFoundError, ValueError):
         return None
     return (steps - step) * (time.time() - started) / (step - before) if step > before else None
+
+
+def known(status: Status, table: Path | None) -> Status:
+    """The same run, which was finished elsewhere."""
+    return replace(status, state="finished", step=status.steps, reason=f"in {table}")
 
 
 def describe(status: Status) -> str:

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any, Sequence
 
+from olmo_lns.arguments import above_zero, at_least
+
 __all__ = ["main"]
 
 #: As ``olmo_lns.vision.arms.ARMS``; ``--help`` loads no framework.
@@ -29,11 +31,11 @@ def _add_digits(commands: Any) -> None:
     add = command.add_argument
     add("-o", "--output", type=Path, required=True, help="folder for results.json, table.md and figure.png")
     add("--arms", type=lambda text: text.split(","), default=list(ARMS), help=f"of {','.join(ARMS)}")
-    add("--depth", type=int, default=36, help="blocks (default 36, as the papers' figure shows)")
-    add("--width", type=int, default=48, help="channels (default %(default)s; ViT-S has 384)")
-    add("--epochs", type=int, default=30, help="default %(default)s")
-    add("--batch-size", type=int, default=128, help="default %(default)s")
-    add("--lr", type=float, default=1e-3, help="default %(default)s")
+    add("--depth", type=at_least(1), default=36, help="blocks (default 36, as the papers' figure shows)")
+    add("--width", type=at_least(1), default=48, help="channels (default %(default)s; ViT-S has 384)")
+    add("--epochs", type=at_least(1), default=30, help="default %(default)s")
+    add("--batch-size", type=at_least(1), default=128, help="default %(default)s")
+    add("--lr", type=above_zero, default=1e-3, help="default %(default)s")
     add("--weight-decay", type=float, default=0.05, help="default %(default)s")
     add("--seed", type=int, default=0, help="default %(default)s")
 

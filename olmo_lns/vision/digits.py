@@ -135,6 +135,10 @@ def run(args: argparse.Namespace) -> int:
     """Train the arms and write the table, the figure and the numbers."""
     if unknown := [name for name in args.arms if name not in ARMS]:
         raise LNSConfigError(f"--arms: unknown {unknown[0]!r}: expected some of {', '.join(ARMS)}")
+    if args.batch_size > TRAIN:
+        raise LNSConfigError(f"--batch-size {args.batch_size}: there are {TRAIN} images to train on")
+    if args.width % (heads := shape(args)["num_attention_heads"]):
+        raise LNSConfigError(f"--width {args.width}: {heads} heads of 16 channels each: expected a multiple of 16")
     settings = {key: value for key, value in vars(args).items() if key not in ("output", "what", "run")}
     _same_settings(args.output / "results.json", settings)
     args.output.mkdir(parents=True, exist_ok=True)

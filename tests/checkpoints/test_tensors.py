@@ -103,12 +103,12 @@ def test_what_is_only_copied_is_read_as_bytes():
     raw = whole.view(-1).view(torch.uint8)
     tensor = LazyTensor((6, 2), torch.float32, lambda: read("values", whole), lambda: read("bytes", raw))
     found = []
-    parts = split_rows(tensor, (2, 4))
+    parts, turned = split_rows(tensor, (2, 4)), tensor.with_rows(lambda rows: rows.flip(0))
     for_each(
-        [tensor, *parts, tensor.map(torch.neg), parts[1].map(torch.neg)],
+        [tensor, *parts, turned, tensor.map(torch.neg), parts[1].map(torch.neg), turned.map(torch.neg)],
         lambda tensor, data: found.append(bytes(tensor_bytes(data, tensor))),
     )
-    expected = [whole, whole[:2], whole[2:], -whole, -whole[2:]]
+    expected = [whole, whole[:2], whole[2:], whole.flip(0), -whole, -whole[2:], -whole.flip(0)]
     assert found == [value.contiguous().numpy().tobytes() for value in expected]
     assert [kind for kind, _ in groupby(asked)] == ["bytes", "values"]
     with pytest.raises(AssertionError):

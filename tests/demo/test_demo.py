@@ -244,10 +244,10 @@ def test_bad_values_are_one_line(arguments: list[str], expected: str, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--steps", "0"], "argument --steps: expected a whole number >= 1, got '0'"),
+        (["--steps", "0"], "argument --steps: expected a whole number >= 1, found '0'"),
         (["--steps", "-3"], "--steps"),
-        (["--learning-rate", "0"], "argument --learning-rate: expected a number above 0, got '0'"),
-        (["--init-std", "nan"], "argument --init-std: expected a number above 0, got 'nan'"),
+        (["--learning-rate", "0"], "argument --learning-rate: expected a number above 0, found '0'"),
+        (["--init-std", "nan"], "argument --init-std: expected a number above 0, found 'nan'"),
         (["--seeds", "1,1"], "argument --seeds: 1 is listed twice in '1,1'"),
         (["--seeds", "one"], "argument --seeds: expected whole numbers >= 0 separated by commas, got 'one'"),
     ],

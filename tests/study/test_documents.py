@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import cli
 from olmo_lns.study.documents import documents
 
 _LINE = b'{"text": "a"}\n'
@@ -40,10 +39,3 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(LNSConfigError, match="allenai/c4 cannot be read from the hub: no network"):
         list(documents("c4", ["train"]))
-
-
-@pytest.mark.parametrize("workers", ["0", "-1"])
-def test_no_workers_are_wrong_usage(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["launch", "study.yaml", "--out", "x", "--workers", workers])
-    assert f"expected at least 1, found {workers}" in capsys.readouterr().err

@@ -44,6 +44,21 @@ def test_what_the_table_has_is_neither_run_nor_missed(
     assert (tmp_path / "runs.csv").read_text() == before
 
 
+def test_status_knows_what_the_table_has(tabled: Built, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = tmp_path / "other_machine"
+    capsys.readouterr()
+    assert cli.main(["status", str(tabled.path), "--out", str(there)]) == 0
+    first, second, last, missing = capsys.readouterr().out.splitlines()
+    assert first == f"{'b-preln-s1':<32} finished    step 20 of 20: in {tmp_path / 'runs.csv'}"
+    assert second.startswith("b-lns-s1") and last == "2 finished"
+    assert missing == f"{there} does not exist: nothing was started there"
+    (tmp_path / "data" / "train.npy").unlink()
+    assert cli.main(["status", str(tabled.path), "--out", str(there)]) == 0
+    shown = capsys.readouterr().out
+    assert f"which of these runs {tmp_path / 'runs.csv'} has is not known: data file" in shown
+    assert "2 not started" in shown
+
+
 def test_a_run_is_known_by_what_its_result_follows_from(tabled: Built, tmp_path: Path) -> None:
     first = identity(tabled.study.runs[0])
     assert first != identity(tabled.study.runs[1])

@@ -64,6 +64,18 @@ def test_an_unknown_arm(tmp_path, capsys):
     assert "unknown 'lnz': expected some of none, layerscale, lns, lnsafterbranch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--batch-size=1438", "--batch-size 1438: there are 1437 images to train on"),
+        ("--width=50", "--width 50: 3 heads of 16 channels each: expected a multiple of 16"),
+    ],
+)
+def test_what_cannot_be_trained(argument, expected, tmp_path, capsys):
+    assert main(["vision", "digits", "-o", str(tmp_path / "out"), argument]) == 1
+    assert expected in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_results_of_other_settings_are_kept(tmp_path, capsys, monkeypatch):
     from olmo_lns.vision import digits
 
