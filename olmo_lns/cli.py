@@ -23,7 +23,7 @@ COMMANDS = {
     "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare", ("olmo", "analysis")),
     "train": ("olmo_lns.doors.olmo.train", "run OLMo's Trainer on a config, from the pip package alone", ("olmo",)),
     "config": ("olmo_lns.study.config_pack", "list and copy the configs of the pack, check anybody's", ("olmo",)),
-    "data": ("olmo_lns.study.data_check", "check tokenised data", ()),
+    "data": ("olmo_lns.study.data_check", "make and check tokenised data", ()),
     "megatron-args": ("olmo_lns.study.megatron_args", "expand a Megatron YAML config to flags", ("megatron",)),
     "study": ("olmo_lns.study.cli", "plan, launch, collect and report a scaling study", ("olmo", "study")),
     "analyze": ("olmo_lns.diagnostics.cli", "draw the paper's diagnostics for a model", ("analysis", "olmo")),

@@ -44,10 +44,10 @@ VARIABLES = {
     ALLOW_MISMATCH: "comma-separated differences between a checkpoint and this run that are accepted by name",
     ALLOW_UNVERIFIED: "1 runs on upstream code that was never verified",
     DISABLE: "1 keeps the installed plugin out of every interpreter",
-    INITIALIZATION: "'upstream' keeps scaled initialization under a scheme, 'plain' takes it off without one",
+    INITIALIZATION: "OLMo: 'upstream' keeps scaled initialization under a scheme, 'plain' takes it off without one",
     MONITOR: "logs the variance of each block's output while OLMo trains, for example 'every=100'",
     NORM_BACKEND: "which implementation runs the norms: auto, te, cpp or torch",
-    SCHEME: "parameters of a scheme that the config names without any, for example 'lns:exponent=0.25'",
+    SCHEME: "OLMo: parameters of a scheme that the config names without any, for example 'lns:exponent=0.25'",
 }
 
 #: The variables that are on or off.

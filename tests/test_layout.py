@@ -30,7 +30,7 @@ ORDER = [
     ("record",),
     ("norm",),
     ("schemes",),
-    ("dtypes", "environment", "extras", "hub", "processes"),
+    ("arguments", "dtypes", "environment", "extras", "hub", "processes"),
     ("errors",),
 ]
 #: The package itself: it names the public things, and loads none of them.

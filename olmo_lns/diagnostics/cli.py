@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--rows", type=at_least(1), help="rows to compute; default: all up to width 256, else 128"
             )
-            command.add_argument("--sequences", type=at_least(1), default=JACOBIAN_SEQUENCES, help="one position of each")
+            command.add_argument(
+                "--sequences", type=at_least(1), default=JACOBIAN_SEQUENCES, help="one position of each"
+            )
     everything.add_command(commands)
     plot = commands.add_parser("plot", help="draw the figure of result files (or of the monitor's CSV files)")
     compare = commands.add_parser("compare", help="two or more models on one figure and table")

@@ -59,9 +59,17 @@ def run(args: argparse.Namespace) -> list[str]:
         dtype=dtypes.DTYPES.get(args.dtype),
         exponent=args.exponent,
         tokenizer=args.tokenizer,
-        max_shard_size=args.max_shard_size,
+        max_shard_size=args.max_shard_size or Options.max_shard_size,
         drop_optimizer=args.drop_optimizer,
     )
+    for flag, given in (
+        ("--tokenizer", args.tokenizer not in (None, "none")),
+        ("--max-shard-size", args.max_shard_size),
+    ):
+        if given and options.format != HF:
+            raise LNSConfigError(
+                f"{flag} is of --format hf; --format {options.format} has no place for it: leave it out"
+            )
     if args.unfold and options.dtype is not None:
         raise LNSConfigError("--unfold keeps the dtype of the checkpoint: training continues from it")
     rounding = options.rounding
@@ -131,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     hub = parser.add_argument_group("Hugging Face")
     hub.add_argument("--tokenizer", help="tokenizer.json, a folder, a hub name, or none; default: the checkpoint's own")
-    hub.add_argument("--max-shard-size", type=byte_size, default="5GB", help="of a safetensors file (default 5GB)")
+    hub.add_argument("--max-shard-size", type=byte_size, help="of a safetensors file (default 5GB)")
     inverse = parser.add_argument_group("the inverse")
     inverse.add_argument("--unfold", action="store_true", help="divide the factor out again, to train on under LNS")
     inverse.add_argument("--drop-optimizer", action="store_true", help="do not carry the optimizer's moments over")

@@ -20,8 +20,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
+from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 
 __all__ = ["Comparison", "compare", "main"]
@@ -195,15 +196,6 @@ def _prompts(args: argparse.Namespace, vocabulary: int, longest: int) -> Any:
     return torch.tensor(ids[: count * args.length]).view(count, args.length)
 
 
-def _at_least(smallest: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"expected a whole number >= {smallest}, found {text!r}")
-        return int(text)
-
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="olmo-lns verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -213,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     add("export", help="what olmo-lns export made of it")
     add("--source", choices=("auto", "authors"), default="auto", help="'authors': a LLaMA of the paper's code")
     add("--text", help="file to take the prompts from, with the export's tokenizer; default: random tokens")
-    add("--prompts", type=_at_least(1), default=8, help="how many (default 8)")
-    add("--length", type=_at_least(2), default=64, help="tokens of each (default 64)")
+    add("--prompts", type=at_least(1), default=8, help="how many (default 8)")
+    add("--length", type=at_least(2), default=64, help="tokens of each (default 64)")
     add("--seed", type=int, default=0, help="of the random tokens")
     return parser

@@ -111,7 +111,9 @@ def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns evaluate``."""
     parser = argparse.ArgumentParser(prog="olmo-lns evaluate", description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help="model folders or hub names")
-    parser.add_argument("--few-shot", type=at_least(0), default=5, help="examples in the prompt (default 5, as OwLore's code)")
+    parser.add_argument(
+        "--few-shot", type=at_least(0), default=5, help="examples in the prompt (default 5, as OwLore's code)"
+    )
     parser.add_argument("--limit", type=at_least(1), help="examples a task, to try it out")
     parser.add_argument("--batch-size", type=at_least(1), default=8, help="default %(default)s")
     parser.add_argument("--device", help="default: CUDA where there is one")

@@ -180,6 +180,7 @@ def _load_huggingface(
 
     try:
         import transformers
+        from safetensors import SafetensorError
     except ImportError:
         raise LNSError("analysing Hugging Face models needs transformers: pip install 'olmo-lns[analysis]'") from None
     try:
@@ -195,7 +196,7 @@ def _load_huggingface(
         model = loader.from_pretrained(source, torch_dtype=dtype or "auto", **options)
     except LNSError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise LNSError(f"{source}: not a loadable Hugging Face model: {one_line(error)}") from error
     if not device_map:
         model = model.to(device)

@@ -6,7 +6,10 @@ The pack lies in ``configs/`` of a clone, and inside the installed package.
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Sequence
 
@@ -60,6 +63,18 @@ def copy(name: str, out: Path) -> Path:
     return target
 
 
+def _lacking(target: Path, name: str) -> dict[str, Path]:
+    """What the copied files name, ``config: ../olmo/{size}-{arm}.yaml``, and is not there: in the pack -> its place."""
+    files = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+    here = Path(name) if target.is_dir() else Path(name).parent
+    found = {}
+    for path in files:
+        for named in re.findall(r"^ *config: *([^\s{]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            if not (place := path.parent / named).exists():
+                found[os.path.normpath(here / named)] = place
+    return {name: place for name, place in found.items() if not found.keys() & set(map(str, Path(name).parents))}
+
+
 def main(argv: Sequence[str]) -> int:
     """``list``, ``copy NAME``, or ``check PATH``. :returns: 1 when a checked file has a problem."""
     if argv and argv[0] == "check":
@@ -81,5 +96,9 @@ def main(argv: Sequence[str]) -> int:
     if args.command == "list":
         print("\n".join(names()))
     else:
-        print(copy(args.name, args.out))
+        target = copy(args.name, args.out)
+        print(target)
+        for lacking, place in _lacking(target, args.name).items():
+            command = f"olmo-lns config copy {lacking} -o {os.path.normpath(place)}"
+            print(f"note: what was copied names {lacking} of the pack: {command}", file=sys.stderr)
     return 0

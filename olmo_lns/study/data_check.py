@@ -189,13 +189,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return data_prepare.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="olmo-lns data",
-        description="Check tokenised training data.",
-        epilog="olmo-lns data prepare --help: tokenise C4, text or JSON lines. olmo-lns data commonsense --help: "
-        "Commonsense170K as prompts and completions",
+        description="Make and check tokenised training data.",
     )
-    command = parser.add_subparsers(required=True, metavar="check").add_parser(
+    commands = parser.add_subparsers(required=True, metavar="what")
+    command = commands.add_parser(
         "check", help="dtype, size, vocabulary range and number of tokens; exit code 1 when something is wrong"
     )
+    commands.add_parser("prepare", help="tokenise C4, text or JSON lines")
+    commands.add_parser("commonsense", help="Commonsense170K as prompts and completions")
     command.add_argument("paths", nargs="+", type=_path, help="folders (searched recursively) or files")
     command.add_argument("--dtype", choices=DTYPES, default=DOLMA.dtype, help="of the .npy files, as data.memmap_dtype")
     command.add_argument(

@@ -242,7 +242,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence", type=at_least(2), default=256, help="tokens of a row (default 256)")
     parser.add_argument("--dtype", choices=("uint16", "uint32"), default="uint16")
     parser.add_argument("--field", default="text", help="of a JSON line (default text)")
-    parser.add_argument("--tokens", type=above_zero, help="stop after the file in which so many real tokens are reached")
+    parser.add_argument(
+        "--tokens", type=above_zero, help="stop after the file in which so many real tokens are reached"
+    )
     parser.add_argument("--shard", type=at_least(1), default=100_000, help="documents of a file (default 100,000)")
     parser.add_argument("--in-order", action="store_true", help="c4: not shuffled")
     return parser

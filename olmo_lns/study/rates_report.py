@@ -21,7 +21,7 @@ _REGION = re.compile(r"(<!-- study:(\w+) -->\n).*?(<!-- /study -->)", re.DOTALL)
 def write(results: Sequence[Result], out: Path, page: Path | None = None) -> list[Path]:
     """Write ``report.md`` and the figures into ``out``; with ``page``, fill its regions from the same tables.
 
-    :raises LNSConfigError: a region of the page that the report does not have.
+    :raises LNSConfigError: the page has no region, or one that the report does not have.
     """
     out.mkdir(parents=True, exist_ok=True)
     drawn = rates_figures.draw(rates.groups(results), out)
@@ -36,7 +36,11 @@ def write(results: Sequence[Result], out: Path, page: Path | None = None) -> lis
 
 def fill(text: str, texts: dict[str, str], page: Path) -> str:
     """``<!-- study:NAME -->`` … ``<!-- /study -->`` with what the report says under that name."""
-    for _, name, _ in _REGION.findall(text):
+    if not (regions := _REGION.findall(text)):
+        raise LNSConfigError(
+            f"{page}: no region <!-- study:NAME --> … <!-- /study --> to fill; names: {', '.join(texts)}"
+        )
+    for _, name, _ in regions:
         if name not in texts:
             raise LNSConfigError(f"{page}: no part {name!r} in the report; its parts: {', '.join(texts)}")
     return _REGION.sub(lambda found: f"{found[1]}\n{texts[found[2]]}\n\n{found[3]}", text)

@@ -295,6 +295,15 @@ def test_a_run_folder_names_its_checkpoints(capsys, tmp_path, olmo_folder, token
     assert "not a loadable OLMo checkpoint" in message
 
 
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_weights_that_are_cut_off(size, capsys, tmp_path, olmo_folder, llama_folder, token_file):
+    for folder, name in ((olmo_folder, "model.pt"), (llama_folder, "model.safetensors")):
+        copy = tmp_path / folder.name
+        shutil.copytree(folder, copy)
+        (copy / name).write_bytes((copy / name).read_bytes()[:size])
+        assert "not a loadable" in fails(capsys, "variance", "--model", copy, "--data", token_file)
+
+
 def test_bad_results(capsys, tmp_path, results):
     assert "No such file" in fails(capsys, "plot", "missing.json")
     (tmp_path / "x.json").write_text('{"a": 1}')

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -86,3 +87,28 @@ def test_without_the_harness_the_model_is_not_loaded(monkeypatch, tmp_path, caps
     words = ["analyze", "layer-drop", "--model", "nowhere", "--data", str(tmp_path / "text.txt"), "--tasks", "a"]
     assert cli.main([*words, "-o", str(tmp_path / "out.json")]) == 1
     assert "needs lm_eval, which is not installed: " in capsys.readouterr().err
+
+
+def test_data_that_cannot_be_had_is_said_before_the_losses(
+    llama_folder, task_folder, token_file, tmp_path, capsys, monkeypatch
+):
+    """The task's file is gone; nothing else was computed until then."""
+    from olmo_lns.diagnostics import layer_drop
+
+    monkeypatch.setattr(layer_drop, "drop_layers", lambda *_, **__: pytest.fail("the losses came first"))
+    shutil.copytree(task_folder, tmp_path / "tasks")
+    for path in (tmp_path / "tasks").glob("*.yaml"):
+        path.write_text(path.read_text().replace("words.jsonl", "gone.jsonl"))
+    command = [
+        "analyze",
+        "layer-drop",
+        "--model",
+        llama_folder,
+        "--data",
+        token_file,
+        "--quiet",
+        "--tasks",
+        "local_words",
+    ]
+    assert cli.main([*map(str, command), "--task-path", str(tmp_path / "tasks"), "-o", str(tmp_path / "out.json")]) == 1
+    assert "--tasks local_words: their data cannot be loaded (" in capsys.readouterr().err

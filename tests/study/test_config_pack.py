@@ -34,3 +34,25 @@ def test_copy_a_file_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_an_unknown_name_has_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "copy", "olmo/60M-lsn.yaml"]) == 1
     assert "did you mean 'olmo/60M-lns.yaml'" in capsys.readouterr().err
+
+
+def test_what_is_copied_says_which_configs_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As commands that bring them to their place; then there is nothing left to say."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    assert main(["config", "copy", "study/llama-c4.yaml", "-o", "here"]) == 0
+    command = "olmo-lns config copy olmo/llama-c4 -o olmo/llama-c4"
+    assert capsys.readouterr().err == f"note: what was copied names olmo/llama-c4 of the pack: {command}\n"
+    assert main(["config", "copy", "study"]) == 0
+    notes = capsys.readouterr().err.splitlines()
+    assert [note.partition(": olmo-lns ")[2] for note in notes] == [
+        f"config copy {name} -o {name}" for name in ("olmo", "megatron", "olmo_core")
+    ]
+    for note in notes:
+        assert main(note.partition(": olmo-lns ")[2].split()) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["config", "copy", "study", "-o", "again"]) == 0 and not capsys.readouterr().err
+    assert main(["config", "copy", "study/tiny.yaml", "-o", "here"]) == 0
+    assert "config copy study/tiny-base.yaml -o here/tiny-base.yaml" in capsys.readouterr().err

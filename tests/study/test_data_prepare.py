@@ -180,3 +180,18 @@ def test_another_field_is_refused_and_an_older_record_read(source: Path) -> None
     del facts["layout"]["field"]
     record.write_text(json.dumps(facts))
     assert data_check.main(words(source)) == 0
+
+
+@pytest.mark.parametrize("content", ["", "{}", "no tokenizer"])
+def test_a_file_that_is_no_tokenizer(content: str, source: Path) -> None:
+    (source / "tokenizer.json").write_text(content)
+    with pytest.raises(LNSConfigError, match=r"--tokenizer \S+tokenizer.json: not a tokenizer.json \("):
+        data_check.main(words(source))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"layout": {}, "words": 3}'])
+def test_a_record_of_something_else(content: str, source: Path) -> None:
+    (source / "out").mkdir()
+    (source / "out" / "train.json").write_text(content)
+    with pytest.raises(LNSConfigError, match=r"out/train.json: no record of this command \(.*use another --out"):
+        data_check.main(words(source))

@@ -107,6 +107,11 @@ def test_figures_and_page_from_the_table_alone(table: list[Result], tmp_path: Pa
     first = page.read_text()
     assert ARMS["lns"].label in first and "own words" in first and "old" not in first
     assert cli.main(command) == 0 and page.read_text() == first
+    page.write_text("# No regions\n")
+    with pytest.raises(
+        LNSConfigError, match="page.md: no region <!-- study:NAME --> … <!-- /study --> to fill; names: "
+    ):
+        cli.main(command)
     page.write_text("<!-- study:bests -->\n<!-- /study -->\n")
     with pytest.raises(LNSConfigError, match="no part 'bests'"):
         cli.main(command)

@@ -29,6 +29,10 @@ def check_sizes(config: Any) -> None:
     for name in ("n_heads", "n_layers", "d_model", "vocab_size", "max_sequence_length"):
         if (value := getattr(config, name)) < 1:
             raise LNSConfigError(f"model.{name}: expected at least 1, got {value}")
+    for name, number in (("n_heads", config.n_heads), ("n_kv_heads", config.effective_n_kv_heads)):
+        whole = "d_model" if name == "n_heads" else "n_heads"
+        if getattr(config, whole) % number:
+            raise LNSConfigError(f"model.{name}: {whole} {getattr(config, whole)} is not a multiple of {number}")
     if config.n_layers > MOST_LAYERS:
         raise LNSConfigError(
             f"model.n_layers: {config.n_layers:,} blocks; more than {MOST_LAYERS:,} is taken for a slip"
@@ -132,8 +136,7 @@ def _reject_unknown(value: str | None) -> None:
 
     if value is None:
         return
-    known = [str(member) for member in LayerNormType if not types.has_parameters(member)]
-    if value in known:
+    if value in [str(member) for member in LayerNormType] and not types.has_parameters(value):
         return
     if types.has_scheme(value):
         try:
@@ -141,6 +144,7 @@ def _reject_unknown(value: str | None) -> None:
         except LNSConfigError as error:
             raise OLMoConfigurationError(f"layer_norm_type {value!r}: {error}") from None
         return
+    known = [str(member) for member in LayerNormType if not types.has_parameters(member)]
     suffixes = tuple(f"_{base}" for base in types.BASES)
     short = [name for name in known if not name.endswith(suffixes)]
     raise OLMoConfigurationError(

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["load_config", "main", "prepare"]
 
+#: What OLMo's autocast knows.
+PRECISIONS = ("amp_bf16", "amp_fp16", "fp32")
 _EPILOG = """\
 examples:
   olmo-lns train config.yaml --save_folder=runs/a --max_duration=100
@@ -185,6 +187,10 @@ def prepare(cfg: Any, device: torch.device) -> None:
         raise LNSConfigError("run_name is not set: --run_name=NAME")
     _positive_duration(cfg.max_duration)
     check_sizes(cfg.model)
+    if cfg.precision not in PRECISIONS:
+        raise LNSConfigError(
+            f"precision: expected {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}, got {cfg.precision!r}"
+        )
     length = cfg.model.max_sequence_length
     _check_data(cfg.data, "data", length, cfg.global_train_batch_size)
     for evaluator in cfg.evaluators:
@@ -269,6 +275,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns train``. Exit code 130 when a signal or a time limit ended the run early."""
     parser = argparse.ArgumentParser(
         prog="olmo-lns train",
+        usage="%(prog)s [-h] config [--key=value ...]",
         description="Train an OLMo config with OLMo's own Trainer, from the pip package alone.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
