@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable
+from pickle import UnpicklingError
+from typing import Any, Callable, Iterator
+
+import torch
 
 from olmo_lns import environment
 from olmo_lns.doors.olmo import settings, types
 from olmo_lns.doors.olmo.model import built_record, record_of
-from olmo_lns.errors import CheckpointMismatchError, one_line
+from olmo_lns.errors import CheckpointMismatchError, LNSError, one_line
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
-__all__ = ["asked_record", "check_checkpoint", "saved_record", "wrap_from_checkpoint", "wrap_restore", "wrap_save"]
+__all__ = [
+    "asked_record",
+    "check_checkpoint",
+    "one_line_of",
+    "saved_record",
+    "wrap_from_checkpoint",
+    "wrap_restore",
+    "wrap_save",
+]
 
 log = logging.getLogger("olmo_lns")
 
+#: What torch says of weights that do not fit, and of files that are no archives.
+_OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
 #: Accepted in the override variable for a checkpoint whose record was lost.
 MISSING_RECORD = "missing-record"
 
@@ -126,6 +140,31 @@ def wrap_restore(restore: Callable[..., None]) -> Callable[..., None]:
         restore(self, load_path, **kwargs)
 
     return wrapped
+
+
+@contextmanager
+def one_line_of(load_path: Any) -> Iterator[None]:
+    """What goes wrong while a checkpoint is restored, in one line; the rest is in the error that it comes from.
+
+    :raises LNSError: files that are damaged or of another model, or that this OLMo cannot read under this torch.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
+            raise
+        raise LNSError(
+            f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
+            f"({error}); train with ddp, which saves unsharded ones, or with an older torch"
+        ) from error
+    except (EOFError, UnpicklingError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _OF_FILES):
+            raise
+        problems = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
+        raise LNSError(
+            f"{load_path} cannot be restored, it is damaged or of another model: {' '.join(problems[:2])}{more}"
+        ) from error
 
 
 def wrap_from_checkpoint(from_checkpoint: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,8 +30,9 @@ from olmo.util import find_latest_checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from olmo_lns.doors.olmo.checkpoint import one_line_of
 from olmo_lns.doors.olmo.state import needs_olmo_lns
-from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.errors import LNSConfigError
 
 __all__ = ["LoopObserver", "ObservedTrainer", "RunResult", "run"]
 
@@ -114,16 +115,8 @@ class ObservedTrainer(Trainer):
             super().restore_rng_state(rng_state)
 
     def restore_checkpoint(self, load_path: Any, **kwargs: Any) -> None:
-        with torch.serialization.safe_globals(_STATE_TYPES):
-            try:
-                super().restore_checkpoint(load_path, **kwargs)
-            except TypeError as error:
-                if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
-                    raise
-                raise LNSError(
-                    f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
-                    f"({error}); train with ddp, which saves unsharded ones, or with an older torch"
-                ) from error
+        with torch.serialization.safe_globals(_STATE_TYPES), one_line_of(load_path):
+            super().restore_checkpoint(load_path, **kwargs)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from support.launch import run as launch
 from olmo_lns import cli
 from olmo_lns.doors.olmo.train import load_config, prepare
 from olmo_lns.doors.olmo.trainer import ObservedTrainer, RunResult, run
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
 from olmo_lns.processes import process_group
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
@@ -122,6 +123,26 @@ def test_resume_without_the_factor_is_refused(uninterrupted: tuple[Path, Watcher
         CheckpointMismatchError, match=r"saved with lns:exponent=0.5 over rms .* but this run has Pre-LN"
     ):
         train(uninterrupted[0], "--try_load_latest_save", "--max_duration=8", "--model.layer_norm_type=rms")
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "words"),
+    [
+        (0, {}, "damaged or of another model: (EOFError|Ran out of input)"),
+        (3000, {}, "damaged or of another model: .*(archive|Stream)"),
+        (None, {"model.d_model": 64}, r"another model: .*loading state_dict.* size mismatch for .* \(and \d+ more\)$"),
+        (None, {"model.n_layers": 3}, r"another model: .*loading state_dict.*: (Unexpected|Missing) key"),
+    ],
+    ids=["empty", "cut", "width", "layers"],
+)
+def test_weights_that_cannot_be_restored_are_one_line(size, changes, words, uninterrupted, tmp_path: Path):
+    shutil.copytree(uninterrupted[0] / "run", tmp_path / "run")
+    weights = tmp_path / "run" / "step6-unsharded" / "model.pt"
+    if size is not None:
+        weights.write_bytes(weights.read_bytes()[:size])
+    with pytest.raises(LNSError, match=words) as error:
+        train(tmp_path, "--try_load_latest_save", "--max_duration=8", **changes)
+    assert "\n" not in str(error.value)
 
 
 def test_evaluates_held_out_data(tmp_path: Path):
