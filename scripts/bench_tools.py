@@ -5,8 +5,8 @@
     python scripts/bench_tools.py --exports --folder /scratch --json docs/bench/tools.json    # 1B, 5 GB of weights
 
 Each command runs in a process of its own, in turn with the others; given are median and quartiles. An export also
-shows the most memory that it allocated and the time of a plain copy of its input, which is what the disk takes (Linux;
-three of the kinds of checkpoints are made in memory).
+shows the most memory that it allocated and, in turn with it, the time of a plain copy of its input, flushed to the disk
+(Linux; three of the kinds of checkpoints are made in memory).
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def children_seconds(work: Callable[[], object]) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
+#: What an export is compared with -> decimals shown.
+_COPY = {"copy_seconds": 1, "ratio": 2}
 TIMERS: dict[str, benchlib.Timer] = {"wall": benchlib.cpu_seconds, "cpu": children_seconds}
 
 
@@ -68,23 +70,36 @@ def commands(names: Sequence[str], options: argparse.Namespace) -> list[dict[str
     ]
 
 
-def exports(folder: Path, size: str) -> list[dict[str, Any]]:
-    """Seconds and memory of an export of each kind in each format, beside a copy of the files that it reads."""
-    idle = peak([sys.executable, "-c", "import olmo_lns.export.cli, olmo_lns.export.sources"])
-    found: list[dict[str, Any]] = [{"from": "nothing: the imports alone", "to": "", "copy_seconds": 0.0} | idle]
+def exports(folder: Path, size: str, rounds: int) -> list[dict[str, Any]]:
+    """Seconds and memory of an export of each kind in each format, in turn with a copy of the files that it reads."""
+    imports = [sys.executable, "-c", "import olmo_lns.export.cli, olmo_lns.export.sources"]
+    found = [{"from": "nothing: the imports alone", "to": ""} | _summary([peak(imports) for _ in range(rounds)])]
     for kind, make in MAKERS.items():
         with tempfile.TemporaryDirectory(dir=folder) as name:
-            checkpoint, out = Path(name) / "checkpoint", Path(name) / "out"
+            checkpoint, copy, out = (Path(name) / part for part in ("checkpoint", "copy", "out"))
             make(checkpoint, size)
-            _copy_seconds(checkpoint, Path(name) / "copy")  # the first one waits for what was just written
+            _copy_seconds(checkpoint, copy)  # the first one waits for what was just written
             for options in (options for known, options in EXPORTS if known == kind):
-                copy = _copy_seconds(checkpoint, Path(name) / "copy")
-                taken = peak([sys.executable, "-m", "olmo_lns", "export", str(checkpoint), str(out), *options])
+                copies, taken = [], []
+                for _ in range(rounds):
+                    copies.append(_copy_seconds(checkpoint, copy))
+                    taken.append(
+                        peak([sys.executable, "-m", "olmo_lns", "export", str(checkpoint), str(out), *options])
+                    )
+                    shutil.rmtree(out)
                 words = " ".join(option for option in options if option not in ("--tokenizer", "none"))
-                found.append({"from": kind, "to": words, "copy_seconds": copy} | taken)
-                print(f"# {kind} {words}: {taken['seconds']:.1f} s", file=sys.stderr, flush=True)
-                shutil.rmtree(out)
+                row = {"from": kind, "to": words} | _summary(taken)
+                row |= {"copy_seconds": benchlib.spread(copies)}
+                row |= {"ratio": benchlib.ratio([each["seconds"] for each in taken], copies)}
+                found.append(row)
+                shown = benchlib.show(row["seconds"], digits=1)
+                print(f"# {kind} {words}: {shown} s", file=sys.stderr, flush=True)
     return found
+
+
+def _summary(taken: Sequence[dict[str, float]]) -> dict[str, Any]:
+    most = {name: max(each[name] for each in taken) for name in ("anonymous", "resident")}
+    return {"seconds": benchlib.spread([each["seconds"] for each in taken])} | most
 
 
 def peak(command: Sequence[str]) -> dict[str, float]:
@@ -147,13 +162,14 @@ def show(report: dict[str, Any]) -> str:
         [
             row["from"],
             f"`{row['to']}`" if row["to"] else "",
-            *(f"{row[key]:.1f}" for key in ("seconds", "copy_seconds")),
+            benchlib.show(row["seconds"], digits=1),
+            *(benchlib.show(row[key], digits=digits) if key in row else "" for key, digits in _COPY.items()),
+            *(f"{row[key]:.0f}" for key in ("anonymous", "resident")),
         ]
-        + [f"{row[key]:.0f}" for key in ("anonymous", "resident")]
         for row in report["exports"]
     ]
-    header = [f"export of {report['size']} from", "to", "seconds", "a copy, s", "allocated, MB", "resident, MB"]
-    return text + "\n\n" + benchlib.markdown(header, rows)
+    header = [f"export of {report['size']} from", "to", "seconds", "a copy, s", "export / copy"]
+    return text + "\n\n" + benchlib.markdown([*header, "allocated, MB", "resident, MB"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {"environment": benchlib.environment(torch.device("cpu")), "clock": options.clock}
     report["commands"] = commands(options.commands, options)
     if options.exports:
-        report["size"], report["exports"] = options.size, exports(options.folder, options.size)
+        report["size"], report["exports"] = options.size, exports(options.folder, options.size, options.rounds)
     benchlib.write(report, options.json)
     print(show(report))
     return 0

@@ -20,7 +20,11 @@ from dataclasses import dataclass
 from typing import cast
 
 import rich
-from olmo_core.config import Config
+
+try:
+    from olmo_core.config import Config
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: this needs OLMo-core 2.5 to 3.0, pip install 'olmo-lns[olmo-core]'") from None
 from olmo_core.data import NumpyDataLoaderConfig, NumpyFSLDatasetConfig
 from olmo_core.nn.transformer import TransformerConfig
 from olmo_core.train import TrainerConfig, prepare_training_environment, teardown_training_environment
