@@ -16,9 +16,13 @@ def at_least(smallest: int) -> Callable[[str], int]:
     """
 
     def number(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < smallest:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if value < smallest:
             raise argparse.ArgumentTypeError(f"expected a whole number >= {smallest}, found {text!r}")
-        return int(text)
+        return value
 
     return number
 

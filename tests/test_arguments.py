@@ -11,7 +11,7 @@ from olmo_lns.arguments import above_zero, at_least
 
 
 def test_whole_numbers() -> None:
-    assert [at_least(1)("1"), at_least(0)(" 0 "), at_least(2)("1000000")] == [1, 0, 1_000_000]
+    assert [at_least(1)("+1"), at_least(0)(" 0 "), at_least(2)("100_000")] == [1, 0, 100_000]
     for smallest, text in ((1, "0"), (0, "-1"), (1, "1.5"), (1, "x"), (1, ""), (2, "1")):
         with pytest.raises(argparse.ArgumentTypeError, match=f"whole number >= {smallest}, found '{text}'"):
             at_least(smallest)(text)

@@ -6,6 +6,7 @@ and one record per tensor, so an object whose tensors are :class:`LazyTensor` ca
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import struct
@@ -32,6 +33,7 @@ __all__ = [
     "read_archive",
     "rewrite_pickle",
     "tensor_bytes",
+    "unreadable",
     "write_archive",
 ]
 
@@ -70,10 +72,12 @@ def opened(path: Path, content: Any = None) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path if content is None else content) as archive:
             yield archive
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
     except FileNotFoundError:
         raise LNSConfigError(f"{path} does not exist") from None
+    except (zipfile.BadZipFile, EOFError, RuntimeError, UnicodeDecodeError, struct.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the file's beginning
+            raise
+        raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
 
 
 def damaged(path: Path, record: str) -> LNSConfigError:
@@ -92,7 +96,7 @@ def read_archive(path: Path) -> Any:
     (checksums, state), mapped, compared = _check_around_tensors(path), _Mapped(path), set()
 
     def lazy(keys: tuple[Any, ...], tensor: torch.Tensor) -> LazyTensor:
-        if problem := _unreadable(tensor):
+        if problem := unreadable(tensor):
             raise LNSConfigError(f"{path}: {'.'.join(map(str, keys))} is {problem}, which cannot be exported")
 
         record = tensor.untyped_storage().data_ptr()  # of which several tensors may be views
@@ -159,12 +163,14 @@ def check_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) ->
     archive.open(info).close()
 
 
-def _unreadable(tensor: torch.Tensor) -> str:
-    """What is in the way of writing ``tensor`` again, or nothing."""
-    if tensor.device.type != "cpu":
+def unreadable(tensor: torch.Tensor, device: str = "cpu") -> str:
+    """What is in the way of writing ``tensor``, which was loaded to ``device``, again; or nothing."""
+    if tensor.device.type != device:
         return f"a tensor on the device {tensor.device}, without values"
     if tensor.layout != torch.strided:
         return f"a sparse tensor ({tensor.layout})"
+    if tensor.is_neg() or tensor.is_conj():
+        return "a view that changes the signs of what is stored"
     return "" if tensor.dtype in _STORAGES else f"a tensor of {tensor.dtype}"
 
 
@@ -228,7 +234,7 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise LNSConfigError(f"{path} does not exist") from None
-    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError) as error:
+    except (RuntimeError, pickle.UnpicklingError, ValueError, KeyError, EOFError) as error:
         raise LNSConfigError(f"{path} cannot be loaded safely (weights_only=True): {one_line(error)}") from None
 
 

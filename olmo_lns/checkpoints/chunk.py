@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import struct
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from olmo_lns.checkpoints.archive import check_record, damaged, opened
+from olmo_lns.checkpoints.archive import check_record, damaged, opened, unreadable
 from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = ["SavedTensor"]
@@ -39,12 +40,14 @@ class SavedTensor:
         storage = _storage(content, Path(source))
         try:
             meta = torch.load(_Bytes(content), map_location="meta", weights_only=True)  # type: ignore[arg-type]
-        except (RuntimeError, pickle.UnpicklingError, ValueError) as error:
+        except (RuntimeError, pickle.UnpicklingError, ValueError, KeyError) as error:
             raise LNSConfigError(f"{source} cannot be loaded safely: {one_line(error)}") from None
         if not isinstance(meta, torch.Tensor):
             raise LNSConfigError(f"{source}: expected a tensor, found {type(meta).__name__}")
-        if meta.layout != torch.strided or meta.untyped_storage().nbytes() > len(storage):
-            raise LNSConfigError(f"{source}: a sparse tensor or one without values cannot be exported")
+        if problem := unreadable(meta, "meta"):
+            raise LNSConfigError(f"{source} is {problem}, which cannot be exported")
+        if meta.untyped_storage().nbytes() > len(storage):
+            raise LNSConfigError(f"{source} is a tensor without values, which cannot be exported")
         return cls(meta, storage)
 
     def values(self) -> torch.Tensor:
@@ -65,7 +68,7 @@ class SavedTensor:
 
 def _storage(content: memoryview, path: Path) -> memoryview:
     """Compare every record with its CRC-32, where it lies; returns the one of the tensor, empty where there is none."""
-    storage = content[:0]
+    storage, storages = content[:0], 0
     with opened(path, _Bytes(content)) as archive:
         for info in archive.infolist():
             check_record(archive, info, path)
@@ -78,6 +81,9 @@ def _storage(content: memoryview, path: Path) -> memoryview:
             if part == "byteorder" and record != sys.byteorder.encode():
                 raise LNSConfigError(f"{path} was written on a machine of the other byte order, {bytes(record)!r}")
             if part.startswith("data/"):
+                storages += 1
+                if storages > 1:
+                    raise LNSConfigError(f"{path} holds more than the bytes of one tensor: {info.filename}")
                 storage = record
     return storage
 
@@ -98,7 +104,7 @@ class _Bytes(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = (0, self._position, len(self._content))[whence] + offset
         if position < 0:
-            raise OSError(f"there is nothing at {position}")
+            raise OSError(errno.EINVAL, f"there is nothing at {position}")
         self._position = position
         return position
 

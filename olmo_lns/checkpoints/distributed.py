@@ -230,12 +230,15 @@ class DistributedCheckpoint:
                     raise LNSConfigError(f"{self.folder}: the metadata lists no bytes for {name} at {chunk.offsets}")
 
     def _bytes(self, info: _StorageInfo) -> memoryview:
-        """Mapped from the file, for new memory costs as much time as reading."""
+        """Mapped from the file, for new memory costs as much time as reading; and only these, for the system counts as
+        memory what could be written to.
+        """
         if not info.length:
             return memoryview(b"")
+        before = info.offset % mmap.ALLOCATIONGRANULARITY
         with (self.folder / info.relative_path).open("rb") as file:
-            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return memoryview(whole)[info.offset : info.offset + info.length]
+            place = {"offset": info.offset - before, "access": mmap.ACCESS_COPY}
+            return memoryview(mmap.mmap(file.fileno(), before + info.length, **place))[before:]
 
     def _read_chunk(self, name: str, chunk: Any) -> SavedTensor:
         return self._checked(self._bytes(self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]), name, chunk)

@@ -114,9 +114,11 @@ def exponent(text: str) -> float:
 def byte_size(text: str) -> int:
     """``5GB`` -> 5,000,000,000; units are powers of 1000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
+    power = "KMG".index(match[2].upper()) + 1 if match and match[2] else 0
+    size = int(float(match[1]) * 1000**power) if match else 0
+    if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 5GB")
-    return int(float(match[1]) * 1000 ** ("KMG".index(match[2].upper()) + 1 if match[2] else 0))
+    return size
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -138,13 +138,14 @@ def _in_table(study: Study, out: Path, runs: Sequence[Run]) -> set[str]:
     from olmo_lns.study import launch
     from olmo_lns.study.finished import Finished
 
-    if not (table := Finished(study)):
+    if not study.finished or not runs:
         return set()
     os.environ.update(launch.environment(study, out))
     try:
+        table = Finished(study)
         return {run.name for run in runs if table.result(run) is not None}
     except LNSConfigError as error:
-        print(f"which of these runs {table.path} has is not known: {error}")
+        print(f"which of these runs {study.finished} has is not known: {error}")
         return set()
 
 

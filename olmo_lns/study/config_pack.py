@@ -46,7 +46,7 @@ def copy(name: str, out: Path) -> Path:
     source = folder() / name
     if not source.exists() and not name.endswith(".yaml"):
         source = folder() / f"{name}.yaml"
-    if not source.exists():
+    if not source.exists() or not source.resolve().is_relative_to(folder().resolve()):
         known = names() + sorted({str(Path(path).parent) for path in names()})
         raise LNSConfigError(f"the pack has no {name!r}{did_you_mean(name, known)}: `olmo-lns config list` shows it")
     target = out / source.name if out.is_dir() else out

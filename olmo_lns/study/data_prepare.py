@@ -67,10 +67,10 @@ class Progress:
             return cls(asdict(layout))
         try:
             found = cls(**json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
+            found.layout.setdefault("field", layout.field)  # older records have none
+        except (ValueError, TypeError, AttributeError) as error:
             raise LNSConfigError(f"{path}: no record of this command ({one_line(error)}): use another --out") from error
         wanted = asdict(layout)
-        found.layout.setdefault("field", layout.field)  # older records have none
         for key, value in wanted.items():
             if found.layout.get(key) != value:
                 raise LNSConfigError(
@@ -215,7 +215,7 @@ def _shown(steps: Iterator[Progress], state: Progress, limit: float | None) -> N
 
 def _id(tokenizer: Any, text: str, flag: str) -> int:
     """A number, or the token of that name."""
-    if text.isdigit():
+    if text.isdecimal():
         if int(text) > (last := max(tokenizer.get_vocab().values())):
             raise LNSConfigError(f"{flag} {text}: the ids of this tokenizer end at {last:,}: give a token or its id")
         return int(text)

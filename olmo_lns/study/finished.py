@@ -14,7 +14,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Iterable
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study import arms
 from olmo_lns.study.files import write_whole
 from olmo_lns.study.launch import environment_of, fingerprint, prepare_data
@@ -98,7 +98,10 @@ def _read(path: Path) -> dict[str, Result]:
         rows = list(csv.DictReader(file))
     if rows and not ("identity" in rows[0] and is_table(set(rows[0]) - {"identity"})):
         raise LNSConfigError(f"{path}: not a table of finished runs: columns {', '.join(rows[0])}")
-    return {row.pop("identity"): from_row(row) for row in rows}
+    try:
+        return {row.pop("identity"): from_row(row) for row in rows}
+    except (TypeError, ValueError) as error:
+        raise LNSConfigError(f"{path}: not a table of finished runs: {one_line(error)}") from error
 
 
 def prepared(study: Study, out: Path) -> Finished:

@@ -67,9 +67,16 @@ def test_a_changed_byte_in_any_record_is_found(record: str) -> None:
 
 
 def test_what_is_no_tensor_with_values_is_refused() -> None:
+    noted = WHOLE.clone()
+    noted.note = torch.ones(4, 6)  # type: ignore[attr-defined]  # saved beside it
     for value, words in (
-        (torch.zeros(3, device="meta"), "a chunk: a sparse tensor or one without values"),
-        (torch.eye(3).to_sparse(), "a chunk: a sparse tensor or one without values"),
+        (torch.zeros(3, device="meta"), "a chunk is a tensor without values, which cannot be exported"),
+        (torch.eye(3).to_sparse(), "a chunk holds more than the bytes of one tensor"),
+        (
+            torch._neg_view(WHOLE),
+            "a chunk is a view that changes the signs of what is stored, which cannot be exported",
+        ),
+        (noted, "a chunk holds more than the bytes of one tensor: archive/data/1"),
         ({"a": WHOLE}, "a chunk: expected a tensor, found dict"),
         (zipfile.ZipFile, "a chunk cannot be loaded safely"),
     ):
@@ -87,3 +94,16 @@ def test_the_other_byte_order_is_refused() -> None:
             other.writestr(info.filename, b"big" if info.filename.endswith("byteorder") else content)
     with pytest.raises(LNSConfigError, match="a chunk was written on a machine of the other byte order, b'big'"):
         SavedTensor.read(memoryview(bytearray(target.getvalue())), "a chunk")
+
+
+def test_no_changed_byte_is_taken_for_another_tensor() -> None:
+    """Every byte that is no padding: either it is found, in one line, or the values are the same."""
+    content = saved(torch.arange(3.0))
+    for place in range(len(content)):
+        for flip in (1, 0x80, 0xFF):
+            content[place] ^= flip
+            try:
+                assert torch.equal(SavedTensor.read(content, "a chunk").values(), torch.arange(3.0)), place
+            except LNSConfigError as error:
+                assert str(error).startswith("a chunk") and "\n" not in str(error)
+            content[place] ^= flip

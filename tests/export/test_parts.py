@@ -261,7 +261,7 @@ def test_sizes(text: str, size: int) -> None:
     assert byte_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "big", "0", "-1GB", "5TB"])
+@pytest.mark.parametrize("text", ["", "big", "0", "0.5B", "-1GB", "5TB"])
 def test_bad_sizes(text: str) -> None:
     import argparse
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,19 @@ def test_an_export_beside_one_with_a_longer_name(tmp_path: Path) -> None:
 
 
 # --- the disk ------------------------------------------------------------------------------------
+
+
+def test_a_file_larger_than_the_memory(sharded: Path, tmp_path: Path) -> None:
+    """What a rank holds besides the model is not read: here nothing, of which there are 2 TB."""
+    large = tmp_path / "large"
+    shutil.copytree(sharded, large)
+    for path in (large / "model_and_optim").glob("*.distcp"):
+        os.truncate(path, 1 << 41)
+    for name, source in (("small", sharded), ("large", large)):
+        assert export(source, tmp_path / f"{name}-olmo", "--format", "olmo") == 0
+        assert export(source, tmp_path / f"{name}-hf", "--format", "hf", "--tokenizer", "none") == 0
+    small, found = ((tmp_path / f"{name}-hf" / "model.safetensors").read_bytes() for name in ("small", "large"))
+    assert small == found
 
 
 @pytest.mark.parametrize("form", ["olmo", "olmo-unsharded", "hf"])

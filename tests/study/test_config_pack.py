@@ -31,6 +31,12 @@ def test_copy_a_file_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["/bin/true", "../tests", "../pyproject.toml"])
+def test_nothing_outside_the_pack_is_copied(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "copy", name, "-o", str(tmp_path / "out")]) == 1
+    assert f"the pack has no {name!r}" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_an_unknown_name_has_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "copy", "olmo/60M-lsn.yaml"]) == 1
     assert "did you mean 'olmo/60M-lns.yaml'" in capsys.readouterr().err

@@ -189,7 +189,7 @@ def test_a_file_that_is_no_tokenizer(content: str, source: Path) -> None:
         data_check.main(words(source))
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"layout": {}, "words": 3}'])
+@pytest.mark.parametrize("content", ["", "[1]", '{"layout": {}, "words": 3}', '{"layout": []}'])
 def test_a_record_of_something_else(content: str, source: Path) -> None:
     (source / "out").mkdir()
     (source / "out" / "train.json").write_text(content)

@@ -52,6 +52,11 @@ def test_status_knows_what_the_table_has(tabled: Built, tmp_path: Path, capsys: 
     assert first == f"{'b-preln-s1':<32} finished    step 20 of 20: in {tmp_path / 'runs.csv'}"
     assert second.startswith("b-lns-s1") and last == "2 finished"
     assert missing == f"{there} does not exist: nothing was started there"
+    table = (tmp_path / "runs.csv").read_text()
+    (tmp_path / "runs.csv").write_text(table[: table.rindex("\n", 0, -1) + 40])
+    assert cli.main(["status", str(tabled.path), "--out", str(there)]) == 0
+    assert f"has is not known: {tmp_path / 'runs.csv'}: not a table of finished runs" in capsys.readouterr().out
+    (tmp_path / "runs.csv").write_text(table)
     (tmp_path / "data" / "train.npy").unlink()
     assert cli.main(["status", str(tabled.path), "--out", str(there)]) == 0
     shown = capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import Any, Callable
 from omegaconf import OmegaConf
 
 from olmo_lns.doors.olmo import settings, types
-from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
 
 __all__ = ["MOST_LAYERS", "check_sizes", "require_no_decay", "require_supported", "wrap_load", "written"]
 
@@ -26,13 +26,20 @@ def check_sizes(config: Any) -> None:
 
     :raises LNSConfigError: a number that makes no model.
     """
+    from olmo.exceptions import OLMoConfigurationError
+
     for name in ("n_heads", "n_layers", "d_model", "vocab_size", "max_sequence_length"):
         if (value := getattr(config, name)) < 1:
             raise LNSConfigError(f"model.{name}: expected at least 1, got {value}")
-    for name, number in (("n_heads", config.n_heads), ("n_kv_heads", config.effective_n_kv_heads)):
-        whole = "d_model" if name == "n_heads" else "n_heads"
-        if getattr(config, whole) % number:
-            raise LNSConfigError(f"model.{name}: {whole} {getattr(config, whole)} is not a multiple of {number}")
+    try:
+        kv_heads = config.effective_n_kv_heads
+    except OLMoConfigurationError as error:
+        raise LNSConfigError(f"model.n_kv_heads: {one_line(error)}") from None
+    for name, number, whole in (("n_heads", config.n_heads, "d_model"), ("n_kv_heads", kv_heads, "n_heads")):
+        if number < 1 or getattr(config, whole) % number:
+            raise LNSConfigError(
+                f"model.{name}: expected a divisor of {whole}, which is {getattr(config, whole)}, got {number}"
+            )
     if config.n_layers > MOST_LAYERS:
         raise LNSConfigError(
             f"model.n_layers: {config.n_layers:,} blocks; more than {MOST_LAYERS:,} is taken for a slip"

@@ -306,12 +306,14 @@ def test_two_fsdp_ranks_train_and_save_and_say_what_cannot_be_resumed(
     [
         ({"model.n_layers": 20_000}, r"model.n_layers: 20,000 blocks"),
         ({"model.n_heads": 0}, r"model.n_heads: expected at least 1, got 0"),
-        ({"model.n_heads": 3}, r"model.n_heads: d_model \d+ is not a multiple of 3"),
-        ({"model.n_kv_heads": 3}, r"model.n_kv_heads: n_heads \d+ is not a multiple of 3"),
+        ({"model.n_heads": 3}, r"model.n_heads: expected a divisor of d_model, which is \d+, got 3"),
+        ({"model.n_kv_heads": 3}, r"model.n_kv_heads: expected a divisor of n_heads, which is \d+, got 3"),
+        ({"model.n_kv_heads": 0}, r"model.n_kv_heads: expected a divisor of n_heads, which is \d+, got 0"),
+        ({"model.n_kv_heads": 2, "model.multi_query_attention": True}, r"model.n_kv_heads: You can't set"),
         ({"precision": "fp8"}, r"precision: expected amp_bf16, amp_fp16 or fp32, got 'fp8'"),
         ({"load_path": "/nowhere/step3"}, r"load_path: /nowhere/step3 does not exist"),
     ],
-    ids=["layers", "heads", "head_width", "kv_heads", "precision", "load_path"],
+    ids=["layers", "heads", "head_width", "kv_heads", "no_kv_heads", "both_kv", "precision", "load_path"],
 )
 def test_values_that_cannot_work_are_named_before_anything_is_built(changes, message, tmp_path: Path):
     with pytest.raises(LNSConfigError, match=message):
