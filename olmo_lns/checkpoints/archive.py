@@ -96,7 +96,7 @@ def read_archive(path: Path) -> Any:
     (checksums, state), mapped, compared = _check_around_tensors(path), _Mapped(path), set()
 
     def lazy(keys: tuple[Any, ...], tensor: torch.Tensor) -> LazyTensor:
-        if problem := unreadable(tensor):
+        if problem := unreadable(tensor) or ("" if tensor.dtype in _STORAGES else f"a tensor of {tensor.dtype}"):
             raise LNSConfigError(f"{path}: {'.'.join(map(str, keys))} is {problem}, which cannot be exported")
 
         record = tensor.untyped_storage().data_ptr()  # of which several tensors may be views
@@ -171,7 +171,7 @@ def unreadable(tensor: torch.Tensor, device: str = "cpu") -> str:
         return f"a sparse tensor ({tensor.layout})"
     if tensor.is_neg() or tensor.is_conj():
         return "a view that changes the signs of what is stored"
-    return "" if tensor.dtype in _STORAGES else f"a tensor of {tensor.dtype}"
+    return ""
 
 
 def map_tensors(value: Any, function: Callable[[tuple[Any, ...], Any], Any], keys: tuple[Any, ...] = ()) -> Any:

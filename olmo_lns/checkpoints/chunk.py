@@ -33,7 +33,7 @@ class SavedTensor:
 
     @classmethod
     def read(cls, content: memoryview, source: str) -> SavedTensor:
-        """Compare the checksums of all of ``content``; nothing is copied.
+        """Compare the checksums of all of ``content``; of the tensor itself, newer versions of torch read nothing.
 
         :raises LNSConfigError: the bytes are damaged or hold something else than a tensor with values.
         """

@@ -20,6 +20,7 @@ TENSORS = {
     "transposed": WHOLE.t(),
     "bfloat16": WHOLE.bfloat16(),
     "int64": torch.arange(3),
+    "float8": WHOLE.to(torch.float8_e4m3fn),
     "scalar": torch.tensor(3.0),
     "empty": torch.empty(0, 4),
 }

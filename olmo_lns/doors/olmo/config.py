@@ -118,7 +118,7 @@ def _written_types(path: Any, overrides: list[str] | None, key: str | None, name
     mine = [text for text in given if leaf in text or text.partition("=")[0] == parent]
     if not any("${" in text for text in mine):  # they may name the others; parsing takes long
         given = mine
-    override = OmegaConf.select(OmegaConf.from_dotlist(given), name)
+    override = OmegaConf.select(OmegaConf.from_dotlist(given), name) if given else None
     text = Path(path).read_text(encoding="utf-8")
     return _named_type(text, key, name), None if override is None else str(override)
 
@@ -129,6 +129,7 @@ def written(text: str) -> Any:
     return OmegaConf.load(io.StringIO(text))
 
 
+@lru_cache(maxsize=1)
 def _named_type(text: str, key: str | None, name: str) -> str | None:
     raw = written(text)
     if key is not None:
