@@ -16,6 +16,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any, Callable, Iterator
 
 import torch
@@ -122,21 +123,23 @@ class _Mapped:
     """The tensors of a file, mapped: new pages for 5 GB cost as much time as reading them.
 
     A mapping gives each record once, so that a tensor is its caller's own. After :data:`_MAPPED` bytes there is another
-    one, because the pages of one that stays add up to the whole file; to make one is to unpickle the file.
+    one, because the pages of one that stays add up to the whole file; to make one is to unpickle the file. Threads may
+    share it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._value = path, None
+        self._path, self._value, self._lock = path, None, Lock()
         self._given: dict[int, int] = {}
 
     def tensor(self, record: int, keys: tuple[Any, ...]) -> torch.Tensor:
-        if self._value is None or record in self._given or sum(self._given.values()) >= _MAPPED:
-            self._value, self._given = _load(self._path), {}
-        value: Any = self._value
-        for key in keys:
-            value = value[key]
-        self._given[record] = value.untyped_storage().nbytes()
-        return value
+        with self._lock:
+            if self._value is None or record in self._given or sum(self._given.values()) >= _MAPPED:
+                self._value, self._given = _load(self._path), {}
+            value: Any = self._value
+            for key in keys:
+                value = value[key]
+            self._given[record] = value.untyped_storage().nbytes()
+            return value
 
 
 def _check_around_tensors(path: Path) -> tuple[set[tuple[int, int]], tuple[int, ...]]:

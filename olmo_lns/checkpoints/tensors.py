@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate
+from threading import Lock
 from typing import Any, Callable, Mapping, Protocol, Sequence, TypeVar
 
 import torch
@@ -68,6 +70,8 @@ class Lazy(Protocol):
 
 
 Item = TypeVar("Item", bound=Lazy)
+#: Tensors that are read at once, while the one before them is used.
+_AHEAD = 2
 
 
 def split_rows(tensor: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
@@ -90,12 +94,14 @@ def split_rows(tensor: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
 def _cut(read: Callable[[], torch.Tensor], spans: Sequence[tuple[int, int]]) -> list[Callable[[], torch.Tensor]]:
     """What reads ``read()[start : start + count]``, for each of ``spans``."""
     held: list[weakref.ref[torch.Tensor]] = []
+    lock = Lock()  # who reads the next part meanwhile waits for the whole
 
     def cut(start: int, count: int) -> torch.Tensor:
-        whole = held[0]() if held else None
-        if whole is None:
-            whole = read()
-            held[:] = [weakref.ref(whole)]
+        with lock:
+            whole = held[0]() if held else None
+            if whole is None:
+                whole = read()
+                held[:] = [weakref.ref(whole)]
         part = whole[start : start + count]
         part.whole = whole  # type: ignore[attr-defined]  # a view keeps the memory of the whole, not its object
         return part
@@ -104,17 +110,20 @@ def _cut(read: Callable[[], torch.Tensor], spans: Sequence[tuple[int, int]]) -> 
 
 
 def for_each(tensors: Sequence[Item], use: Callable[[Item, Any], object]) -> None:
-    """``use(tensor, its data)`` for each in turn; the next is read meanwhile.
+    """``use(tensor, its data)`` for each in turn; those that follow are read meanwhile, two at once.
 
-    Unless the two together are larger than the largest alone: reading ahead takes no more memory than that one does.
+    Unless all of these together are larger than the largest: reading ahead takes no more memory than that one does.
     """
     largest = max((tensor.nbytes for tensor in tensors), default=0)
-    ahead: Future[Any] | None = None
-    with ThreadPoolExecutor(1, "read-ahead") as pool:
-        for tensor, following in zip_longest(tensors, tensors[1:]):
-            data = tensor.read() if ahead is None else ahead.result()
-            fits = following is not None and tensor.nbytes + following.nbytes <= largest
-            ahead = pool.submit(following.read) if fits else None
+    reading: deque[Future[Any]] = deque()
+    with ThreadPoolExecutor(_AHEAD, "read-ahead") as pool:
+        for number, tensor in enumerate(tensors):
+            for following in tensors[number + len(reading) : number + _AHEAD + 1]:
+                held = tensors[number : number + len(reading) + 1]
+                if reading and sum(each.nbytes for each in held) > largest:
+                    break
+                reading.append(pool.submit(following.read))
+            data = reading.popleft().result()
             use(tensor, data)
             del data  # before the next one is read
 

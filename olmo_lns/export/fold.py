@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Callable, Iterable, Mapping
 
 import torch
 
 from olmo_lns.checkpoints.tensors import LazyTensor, check_dtype
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.export.memory import Memory
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 
 __all__ = [
@@ -60,11 +62,14 @@ class Rounding:
     where: str = ""
     multiplied: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
+    _memory: Memory = field(default_factory=Memory, repr=False)
+    _lock: Lock = field(default_factory=Lock, repr=False)  # several tensors are read at once
 
     def note(self, name: str, error: float, *, multiplied: bool) -> None:
-        (self.multiplied if multiplied else self.cast).add(name)
-        if error > self.worst:
-            self.worst, self.where = error, name
+        with self._lock:
+            (self.multiplied if multiplied else self.cast).add(name)
+            if error > self.worst:
+                self.worst, self.where = error, name
 
     def scale(
         self, name: str, tensor: torch.Tensor, factor: Factor, dtype: torch.dtype, shift: float = 0.0
@@ -82,15 +87,21 @@ class Rounding:
         same = isinstance(factor, float) and factor == 1.0 and shift == 0.0
         if same and tensor.dtype == dtype:
             return tensor
-        result = torch.empty(tensor.shape, dtype=dtype)
+        result = self._memory.empty(tensor.shape, dtype)
         source, target = tensor.reshape(-1), result.view(-1)
-        unchanged = same and tensor.dtype != torch.float64
+        wide = torch.float32 if same and tensor.dtype != torch.float64 else torch.float64
+        products, errors = (torch.empty(min(_CHUNK, source.numel()), dtype=wide) for _ in range(2))
         worst = 0.0
         for start in range(0, source.numel(), _CHUNK):
             part = source[start : start + _CHUNK]
-            exact = part.float() if unchanged else (part.double() + shift) * _of_elements(factor, tensor, start)
+            product, error = products[: len(part)], errors[: len(part)]
+            exact = part if part.dtype == wide else product.copy_(part)
+            if shift:
+                exact = exact + shift
+            if not same:
+                exact = torch.mul(exact, _of_elements(factor, tensor, start), out=product)
             rounded = target[start : start + _CHUNK].copy_(exact)
-            worst = max(worst, _largest(torch.sub(rounded, exact).div_(exact)))
+            worst = max(worst, _largest(error.copy_(rounded).sub_(exact).div_(exact)))
         if worst == math.inf:
             raise LNSConfigError(f"{name} holds values that overflow {dtype}: choose bf16 or fp32")
         self.note(name, worst, multiplied=not same)

@@ -1,10 +1,12 @@
-"""Reading weights one at a time: in order, the next one meanwhile, never more memory than the largest takes."""
+"""Reading weights one at a time: in order, the next two meanwhile, never more memory than the largest takes."""
 
 from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 import pytest
@@ -66,6 +68,44 @@ def test_the_next_is_read_while_one_is_used():
 
     for_each([first, second, large], use)
     assert events == [first, second, large]
+
+
+def test_two_are_read_at_once():
+    """Each waits for the other one: the reading of neither ends before that of both has begun."""
+    both = threading.Barrier(2, timeout=60)
+    using = threading.Event()
+
+    def read():
+        assert using.wait(60)
+        both.wait()
+        return torch.zeros(1)
+
+    first = LazyTensor((1,), torch.float32, lambda: torch.zeros(1))
+    pair = [LazyTensor((1,), torch.float32, read) for _ in range(2)]
+    large = LazyTensor((9,), torch.float32, lambda: torch.zeros(9))
+    used = []
+    for_each([first, *pair, large], lambda tensor, data: (using.set(), used.append(tensor)))
+    assert used == [first, *pair, large]
+
+
+def test_rows_that_are_read_at_once_share_the_whole():
+    reads, both = [], threading.Barrier(2, timeout=60)
+    whole = torch.arange(12.0).view(6, 2)
+
+    def read_whole():
+        reads.append(threading.get_ident())
+        time.sleep(0.1)  # in which the other thread, if nothing stopped it, would begin to read as well
+        return whole.clone()
+
+    parts = split_rows(LazyTensor((6, 2), torch.float32, read_whole), (3, 3))
+
+    def read(part):
+        both.wait()
+        return part.load()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(read, parts))
+    assert torch.equal(torch.cat(found), whole) and len(reads) == 1
 
 
 def test_rows_of_one_tensor_are_read_once():
