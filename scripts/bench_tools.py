@@ -57,6 +57,13 @@ def children_seconds(work: Callable[[], object]) -> float:
 
 #: What an export is compared with -> decimals shown.
 _COPY = {"copy_seconds": 1, "ratio": 2}
+#: What every export imports, and what one of a transformers folder does, which builds the model without data.
+_IMPORTS = {
+    "the imports alone": "olmo_lns.export.cli, olmo_lns.export.sources",
+    "the imports for transformers folders": (
+        "olmo_lns.export.cli, olmo_lns.export.sources, transformers.models.llama.modeling_llama"
+    ),
+}
 TIMERS: dict[str, benchlib.Timer] = {"wall": benchlib.cpu_seconds, "cpu": children_seconds}
 
 
@@ -72,8 +79,11 @@ def commands(names: Sequence[str], options: argparse.Namespace) -> list[dict[str
 
 def exports(folder: Path, size: str, rounds: int) -> list[dict[str, Any]]:
     """Seconds and memory of an export of each kind in each format, in turn with a copy of the files that it reads."""
-    imports = [sys.executable, "-c", "import olmo_lns.export.cli, olmo_lns.export.sources"]
-    found = [{"from": "nothing: the imports alone", "to": ""} | _summary([peak(imports) for _ in range(rounds)])]
+    found = [
+        {"from": f"nothing: {what}", "to": ""}
+        | _summary([peak([sys.executable, "-c", f"import {modules}"]) for _ in range(rounds)])
+        for what, modules in _IMPORTS.items()
+    ]
     for kind, make in MAKERS.items():
         with tempfile.TemporaryDirectory(dir=folder) as name:
             checkpoint, copy, out = (Path(name) / part for part in ("checkpoint", "copy", "out"))

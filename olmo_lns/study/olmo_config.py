@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
 import pickle
@@ -90,17 +91,18 @@ def _schema(cls: Any) -> bytes:
 
 def flatten(config: Any) -> dict[str, Any]:
     """A ``TrainConfig`` (or nested mapping) as ``{"model.d_model": 512, …}``; enums as their values."""
-    tree = config.asdict() if hasattr(config, "asdict") else config
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, node: Any) -> None:
+        if dataclasses.is_dataclass(node):
+            node = vars(node)  # dataclasses.asdict copies every value
         if isinstance(node, Mapping):
             for key, value in node.items():
                 walk(f"{prefix}.{key}" if prefix else str(key), value)
         else:
             flat[prefix] = _plain(node)
 
-    walk("", tree)
+    walk("", config)
     return flat
 
 

@@ -118,12 +118,16 @@ def _written_types(path: Any, overrides: list[str] | None, key: str | None, name
     mine = [text for text in given if leaf in text or text.partition("=")[0] == parent]
     if not any("${" in text for text in mine):  # they may name the others; parsing takes long
         given = mine
-    override = OmegaConf.select(OmegaConf.from_dotlist(given), name) if given else None
-    text = Path(path).read_text(encoding="utf-8")
-    return _named_type(text, key, name), None if override is None else str(override)
+    return _named_type(Path(path).read_text(encoding="utf-8"), key, name), _asked_type(tuple(given), name)
 
 
-@lru_cache(maxsize=1)  # a study loads one file for each of its runs
+@lru_cache  # a study loads one file for each of its runs, with the overrides of a few arms
+def _asked_type(given: tuple[str, ...], name: str) -> str | None:
+    override = OmegaConf.select(OmegaConf.from_dotlist([*given]), name) if given else None
+    return None if override is None else str(override)
+
+
+@lru_cache(maxsize=1)
 def written(text: str) -> Any:
     """A YAML file as OmegaConf reads it; whoever changes it takes a copy."""
     return OmegaConf.load(io.StringIO(text))
