@@ -111,6 +111,8 @@ def _plain(value: Any) -> Any:
         return str(value.value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
     return value
 
 

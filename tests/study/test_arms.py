@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -178,3 +179,16 @@ def test_the_head_is_all_that_full_megatron_leaves_under_a_scheme(name: str, fac
     for weight in (block.attn_out.weight, block.ff_out.weight, block.att_proj.weight):
         assert weight.std().item() == pytest.approx(0.0566 * cut, rel=0.02)
     assert block.attn_norm.lns_scale == pytest.approx(factor)
+
+
+def test_settings_are_what_omegaconf_makes_of_the_config() -> None:
+    """Of nested parts, of a list of them, and of enums; as plain values that JSON can hold."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from omegaconf import OmegaConf
+
+    config = olmo_config.load(REPOSITORY / "configs" / "study" / "evidence-cpu-base.yaml", {"run_name": "a"})
+    found = olmo_config.flatten(config)
+    assert found == olmo_config.flatten(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=False))
+    assert found["model.init_fn"] == "normal" and type(found["model.init_fn"]) is str
+    assert found["evaluators"] and all(type(item) is dict for item in found["evaluators"])
+    assert json.loads(json.dumps(found))["optimizer.betas"] == [*config.optimizer.betas]
