@@ -19,7 +19,7 @@ from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, load_common
 from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
 from olmo_lns.checkpoints.megatron_schemes import own_weights
-from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes
+from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes, join_rows, split_rows
 from olmo_lns.doors.megatron.settings import Settings
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
@@ -161,7 +161,9 @@ class MegatronCheckpoint:
             weights[f"{block}.att_proj.weight"] = qkv.with_rows(lambda t: ungroup(t, model))
             weights[f"{block}.attn_out.weight"] = take(f"{layers}.self_attention.linear_proj.weight", layer)
             fc1 = take(f"{layers}.mlp.linear_fc1.weight", layer)
-            weights[f"{block}.ff_proj.weight"] = fc1.with_rows(lambda t: torch.cat(t.chunk(2)[::-1]))
+            half = fc1.shape[0] // 2
+            gate, up = split_rows(fc1, (half, fc1.shape[0] - half))
+            weights[f"{block}.ff_proj.weight"] = join_rows(up, gate)
             weights[f"{block}.ff_out.weight"] = take(f"{layers}.mlp.linear_fc2.weight", layer)
         weights.update(own_weights(self.addition, model.n_layers, take, gain, parts))
         for part in parts:

@@ -16,7 +16,16 @@ import torch
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.norm.dtypes import DTYPES
 
-__all__ = ["ChunkFunction", "LazyTensor", "check_depth", "check_dtype", "check_shapes", "for_each", "split_rows"]
+__all__ = [
+    "ChunkFunction",
+    "LazyTensor",
+    "check_depth",
+    "check_dtype",
+    "check_shapes",
+    "for_each",
+    "join_rows",
+    "split_rows",
+]
 
 #: (name, offsets of the chunk in the whole tensor, chunk) -> new chunk of the same shape.
 ChunkFunction = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
@@ -36,10 +45,12 @@ class LazyTensor:
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
     raw: Callable[[], torch.Tensor] | None = None
+    #: What :func:`join_rows` put together.
+    parts: tuple[LazyTensor, ...] = ()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: object) -> LazyTensor:
         """The tensor ``function(self)``; ``changes`` names its shape or dtype where they differ."""
-        return replace(self, load=lambda: function(self.load()), raw=None, **changes)  # type: ignore[arg-type]
+        return replace(self, load=lambda: function(self.load()), raw=None, parts=(), **changes)  # type: ignore[arg-type]
 
     def with_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
         """The tensor with its rows in the order that ``function`` gives them: (rows, ...) to the same shape.
@@ -48,7 +59,7 @@ class LazyTensor:
         """
         raw = self.raw
         moved = None if raw is None else lambda: function(raw().view(self.shape[0], -1)).reshape(-1)
-        return replace(self, load=lambda: function(self.load()), raw=moved)
+        return replace(self, load=lambda: function(self.load()), raw=moved, parts=())
 
     @property
     def read(self) -> Callable[[], torch.Tensor]:
@@ -77,8 +88,11 @@ _AHEAD = 2
 def split_rows(tensor: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
     """``tensor`` cut along its first axis, ``counts`` rows each: views, so its memory is that of the whole.
 
-    While one of them is in use the whole is not read again for the next.
+    While one of them is in use the whole is not read again for the next. What was joined of such parts is not read as a
+    whole: they are given back.
     """
+    if [part.shape[0] for part in tensor.parts] == [*counts]:
+        return [*tensor.parts]
     spans = [(end - count, count) for end, count in zip(accumulate(counts), counts, strict=True)]
     row = torch.Size(tensor.shape[1:]).numel() * tensor.dtype.itemsize
     loads = _cut(tensor.load, spans)
@@ -89,6 +103,13 @@ def split_rows(tensor: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
         replace(tensor, shape=(count, *tensor.shape[1:]), load=load, raw=raw)
         for count, load, raw in zip(counts, loads, raws, strict=True)
     ]
+
+
+def join_rows(*parts: LazyTensor) -> LazyTensor:
+    """One tensor of the rows of ``parts``, of one dtype, one after another."""
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    raw = (lambda: torch.cat([part.read() for part in parts])) if all(part.raw for part in parts) else None
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.load() for part in parts]), raw, parts)
 
 
 def _cut(read: Callable[[], torch.Tensor], spans: Sequence[tuple[int, int]]) -> list[Callable[[], torch.Tensor]]:

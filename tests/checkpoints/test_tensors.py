@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from olmo_lns.checkpoints.archive import tensor_bytes
-from olmo_lns.checkpoints.tensors import LazyTensor, for_each, split_rows
+from olmo_lns.checkpoints.tensors import LazyTensor, for_each, join_rows, split_rows
 
 
 @pytest.mark.parametrize("sizes", [[], [5], [8, 1, 3, 4, 4, 6, 2, 1], [1, 1, 1, 9], [4, 4, 4]])
@@ -153,3 +153,27 @@ def test_what_is_only_copied_is_read_as_bytes():
     assert [kind for kind, _ in groupby(asked)] == ["bytes", "values"]
     with pytest.raises(AssertionError):
         tensor_bytes(raw[:-1], tensor)
+
+
+def test_joined_rows():
+    """Cut where they were joined, the parts are read and not the whole; elsewhere, or computed with, the whole is."""
+    whole = torch.arange(12.0).view(6, 2)
+    raw = whole.view(-1).view(torch.uint8)
+    tensor = LazyTensor((6, 2), torch.float32, whole.clone, raw.clone)
+    first, second = split_rows(tensor, (4, 2))
+    turned = join_rows(second, first)
+    expected = torch.cat([whole[4:], whole[:4]])
+    assert turned.shape == (6, 2) and turned.dtype == torch.float32
+    assert torch.equal(turned.load(), expected)
+    assert bytes(tensor_bytes(turned.read(), turned)) == expected.numpy().tobytes()
+    assert split_rows(turned, (2, 4)) == [second, first]
+    for changed, values in (
+        (turned, expected),
+        (turned.map(torch.neg), -expected),
+        (turned.with_rows(torch.clone), expected),
+    ):
+        parts = split_rows(changed, (2, 4) if changed is not turned else (3, 3))
+        assert torch.equal(torch.cat([part.load() for part in parts]), values)
+        assert b"".join(bytes(tensor_bytes(part.read(), part)) for part in parts) == values.numpy().tobytes()
+    without = join_rows(turned.map(torch.neg), first)
+    assert without.raw is None and torch.equal(without.load(), torch.cat([-expected, whole[:4]]))
