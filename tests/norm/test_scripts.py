@@ -196,11 +196,15 @@ def test_generation_is_that_of_the_model(bench, monkeypatch):
 def test_bench_tools_times_a_command_and_says_when_it_fails(tmp_path, bench, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     tools = importlib.import_module("bench_tools")
-    monkeypatch.setitem(tools.COMMANDS, "version", (["--version"], 60.0))
-    monkeypatch.setitem(tools.COMMANDS, "nothing", (["nothing"], 60.0))
+    monkeypatch.setitem(tools.COMMANDS, "--version", (("-m", "olmo_lns", "--version"), 60.0))
+    monkeypatch.setitem(tools.COMMANDS, "import sys", (("-c", "import sys"), None))
+    monkeypatch.setitem(tools.COMMANDS, "nothing", (("-m", "olmo_lns", "nothing"), 60.0))
     report = tmp_path / "report.json"
-    assert bench("bench_tools", "--commands", "version", "--rounds", "1", "--json", report) == 0
+    assert bench("bench_tools", "--commands=--version", "--rounds", "1", "--json", report) == 0
     (row,) = json.loads(report.read_text())["commands"]
-    assert 0 < row["seconds"]["median"] < 60 and "| met |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="olmo-lns nothing ended with 2: .*no such command"):
+    assert 0 < row["seconds"]["median"] < 60 and "| olmo-lns --version |" in (out := capsys.readouterr().out)
+    assert "| met |" in out
+    assert bench("bench_tools", "--commands", "import sys", "--rounds", "1") == 0
+    assert '| python -c "import sys" |' in (out := capsys.readouterr().out) and "met" not in out
+    with pytest.raises(SystemExit, match="olmo_lns nothing ended with 2: .*no such command"):
         bench("bench_tools", "--commands", "nothing", "--rounds", "1")
