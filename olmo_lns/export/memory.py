@@ -40,4 +40,4 @@ class Memory:
                 if len(block) >= size:
                     return self._free.pop(index)
             self._free.clear()
-        return mmap.mmap(-1, size)
+        return mmap.mmap(-1, size, mmap.MAP_PRIVATE)  # not shared, which is counted as no process's own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,3 +56,18 @@ def test_threads_get_memory_of_their_own():
         scaled = pool.map(lambda weight: rounding.scale("w", weight, 0.5, torch.float32), weights)
         for number, found in enumerate(scaled, 1):
             assert (found == number / 2).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
+def test_it_counts_as_the_process_s_own():
+    """Not as shared memory, which measurements of what a process allocated leave out."""
+
+    def own():
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) * 1024
+
+    before, size = own(), 1 << 28
+    memory = Memory()
+    held = memory.empty(torch.Size((size,)), torch.uint8).fill_(1)
+    assert own() - before > size * 0.9
+    del held
