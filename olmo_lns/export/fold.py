@@ -1,4 +1,4 @@
-"""Multiply weights by a factor and round once; one tensor in memory at a time."""
+"""Multiply weights by a factor and round once, each when its turn to be written comes."""
 
 from __future__ import annotations
 

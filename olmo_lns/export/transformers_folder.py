@@ -33,7 +33,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def target(source: Path, options: Options) -> Target:
-    """``olmo-lns export <folder> <output> --format hf``; one tensor is in memory at a time.
+    """``olmo-lns export <folder> <output> --format hf``; a weight is read when its turn to be written comes.
 
     :raises LNSConfigError: another exponent than the folder's, or weights that are not those of its config.
     """
