@@ -140,8 +140,21 @@ def compare_arms(study: Study, identities: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def compare_planned(study: Study) -> None:
-    """:func:`compare_arms` before anything runs, on the settings that the configs give."""
-    compare_arms(study, {run.name: {"settings": run.settings, "data": None, "environment": {}} for run in study.runs})
+    """:func:`compare_arms` before anything runs, on the settings that the configs give.
+
+    Runs of one size and arm differ in name and seed alone: arms that stand together under several seeds are loaded for
+    one of them.
+    """
+    together: dict[tuple[str, int], dict[str, Run]] = {}
+    for run in study.runs:
+        together.setdefault((run.size, run.seed), {})[run.arm] = run
+    compared: dict[str, list[set[str]]] = {}
+    for (size, _), runs in sorted(together.items(), key=lambda item: len(item[1]), reverse=True):
+        if any(set(runs) <= arms for arms in compared.setdefault(size, [])):
+            continue
+        compared[size].append(set(runs))
+        planned = {run.name: {"settings": run.settings, "data": None, "environment": {}} for run in runs.values()}
+        compare_arms(study, planned)
 
 
 def _compare(engine: Engine, name: str, one: Mapping[str, Any], other_name: str, other: Mapping[str, Any]) -> None:

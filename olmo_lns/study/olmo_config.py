@@ -71,7 +71,7 @@ def _load(cls: Any, path: str, overrides: list[str], _key: None, validate_paths:
     return OmegaConf.to_object(OmegaConf.unsafe_merge(own, OmegaConf.from_dotlist(overrides)))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=64)
 def _schema_and_file(cls: Any, text: str) -> bytes:
     """Pickled, since OmegaConf's own copies take eight times as long."""
     from omegaconf import OmegaConf

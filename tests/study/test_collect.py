@@ -170,6 +170,30 @@ def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: 
             cli.main([command[0], str(built.path), *command[1:]])
 
 
+def loaded(study: Study) -> list[str]:
+    collect.compare_planned(study)
+    return [run.name for run in study.runs if "settings" in vars(run)]
+
+
+def test_arms_that_were_compared_under_one_seed_are_not_loaded_for_another(built: Built) -> None:
+    assert loaded(built.study) == ["a-preln-s1", "a-lns-s1", "b-preln-s1", "b-lns-s1"]
+    built.description |= {
+        "seeds": [],
+        "more_seeds": {"a": {"lns": [1, 2], "preln": [2]}, "b": {"lns": [1], "preln": [2]}},
+    }
+    built.save()
+    assert loaded(built.study) == ["a-preln-s2", "a-lns-s2", "b-preln-s2", "b-lns-s1"]
+
+
+def test_arms_that_differ_under_a_later_seed_are_refused(built: Built) -> None:
+    """The seed with all arms is the one that is compared, wherever it stands."""
+    built.description |= {"seeds": [], "more_seeds": {"a": {"preln": [1, 2], "lns": [2]}, "b": {"preln": [1]}}}
+    built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
+    built.save()
+    with pytest.raises(LNSConfigError, match="a-preln-s2 and a-lns-s2 differ in more than the arm"):
+        collect.compare_planned(built.study)
+
+
 def megatron_study(tmp_path: Path) -> tuple[Study, Path]:
 
     path = tmp_path / "megatron.yaml"

@@ -133,7 +133,7 @@ def written(text: str) -> Any:
     return OmegaConf.load(io.StringIO(text))
 
 
-@lru_cache(maxsize=1)
+@lru_cache
 def _named_type(text: str, key: str | None, name: str) -> str | None:
     raw = written(text)
     if key is not None:
