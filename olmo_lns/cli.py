@@ -102,6 +102,9 @@ MACHINE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 fine, 1 a check or run failed, 2 wrong usage."""
+    # torch, OLMo and transformers make half a million objects that stay: with Python's 700 a sixth of their import
+    # goes into looking for some to collect.
+    gc.set_threshold(10_000, 10, 10)
     try:
         code = _main(argv)
         sys.stdout.flush()
@@ -112,9 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    # torch, OLMo and transformers make half a million objects that stay: with Python's 700 a sixth of their import
-    # goes into looking for some to collect.
-    gc.set_threshold(10_000, 10, 10)
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage())

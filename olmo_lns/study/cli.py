@@ -110,10 +110,9 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
         for path in slurm.write(study, runs, args.out, args.slurm, site=site):
             print(f"wrote {path}; submit with: sbatch {path}")
         return 0
-    for name, value in launch.environment(study, args.out).items():
-        print(f"export {name}={shlex.quote(value)}")
-    for run in runs:
-        print(shlex.join(launch.command(study, run, args.out, python="python")))
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment(study, args.out).items()]
+    lines += [shlex.join(launch.command(study, run, args.out, python="python")) for run in runs]
+    print("\n".join(lines))  # all of them, or none where one cannot be written
     return 0
 
 

@@ -45,7 +45,10 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
         return [python, "-m", "olmo_lns", *words]
     torchrun = ["torchrun", "--nproc-per-node", str(options.nproc)]
     if nodes > 1 and not slurm:
-        raise LNSConfigError(f"run {run.name} asks for {nodes} nodes: write Slurm scripts with --slurm FOLDER")
+        raise LNSConfigError(
+            f"run {run.name} asks for {nodes} nodes: write Slurm scripts with --slurm FOLDER, or name the others with "
+            "--only"
+        )
     if nodes > 1:
         torchrun += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
         torchrun += ["--rdzv-id", "$SLURM_JOB_ID", "--rdzv-endpoint", "$HEAD:29500"]

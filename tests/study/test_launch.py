@@ -48,6 +48,15 @@ def test_commands(tmp_path: Path) -> None:
     assert f"--load {tmp_path}/7B-lns-s6198 --tensorboard-dir {tmp_path}/7B-lns-s6198/tensorboard" in text
 
 
+def test_commands_are_printed_together_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", str(REPOSITORY / "configs" / "study" / "paper-megatron.yaml"), "--out", str(tmp_path)]
+    with pytest.raises(LNSConfigError, match="name the others with --only"):
+        cli.main(words)
+    assert capsys.readouterr().out == ""
+    assert cli.main([*words, "--only", "60M-lns-s6198"]) == 0
+    assert capsys.readouterr().out.count("pretrain_gpt.py") == 1
+
+
 @pytest.mark.slow
 def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
     """Executed by bash with stand-ins for srun and torchrun: every array task starts its own run, stamped."""

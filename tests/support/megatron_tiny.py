@@ -150,6 +150,11 @@ def gradients(model: Any, tokens: torch.Tensor) -> tuple[float, dict[str, torch.
     return float(loss.detach()), {name: p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
+def scaled_norms(model: torch.nn.Module) -> list[Any]:
+    """All modules that carry a factor, in order."""
+    return [module for module in model.modules() if hasattr(module, "lns_scale")]
+
+
 def train(model: Any, steps: int = 6, lr: float = 3e-3) -> list[float]:
     """A few Adam steps, each on another batch; the loss of each."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)

@@ -162,13 +162,12 @@ def mtp() -> list[Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     from olmo_lns.doors.megatron import apply
-    from olmo_lns.doors.megatron.layers import scaled_norms
 
     cfg = tiny.config(mtp_num_layers=2)
     apply(cfg)
     spec = te_spec(cfg)
     model = tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=True))
-    return [m.lns_sites[0].layer_number for m in scaled_norms(model)]
+    return [m.lns_sites[0].layer_number for m in tiny.scaled_norms(model)]
 
 
 def fused_accumulation() -> float:
@@ -191,7 +190,6 @@ def mla() -> dict[str, Any]:
     from megatron.core.transformer import MLATransformerConfig
 
     from olmo_lns.doors.megatron import apply
-    from olmo_lns.doors.megatron.layers import scaled_norms
 
     base = {
         f: getattr(tiny.config(), f) for f in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
@@ -203,7 +201,7 @@ def mla() -> dict[str, Any]:
     )  # fmt: skip
     apply(cfg)
     model = tiny.build(cfg, te_spec(cfg, core=NoCore, multi_latent_attention=True, qk_layernorm=True))
-    scaled = {id(m) for m in scaled_norms(model)}
+    scaled = {id(m) for m in tiny.scaled_norms(model)}
     names = [name.split(".", 3)[-1] for name, m in model.named_modules() if id(m) in scaled]
     return {"sites": names, "others": sorted({
         name.split(".")[-1] for name, m in model.named_modules()

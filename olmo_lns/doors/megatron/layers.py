@@ -24,12 +24,12 @@ from torch import nn
 from olmo_lns.doors import binding
 from olmo_lns.doors.binding import Site
 from olmo_lns.doors.megatron.addition import bind_addition, unsupported
-from olmo_lns.doors.megatron.norms import bind_norm, is_fused_linear, is_scaled
+from olmo_lns.doors.megatron.norms import bind_norm, is_fused_linear
 from olmo_lns.doors.megatron.settings import Settings
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import Scheme, names
 
-__all__ = ["bind_layer", "blocks_of", "bound", "check_config", "check_scheme", "scaled_norms"]
+__all__ = ["bind_layer", "blocks_of", "bound", "check_config", "check_scheme"]
 
 _WORDS = {"attn": "attention", "ff": "MLP"}
 _FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
@@ -124,11 +124,6 @@ def blocks_of(config: Any, *, hybrid: bool) -> int:
 def bound(model: nn.Module) -> int:
     """How many sub-layers of ``model`` have a scheme."""
     return len(list(binding.sites(model)))
-
-
-def scaled_norms(model: nn.Module) -> list[nn.Module]:
-    """All modules of ``model`` that carry a factor, in order."""
-    return [module for module in model.modules() if is_scaled(module)]
 
 
 def _site(layer: Any, sub_layer: str, norm: str, holder: str, names: tuple[str, ...]) -> nn.Module:

@@ -29,7 +29,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.norm import Backend, choose_backend, layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
 
-__all__ = ["bind_norm", "is_fused_linear", "is_scaled", "scale_norm"]
+__all__ = ["bind_norm", "is_fused_linear", "scale_norm"]
 
 
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
@@ -148,10 +148,6 @@ def scale_norm(module: Any, factor: float) -> None:
     if isinstance(module, FoldedOp):
         module.lns_backend = choose_backend()
         module.lns_method = f"olmo_lns.norm ({module.lns_backend.name})"
-
-
-def is_scaled(module: object) -> bool:
-    return isinstance(module, _Scaled)
 
 
 def is_fused_linear(module: object) -> bool:

@@ -13,7 +13,6 @@ from support import megatron_tiny as tiny
 
 from olmo_lns.doors.megatron import apply, checkpoint, launching
 from olmo_lns.doors.megatron.initialization import describe, use_plain_initialization
-from olmo_lns.doors.megatron.layers import scaled_norms
 from olmo_lns.doors.megatron.report import forget
 from olmo_lns.doors.megatron.settings import Settings
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
@@ -52,7 +51,7 @@ def hybrid(pattern: str) -> Any:
 
 def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block(capsys: pytest.CaptureFixture[str]) -> None:
     stack = hybrid("*-*-*-")
-    assert [norm.lns_sites[0].layer_number for norm in scaled_norms(stack)] == [1, 1, 2, 2, 3, 3]
+    assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(stack)] == [1, 1, 2, 2, 3, 3]
     assert "LayerNorm Scaling on: 6 norms (RMSNorm), 6 in this process (blocks 1-3)" in capsys.readouterr().out
 
 
@@ -80,7 +79,7 @@ def test_a_config_that_did_not_come_from_the_arguments_is_refused(monkeypatch: p
     with pytest.raises(LNSConfigError, match="was not made by core_transformer_config_from_args"):
         tiny.build(tiny.config())
     arguments._GLOBAL_ARGS = SimpleNamespace()  # type: ignore[attr-defined]
-    assert scaled_norms(tiny.build(tiny.config())) == []
+    assert tiny.scaled_norms(tiny.build(tiny.config())) == []
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from support import megatron_tiny as tiny
 
 from olmo_lns.doors.binding import Site
 from olmo_lns.doors.megatron import apply
-from olmo_lns.doors.megatron.layers import scaled_norms
 from olmo_lns.doors.megatron.norms import bind_norm
 from olmo_lns.schemes import LNS
 
@@ -132,7 +131,7 @@ def test_the_ratio_of_step_times_is_reported(te: Any, record_property: Any, caps
     """Forward and backward with LNS against without, in pairs; told, not judged: another GPU is another number."""
     x = torch.randn(2048, 2, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     pair = models()
-    assert [len(scaled_norms(model)) for model in pair] == [0, 16]
+    assert [len(tiny.scaled_norms(model)) for model in pair] == [0, 16]
 
     def milliseconds(model: Any) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

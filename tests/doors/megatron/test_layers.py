@@ -10,7 +10,6 @@ import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns.doors.megatron import apply
-from olmo_lns.doors.megatron.layers import scaled_norms
 from olmo_lns.errors import LNSConfigError
 
 
@@ -52,7 +51,7 @@ def test_steps_of_an_optimizer_follow_the_hooked_model() -> None:
 
 def test_moe_layers() -> None:
     model = lns_model(num_moe_experts=4)
-    assert len(scaled_norms(model)) == 2 * tiny.LAYERS
+    assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
     loss, grads = tiny.gradients(model, tiny.batch())
     right, right_grads = tiny.gradients(reference(model, num_moe_experts=4), tiny.batch())
     assert loss == pytest.approx(right, rel=1e-6)
@@ -69,9 +68,9 @@ def test_full_recompute_changes_nothing() -> None:
 
 def test_two_sites_a_layer_with_the_global_number() -> None:
     model = lns_model()
-    sites = [(norm.lns_sites[0].layer_number, norm.lns_scale) for norm in scaled_norms(model)]
+    sites = [(norm.lns_sites[0].layer_number, norm.lns_scale) for norm in tiny.scaled_norms(model)]
     assert sites == [(block, block**-0.5) for block in (1, 1, 2, 2, 3, 3, 4, 4)]
-    assert not scaled_norms(model.decoder.final_layernorm)
+    assert not tiny.scaled_norms(model.decoder.final_layernorm)
 
 
 def test_parameter_names_and_checkpoint_keys_are_those_of_stock() -> None:
@@ -97,7 +96,7 @@ def test_a_norm_survives_deepcopy_and_another_dtype() -> None:
 
 def test_without_the_flag_the_model_is_stock_bit_for_bit() -> None:
     model = tiny.build(tiny.config())
-    assert scaled_norms(model) == []
+    assert tiny.scaled_norms(model) == []
     assert type(model.decoder.layers[0].input_layernorm) is torch.nn.RMSNorm
     std = 0.02 / (2 * tiny.LAYERS) ** 0.5
     assert model.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
@@ -120,7 +119,7 @@ def test_apply_to_a_built_model_equals_apply_to_its_config() -> None:
 def test_apply_to_one_layer() -> None:
     layer = tiny.build(tiny.config()).decoder.layers[2]
     assert apply(layer) == 2
-    assert {norm.lns_scale for norm in scaled_norms(layer)} == {3**-0.5}
+    assert {norm.lns_scale for norm in tiny.scaled_norms(layer)} == {3**-0.5}
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def test_halves_of_a_hybrid_block_share_its_number(number: int, halves: str, blo
     layer.layer_number = number
     setattr(layer, "mlp" if halves == "attention" else "self_attention", IdentityOp())
     assert apply(layer) == 1
-    assert [norm.lns_sites[0].layer_number for norm in scaled_norms(layer)] == [block]
+    assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(layer)] == [block]
 
 
 def test_an_unknown_norm_is_multiplied() -> None:

@@ -11,7 +11,7 @@ import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns.doors.binding import Site
-from olmo_lns.doors.megatron.norms import bind_norm, is_scaled
+from olmo_lns.doors.megatron.norms import bind_norm
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import LNS
 
@@ -115,7 +115,7 @@ def test_a_norm_that_hands_the_residual_on() -> None:
 def test_twice_is_refused_and_names_stay() -> None:
     norm: Any = torch.nn.RMSNorm(WIDTH)
     bind_norm(norm, SITE)
-    assert is_scaled(norm) and isinstance(norm, torch.nn.RMSNorm)
+    assert norm.lns_scale == SCALE and isinstance(norm, torch.nn.RMSNorm)
     assert type(norm).__name__ == "RMSNorm" and "lns_scale=0.57735" in repr(norm)
     with pytest.raises(LNSConfigError, match="scheme lns already"):
         bind_norm(norm, SITE)

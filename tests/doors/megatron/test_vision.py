@@ -12,7 +12,6 @@ import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns.doors.megatron import apply
-from olmo_lns.doors.megatron.layers import scaled_norms
 from olmo_lns.errors import LNSConfigError
 
 TOWER_BLOCKS = 2
@@ -64,8 +63,9 @@ def configs(**settings: Any) -> tuple[Any, Any]:
 def test_the_language_decoder_only(capsys: pytest.CaptureFixture[str]) -> None:
     model = llava(*configs(exponent=0.5))
     out = capsys.readouterr().out
-    assert [norm.lns_sites[0].layer_number for norm in scaled_norms(model.language_model)] == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert scaled_norms(model.vision_model) == []
+    norms = tiny.scaled_norms(model.language_model)
+    assert [norm.lns_sites[0].layer_number for norm in norms] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert tiny.scaled_norms(model.vision_model) == []
     assert "LayerNorm Scaling on: 8 norms" in out
     assert "vision tower CLIPViTModel: no LayerNorm Scaling in its 2 blocks" in out
 
@@ -82,13 +82,14 @@ def test_the_tower_is_megatrons_own_in_every_weight_and_output() -> None:
 def test_the_tower_on_request() -> None:
     cfg, tower = configs(exponent=0.5)
     apply(tower, vision=True)
-    assert [norm.lns_sites[0].layer_number for norm in scaled_norms(llava(cfg, tower).vision_model)] == [1, 1, 2, 2]
+    norms = tiny.scaled_norms(llava(cfg, tower).vision_model)
+    assert [norm.lns_sites[0].layer_number for norm in norms] == [1, 1, 2, 2]
 
 
 def test_a_built_model(capsys: pytest.CaptureFixture[str]) -> None:
     model = llava(*configs())
     assert apply(model) == 8
-    assert scaled_norms(model.vision_model) == []
+    assert tiny.scaled_norms(model.vision_model) == []
     assert "vision tower CLIPViTModel: no LayerNorm Scaling" in capsys.readouterr().out
     assert apply(llava(*configs()), vision=True) == 8 + 2 * TOWER_BLOCKS
     with pytest.raises(LNSConfigError, match="no TransformerLayer outside a vision tower"):
