@@ -11,7 +11,8 @@ from typing import Any, Mapping
 
 import yaml
 
-from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.study import description
 from olmo_lns.study.arms import arm_named, settings_of
 from olmo_lns.study.engines import OLMO, Engine, engine_named
 from olmo_lns.study.horizons import Horizons
@@ -19,24 +20,6 @@ from olmo_lns.study.published import PUBLISHED
 from olmo_lns.study.shape import Shape
 
 __all__ = ["Launch", "Run", "Study"]
-
-KEYS = {
-    "name",
-    "framework",
-    "config",
-    "data",
-    "sizes",
-    "arms",
-    "seeds",
-    "more_seeds",
-    "only",
-    "final_fraction",
-    "horizons",
-    "decay",
-    "finished",
-    "published",
-    "launch",
-}
 
 
 @dataclass(frozen=True)
@@ -133,16 +116,18 @@ class Study:
     def load(cls, path: str | Path) -> Study:
         """Read a description.
 
-        :raises LNSConfigError: a missing file, unknown key, arm or framework, or a fraction outside (0, 1].
+        :raises LNSConfigError: no such file, no YAML, an unknown key, arm, size or framework, or an unfit value.
         """
         path = Path(path)
         if not path.is_file():
             raise LNSConfigError(f"{path}: no such study description (see configs/study/)")
-        raw = yaml.safe_load(path.read_text())
+        try:
+            raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise LNSConfigError(f"{path}: not YAML: {one_line(error)}") from error
         if not isinstance(raw, dict) or not {"name", "config", "sizes", "arms"} <= set(raw):
             raise LNSConfigError(f"{path}: a study description needs name, config, sizes and arms")
-        if unknown := sorted(set(raw) - KEYS):
-            raise LNSConfigError(f"{path}: unknown keys {', '.join(unknown)}; known: {', '.join(sorted(KEYS))}")
+        description.check(raw, path)
         try:
             engine = engine_named(raw.get("framework", OLMO.name))
         except LNSConfigError as error:
@@ -150,11 +135,8 @@ class Study:
         fraction = float(raw.get("final_fraction", 0.01))
         if not 0 < fraction <= 1:
             raise LNSConfigError(f"{path}: final_fraction {fraction}: expected a number in (0, 1]")
-        try:
-            options: dict[str, Any] = dict(raw.get("launch", {}))
-            launch = Launch(**options | {"args": tuple(options.get("args", ()))})
-        except TypeError as error:
-            raise LNSConfigError(f"{path}: launch: {str(error).split('()')[-1].strip()}") from error
+        options = dict(raw.get("launch", {}))
+        launch = Launch(**options | {"args": tuple(map(str, options.get("args", ())))})
         table = path.parent / raw["finished"] if raw.get("finished") else None
         published = raw.get("published")
         if published is not None and published not in PUBLISHED:
@@ -163,14 +145,19 @@ class Study:
                 f"{path}: published {published!r}{did_you_mean(published, PUBLISHED)}: expected one of {known}"
             )
         runs = _runs(raw, path, engine)
+        if isinstance(launch.nodes, Mapping) and (unknown := {*launch.nodes} - {run.size for run in runs}):
+            raise LNSConfigError(
+                f"{path}: launch: nodes names {', '.join(sorted(map(str, unknown)))}, which is not among the sizes: "
+                f"{', '.join(dict.fromkeys(run.size for run in runs))}"
+            )
         return cls(raw["name"], engine, path, runs, fraction, raw.get("data"), launch, table, published)
 
 
 def _runs(raw: Mapping[str, Any], path: Path, engine: Engine) -> tuple[Run, ...]:
     """Size by size, smallest first as listed, the arms of a seed together: a study cut short still compares arms."""
     sizes, arms = _table(raw["sizes"]), _table(raw["arms"])
-    seeds = [int(seed) for seed in raw.get("seeds", [engine.default_seed])]
-    more, only = raw.get("more_seeds", {}), raw.get("only", {})
+    seeds = raw.get("seeds", [engine.default_seed])
+    more, only = ({str(size): value for size, value in raw.get(key, {}).items()} for key in ("more_seeds", "only"))
     for key, named in (("more_seeds", more), ("only", only)):
         if unknown := sorted(set(named) - set(sizes)):
             raise LNSConfigError(f"{path}: {key} names {', '.join(unknown)}, which is not among the sizes")
@@ -186,7 +173,7 @@ def _runs(raw: Mapping[str, Any], path: Path, engine: Engine) -> tuple[Run, ...]
         by_arm = here if isinstance(here, Mapping) else dict.fromkeys(arms, here)
         if unknown := sorted(set(by_arm) - set(arms)):
             raise LNSConfigError(f"{path}: more_seeds names {', '.join(unknown)}, which is not among the arms")
-        wanted = {arm: [*seeds, *map(int, by_arm.get(arm, []))] for arm in only.get(size, arms)}
+        wanted = {arm: [*seeds, *by_arm.get(arm, [])] for arm in only.get(size, arms)}
         if any(len(set(found)) != len(found) for found in wanted.values()):
             raise LNSConfigError(f"{path}: a seed is listed twice for one size")
         for seed in dict.fromkeys(chain.from_iterable(wanted.values())):

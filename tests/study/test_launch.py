@@ -139,7 +139,30 @@ def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
         ({"only": {"c": ["lns"]}}, "only names c"),
         ({"only": {"a": ["mixln"]}}, "only names mixln, which is not among the arms"),
         ({"sizes": {"a/b": {}}, "more_seeds": {}}, "size 'a/b'"),
-        ({"launch": {"gpus": 3}}, "unexpected keyword argument 'gpus'"),
+        ({"launch": {"gpus": 3}}, "launch: unknown keys gpus; known: args, command, nodes"),
+        ({"launch": {"nproc": "two"}}, "launch: nproc 'two': expected a number of processes"),
+        ({"launch": {"nproc": 0}}, "launch: nproc 0"),
+        ({"launch": {"args": "--a"}}, "launch: args '--a': expected a list"),
+        ({"launch": {"nodes": {"B": 4}}}, "launch: nodes names B, which is not among the sizes: a, b"),
+        ({"launch": "train"}, "launch 'train': expected a mapping"),
+        ({"seeds": 1}, "seeds 1: expected a list of whole numbers from 0"),
+        ({"seeds": [1.5]}, "seeds .1.5."),
+        ({"seeds": [True]}, "seeds .True."),
+        ({"seeds": [-1]}, "seeds .-1."),
+        ({"seeds": [2**32]}, "seeds .4294967296."),
+        ({"more_seeds": {"a": 2}}, "more_seeds .*: expected for a size"),
+        ({"more_seeds": {"a": {"lns": ["x"]}}}, "more_seeds .*: expected for a size"),
+        ({"only": {"a": "lns"}}, "only .*: expected for a size a list of arms"),
+        ({"sizes": "ab"}, "sizes 'ab': expected a list of names, or for each name its settings"),
+        ({"arms": {"preln": ["x"]}}, "arms .*: expected a list of names"),
+        ({"arms": None}, "arms None"),
+        ({"final_fraction": "some"}, "final_fraction 'some': expected a number"),
+        ({"horizons": 100}, "horizons 100: expected rising numbers of steps"),
+        ({"name": None}, "name None: expected a name"),
+        ({"framework": 3}, "framework 3"),
+        ({"finished": 3}, "finished 3: expected the path of a table"),
+        ({"published": ["lns-1"]}, "published .*: expected the name"),
+        ({"config": "{Size}.yaml"}, "config '{Size}.yaml': expected a path"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),
     ],
     ids=str,
@@ -149,6 +172,14 @@ def test_a_wrong_description_is_named(built: Built, change: dict[str, object], m
     with pytest.raises(LNSConfigError, match=message):
         built.save()
         print(built.study.runs[0].settings)
+
+
+@pytest.mark.parametrize("content", [b"name: [a", b"\xbc\xff"])
+def test_a_description_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_bytes(content)
+    with pytest.raises(LNSConfigError, match=r"study\.yaml: not YAML: "):
+        Study.load(path)
 
 
 def test_printing_the_commands_runs_nothing(built: Built, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ def _command(tmp_path: Path, overrides: dict[str, Any], file: Path | None = None
     shipped = REPOSITORY / "configs" / "study" / "paper-megatron.yaml"
     config = str(file or REPOSITORY / "configs" / "megatron" / "{size}-{arm}.yaml")
     description = yaml.safe_load(shipped.read_text()) | {"config": config, "sizes": {"60M": overrides}}
+    del description["launch"]["nodes"]  # of a size that is not among these
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(description))
     study = Study.load(path)
