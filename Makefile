@@ -5,12 +5,12 @@
 #   TORCH=spec   torch to install where there is none (default torch==2.13.0).
 #   PYTHON=path  interpreter for a new environment (3.10 to 3.12).
 #   WORKERS=n    processes that run the tests (default 2, for two cores).
-#   DOOR=olmo-core   an environment for OLMo-core, which cannot stand beside OLMo: give it a VENV of its own.
+#   FRAMEWORK=olmo-core   an environment for OLMo-core, which cannot stand beside OLMo: give it a VENV of its own.
 
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
-DOOR   ?=
-ifeq ($(DOOR),olmo-core)
+FRAMEWORK   ?=
+ifeq ($(FRAMEWORK),olmo-core)
 EXTRAS ?= olmo-core,analysis,sft,test
 PINS   := constraints-olmo-core.txt
 else
@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # Two workers on two cores: one thread each, or they fight. Each starts with half of the tests in their order, so that
 # what a file builds once is built once; the slow ones stay whole files, the longest first.
-SLOW    = $(shell grep -rl --include="test_*.py" "mark\.slow" tests/upstream tests/doors tests/study tests)
+SLOW    = $(shell grep -rl --include="test_*.py" "mark\.slow" tests/upstream tests/integrations tests/study tests)
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 
 .PHONY: release-check docs wheel setup setup-olmo-core demo test test-slow test-exhaustive test-olmo-core test-gpu lint format clean
@@ -69,15 +69,15 @@ test-slow: setup
 test-exhaustive: setup
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "exhaustive and not gpu" $(ARGS)
 
-# The OLMo-core door, in its own environment; MARK="slow or not slow" runs everything. TRL wants datasets>=4 and OLMo
+# The OLMo-core integration, in its own environment; MARK="slow or not slow" runs everything. TRL wants datasets>=4 and OLMo
 # datasets<4, so what needs TRL and PEFT is tested here, too.
 MARK ?= not slow or trl
 setup-olmo-core:
-	$(MAKE) setup DOOR=olmo-core VENV=$(OLMO_CORE_VENV)
+	$(MAKE) setup FRAMEWORK=olmo-core VENV=$(OLMO_CORE_VENV)
 
 test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
-		tests/finetune tests/doors/transformers/test_training.py tests/doors/olmo_core tests/export/test_olmo_core.py \
+		tests/finetune tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py \
 		tests/diagnostics/test_olmo_core.py $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.

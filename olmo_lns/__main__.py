@@ -25,8 +25,8 @@ def main() -> int:
         print(f"olmo_lns: no script {script!r}, and no such command; `olmo-lns --help` lists them", file=sys.stderr)
         return 2
     from olmo_lns import environment
-    from olmo_lns.doors import autoload
     from olmo_lns.errors import LNSError
+    from olmo_lns.integrations import autoload
 
     try:
         environment.check()

@@ -22,7 +22,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run", ()),
     "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare", ("olmo", "analysis")),
-    "train": ("olmo_lns.doors.olmo.train", "run OLMo's Trainer on a config, from the pip package alone", ("olmo",)),
+    "train": ("olmo_lns.runs.train", "run OLMo's Trainer on a config, from the pip package alone", ("olmo",)),
     "config": ("olmo_lns.study.config_pack", "list and copy the configs of the pack, check anybody's", ("olmo",)),
     "data": ("olmo_lns.study.data_check", "make and check tokenised data", ()),
     "megatron-args": ("olmo_lns.study.megatron_args", "expand a Megatron YAML config to flags", ("megatron",)),

@@ -82,5 +82,5 @@ def advice(extra: str) -> str:
 
 
 def _beside_olmo_core() -> bool:
-    """Whether an OLMo-core that its door takes is here (ai2-olmo brings an older one for itself)."""
+    """Whether an OLMo-core that its integration takes is here (ai2-olmo brings an older one for itself)."""
     return problems("olmo-core") == ([], [])

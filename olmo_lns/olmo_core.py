@@ -12,9 +12,9 @@ from typing import Any, Optional, TypeVar
 
 import olmo_core.nn.transformer.config as _upstream
 
-from olmo_lns.doors.olmo_core import blocks, census, initialization, upstream
-from olmo_lns.doors.olmo_core.schemes import scheme_of
 from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.integrations.olmo_core import blocks, census, initialization, upstream
+from olmo_lns.integrations.olmo_core.schemes import scheme_of
 from olmo_lns.schemes import Scheme
 
 __all__ = ["BlockConfig", "apply"]

@@ -30,7 +30,7 @@ from olmo_lns.models.blocks import body_forward, find_blocks, logits_of, vocabul
 
 def olmo_60m(layers: int) -> Any:
     """The 60M size of the configs (8 layers, width 512, vocabulary 50,304), LNS, random weights."""
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
     register()
     from olmo.config import ModelConfig

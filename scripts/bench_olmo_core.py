@@ -19,7 +19,7 @@ import benchlib
 import torch
 from olmo_core.nn.transformer import TransformerConfig
 
-from olmo_lns.doors import binding
+from olmo_lns.integrations import binding
 from olmo_lns.olmo_core import apply
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import olmo_lns
 
-HOOK = Path(olmo_lns.__file__).parent / "doors" / "olmo_lns_autoload.pth"
+HOOK = Path(olmo_lns.__file__).parent / "integrations" / "olmo_lns_autoload.pth"
 
 
 def make_environment(folder: Path, *, hook: bool) -> Path:

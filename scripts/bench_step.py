@@ -38,7 +38,7 @@ def build(size: str, norm_type: str, backend: str, device: torch.device, compile
         import olmo
     except ImportError as error:
         raise SystemExit(f"OLMo cannot be imported ({error}): pip install 'olmo-lns[olmo]'") from None
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
     register()
     os.environ[ENVIRONMENT_VARIABLE] = backend

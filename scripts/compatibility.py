@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/compatibility.md from the registries of versions that the doors check at run time.
+"""Write docs/compatibility.md from the registries of versions that the integrations check at run time.
 
 python scripts/compatibility.py            # writes the page
 python scripts/compatibility.py --check    # exit status 1 where the committed page is another
@@ -15,11 +15,11 @@ from typing import Sequence
 
 from packaging.requirements import Requirement
 
-from olmo_lns.doors.megatron import upstream as megatron
-from olmo_lns.doors.olmo import upstream as olmo
-from olmo_lns.doors.olmo_core import upstream as olmo_core
-from olmo_lns.doors.patching import Target
-from olmo_lns.doors.transformers import families
+from olmo_lns.integrations.megatron import upstream as megatron
+from olmo_lns.integrations.olmo import upstream as olmo
+from olmo_lns.integrations.olmo_core import upstream as olmo_core
+from olmo_lns.integrations.patching import Target
+from olmo_lns.integrations.transformers import families
 from olmo_lns.norm import transformer_engine
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
@@ -38,7 +38,7 @@ def page() -> str:
     lines = [
         "# Compatibility",
         "",
-        "<!-- python scripts/compatibility.py writes this page from the tables that the doors check at run time. -->",
+        "<!-- python scripts/compatibility.py writes this page from the tables that are checked at run time. -->",
         "",
         f"Python {metadata.metadata('olmo-lns')['Requires-Python']}, torch {_accepted('torch', None)}.",
         "",
@@ -48,7 +48,7 @@ def page() -> str:
     lines += [f"| {name} | `{x}` | {p} {_accepted(p, x)} | {v} |" for name, p, x, v, _ in FRAMEWORKS]
     lines += [
         "",
-        "Each function that a door replaces, or was read against, is known by a fingerprint of its source. One that is",
+        "Each function that is replaced, or was read against, is known by a fingerprint of its source. One that is",
         "not in the tables below stops with the function's name; `OLMO_LNS_ALLOW_UNVERIFIED=1` goes on with code that",
         "nobody has read. `python scripts/fingerprints.py MODULE VERSION=SOURCE` prints those of a source tree.",
     ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Print the fingerprints of upstream functions, read from source trees without importing them.
 
-    python scripts/fingerprints.py olmo_lns.doors.megatron.upstream 0.16.1=../Megatron-LM ...
+    python scripts/fingerprints.py olmo_lns.integrations.megatron.upstream 0.16.1=../Megatron-LM ...
 
 For each target of the module's ``TARGETS`` (a tuple of ``Target``) one line per distinct source, with
 the versions that have it, ready to be pasted into the table. Missing symbols are listed too.
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Iterable, Mapping
 
-from olmo_lns.doors import sources
+from olmo_lns.integrations import sources
 
 
 def table(paths: Iterable[str], trees: Mapping[str, Path]) -> dict[str, dict[str, list[str]]]:

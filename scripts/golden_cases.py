@@ -28,7 +28,7 @@ def named_tensors() -> Named:
     yield from megatron_figures()
 
 
-def open_door(group: str) -> None:
+def load_plugin(group: str) -> None:
     """Call the entry point ``lns`` of ``group``, as upstream's autoload does."""
     (entry,) = (e for e in importlib.metadata.entry_points(group=group) if e.name == "lns")
     entry.load()()
@@ -99,7 +99,7 @@ def olmo_config(**changes: Any) -> Any:
 
 
 def olmo_figures() -> Named:
-    open_door("olmo.plugins")
+    load_plugin("olmo.plugins")
     for norm, block, init, group, parameters in itertools.product(NORMS, BLOCKS, INITS, GROUPS, PARAMETERS):
         changes = dict(
             layer_norm_type=norm, block_type=block, init_fn=init, block_group_size=group, **PARAMETERS[parameters]
@@ -213,7 +213,7 @@ MEGATRON_ARMS: dict[str, dict[str, bool]] = {
 
 
 def megatron_figures() -> Named:
-    open_door("megatron.plugins")
+    load_plugin("megatron.plugins")
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from support.megatron_cpu import single_process  # answers for CUDA where there is none
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run an unmodified pretrain_gpt.py of each checkout on the CPU: version x door x parallelism.
+# Run an unmodified pretrain_gpt.py of each checkout on the CPU: version x route x parallelism.
 #
 #   scripts/upstream_megatron_matrix.sh [-o table.md] [-k filter] CHECKOUT...
 #
 # CHECKOUT: a Megatron-LM source tree. PYTHON (default: python) must have torch, olmo-lns (installed, so that the
-# autoload door exists), numpy, pybind11, psutil, and triton from core_v0.18 on.
+# autoload route exists), numpy, pybind11, psutil, and triton from core_v0.18 on.
 # Each run trains 6 steps of a 4-layer model on mock data and gives one row: first and last loss, sites, initialization.
-# -k: only the rows whose name ("version | door | parallelism") matches this regular expression. Needs a C++ compiler and make (Megatron builds its data helpers).
+# -k: only the rows whose name ("version | route | parallelism") matches this regular expression. Needs a C++ compiler and make (Megatron builds its data helpers).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python}
@@ -37,11 +37,11 @@ rows=$work/rows
 failed=0
 port=${PORT:-29610}
 
-# run VERSION DOOR PARALLELISM TREE RANKS WORDS -- FLAGS
+# run VERSION ROUTE PARALLELISM TREE RANKS WORDS -- FLAGS
 run() {
-  local version=$1 door=$2 parallel=$3 tree=$4 ranks=$5
+  local version=$1 route=$2 parallel=$3 tree=$4 ranks=$5
   shift 5
-  local name="$version | $door | $parallel" words=() log
+  local name="$version | $route | $parallel" words=() log
   while [ "$1" != "--" ]; do words+=("$1"); shift; done
   shift
   [[ "$name" =~ $filter ]] || return 0
@@ -112,7 +112,7 @@ PY
   done
 done
 {
-  echo "| Megatron | door | parallelism | first loss | last loss | sites | std of linear_proj, linear_fc2 |"
+  echo "| Megatron | route | parallelism | first loss | last loss | sites | std of linear_proj, linear_fc2 |"
   echo "|---|---|---|---|---|---|---|"
   cat "$rows"
 } >"$table"

@@ -51,7 +51,7 @@ def _local_tokenizer() -> None:
 
 def pytest_configure(config: Any) -> None:
     if MODE != "stock":
-        importlib.import_module("olmo_lns.doors.autoload").activate()
+        importlib.import_module("olmo_lns.integrations.autoload").activate()
     olmo = importlib.import_module("olmo")
     registered = "lns" in olmo.config.LayerNormType.__members__
     if registered != (MODE != "stock"):

@@ -10,7 +10,7 @@ import pytest
 
 from olmo_lns import doctor
 from olmo_lns.doctor import frameworks
-from olmo_lns.doors.megatron.settings import FLAGS
+from olmo_lns.integrations.megatron.settings import FLAGS
 from olmo_lns.norm import transformer_engine as te
 
 
@@ -54,7 +54,7 @@ def test_a_backend_that_cannot_run_fails_with_its_reason():
 
 
 def test_an_unverified_olmo_is_unsupported(monkeypatch):
-    from olmo_lns.doors.olmo import upstream
+    from olmo_lns.integrations.olmo import upstream
 
     monkeypatch.setattr(upstream, "OLDEST", "99.0")
     (row,) = [f for f in doctor.examine() if f.what == "OLMo"]

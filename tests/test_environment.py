@@ -104,7 +104,7 @@ def test_every_entry_stops(tmp_path, entry):
 
 def test_register_stops(monkeypatch):
     pytest.importorskip("olmo")
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
     monkeypatch.setenv("OLMO_LNS_EXPONANT", "0.3")
     with pytest.raises(LNSConfigError, match="OLMO_LNS_EXPONANT is unknown"):

@@ -93,7 +93,7 @@ def test_commands_say_so_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_evaluators_in_a_training_need_their_tokenizer() -> None:
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo_lns.doors.olmo.train import _check_tokenizer
+    from olmo_lns.runs.train import _check_tokenizer
 
     with pytest.raises(LNSConfigError, match=r"tokenizer\.identifier, which the evaluators need: gpt2: no such file"):
         _check_tokenizer("gpt2")

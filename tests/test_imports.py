@@ -14,7 +14,7 @@ import contextlib, importlib, os, sys
 for name in ("datasets", "numpy", "omegaconf", "torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "wandb", "yaml"):
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(name)
-from olmo_lns.doors.autoload import activate
+from olmo_lns.integrations.autoload import activate
 activate()
 failed = False
 for name in sys.argv[1:]:

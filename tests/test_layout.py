@@ -19,6 +19,7 @@ ORDER = [
     ("__main__",),
     ("cli", "doctor"),
     ("demo", "vision"),
+    ("runs",),
     ("study",),
     ("finetune",),
     ("export",),
@@ -26,7 +27,7 @@ ORDER = [
     ("models",),
     ("checkpoints",),
     ("olmo_core",),
-    ("doors",),
+    ("integrations",),
     ("record",),
     ("norm",),
     ("schemes",),
@@ -54,7 +55,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def arrows(tree: ast.AST) -> set[str]:
-    """The rooms and modules of ours that ``tree`` imports: ``"doors.olmo.types"``."""
+    """The rooms and modules of ours that ``tree`` imports: ``"integrations.olmo.types"``."""
     ours = {name.removeprefix("olmo_lns.") for name in imported(tree) if name.startswith("olmo_lns.")}
     return {name for name in ours if name.split(".")[0] in LEVEL}
 
@@ -86,22 +87,22 @@ def test_no_import_runs_back_up():
     ],
 )
 def test_an_arrow_that_runs_up_is_seen_wherever_it_is(line):
-    assert upwards("doors.olmo.model", ast.parse(line)) and not upwards(
+    assert upwards("integrations.olmo.model", ast.parse(line)) and not upwards(
         "doctor", ast.parse(line.replace("cli", "record"))
     )
 
 
-def test_doors_do_not_know_each_other():
+def test_integrations_do_not_know_each_other():
     """What two of them need stands beside them, and knows neither."""
     for module, tree in TREES.items():
-        if module.startswith("doors."):
-            door = module.split(".")[1] if module.count(".") > 1 else ""
+        if module.startswith("integrations."):
+            integration = module.split(".")[1] if module.count(".") > 1 else ""
             others = {
                 name
                 for name in arrows(tree)
-                if name.startswith("doors.") and (ROOT / "doors" / name.split(".")[1]).is_dir()
+                if name.startswith("integrations.") and (ROOT / "integrations" / name.split(".")[1]).is_dir()
             }
-            assert {name.split(".")[1] for name in others} <= {door}, module
+            assert {name.split(".")[1] for name in others} <= {integration}, module
 
 
 def test_modules_are_short():

@@ -6,8 +6,8 @@ import contextlib
 from dataclasses import dataclass, fields
 from typing import Any, Iterator, Mapping
 
-from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import SUB_LAYERS
 
 __all__ = ["Architecture"]

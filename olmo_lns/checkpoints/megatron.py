@@ -20,8 +20,8 @@ from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, load_common
 from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
 from olmo_lns.checkpoints.megatron_schemes import own_weights
 from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes, join_rows, split_rows
-from olmo_lns.doors.megatron.settings import Settings
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
 

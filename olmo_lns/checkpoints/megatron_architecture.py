@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from olmo_lns.checkpoints.architecture import Architecture
-from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import PRE_LN, Scheme
 
 __all__ = ["ZERO_CENTRED", "architecture", "gain_shift"]

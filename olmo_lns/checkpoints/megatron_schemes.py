@@ -6,7 +6,7 @@ import re
 from typing import Any, Callable, Iterator
 
 from olmo_lns.checkpoints.tensors import LazyTensor
-from olmo_lns.doors.megatron.addition import SLOTS
+from olmo_lns.integrations.megatron.addition import SLOTS
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 
 __all__ = ["OWN", "Take", "own_weights"]

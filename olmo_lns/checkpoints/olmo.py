@@ -14,8 +14,8 @@ from olmo_lns.checkpoints import open_distributed
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.archive import read_archive
 from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
-from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.integrations.olmo import types
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.schemes import Scheme
 

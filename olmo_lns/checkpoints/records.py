@@ -9,23 +9,23 @@ from typing import Any
 from olmo_lns.checkpoints.megatron import is_megatron, saved_args
 from olmo_lns.checkpoints.olmo import is_olmo
 from olmo_lns.checkpoints.olmo_core import is_olmo_core
-from olmo_lns.doors.megatron.settings import Settings
+from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record
 
 __all__ = ["record_in"]
 
 
 def record_in(folder: Path) -> Record | None:
-    """The record of ``folder``, as its framework's door reads it; None where no format of ours is in it.
+    """The record of ``folder``, as its framework's integration reads it; None where no format of ours is in it.
 
     :raises CheckpointMismatchError: a record that cannot be read, or is gone although its config names a scheme.
     """
     if is_olmo(folder):
-        from olmo_lns.doors.olmo.checkpoint import saved_record
+        from olmo_lns.integrations.olmo.checkpoint import saved_record
 
         return saved_record(folder)
     if is_olmo_core(folder):
-        from olmo_lns.doors.olmo_core.record import saved_record as of_olmo_core
+        from olmo_lns.integrations.olmo_core.record import saved_record as of_olmo_core
 
         return of_olmo_core(folder)
     if (folder / "config.json").is_file():

@@ -193,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
     # OLMo enters CUDA's autocast on every machine, and calls OmegaConf by an old name.
     for message in (".*CUDA is not available.*", ".*register_new_resolver.*"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
     register()
     from olmo_lns.demo.runs import Interrupted

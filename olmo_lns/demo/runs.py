@@ -25,7 +25,7 @@ from olmo_lns.errors import LNSConfigError
 if TYPE_CHECKING:
     import torch
 
-    from olmo_lns.doors.olmo.trainer import ObservedTrainer
+    from olmo_lns.runs.trainer import ObservedTrainer
 
 __all__ = ["Interrupted", "Result", "Run", "execute"]
 
@@ -152,7 +152,7 @@ def _write(path: Path, names: list[str], rows: Sequence[Sequence[float]]) -> Non
 
 
 class Recorder:
-    """Observes OLMo's Trainer and keeps the run's files; see :class:`olmo_lns.doors.olmo.trainer.LoopObserver`."""
+    """Observes OLMo's Trainer and keeps the run's files; see :class:`olmo_lns.runs.trainer.LoopObserver`."""
 
     def __init__(self, run: Run, report_step: Callable[[int, float], None]) -> None:
         self.run, self.report_step = run, report_step
@@ -273,8 +273,8 @@ def execute(run: Run, device: torch.device, report_step: Callable[[int, float], 
     """
     from copy import deepcopy
 
-    from olmo_lns.doors.olmo.train import prepare
-    from olmo_lns.doors.olmo.trainer import run as train
+    from olmo_lns.runs.train import prepare
+    from olmo_lns.runs.trainer import run as train
 
     recorder = Recorder(run, report_step)
     config = deepcopy(run.config)

@@ -18,10 +18,10 @@ import torch
 
 from olmo_lns.diagnostics.capture import observe
 from olmo_lns.diagnostics.variance import Moments
-from olmo_lns.doors.autoload import on_import
-from olmo_lns.doors.patching import Target, replace_all
 from olmo_lns.environment import MONITOR, read
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.autoload import on_import
+from olmo_lns.integrations.patching import Target, replace_all
 from olmo_lns.models.blocks import find_blocks
 
 __all__ = ["COLUMNS", "Monitor", "install", "parse_setting", "register"]

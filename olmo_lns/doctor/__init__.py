@@ -21,9 +21,9 @@ from rich.table import Column, Table
 
 from olmo_lns import __version__, environment, extras, schemes
 from olmo_lns.doctor.frameworks import FRAMEWORKS, Finding, framework_row, transformers_row, tree_of
-from olmo_lns.doors import autoload
-from olmo_lns.doors.olmo.settings import check_environment
 from olmo_lns.errors import LNSError
+from olmo_lns.integrations import autoload
+from olmo_lns.integrations.olmo.settings import check_environment
 
 __all__ = ["Finding", "examine", "main"]
 
@@ -148,7 +148,7 @@ def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
         for row in (rows.get(labels.get(name, "")), rows[f"extra {name}"]):
             if row is None:
                 continue
-            # Packages of another version than asked for may do; a framework without a door does not.
+            # Packages of another version than asked for may do; a framework without an integration does not.
             fails = ("absent", "unsupported") if row.what.startswith("extra ") else ("absent", "unsupported", "note")
             if row.state in fails:
                 state = "unsupported" if row.state == "note" else row.state

@@ -12,8 +12,8 @@ from pathlib import Path
 from packaging.version import Version
 
 from olmo_lns import environment, extras
-from olmo_lns.doors import sources
 from olmo_lns.errors import LNSError
+from olmo_lns.integrations import sources
 
 __all__ = ["FRAMEWORKS", "Finding", "framework_row", "transformers_row", "tree_of"]
 
@@ -51,7 +51,7 @@ FRAMEWORKS = (
         "olmo",
         "olmo",
         ("olmo/version.py", "VERSION"),
-        "olmo_lns.doors.olmo.upstream",
+        "olmo_lns.integrations.olmo.upstream",
         True,
         "layer_norm_type: lns, lns_rms, lns_default, lns_low_precision; so for the other schemes",
     ),
@@ -60,7 +60,7 @@ FRAMEWORKS = (
         "olmo-core",
         "olmo_core",
         ("olmo_core/version.py", "VERSION"),
-        "olmo_lns.doors.olmo_core.upstream",
+        "olmo_lns.integrations.olmo_core.upstream",
         True,
         "block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}",
     ),
@@ -69,7 +69,7 @@ FRAMEWORKS = (
         "megatron",
         "megatron.core",
         ("megatron/core/package_info.py", "__version__"),
-        "olmo_lns.doors.megatron.upstream",
+        "olmo_lns.integrations.megatron.upstream",
         False,
         "flags --layernorm-scaling, --norm-scheme, --no-scaled-init",
     ),
@@ -90,7 +90,7 @@ def framework_row(framework: Framework) -> Finding:
     if version is None:
         return Finding(label, "-", "unsupported", f"{tree / framework.release[0]} says no {framework.release[1]}")
     if framework.module == "olmo_core" and Version(version) < Version(upstream.OLDEST):
-        return Finding(label, version, "note", f"too old for a door ({upstream.OLDEST}); ai2-olmo brings it for itself")
+        return Finding(label, version, "note", f"older than {upstream.OLDEST}: not used; ai2-olmo brings it for itself")
     try:
         if framework.module == "olmo":
             upstream.check_version(version)
@@ -126,10 +126,10 @@ def _version(framework: Framework, tree: Path) -> str | None:
 
 
 def transformers_row() -> Finding:
-    """It has no sources to compare: its door is made of its own extension points, in a range of versions."""
+    """It has no sources to compare: its integration is made of its own extension points, in a range of versions."""
     if (tree := tree_of("transformers")) is None:
         return Finding("transformers", "-", "absent", extras.advice("hf"))
-    from olmo_lns.doors.transformers.families import FAMILIES, PREFIX, VERIFIED
+    from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, VERIFIED
 
     source = tree / "transformers" / "__init__.py"
     written = re.search(r'^__version__ = "(.+)"', source.read_text(encoding="utf-8"), re.MULTILINE)

@@ -16,18 +16,18 @@ from olmo_lns.checkpoints.megatron import MegatronCheckpoint
 from olmo_lns.checkpoints.olmo import OLMoCheckpoint
 from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint
 from olmo_lns.checkpoints.tensors import LazyTensor
-from olmo_lns.doors.transformers.families import FAMILIES
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold_schemes, huggingface, olmo_core_huggingface, tokenizer
 from olmo_lns.export.fold import Factor, scaled
 from olmo_lns.export.options import Options, Target
+from olmo_lns.integrations.transformers.families import FAMILIES
 from olmo_lns.record import Record
 
 __all__ = ["megatron_target", "olmo_core_target", "olmo_target"]
 
 
 def olmo_target(folder: Path, options: Options) -> Target:
-    """:raises LNSConfigError: Pre-LN, or a model or scheme that the transformers door does not have."""
+    """:raises LNSConfigError: Pre-LN, or a model or scheme that the transformers integration does not have."""
     checkpoint = OLMoCheckpoint.open(folder)
     identifier = (checkpoint.config.get("tokenizer") or {}).get("identifier")
     return _of_olmo(checkpoint.architecture, checkpoint.tensors, checkpoint.record, folder, identifier, options)
@@ -78,19 +78,19 @@ def _record(saved: Record, folder: Path) -> Record:
 
 
 def _require_supported(values: Mapping[str, Any], record: Record, folder: Path) -> None:
-    """:raises LNSConfigError: a family that the door does not know, or a scheme that its blocks cannot realise."""
-    from olmo_lns.doors.transformers.sites import require_supported
+    """:raises LNSConfigError: an unknown family, or a scheme that its blocks cannot realise."""
+    from olmo_lns.integrations.transformers.sites import require_supported
 
     family = FAMILIES.get(str(values["model_type"]))
     if family is None or family.sub_layers is None:
         raise LNSConfigError(
-            f"{folder}: becomes a {values['model_type']} model, which the transformers door does not know"
+            f"{folder}: becomes a {values['model_type']} model, which the transformers integration does not know"
         )
     require_supported(family, record.scheme, int(values["num_hidden_layers"]))
 
 
 def _inverse(factors: Mapping[str, Factor]) -> dict[str, Factor]:
-    """The door's schemes have no learned gate, so every factor is a number."""
+    """The integration's schemes have no learned gate, so every factor is a number."""
     return {name: 1 / factor for name, factor in factors.items() if isinstance(factor, float) and factor != 1.0}
 
 
@@ -107,7 +107,7 @@ def _target(
     """:param values: of the stock config, but for the dtype. :param weights: transformers' names, unfolded."""
 
     def write(out: Path) -> list[str]:
-        from olmo_lns.doors.transformers.configs import config_class
+        from olmo_lns.integrations.transformers.configs import config_class
 
         stock = {name: value for name, value in values.items() if name != "model_type"}
         stock["torch_dtype"] = str(huggingface.dominant_dtype(weights)).removeprefix("torch.")

@@ -10,12 +10,12 @@ from olmo_lns import __version__
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.olmo import OLMoCheckpoint
 from olmo_lns.checkpoints.tensors import LazyTensor
-from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold_schemes, gemma2, huggingface, tokenizer
 from olmo_lns.export.fold import Factor
 from olmo_lns.export.olmo import NewCheckpoint, folding, plain
 from olmo_lns.export.options import HF, OLMO_UNSHARDED, Options, Target
+from olmo_lns.integrations.olmo import types
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable
 
-from olmo_lns.doors.autoload import on_import
-from olmo_lns.doors.olmo import types
-from olmo_lns.doors.patching import MARKER, Target, replace
 from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.integrations.autoload import on_import
+from olmo_lns.integrations.olmo import types
+from olmo_lns.integrations.patching import MARKER, Target, replace
 from olmo_lns.record import Record, check_match
 
 __all__ = ["CONVERTERS", "TRIGGER", "check_conversion", "install"]
@@ -42,7 +42,7 @@ CONFIGURATIONS = {
 #: A file whose opening means that the weights of an OLMo checkpoint are read -> the checkpoint's folder from there.
 _WEIGHTS = {"model.pt": ".", ".metadata": ".."}
 #: Whose reading and saving is no conversion: OLMo's Trainer, whose checkpoints the plugin compares, and our own rooms
-#: (not the doors, which stand between a converter and OLMo's functions).
+#: (not the integrations, which stand between a converter and OLMo's functions).
 _ROOMS = ("checkpoints", "demo", "diagnostics", "export", "finetune", "models", "study", "vision")
 _OURS = ("olmo.train", *(f"olmo_lns.{room}." for room in _ROOMS))
 _read: dict[str, None] = {}

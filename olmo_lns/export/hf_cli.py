@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> int:
         import transformers  # noqa: F401
     except ImportError as error:
         raise LNSConfigError(f"transformers cannot be imported ({error}): pip install 'olmo-lns[hf]'") from error
-    from olmo_lns.doors.transformers import register
     from olmo_lns.export.hf_folders import Fresh, init
+    from olmo_lns.integrations.transformers import register
 
     register()
     if args.what == "init":

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 from olmo_lns import hub
-from olmo_lns.doors.transformers.configs import available, config_class, record_of, stock_config_class
-from olmo_lns.doors.transformers.families import FAMILIES, stock_type
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.integrations.transformers.configs import available, config_class, record_of, stock_config_class
+from olmo_lns.integrations.transformers.families import FAMILIES, stock_type
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 from olmo_lns.schemes.initialization import resolve
@@ -42,8 +42,8 @@ def init(fresh: Fresh, output: Path) -> list[str]:
     import torch
     import transformers
 
-    from olmo_lns.doors.transformers.sites import require_supported
     from olmo_lns.export.atomic import atomic_folder
+    from olmo_lns.integrations.transformers.sites import require_supported
     from olmo_lns.norm.dtypes import DTYPES
 
     config = lns_config(_stock_config(fresh.source, dict(fresh.changes)), fresh.scheme, fresh.initialization)
@@ -115,13 +115,13 @@ def _values_judged() -> Iterator[None]:
 def lns_config(config: Any, scheme: str, initialization: str = "") -> Any:
     """A config of ours with the values of a stock one.
 
-    :raises LNSConfigError: a family that the door does not know, or a config that has a scheme.
+    :raises LNSConfigError: a family that the integration does not know, or a config that has a scheme.
     """
     known = {family.model_type: family for family in available()}
     if config.model_type not in known:
         raise LNSConfigError(
             f"model_type {config.model_type!r}{did_you_mean(config.model_type, known)}: "
-            f"the transformers door knows {', '.join(known)}"
+            f"the transformers integration knows {', '.join(known)}"
         )
     if (present := record_of(config)).folded:
         raise LNSConfigError(f"the config is of {present}: start from one without a scheme")

@@ -14,7 +14,6 @@ from olmo_lns.checkpoints.megatron import TRACKER, TRAINING, MegatronCheckpoint
 from olmo_lns.checkpoints.megatron_architecture import ZERO_CENTRED
 from olmo_lns.checkpoints.megatron_schemes import OWN
 from olmo_lns.checkpoints.tensors import ChunkFunction
-from olmo_lns.doors.megatron.settings import Settings
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold_schemes, gemma2
 from olmo_lns.export.atomic import copy_unread
@@ -22,6 +21,7 @@ from olmo_lns.export.fold import Factor, Rounding, norm_factor, scaled
 from olmo_lns.export.from_olmo import fold_record, gemma2_target, huggingface_target
 from olmo_lns.export.megatron_schemes import branch_functions
 from olmo_lns.export.options import HF, Options, Target
+from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.schemes import PRE_LN
 
 __all__ = ["target", "write_megatron"]

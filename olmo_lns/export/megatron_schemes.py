@@ -12,9 +12,9 @@ import torch
 
 from olmo_lns.checkpoints.megatron_schemes import Take
 from olmo_lns.checkpoints.tensors import ChunkFunction
-from olmo_lns.doors.megatron.addition import SLOTS
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.fold import Rounding
+from olmo_lns.integrations.megatron.addition import SLOTS
 from olmo_lns.schemes import Scheme
 
 __all__ = ["branch_functions"]

@@ -13,11 +13,11 @@ import yaml
 from olmo_lns.checkpoints.archive import write_archive
 from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint
 from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
-from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold_schemes, trainer_mark
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, Rounding, block_factors, norm_factor, scaled
+from olmo_lns.integrations.olmo import types
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.schemes import Scheme
 

@@ -14,10 +14,10 @@ from typing import Any, Mapping
 from olmo_lns import __version__
 from olmo_lns.checkpoints.olmo_core import DEFAULT_SCALED, PREFIX, WEIGHTS, OLMoCoreCheckpoint
 from olmo_lns.checkpoints.tensors import ChunkFunction
-from olmo_lns.doors.olmo_core.record import CLASS, CONFIG_FILE
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.olmo import chunk_scaler
 from olmo_lns.export.options import HF, Options, Target
+from olmo_lns.integrations.olmo_core.record import CLASS, CONFIG_FILE
 
 __all__ = ["stock_config", "target", "with_blocks"]
 

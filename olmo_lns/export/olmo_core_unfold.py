@@ -9,12 +9,12 @@ from pathlib import Path
 from olmo_lns import __version__
 from olmo_lns.checkpoints.olmo_core import BUFFER, DEFAULT_SCALED, PREFIX, WEIGHTS, OLMoCoreCheckpoint
 from olmo_lns.checkpoints.tensors import ChunkFunction
-from olmo_lns.doors.olmo_core.record import CLASS, CONFIG_FILE
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.olmo import chunk_scaler
 from olmo_lns.export.olmo_core import with_blocks
 from olmo_lns.export.options import Options, Target
 from olmo_lns.export.unfold import moment_functions, unfolded_record
+from olmo_lns.integrations.olmo_core.record import CLASS, CONFIG_FILE
 from olmo_lns.record import Record
 
 __all__ = ["unfold_target"]

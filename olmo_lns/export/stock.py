@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from olmo_lns.doors.autoload import DISABLE
 from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.integrations.autoload import DISABLE
 
 __all__ = ["StockOLMo", "open_export"]
 

@@ -1,4 +1,4 @@
-"""The mark in a trainer's state (:mod:`olmo_lns.doors.olmo.state`), put in or taken out of a saved one.
+"""The mark in a trainer's state (:mod:`olmo_lns.integrations.olmo.state`), put in or taken out of a saved one.
 
 A trainer's state holds arbitrary objects, which an export neither loads nor trusts: the pickle is edited as bytes.
 """
@@ -10,8 +10,8 @@ import struct
 from pathlib import Path
 
 from olmo_lns.checkpoints.archive import rewrite_pickle
-from olmo_lns.doors.olmo.state import KEY, needs_olmo_lns
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo.state import KEY, needs_olmo_lns
 from olmo_lns.record import Record
 
 __all__ = ["mark"]

@@ -23,7 +23,7 @@ GENERATION = "generation_config.json"
 
 def is_ours(folder: Path) -> bool:
     """Whether ``folder`` holds a transformers model whose type is one of ours."""
-    from olmo_lns.doors.transformers.families import PREFIX
+    from olmo_lns.integrations.transformers.families import PREFIX
 
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -37,8 +37,8 @@ def target(source: Path, options: Options) -> Target:
 
     :raises LNSConfigError: another exponent than the folder's, or weights that are not those of its config.
     """
-    from olmo_lns.doors.transformers.configs import record_of
-    from olmo_lns.doors.transformers.folding import fold
+    from olmo_lns.integrations.transformers.configs import record_of
+    from olmo_lns.integrations.transformers.folding import fold
 
     model = _skeleton(source)
     options.require_exponent(record_of(model.config), source)
@@ -103,8 +103,8 @@ def _loaded(source: Path, make: Callable[[Any, Any], Any]) -> Any:
     """``make(class, config)`` of the folder."""
     import transformers
 
-    from olmo_lns.doors.transformers import register
-    from olmo_lns.doors.transformers.models import class_of
+    from olmo_lns.integrations.transformers import register
+    from olmo_lns.integrations.transformers.models import class_of
 
     register()
     try:

@@ -18,12 +18,12 @@ from olmo_lns.checkpoints.archive import map_tensors, read_archive, write_archiv
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint
 from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint
 from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
-from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.fold import Rounding, norm_factor
 from olmo_lns.export.megatron import write_megatron
 from olmo_lns.export.olmo import NewCheckpoint, chunk_scaler, factors_of
 from olmo_lns.export.options import Options, Target
+from olmo_lns.integrations.olmo import types
 from olmo_lns.record import Record
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ def score(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise LNSConfigError(f"lm-eval cannot be imported ({error}): pip install 'olmo-lns[sft]'") from error
-    from olmo_lns.doors.transformers import register
+    from olmo_lns.integrations.transformers import register
 
     register()
     import torch

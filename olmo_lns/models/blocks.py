@@ -8,8 +8,8 @@ from typing import Any, Callable, cast
 import torch
 from torch import nn
 
-from olmo_lns.doors.transformers.families import FAMILIES, at, family_of, stock_type
 from olmo_lns.errors import LNSError
+from olmo_lns.integrations.transformers.families import FAMILIES, at, family_of, stock_type
 from olmo_lns.models.vision_language import VISION, branch_path, in_vision, is_vision_language
 
 __all__ = ["body_forward", "find_blocks", "is_masked_lm", "is_olmo", "is_olmo_core", "logits_of", "vocabulary_size"]
@@ -41,7 +41,7 @@ def find_blocks(model: nn.Module, path: str | None = None, branch: str | None = 
     """The transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
     OLMo's model (with block groups too, under FSDP too) and the families of
-    :mod:`olmo_lns.doors.transformers.families` are known; any other model must hold exactly one list of at
+    :mod:`olmo_lns.integrations.transformers.families` are known; any other model must hold exactly one list of at
     least two modules of one class.
 
     :param path: dotted path of the list inside ``model``, when it is known.

@@ -176,7 +176,7 @@ def _load_huggingface(
     blocks: tuple[str | None, str | None],
 ) -> LoadedModel:
     """:param blocks: their path, and the branch that they belong to."""
-    from olmo_lns.doors.transformers import register
+    from olmo_lns.integrations.transformers import register
 
     try:
         import transformers

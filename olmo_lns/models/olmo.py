@@ -23,15 +23,15 @@ def open_olmo(folder: Path) -> nn.Module:
     :raises CheckpointMismatchError: the record is lost, and the config alone does not say the scheme's parameters.
     :raises LNSConfigError: weights that are damaged or of another model.
     """
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
-    register()  # before the door's other modules: they import OLMo, which would load the plugin from inside one of them
+    register()  # first: the integration's other modules import OLMo, which would load the plugin from inside one
     from olmo.config import ModelConfig
     from olmo.exceptions import OLMoConfigurationError
     from olmo.model import OLMo
 
-    from olmo_lns.doors.olmo.checkpoint import saved_record
-    from olmo_lns.doors.olmo.config import check_sizes
+    from olmo_lns.integrations.olmo.checkpoint import saved_record
+    from olmo_lns.integrations.olmo.config import check_sizes
 
     path = folder / "config.yaml"
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from olmo_lns.doors.transformers.families import at
+from olmo_lns.integrations.transformers.families import at
 
 __all__ = ["BRANCHES", "LANGUAGE", "VISION", "branch_path", "image_token", "in_vision", "is_vision_language"]
 

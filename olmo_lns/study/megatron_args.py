@@ -128,7 +128,7 @@ def parse(flags: Sequence[str], *, validate: bool = True) -> argparse.Namespace:
     source = os.environ.get("MEGATRON_LM_SRC")
     if source and source not in sys.path:
         sys.path.insert(0, source)
-    from olmo_lns.doors.megatron import register
+    from olmo_lns.integrations.megatron import register
 
     register()
     try:

@@ -45,8 +45,8 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     """
     from omegaconf.errors import OmegaConfBaseException
 
-    from olmo_lns.doors.olmo import register
-    from olmo_lns.doors.olmo.config import wrap_load
+    from olmo_lns.integrations.olmo import register
+    from olmo_lns.integrations.olmo.config import wrap_load
 
     register()
     from olmo.config import TrainConfig
@@ -76,7 +76,7 @@ def _schema_and_file(cls: Any, text: str) -> bytes:
     """Pickled, since OmegaConf's own copies take eight times as long."""
     from omegaconf import OmegaConf
 
-    from olmo_lns.doors.olmo.config import written
+    from olmo_lns.integrations.olmo.config import written
 
     raw = cls.update_legacy_settings(written(text))  # a copy
     return pickle.dumps(OmegaConf.unsafe_merge(pickle.loads(_schema(cls)), raw))
@@ -120,7 +120,7 @@ def count(config: Any) -> tuple[int, float]:
     """``(parameters, OLMo's training FLOPs per token)`` of the config's model, built on the meta device."""
     from olmo.model import OLMo
 
-    from olmo_lns.doors.olmo.config import check_sizes
+    from olmo_lns.integrations.olmo.config import check_sizes
 
     check_sizes(config.model)
     model = OLMo(config.model.update_with(init_device="meta"), init_params=False)

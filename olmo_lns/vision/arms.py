@@ -40,7 +40,7 @@ def build(arm: Arm, shape: Mapping[str, Any]) -> Any:
     """
     from transformers import Dinov2Config, Dinov2ForImageClassification
 
-    from olmo_lns.doors.transformers import apply
+    from olmo_lns.integrations.transformers import apply
 
     start = 1.0 if arm.layer_scale is None else arm.layer_scale
     model = Dinov2ForImageClassification(Dinov2Config(**shape, layerscale_value=start))

@@ -90,7 +90,7 @@ def train(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
 @torch.no_grad()
 def block_variance(model: Any, images: torch.Tensor) -> list[float]:
     """Variance over the channels of every block's output, averaged over tokens and images."""
-    from olmo_lns.doors.transformers.sites import blocks_of, known_family
+    from olmo_lns.integrations.transformers.sites import blocks_of, known_family
 
     found: list[float] = []
 

@@ -7,7 +7,7 @@
 
 The runs are those of configs/study/evidence-gpu.yaml: first the short ones, at every rate; then, of the long ones, each
 arm at the rate at which its short run had the lowest held-out loss. A slice (--minutes) ends with a checkpoint.
-The model is OLMo's with our door; the loop is this file's, for OLMo's own needs packages that are not there: AdamW,
+The model is OLMo's under the plugin; the loop is this file's, for OLMo's own needs packages that are not there: AdamW,
 cosine, clipping and bf16 autocast as the config says. The GPU machine needs Python, numpy and torch, nothing else.
 """
 
@@ -58,10 +58,10 @@ class Run:
         return found if math.isfinite(found) else math.inf
 
     def build(self, device: Any) -> Any:
-        """OLMo's model under our door, drawn from the run's seed: the arms of a seed draw the same numbers."""
+        """OLMo's model under our integration, drawn from the run's seed: the arms of a seed draw the same numbers."""
         import torch
 
-        from olmo_lns.doors.olmo import register
+        from olmo_lns.integrations.olmo import register
 
         register()
         from olmo.config import ModelConfig

@@ -81,7 +81,7 @@ def _code() -> Iterator[tuple[str, Path]]:
     metadata = importlib.metadata.distribution("ai2-olmo").locate_file(
         f"ai2_olmo-{importlib.metadata.version('ai2-olmo')}.dist-info/METADATA"
     )
-    yield f"{Path(str(metadata)).parent.name}/METADATA", Path(str(metadata))  # the door asks for the version
+    yield f"{Path(str(metadata)).parent.name}/METADATA", Path(str(metadata))  # the integration asks for the version
 
 
 def _tokens(count: int) -> Iterator[tuple[str, bytes]]:

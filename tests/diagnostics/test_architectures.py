@@ -14,8 +14,8 @@ from olmo_lns.diagnostics.gradnorm import gradient_norms
 from olmo_lns.diagnostics.jacobian import block_jacobians
 from olmo_lns.diagnostics.layer_drop import drop_layers
 from olmo_lns.diagnostics.variance import block_output_variance
-from olmo_lns.doors.transformers.families import FAMILIES
 from olmo_lns.errors import LNSError
+from olmo_lns.integrations.transformers.families import FAMILIES
 from olmo_lns.models.blocks import find_blocks
 from olmo_lns.models.loading import load_model
 

@@ -21,7 +21,7 @@ def tokens_file(tmp_path):
 
 
 def test_one_page_for_three_models(llama_folder, bert_folder, tokens_file, tmp_path, capsys):
-    from olmo_lns.doors.transformers import apply
+    from olmo_lns.integrations.transformers import apply
 
     apply(huggingface("llama")).save_pretrained(tmp_path / "lns")
     options = ["--only", "variance,layer-drop", "-o", str(tmp_path / "out"), "--labels", "Pre-LN,LNS,BERT"]

@@ -10,8 +10,8 @@ from support import launch
 from support.diagnostic_models import Linear, Toy, ids, matrices, olmo_states
 
 from olmo_lns.diagnostics.monitor import COLUMNS, install, parse_setting, start_file
-from olmo_lns.doors.olmo import train
 from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.runs import train
 
 
 class Recorder:
@@ -42,7 +42,7 @@ def run(config, recorder):
     cfg = train.load_config(str(config))
     with train.process_group() as device:
         train.prepare(cfg, device)
-        from olmo_lns.doors.olmo.trainer import run
+        from olmo_lns.runs.trainer import run
 
         run(cfg, device, observer=recorder)
     return recorder

@@ -24,7 +24,7 @@ def write_on_rank(rank: int, folder: str, weights: str) -> None:
     from olmo.model import OLMo
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
     register()
     store = dist.FileStore(f"{folder}/../store", 2)

@@ -14,8 +14,8 @@ from support.megatron_cpu import single_process
 
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint
 from olmo_lns.cli import main
-from olmo_lns.doors.megatron import apply, register
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron import apply, register
 from olmo_lns.schemes import names, parse
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -44,7 +44,7 @@ def checkpoint(folder: Path, scheme: str) -> tuple[Path, Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scheme", FOLDED)
-def test_into_transformers_where_its_door_has_the_scheme(
+def test_into_transformers_where_its_integration_has_the_scheme(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, _, expected = checkpoint(tmp_path, scheme)

@@ -11,9 +11,9 @@ pytest.importorskip("olmo", reason="needs ai2-olmo")
 
 from support.exports import save_olmo
 
-from olmo_lns.doors.olmo.model import record_of
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.export.sources import source_of
+from olmo_lns.integrations.olmo.model import record_of
 from olmo_lns.models.loading import load_model
 
 

@@ -126,7 +126,7 @@ def test_an_olmo_model_with_te_equals_it_with_torch(layer_norm_type, autocast):
     if problem := te.status().problem:
         pytest.skip(problem)
     olmo = pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
     register()
     config = olmo.ModelConfig(
@@ -164,7 +164,7 @@ def test_reduce_overhead_captures_blocks_with_a_factor(layer_norm_type):
     olmo = pytest.importorskip("olmo", reason="needs ai2-olmo")
     from torch._dynamo.utils import counters
 
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
     register()
     config = olmo.ModelConfig(

@@ -12,7 +12,7 @@ from olmo.config import InitFnType
 from support import norm_reference as reference
 from support import tex
 
-from olmo_lns.doors.olmo import register
+from olmo_lns.integrations.olmo import register
 from olmo_lns.norm import choose_backend
 
 LAYERS = 3

@@ -1,4 +1,4 @@
-"""What growth costs: the toy scheme, arm and door of CONTRIBUTING.md, and everything that then knows them."""
+"""What growth costs: the toy scheme, arm and integration of CONTRIBUTING.md, and everything that then knows them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from support.exports import refused, save_olmo
 from support.studies import REPOSITORY, Built
 
-from olmo_lns.doors import binding, patching, scaled
+from olmo_lns.integrations import binding, patching, scaled
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, Scheme, registry, table
 from olmo_lns.study import arms, cli
@@ -71,7 +71,7 @@ def test_plan_and_figure(study: Built, capsys: pytest.CaptureFixture[str], monke
 def test_start_up_line_and_record(study: Built, caplog: pytest.LogCaptureFixture) -> None:
     from olmo.model import OLMo
 
-    from olmo_lns.doors.olmo.model import record_of
+    from olmo_lns.integrations.olmo.model import record_of
 
     run = next(run for run in study.study.runs if run.arm == "toy_arm")
     with caplog.at_level(logging.INFO, logger="olmo_lns"):
@@ -108,17 +108,23 @@ class Block(torch.nn.Module):
 """
 
 
-def test_a_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_integration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toyframe.py").write_text(TOYFRAME)
     monkeypatch.syspath_prepend(tmp_path)
     import toyframe  # type: ignore[import-not-found]
 
     found = patching.fingerprint(toyframe.Block.__init__)
-    door = {"Target": patching.Target, "Site": binding.Site, "LNS": LNS, "toyframe": toyframe, "patching": patching}
-    door |= {"binding": binding, "ScaledOutput": scaled.ScaledOutput, "give": scaled.give}
-    exec(code("Add a door").replace("FINGERPRINT", found), door)
+    integration = {
+        "Target": patching.Target,
+        "Site": binding.Site,
+        "LNS": LNS,
+        "toyframe": toyframe,
+        "patching": patching,
+    }
+    integration |= {"binding": binding, "ScaledOutput": scaled.ScaledOutput, "give": scaled.give}
+    exec(code("Add an integration").replace("FINGERPRINT", found), integration)
     plain = torch.nn.Sequential(*(toyframe.Block(number, 3) for number in (1, 2, 3)))
-    door["register"]()
+    integration["register"]()
     model = torch.nn.Sequential(*(toyframe.Block(number, 3) for number in (1, 2, 3)))
     monkeypatch.delitem(sys.modules, "toyframe")
     binding.check(model, LNS, 3)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme, definition, names, parse
 
 POST = Plan(pre=False, post=True)

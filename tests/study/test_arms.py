@@ -138,7 +138,7 @@ def test_an_added_arm_is_seen_everywhere(
 
     from olmo.model import OLMo
 
-    from olmo_lns.doors.olmo.model import record_of
+    from olmo_lns.integrations.olmo.model import record_of
 
     run = next(run for run in built.study.runs if run.arm == added.name)
     assert record_of(OLMo(run.loaded.model)) == Record(Scheme.of("toy"), "rms", "scaled")

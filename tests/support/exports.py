@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from olmo_lns.doors.olmo import types
+from olmo_lns.integrations.olmo import types
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
 from support.olmo_models import build
@@ -26,7 +26,7 @@ def save_olmo(
     from olmo.config import TrainConfig
     from omegaconf import OmegaConf
 
-    from olmo_lns.doors.olmo import register
+    from olmo_lns.integrations.olmo import register
 
     register()
     model = build(**changes)

@@ -50,7 +50,7 @@ def build(options: dict[str, Any]) -> tuple[Any, list[Any]]:
     """The config and this rank's chunks."""
     from megatron.core.transformer.module import Float16Module
 
-    from olmo_lns.doors.megatron import apply
+    from olmo_lns.integrations.megatron import apply
     from support import megatron_tiny as tiny
 
     cfg = tiny.config(**layout(options))
@@ -201,7 +201,7 @@ def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float |
 def run(options: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
-    from olmo_lns.doors import binding
+    from olmo_lns.integrations import binding
 
     cfg, models = build(options)
     sites = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in binding.sites(model)]

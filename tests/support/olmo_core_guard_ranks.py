@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
 
-from olmo_lns.doors.olmo_core.record import record_of
 from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.integrations.olmo_core.record import record_of
 from olmo_lns.olmo_core import apply
 from support import olmo_core_models as small
 

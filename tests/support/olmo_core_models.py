@@ -1,4 +1,4 @@
-"""Small OLMo-core models for the tests of its door, on every version that is verified."""
+"""Small OLMo-core models for the tests of its integration, on every version that is verified."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from olmo_core.nn.attention import UlyssesContextParallelStyle
 from olmo_core.nn.transformer import TransformerDataParallelWrappingStrategy as Wrapping
 from torch.distributed import init_device_mesh
 
-from olmo_lns.doors import binding
+from olmo_lns.integrations import binding
 from support import olmo_core_models as small
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from olmo_core.nn.transformer import TransformerConfig
 
-from olmo_lns.doors.olmo_core.blocks import FORMS
+from olmo_lns.integrations.olmo_core.blocks import FORMS
 from olmo_lns.olmo_core import apply
 
 _TESTS = Path(__file__).resolve().parents[1]

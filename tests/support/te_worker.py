@@ -64,8 +64,8 @@ def perturbed(model: Any, seed: int = 3) -> Any:
 
 def compare(normalization: str = "RMSNorm", scheme: str = "lns", **changes: Any) -> dict[str, Any]:
     """Largest relative error of any gradient, and both losses."""
-    from olmo_lns.doors import binding
-    from olmo_lns.doors.megatron import apply
+    from olmo_lns.integrations import binding
+    from olmo_lns.integrations.megatron import apply
 
     reference_changes = {k: v for k, v in changes.items() if k not in ("recompute_modules", "recompute_granularity")}
     cfg = tiny.config(normalization=normalization, **changes)
@@ -108,8 +108,8 @@ def naive_standalone() -> dict[str, float]:
     """TE's RMSNorm with its weight swapped for the forward only: what the plugin must not do."""
     import transformer_engine.pytorch as te
 
-    from olmo_lns.doors.binding import Site
-    from olmo_lns.doors.megatron.norms import FoldedStandalone, _scaled_class, bind_norm
+    from olmo_lns.integrations.binding import Site
+    from olmo_lns.integrations.megatron.norms import FoldedStandalone, _scaled_class, bind_norm
     from olmo_lns.schemes import LNS
 
     x = torch.randn(8, tiny.HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -138,7 +138,7 @@ def naive_standalone() -> dict[str, float]:
 
 def keys() -> dict[str, Any]:
     """Parameter names and checkpoint keys with and without LNS."""
-    from olmo_lns.doors.megatron import apply
+    from olmo_lns.integrations.megatron import apply
 
     stock_cfg, cfg = tiny.config(), tiny.config()
     apply(cfg)
@@ -161,7 +161,7 @@ def mtp() -> list[Any]:
     """Depths in a model with two MTP modules."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    from olmo_lns.doors.megatron import apply
+    from olmo_lns.integrations.megatron import apply
 
     cfg = tiny.config(mtp_num_layers=2)
     apply(cfg)
@@ -172,7 +172,7 @@ def mtp() -> list[Any]:
 
 def fused_accumulation() -> float:
     """Two micro-batches into ``main_grad``: the gain's gradient comes from autograd, as before."""
-    from olmo_lns.doors.megatron import apply
+    from olmo_lns.integrations.megatron import apply
 
     cfg = tiny.config()
     apply(cfg)
@@ -189,7 +189,7 @@ def mla() -> dict[str, Any]:
     """Sites of an MLA layer: neither the q nor the kv norm, though both are fused linears with a gain."""
     from megatron.core.transformer import MLATransformerConfig
 
-    from olmo_lns.doors.megatron import apply
+    from olmo_lns.integrations.megatron import apply
 
     base = {
         f: getattr(tiny.config(), f) for f in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
@@ -233,7 +233,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def main() -> int:
-    from olmo_lns.doors.megatron import register
+    from olmo_lns.integrations.megatron import register
 
     results: dict[str, Any] = {}
     register()

@@ -1,4 +1,4 @@
-"""One tiny model of every family that the transformers door knows, stock, and stock with hooks that multiply."""
+"""One tiny model of every family that the transformers integration knows, stock, and stock with hooks that multiply."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from olmo_lns.cli import main
-from olmo_lns.doors.transformers.sites import blocks_of, known_family
+from olmo_lns.integrations.transformers.sites import blocks_of, known_family
 from olmo_lns.schemes import names
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'olmo-lns[vision]'")

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Mapping
 
-from olmo_lns.doors.megatron.settings import Settings
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme
 from olmo_lns.study.curves import Curve, number, text_of
 from olmo_lns.study.shape import Shape

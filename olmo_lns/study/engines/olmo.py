@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping
 
-from olmo_lns.doors.olmo import types
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.curves import Curve, number
 from olmo_lns.study.shape import Shape

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping
 
-from olmo_lns.doors.olmo_core.record import CLASS as OURS
-from olmo_lns.doors.olmo_core.schemes import scheme_of
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo_core.record import CLASS as OURS
+from olmo_lns.integrations.olmo_core.schemes import scheme_of
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.curves import Curve, number
 from olmo_lns.study.shape import Shape

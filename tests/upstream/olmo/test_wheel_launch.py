@@ -168,7 +168,7 @@ def test_target_folder(installed, tmp_path):
 
 def test_the_hook_of_the_wheel_is_seen(installed):
     """What ``doctor`` reports as autoload: by ``site`` here, by nothing under ``-S``."""
-    code = "from olmo_lns.doors.autoload import autoload_active; print(autoload_active())"
+    code = "from olmo_lns.integrations.autoload import autoload_active; print(autoload_active())"
     env = launch.environment(PYTHONPATH=str(launch.site_packages(installed.python)))
     for flags, active in (([], "True"), (["-I"], "True"), (["-S"], "False")):
         result = launch.run([installed.python, *flags, "-c", code], cwd=installed.folder, env=env).ok()

@@ -85,7 +85,7 @@ def main(cfg):
                 "losses": trainer.losses,
                 "type": str(cfg.model.layer_norm_type),
                 "scales": {name: scale for name, scale in scales.items() if scale is not None},
-                "plugin": getattr(sys.modules.get("olmo_lns.doors.olmo"), "__file__", None),
+                "plugin": getattr(sys.modules.get("olmo_lns.integrations.olmo"), "__file__", None),
                 "olmo": sys.modules["olmo"].__file__,
             }
             (folder / "result.json").write_text(json.dumps(result))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from strategies import full_parameters, loss_of, prepared, wrap
 from support.olmo_models import tokens
 
-from olmo_lns.doors.olmo import register
+from olmo_lns.integrations.olmo import register
 
 CASE = {"strategy": "fsdp", "wrap": "by_block", "use_orig_params": True}
 OWN = ("_gate.", "_omega.", "_norm_out.")

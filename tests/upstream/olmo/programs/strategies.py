@@ -18,7 +18,7 @@ from support.olmo_models import build, model_config, tokens
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from olmo_lns.doors.olmo import register
+from olmo_lns.integrations.olmo import register
 
 BATCH, LENGTH, RATE = 4, 16, 1.0
 

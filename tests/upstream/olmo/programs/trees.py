@@ -51,7 +51,7 @@ def main():
         messages = Messages()
         logging.getLogger().addHandler(messages)
         try:
-            from olmo_lns.doors import autoload
+            from olmo_lns.integrations import autoload
 
             autoload.activate()
             results[name] = {"model": model_of_tree()}

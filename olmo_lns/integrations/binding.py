@@ -1,0 +1,137 @@
+"""What every integration does the same way: bind a plan, count it, read it back from the model, say so.
+
+The module that realises a sub-layer of a block (in LayerNorm Scaling its norm) carries a
+:class:`Site`. Guards, records and the start-up line read the sites of the built model; what was
+asked for on a command line or in an environment variable is only ever compared with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Iterable, Iterator
+
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
+
+__all__ = ["Site", "bind", "check", "factors_in_words", "read_back", "sites", "start_up_line"]
+
+_ATTRIBUTE = "lns_sites"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One sub-layer of one block under a scheme.
+
+    :param layer_number: 1-based, global. :param n_layers: of the whole model. :param sub_layer: ``attn`` or ``ff``.
+    """
+
+    scheme: Scheme
+    layer_number: int
+    n_layers: int
+    sub_layer: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.scheme.plan(self.layer_number, self.n_layers, self.sub_layer)
+
+
+def bind(module: Any, *found: Site) -> None:
+    """Note on ``module`` which sub-layers it realises.
+
+    :raises LNSConfigError: it has a scheme already.
+    """
+    if present := _bound(module):
+        raise LNSConfigError(
+            f"{type(module).__name__} of block {present[0].layer_number} has scheme {present[0].scheme} already: "
+            "a scheme is bound once, when the block is built."
+        )
+    setattr(module, _ATTRIBUTE, found)
+
+
+def _bound(module: Any) -> tuple[Site, ...]:
+    # Its own: FSDP's and torch.compile's wrappers answer for what they wrap.
+    return tuple(module.__dict__.get(_ATTRIBUTE, ()))
+
+
+def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:
+    """``(module name, module, site)`` of everything in ``model`` that was bound, in the model's order."""
+    for name, module in model.named_modules():
+        for site in _bound(module):
+            yield name, module, site
+
+
+def read_back(model: Any) -> Scheme:
+    """The scheme that the built model really has; Pre-LN where nothing was bound.
+
+    :raises UpstreamChangedError: two schemes in one model, or a module that computes something else than its plan.
+    """
+    found = list(sites(model))
+    if not found:
+        return PRE_LN
+    schemes = {site.scheme for _, _, site in found}
+    if len(schemes) > 1:
+        raise UpstreamChangedError(f"one model with the schemes {', '.join(sorted(map(str, schemes)))}: expected one.")
+    for name, module, site in found:
+        realised = module.lns_realised(site.sub_layer) if hasattr(module, "lns_realised") else Plan()
+        if realised != site.plan:
+            raise UpstreamChangedError(
+                f"{name} (block {site.layer_number}, {site.sub_layer}) has {_difference(realised, site.plan)}, as "
+                f"{site.scheme} would not have it: something has replaced what was bound when the block was built."
+            )
+    return found[0][2].scheme
+
+
+def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
+    """Every sub-layer of every block is there exactly once, as ``scheme`` wants it, and nothing else is.
+
+    :param layer_numbers: of the blocks that this process holds; default all.
+    :raises UpstreamChangedError: what was found and what was expected.
+    """
+    numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
+    expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
+    found = [(site.layer_number, site.sub_layer) for _, _, site in sites(model)]
+    if sorted(found) != sorted(expected) or read_back(model) != scheme:
+        raise UpstreamChangedError(
+            f"{scheme.definition.title} was asked for ({scheme}), but {read_back(model)} is on {len(found)} sub-layers "
+            f"{found}, expected the {len(expected)} sub-layers of {len(expected) // 2} blocks: this framework builds "
+            "its blocks in a way that was not verified."
+        )
+
+
+def start_up_line(
+    scheme: Scheme, n_layers: int, *, norm: str = "", here: str = "", how: str, initialization: str
+) -> str:
+    """The line that proves a scheme is on, from what was read back.
+
+    :param norm: the base norm. :param here: which part of the model this process holds, where that is not all of it.
+    """
+    count = f"{scheme.sites(n_layers)} norms" + (f" ({norm})" if norm else "") + (f", {here}" if here else "")
+    parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
+    parts = [count, *factors_in_words(scheme, n_layers), parameters, how, initialization]
+    return f"{scheme.definition.title} on: {'; '.join(part for part in parts if part)}"
+
+
+def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
+    """``["s = 1 (block 1) to 0.25 (block 16)"]``: constants that are not 1, learned factors, where norms sit."""
+    plans = {(number, sub_layer): plan for number, sub_layer, plan in scheme.plans(n_layers)}
+    words = []
+    for field in fields(Plan):
+        values = [getattr(plan, field.name) for plan in plans.values()]
+        if isinstance(field.default, float) and any(value != 1.0 for value in values):
+            name = "s" if field.name == "norm_scale" else field.name
+            # Of the sub-layers that have the constant: some schemes scale attention or feed-forward alone.
+            having = {sub_layer for (_, sub_layer), value in zip(plans, values, strict=True) if value != 1.0}
+            scaled = [value for (_, sub_layer), value in zip(plans, values, strict=True) if sub_layer in having]
+            only = "" if len(having) == len(SUB_LAYERS) else f", {', '.join(having)} only"
+            words.append(f"{name} = {scaled[0]:.4g} (block 1) to {scaled[-1]:.4g} (block {n_layers}){only}")
+        if field.name in ("gate", "omega") and values[0] is not None:
+            words.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
+    post = sorted({number for (number, _), plan in plans.items() if plan.post})
+    if post:
+        words.append(f"norm after the addition in blocks {post[0]} to {post[-1]}")
+    return words
+
+
+def _difference(realised: Plan, wanted: Plan) -> str:
+    names = [field.name for field in fields(Plan) if getattr(realised, field.name) != getattr(wanted, field.name)]
+    return ", ".join(f"{name}={getattr(realised, name)!r} instead of {getattr(wanted, name)!r}" for name in names)

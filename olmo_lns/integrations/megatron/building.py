@@ -1,0 +1,189 @@
+"""Wrappers around the constructors of Megatron Core: layer, block, hybrid stack, MTP layer, vision tower."""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+from typing import Any, Callable
+
+from torch import nn
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron.initialization import describe, restore_initialization, use_plain_initialization
+from olmo_lns.integrations.megatron.layers import bind_layer, bound, check_config
+from olmo_lns.integrations.megatron.report import say, start_up_line
+from olmo_lns.integrations.megatron.settings import FLAGS, VISION, Settings
+
+__all__ = [
+    "hybrid_stack",
+    "mtp_layer",
+    "say_left_out",
+    "settings_of",
+    "transformer_block",
+    "transformer_layer",
+    "vision_tower",
+    "vision_towers",
+]
+
+Init = Callable[..., None]
+
+#: True while an MTP layer builds its inner layers, whose numbers mean something else per version.
+_inside_mtp: ContextVar[bool] = ContextVar("olmo_lns_inside_mtp", default=False)
+
+
+def settings_of(config: Any) -> Settings:
+    """The settings a config was marked with.
+
+    :raises LNSConfigError: the command line asked for LNS, but this config did not come from it:
+        a model without factors must not be trained in silence.
+    """
+    if not hasattr(config, "layernorm_scaling"):
+        training = sys.modules.get("megatron.training.global_vars")
+        args = getattr(training, "_GLOBAL_ARGS", None)
+        asked = Settings() if args is None else Settings.of(args)
+        if asked.active or asked.no_scaled_init:
+            flag = asked.flag if asked.active else FLAGS[3]
+            raise LNSConfigError(
+                f"{flag} was given, but this {type(config).__name__} was not made by "
+                "core_transformer_config_from_args and does not carry it: call "
+                "olmo_lns.integrations.megatron.apply(config) before the model is built."
+            )
+    return Settings.of(config)
+
+
+def transformer_layer(original: Init) -> Init:
+    """Before: plain initialization. After: the scheme in the layer's two sub-layers."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = _config(args, kwargs)
+        settings = settings_of(config)
+        if settings.active:
+            check_config(config, settings.scheme)
+        if settings.scaled_init_off:
+            use_plain_initialization(config)
+        original(self, *args, **kwargs)
+        if settings.active and not _inside_mtp.get():
+            bind_layer(self, settings)
+
+    return __init__
+
+
+def transformer_block(original: Init) -> Init:
+    """After: two sites in each layer, or no model."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = _config(args, kwargs)
+        settings = settings_of(config)
+        if settings.active:
+            check_config(config, settings.scheme)
+        original(self, *args, **kwargs)
+        if settings.active:
+            _count(self, per_layer=2)
+            say(start_up_line(self, self.config, initialization=describe(self.config, settings.scaled_init_off)))
+
+    return __init__
+
+
+def hybrid_stack(original: Init) -> Init:
+    """After: only attention and MLP/MoE layers, one site in each."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        settings = settings_of(self.config)
+        if settings.active:
+            if _inside_mtp.get():
+                raise LNSConfigError(
+                    f"{settings.scheme.definition.title} does not support MTP layers of a hybrid model: drop one."
+                )
+            if self.config.num_layers % 2:
+                raise LNSConfigError(
+                    f"the hybrid pattern has {self.config.num_layers} layers: attention without an MLP behind it is no "
+                    "block. Only the plain transformer patterns are supported, '*-' or '*E' repeated."
+                )
+            _count(self, per_layer=1)
+            line = start_up_line(
+                self, self.config, initialization=describe(self.config, settings.scaled_init_off), hybrid=True
+            )
+            say(line)
+
+    return __init__
+
+
+def mtp_layer(original: Init) -> Init:
+    """After: the inner layer of MTP module k is block L + k.
+
+    Its own number is not used: it is k in some versions, L + k in one, and 1 in others.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        token = _inside_mtp.set(True)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _inside_mtp.reset(token)
+        settings = settings_of(self.config)
+        if settings.active:
+            depth = self.config.num_layers + self.layer_number
+            inner = _layers_of(self)
+            if len(inner) != 1 or bind_layer(inner[0], settings, depth=depth) != 2:
+                raise LNSConfigError(
+                    f"MTP layer {self.layer_number} holds {len(inner)} transformer layers, expected 1."
+                )
+            say(f"MTP layer {self.layer_number}: 2 sites, s as block {depth}")
+
+    return __init__
+
+
+def vision_tower(original: Init) -> Init:
+    """Before: the tower's config, often a copy of the language model's, is freed of the scheme."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = _config(args, kwargs)
+        settings = settings_of(config)
+        if settings.active and not getattr(config, VISION, False):
+            # --no-scaled-init stays: it is about every output projection.
+            Settings(no_scaled_init=settings.no_scaled_init).store(config)
+            if not settings.no_scaled_init:
+                restore_initialization(config)
+            say_left_out(self, config, settings)
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def vision_towers(model: nn.Module) -> list[Any]:
+    """The vision towers in ``model``; those of ``vit_model`` share no base class of their own."""
+    from megatron.core.models.common.vision_module.vision_module import VisionModule
+
+    module = sys.modules.get("megatron.core.models.vision.vit_model")
+    names = ("ViTModel", "QwenVLViTModel", "KimiViTModel")
+    kinds = (VisionModule, *(getattr(module, name) for name in names if module is not None))
+    return [child for child in model.modules() if isinstance(child, kinds)]
+
+
+def say_left_out(tower: Any, config: Any, settings: Settings) -> None:
+    title = settings.scheme.definition.title
+    say(f"vision tower {type(tower).__name__}: no {title} in its {config.num_layers} blocks")
+
+
+def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for name in ("config", "transformer_config"):
+        if name in kwargs:
+            return kwargs[name]
+    return args[0]
+
+
+def _layers_of(module: nn.Module) -> list[nn.Module]:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return [child for child in module.modules() if isinstance(child, TransformerLayer)]
+
+
+def _count(stack: Any, *, per_layer: int) -> None:
+    for layer in stack.layers:
+        if (found := bound(layer)) != per_layer:
+            raise LNSConfigError(
+                f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} of {type(stack).__name__} has {found} "
+                f"sub-layers with the scheme, expected {per_layer}: only transformer layers are supported (no Mamba, "
+                "GDN or custom layers)."
+            )

@@ -1,0 +1,164 @@
+"""Find the two norms in front of attention and MLP of a built layer, and scale exactly those.
+
+A scheme that leaves these norms as they are gets its place in the two residual additions (:mod:`.addition`); that the
+norms are found holds for it too.
+
+| spec                      | in front of attention                        | in front of the MLP       |
+|---------------------------|----------------------------------------------|---------------------------|
+| TE, dense                 | inside ``self_attention.linear_qkv``         | inside ``mlp.linear_fc1`` |
+| TE, MoE                   | inside ``self_attention.linear_qkv``         | ``pre_mlp_layernorm``     |
+| TE, MLA                   | ``input_layernorm``                          | inside ``mlp.linear_fc1`` |
+| MLA, fused down projection| inside ``self_attention.linear_qkv_down_proj``| inside ``mlp.linear_fc1``|
+| local                     | ``input_layernorm``                          | ``pre_mlp_layernorm``     |
+
+Norms of q and k, also those fused into MLA's ``linear_q_up_proj`` and ``linear_kv_up_proj``, the
+final norm and the norms around an MTP module are not sites.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.binding import Site
+from olmo_lns.integrations.megatron.addition import bind_addition, unsupported
+from olmo_lns.integrations.megatron.norms import bind_norm, is_fused_linear
+from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.schemes import Scheme, names
+
+__all__ = ["bind_layer", "blocks_of", "bound", "check_config", "check_scheme"]
+
+_WORDS = {"attn": "attention", "ff": "MLP"}
+_FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
+_FUSED_MLP = ("linear_fc1",)
+
+#: (attribute of the config, value that is refused or None for any true one, why)
+_REFUSED = (
+    ("use_transformer_engine_op_fuser", None, "the op fuser reads the norm's parameters past its forward"),
+    ("inference_fuse_tp_communication", None, "its kernel reads the norm's weight past its forward"),
+    ("enable_mhc_connections", None, "with hyper-connections there is no single residual stream to scale in"),
+    ("enable_hyper_connections", None, "with hyper-connections there is no single residual stream to scale in"),
+    ("heterogeneous_block_specs", None, "heterogeneous blocks have no common depth"),
+    ("heterogeneous_layers_config_path", None, "heterogeneous blocks have no common depth"),
+    ("batch_invariant_mode", None, "its RMSNorm takes the place of TE's forward, which a scaled norm does not run"),
+    ("transformer_impl", "inference_optimized", "its layers read the norm's weight past its forward"),
+)
+
+
+#: Where the parts of a layer that are captured as CUDA graphs are named: from 0.15 on, and from 0.18 on.
+_CAPTURED = ("cuda_graph_scope", "cuda_graph_modules")
+
+
+def check_scheme(scheme: Scheme, n_layers: int) -> None:
+    """:raises LNSConfigError: Megatron's layers have no slot for what it does; with the reason."""
+    if scheme.keeps_forward(n_layers):
+        return
+    problems = dict.fromkeys(problem for _, _, plan in scheme.plans(n_layers) if (problem := unsupported(plan)))
+    if problems:
+        possible = [name for name in names() if not any(unsupported(p) for _, _, p in Scheme.of(name).plans(2))]
+        raise LNSConfigError(
+            f"{scheme} ({scheme.definition.title}) is not available in Megatron: {next(iter(problems))}. Available "
+            f"are {', '.join(possible)}; OLMo runs every scheme."
+        )
+
+
+def check_config(config: Any, scheme: Scheme) -> None:
+    """:raises LNSConfigError: a setting that the scheme cannot be right with."""
+    check_scheme(scheme, int(config.num_layers))
+    title = scheme.definition.title
+    for name, value, why in _REFUSED:
+        found = getattr(config, name, None)
+        if found == value if value is not None else found:
+            raise LNSConfigError(f"{title} does not support {name}={found!r}: {why}. Switch one of them off.")
+    if scheme.extra_parameters(1, 1, 1):
+        for name in _CAPTURED:
+            if (found := getattr(config, name, None)) and found != "full":
+                raise LNSConfigError(
+                    f"{title} does not support {name}={found!r}: the list of modules under such a graph has no place "
+                    "for the parameters of a residual addition. Capture whole layers, or none."
+                )
+
+
+def bind_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> int:
+    """Give the sub-layers of one built ``TransformerLayer`` the scheme of ``settings``.
+
+    :param depth: 1-based global number of the block; None takes it from the layer.
+    :returns: how many sub-layers there were: 2, or 1 for a layer of a hybrid model, where attention
+        and MLP are layers of their own.
+    :raises LNSConfigError: the layer's structure is not one where the sites are known.
+    """
+    scheme = settings.scheme
+    check_config(layer.config, scheme)
+    if not _is_absent(getattr(layer, "cross_attention", None)):
+        raise _refuse(layer, "has cross attention, a third sub-layer that no scheme defines")
+    found = {
+        sub_layer: _site(layer, sub_layer, norm, holder, names)
+        for sub_layer, norm, holder, names in (
+            ("attn", "input_layernorm", "self_attention", _FUSED_ATTENTION),
+            ("ff", "pre_mlp_layernorm", "mlp", _FUSED_MLP),
+        )
+        if not _is_absent(getattr(layer, holder, None))
+    }
+    if not found:
+        raise _refuse(layer, "has neither attention nor MLP")
+    if depth is None:
+        depth = _depth(layer, list(found))
+    n_layers = blocks_of(layer.config, hybrid=len(found) == 1)
+    for sub_layer, module in found.items():
+        site = Site(scheme, depth, n_layers, sub_layer)
+        if scheme.keeps_forward(n_layers):
+            bind_norm(module, site)
+        else:
+            bind_addition(layer, site)
+    return len(found)
+
+
+def blocks_of(config: Any, *, hybrid: bool) -> int:
+    """How many blocks a model has; in a hybrid one attention and MLP are layers of their own."""
+    return int(config.num_layers) // (2 if hybrid else 1)
+
+
+def bound(model: nn.Module) -> int:
+    """How many sub-layers of ``model`` have a scheme."""
+    return len(list(binding.sites(model)))
+
+
+def _site(layer: Any, sub_layer: str, norm: str, holder: str, names: tuple[str, ...]) -> nn.Module:
+    inner = getattr(layer, holder)
+    candidates = {f"{holder}.{name}": getattr(inner, name, None) for name in names}
+    sites: dict[str, Any] = {path: module for path, module in candidates.items() if is_fused_linear(module)}
+    if not _is_absent(standalone := getattr(layer, norm, None)):
+        sites[norm] = standalone
+    if len(sites) != 1:
+        raise _refuse(
+            layer,
+            f"has {len(sites)} norms in front of its {_WORDS[sub_layer]} ({', '.join(sites) or 'none'}), "
+            f"expected exactly one of {', '.join((norm, *candidates))}",
+        )
+    return next(iter(sites.values()))
+
+
+def _depth(layer: Any, halves: list[str]) -> int:
+    """The block that a layer belongs to. In a hybrid model ``*-`` repeated makes the blocks."""
+    number = int(layer.layer_number)
+    if len(halves) == 2:
+        return number
+    expected = 1 if halves == ["attn"] else 0
+    if number % 2 != expected:
+        raise _refuse(
+            layer,
+            f"is layer {number} of a hybrid pattern and holds only {_WORDS[halves[0]]}: only the plain "
+            "transformer patterns are supported, '*-' or '*E' repeated",
+        )
+    return (number + 1) // 2
+
+
+def _is_absent(module: Any) -> bool:
+    return module is None or type(module).__name__ in ("IdentityOp", "IdentityFuncOp")
+
+
+def _refuse(layer: Any, what: str) -> LNSConfigError:
+    return LNSConfigError(f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} {what}.")

@@ -1,0 +1,213 @@
+"""Give one norm module of a Megatron layer the factor, whatever class it is.
+
+The subclass that it becomes an instance of is made here and keeps its base's name: Megatron-FSDP and
+the quantization recipes go by class names.
+
+Three ways, each exact in the output and in all gradients:
+
+- ``FoldedParameters``: while ``forward`` runs, an instance attribute hides gain and bias behind
+  ``s*gain`` and ``s*bias``. Right only for a forward that reads them once and whose backward uses
+  what was saved: TE's LayerNormLinear and Apex's norms. TE's standalone norms read
+  ``self.weight`` again in backward and would return dx and dgain that are off by s.
+- ``FoldedOp``: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
+- ``ScaledOutput``: any other norm, its output times s.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.binding import Site, bind
+from olmo_lns.integrations.megatron.upstream import FUSED
+from olmo_lns.integrations.patching import verify
+from olmo_lns.integrations.scaled import Scaled
+from olmo_lns.norm import Backend, choose_backend, layer_norm, rms_norm
+from olmo_lns.norm.dtypes import fold
+
+__all__ = ["bind_norm", "is_fused_linear", "scale_norm"]
+
+
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+class _Scaled(Scaled):
+    """What every scaled norm of Megatron's has."""
+
+    lns_method: str
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by mixin and base: the class itself goes by its base's name, under which pickle finds the base."""
+        reduced = super().__reduce_ex__(protocol)
+        kind = type(self)
+        if kind not in _classes.values():
+            return reduced  # somebody, FSDP for one, made a class of its own of it
+        return (_unpickled, kind.__bases__, *reduced[2:])
+
+
+class FoldedParameters(_Scaled):
+    """The module's own forward, over scaled parameters."""
+
+    lns_method = "folded into the fused kernel's gain"
+    _gain, _bias = "layer_norm_weight", "layer_norm_bias"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        shadow = self.__dict__
+        gain, bias = getattr(self, self._gain), getattr(self, self._bias, None)
+        centered = bool(getattr(self, "zero_centered_gamma", False))
+        previous = {name: shadow[name] for name in (self._gain, self._bias) if name in shadow}
+        shadow[self._gain] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
+        if bias is not None:
+            shadow[self._bias] = fold(bias, self.lns_scale, dtype=bias.dtype)
+        if centered:  # 1 + gain was folded as it is, since s(1+gain)-1 would cancel
+            self.zero_centered_gamma = False
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for name in (self._gain, self._bias):
+                shadow.pop(name, None)
+            shadow.update(previous)
+            if centered:
+                self.zero_centered_gamma = True
+
+
+class FoldedStandalone(FoldedParameters):
+    """The same for a norm of its own, such as Megatron's wrapper of Apex."""
+
+    lns_method = "folded into the norm's gain"
+    _gain, _bias = "weight", "bias"
+
+
+class FoldedOp(_Scaled):
+    """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
+
+    lns_backend: Backend
+    _returns_residual = False
+    _is_te_norm: bool
+    _is_rms_norm: bool
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        y = x
+        if self._is_te_norm and weight is not None:
+            # TE computes in the dtype of the parameters, or of autocast.
+            device = x.device.type
+            y = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype)
+        dtype, eps = y.dtype, getattr(self, "eps", None)
+        eps = torch.finfo(dtype).eps if eps is None else float(eps)
+        how: dict[str, Any] = {
+            "zero_centered": bool(getattr(self, "zero_centered_gamma", False)),
+            "backend": self.lns_backend,
+        }
+        if self._is_rms_norm:
+            y = rms_norm(y, weight, eps, self.lns_scale, **how)
+        else:
+            y = layer_norm(y, weight, bias, eps, self.lns_scale, **how)
+        return (y.to(dtype), x) if self._returns_residual else y.to(dtype)
+
+
+class FoldedOpWithResidual(FoldedOp):
+    """TE's RMSNorm that also hands the residual on (``fused_residual_rmsnorm``)."""
+
+    _returns_residual = True
+
+
+class ScaledOutput(_Scaled):
+    """Any other norm: one multiplication after it."""
+
+    lns_method = "output multiplied"
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(y, torch.Tensor):
+            raise LNSConfigError(
+                f"{type(self).__module__}.{type(self).__name__} returned {type(y).__name__}, expected a tensor: "
+                "LayerNorm Scaling does not know this norm. Use Megatron's own norms."
+            )
+        return y * self.lns_scale
+
+
+def bind_norm(module: Any, site: Site) -> None:
+    """Multiply the output of ``module`` by its plan's factor, exactly and for good.
+
+    :param module: a norm (y = Norm(x)), or TE's LayerNormLinear (y = Linear(Norm(x))).
+    :raises LNSConfigError: the module carries a factor already.
+    """
+    bind(module, site)
+    scale_norm(module, site.plan.norm_scale)
+
+
+def scale_norm(module: Any, factor: float) -> None:
+    """The factor alone, for a norm that is part of what is bound."""
+    module.__class__ = _scaled_class(_mixin_for(module), type(module))
+    module.lns_scale = factor
+    if isinstance(module, FoldedOp):
+        module.lns_backend = choose_backend()
+        module.lns_method = f"olmo_lns.norm ({module.lns_backend.name})"
+
+
+def is_fused_linear(module: object) -> bool:
+    """Whether ``module`` is a norm fused with the linear layer behind it (TE's LayerNormLinear)."""
+    return getattr(module, "layer_norm_weight", None) is not None
+
+
+def _mixin_for(module: nn.Module) -> type[_Scaled]:
+    kind = type(module)
+    names = {base.__name__ for base in kind.__mro__}
+    if is_fused_linear(module):
+        _verify_fused(kind)
+        return FoldedParameters
+    if "TEFusedResidualRMSNorm" in names:
+        return FoldedOpWithResidual
+    if kind in (nn.LayerNorm, nn.RMSNorm) or (_is_te(kind) and names & {"LayerNorm", "RMSNorm"}):
+        return FoldedOp
+    if _is_from(kind, "megatron.core.fusions.fused_layer_norm"):
+        return FoldedStandalone
+    return ScaledOutput
+
+
+def _scaled_class(mixin: type[_Scaled], base: type[nn.Module]) -> type[nn.Module]:
+    if (mixin, base) not in _classes:
+        # What users and Megatron's class-name rules look at is the base's: name, module, docstring.
+        body: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        body["__doc__"] = base.__doc__
+        if issubclass(mixin, FoldedOp):
+            body |= {"_is_te_norm": _is_te(base), "_is_rms_norm": _is_rms(base)}
+        _classes[mixin, base] = types.new_class(
+            base.__name__, (mixin, base), exec_body=lambda space: space.update(body)
+        )
+    return _classes[mixin, base]
+
+
+def _unpickled(mixin: type[_Scaled], base: type[nn.Module]) -> nn.Module:
+    """A module without its state, for pickle and copy."""
+    kind = _scaled_class(mixin, base)
+    return kind.__new__(kind)
+
+
+def _verify_fused(kind: type) -> None:
+    """Hiding the gain is right for the one forward that was read."""
+    name = "TELayerNormColumnParallelLinear"
+    wrapper = next((base for base in kind.__mro__ if base.__name__ == name), None)
+    if wrapper is None:
+        raise LNSConfigError(
+            f"{kind.__module__}.{kind.__name__} fuses a norm with a linear layer, but is not Megatron's {name}: "
+            "LayerNorm Scaling does not know how it uses its gain. Use the TE or the local spec."
+        )
+    verify(FUSED, vars(wrapper)["forward"])
+
+
+def _is_from(kind: type, module: str) -> bool:
+    return any(base.__module__ == module or base.__module__.startswith(module + ".") for base in kind.__mro__)
+
+
+def _is_te(kind: type) -> bool:
+    return _is_from(kind, "transformer_engine")
+
+
+def _is_rms(kind: type) -> bool:
+    return any(base.__name__ == "RMSNorm" for base in kind.__mro__)

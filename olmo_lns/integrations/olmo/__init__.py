@@ -1,0 +1,71 @@
+"""The schemes in OLMo: ``register()`` adds the types and nothing else changes.
+
+Registered but not selected, OLMo is bit for bit itself. With ``layer_norm_type: lns`` (or
+``lns_rms``, ``lns_default``, ``lns_low_precision``) the two norms of block l carry 1/sqrt(l) and
+scaled initialization is off. Parameter names, state-dict keys and optimizer groups are OLMo's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from olmo_lns import environment
+from olmo_lns.errors import LNSConfigError
+
+__all__ = ["register"]
+
+
+def register(*, scheme: str | None = None, initialization: str | None = None) -> None:
+    """Teach the installed OLMo the layer-norm types of the schemes. Idempotent; called by the autoload hook.
+
+    :param scheme: parameters of a scheme that a config names without any, such as ``"lns:exponent=0.25"``;
+        the same as ``OLMO_LNS_SCHEME``.
+    :param initialization: ``plain`` or ``upstream``; the same as ``OLMO_LNS_INITIALIZATION``.
+    :raises UpstreamChangedError: this OLMo is not one that was verified.
+    :raises LNSConfigError: a setting that is not allowed.
+    """
+    # Through the environment, so that spawned workers see one value.
+    for name, value in ((environment.SCHEME, scheme), (environment.INITIALIZATION, initialization)):
+        if value is not None:
+            os.environ[name] = value
+    try:
+        import olmo.config
+        import olmo.model
+        import olmo.version
+    except ImportError as error:
+        raise LNSConfigError(f"OLMo cannot be imported ({error}): pip install 'olmo-lns[olmo]'") from error
+
+    from olmo_lns.integrations.autoload import on_import
+    from olmo_lns.integrations.olmo import checkpoint, config, model, settings, state, types, upstream
+    from olmo_lns.integrations.olmo import initialization as init
+    from olmo_lns.integrations.patching import replace_all
+
+    settings.check_environment()
+    upstream.check_version(olmo.version.VERSION)
+    replace_all(
+        (
+            (upstream.CONFIG_LOAD, config.wrap_load),
+            (upstream.NORM_BUILD, model.wrap_norm_build),
+            (upstream.SEQUENTIAL_INIT, model.wrap_block_init),
+            (upstream.LLAMA_INIT, model.wrap_block_init),
+            (upstream.BLOCK_RESET, model.wrap_block_reset),
+            (upstream.SEQUENTIAL_RESET, init.wrap_reset),
+            (upstream.LLAMA_RESET, init.wrap_reset),
+            (upstream.MODEL_RESET, init.wrap_reset),
+            (upstream.MODEL_INIT, model.wrap_model_init),
+            (upstream.FROM_CHECKPOINT, checkpoint.wrap_from_checkpoint),
+        )
+    )
+    state.allow_in_safe_loading()
+    types.extend(olmo.config.LayerNormType, olmo.config.InitFnType)
+    # Not loaded by `import olmo`; a launch imports them later, this hook is then in place.
+    on_import("olmo.checkpoint", lambda _: _replace((upstream.SAVE_CONFIG, checkpoint.wrap_save)))
+    trainer = (upstream.RESTORE, checkpoint.wrap_restore), (upstream.TRAINER_STATE, state.wrap_trainer_state)
+    on_import("olmo.train", lambda _: _replace(*trainer))
+
+
+def _replace(*pairs: Any) -> None:
+    from olmo_lns.integrations.patching import replace_all
+
+    replace_all(pairs)

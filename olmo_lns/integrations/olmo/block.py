@@ -1,0 +1,271 @@
+"""Blocks of OLMo for schemes whose residual form is not Pre-LN's: another ``forward``, everything else OLMo's.
+
+Schemes that only multiply the norm in front of a sub-layer never come here. The factors cost no
+pass over the activations: those of a norm are folded into it, those of the residual addition
+into the addition. What remains is the work of a scheme itself, such as a second norm.
+
+``attn_norm`` and ``ff_norm`` are the first (or only) norm of their sub-layer, wherever it sits;
+a second one is ``attn_norm_out``; learned factors are ``attn_gate`` and ``attn_omega``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Callable
+
+import torch
+from olmo.model import LayerNormBase, OLMoBlock, OLMoLlamaBlock, OLMoSequentialBlock
+from torch import nn
+
+from olmo_lns.integrations import binding, patching
+from olmo_lns.integrations.binding import Site
+from olmo_lns.integrations.olmo import gains, norms, upstream
+from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
+
+__all__ = ["LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "bind_block", "unsupported"]
+
+_Run = Callable[..., Any]
+
+
+def unsupported(plan: Plan, d_model: int) -> str:
+    """Why a block of ours cannot do ``plan``; ``""`` if it can."""
+    if plan.norms not in (1, 2) or (plan.post and plan.norms > 1):
+        return "expected one norm in a sub-layer, or one in front and one on the branch"
+    if _weighs_shortcut(plan) and (plan.gate is not None or plan.branch_scale != 1.0):
+        return "expected factors of the shortcut or of the branch, not of both"
+    if (plan.norm_scale != 1.0 or plan.pre_scale != 1.0) and not plan.pre:
+        return "it has a factor for a norm that is not there"
+    if plan.groups > 1 and replace(plan, groups=1) != Plan():
+        return "expected grouped statistics in a plain Pre-LN block only"
+    if d_model % plan.groups:
+        return f"{plan.groups} groups do not divide model.d_model={d_model}"
+    return ""
+
+
+def _weighs_shortcut(plan: Plan) -> bool:
+    return plan.alpha != 1.0 or plan.omega is not None
+
+
+class LearnedFactor(LayerNormBase):
+    """A learned vector (d_model,) or number (1,), fp32. The block takes ``weight`` into its residual addition.
+
+    A norm by class because OLMo's optimizer groups know norms and refuse a bare parameter; never
+    0-d, which FSDP refuses.
+    """
+
+    def __init__(self, config: Any, learned: Learned) -> None:
+        nn.Module.__init__(self)
+        self.learned = learned
+        size = learned.elements(config.d_model)
+        self.weight = nn.Parameter(torch.full((size,), learned.start, device=config.init_device))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.learned.start)
+
+    def extra_repr(self) -> str:
+        return f"per_channel={self.learned.per_channel}, start={self.learned.start:.6g}"
+
+
+@dataclass(frozen=True)
+class _Residual:
+    """Where the norms of a sub-layer sit, and the constants of its residual addition that no norm has folded in.
+
+    :param weighs_shortcut: ``factor`` is the shortcut's, else the branch's.
+    :param multiplies_sum: whether the sum is multiplied by ``stream``; a flag, because a branch on the number itself
+        would make torch.compile build one graph per layer. The tensors are for it too, see :mod:`.norms`.
+    """
+
+    pre: bool
+    branch: bool
+    post: bool
+    weighs_shortcut: bool
+    multiplies_sum: bool
+    factor: float
+    stream: float
+    factor_tensor: torch.Tensor
+    stream_tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Residual:
+        shortcut = _weighs_shortcut(plan)
+        factor = plan.alpha if shortcut else 1.0 if plan.branch else plan.branch_scale
+        stream = 1.0 if plan.post else plan.stream_scale
+        tensors = [torch.tensor(value, dtype=torch.float64, device="cpu") for value in (factor, stream)]
+        return cls(plan.pre, plan.branch, plan.post, shortcut, stream != 1.0, factor, stream, *tensors)
+
+
+class _SchemeBlock(OLMoBlock):
+    """Mixed in front of OLMo's block classes; set as ``__class__`` of a block that OLMo has built."""
+
+    lns_residual_attn: _Residual
+    lns_residual_ff: _Residual
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attention_bias: torch.Tensor | None = None,
+        layer_past: tuple[torch.Tensor, torch.Tensor] | None = None,
+        use_cache: bool = False,
+        max_doc_len: int | None = None,
+        cu_doc_lens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """As OLMo's blocks: x of shape (batch, length, d_model), and the keys and values if ``use_cache``."""
+        run: _Run = self._activation_checkpoint_fn or _call
+        q, k, v = self._queries_keys_values(self._enter("attn", x, run))
+        h, cache = run(
+            self.attention,
+            q,
+            k,
+            v,
+            attention_bias,
+            layer_past=layer_past,
+            use_cache=use_cache,
+            max_doc_len=max_doc_len,
+            cu_doc_lens=cu_doc_lens,
+        )
+        x = self._leave("attn", x, h, run)
+        h = self.ff_out(run(self.act, self.ff_proj(self._enter("ff", x, run))))
+        return self._leave("ff", x, h, run), cache
+
+    def _queries_keys_values(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+    def _clipped(self, projected: torch.Tensor) -> torch.Tensor:
+        limit = self.config.clip_qkv
+        return projected if limit is None else projected.clamp_(min=-limit, max=limit)
+
+    def _enter(self, sub_layer: str, x: torch.Tensor, run: _Run) -> torch.Tensor:
+        if not getattr(self, f"lns_residual_{sub_layer}").pre:
+            return x
+        normed: torch.Tensor = run(getattr(self, f"{sub_layer}_norm"), x)
+        return normed
+
+    def _leave(self, sub_layer: str, x: torch.Tensor, h: torch.Tensor, run: _Run) -> torch.Tensor:
+        """The stream after a sub-layer. :param x: the stream before it. :param h: what the sub-layer gave."""
+        residual: _Residual = getattr(self, f"lns_residual_{sub_layer}")
+        if residual.branch:
+            h = run(self._last_norm(sub_layer), h)
+        h = self.dropout(h)
+        if residual.weighs_shortcut:
+            x = _weighted_sum(h, x, getattr(self, f"{sub_layer}_omega", None), residual)
+        else:
+            x = _weighted_sum(x, h, getattr(self, f"{sub_layer}_gate", None), residual)
+        if residual.multiplies_sum:
+            # In place: the sum is fresh, and an addition keeps nothing of it for its gradient.
+            x = x * residual.stream_tensor if torch.compiler.is_compiling() else x.mul_(residual.stream)
+        return run(self._last_norm(sub_layer), x) if residual.post else x
+
+    def _last_norm(self, sub_layer: str) -> Any:
+        return getattr(self, f"{sub_layer}_norm_out", None) or getattr(self, f"{sub_layer}_norm")
+
+    def lns_realised(self, sub_layer: str) -> Plan:
+        """The plan that ``forward`` computes, from the modules and numbers that it uses."""
+        residual: _Residual = getattr(self, f"lns_residual_{sub_layer}")
+        first, last = getattr(self, f"{sub_layer}_norm"), self._last_norm(sub_layer)
+        gate, omega = (getattr(self, f"{sub_layer}_{name}", None) for name in ("gate", "omega"))
+        own = 1.0 if residual.weighs_shortcut else residual.factor
+        return Plan(
+            pre=residual.pre,
+            branch=residual.branch,
+            post=residual.post,
+            pre_scale=norms.pre_scale_of(first),
+            norm_scale=norms.scale_of(first) if residual.pre else 1.0,
+            branch_scale=own * (norms.scale_of(last) if residual.branch else 1.0),
+            stream_scale=residual.stream * (norms.scale_of(last) if residual.post else 1.0),
+            alpha=residual.factor if residual.weighs_shortcut else 1.0,
+            gate=None if gate is None else gate.learned,
+            omega=None if omega is None else omega.learned,
+            gains=gains.of(self, sub_layer),
+            groups=norms.groups_of(first),
+        )
+
+    def reset_parameters(self) -> None:
+        """OLMo's own draw, then what a scheme adds: its modules' start and its gains on the fresh weights."""
+        super().reset_parameters()
+        for sub_layer in SUB_LAYERS:
+            for name in ("norm_out", "gate", "omega"):
+                if (module := getattr(self, f"{sub_layer}_{name}", None)) is not None:
+                    module.reset_parameters()
+        gains.apply(self)
+
+
+class SchemeSequentialBlock(_SchemeBlock, OLMoSequentialBlock):
+    """OLMo's sequential block under a scheme with a residual form of its own."""
+
+    def _queries_keys_values(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._clipped(self.att_proj(h)).split(self.fused_dims, dim=-1)
+
+
+class SchemeLlamaBlock(_SchemeBlock, OLMoLlamaBlock):
+    """OLMo's llama block under a scheme with a residual form of its own."""
+
+    def _queries_keys_values(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self._clipped(projection(h)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+
+
+def _call(function: _Run, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _weighted_sum(plain: torch.Tensor, weighted: torch.Tensor, learned: Any, residual: _Residual) -> torch.Tensor:
+    """``plain + factor * (learned * weighted)`` in one pass."""
+    if torch.compiler.is_compiling():
+        if learned is not None:
+            weighted = learned.weight * weighted
+        return plain + residual.factor_tensor * weighted
+    if learned is None:
+        return torch.add(plain, weighted, alpha=residual.factor)
+    return torch.addcmul(plain, learned.weight, weighted, value=residual.factor)
+
+
+_CLASSES: dict[type, type] = {OLMoSequentialBlock: SchemeSequentialBlock, OLMoLlamaBlock: SchemeLlamaBlock}
+
+
+def bind_block(block: OLMoBlock, scheme: Scheme) -> None:
+    """Turn a block that OLMo has built into the block of ``scheme``, in place.
+
+    :raises UpstreamChangedError: OLMo's own forward is not one that ours was read against.
+    :raises TypeError: ``block`` is not one of OLMo's.
+    """
+    _check_upstream()
+    if type(block) not in _CLASSES:
+        raise TypeError(
+            f"no scheme for a {type(block).__name__}; expected OLMo's OLMoSequentialBlock or OLMoLlamaBlock"
+        )
+    number, config = block.layer_id + 1, block.config
+    found = [Site(scheme, number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
+    binding.bind(block, *found)
+    for site in found:
+        plan, sub_layer = site.plan, site.sub_layer
+        if plan.norms == 2:
+            setattr(block, f"{sub_layer}_norm_out", LayerNormBase.build(config, size=config.d_model))
+        for name in ("gate", "omega"):
+            if (learned := getattr(plan, name)) is not None:
+                setattr(block, f"{sub_layer}_{name}", LearnedFactor(config, learned))
+        _fold_into_norms(block, plan, sub_layer, number)
+        setattr(block, f"lns_residual_{sub_layer}", _Residual.of(plan))
+        gains.keep(block, sub_layer, plan.gains)
+    block.__class__ = _CLASSES[type(block)]
+
+
+def _fold_into_norms(block: OLMoBlock, plan: Plan, sub_layer: str, number: int) -> None:
+    """The constants that stand beside a norm; without one it stays OLMo's own norm."""
+    first = getattr(block, f"{sub_layer}_norm")
+    last = getattr(block, f"{sub_layer}_norm_out", first)
+    if plan.pre and (plan.norm_scale, plan.pre_scale, plan.groups) != (1.0, 1.0, 1):
+        norms.scale_norm(first, number, plan.norm_scale, pre_scale=plan.pre_scale, groups=plan.groups)
+    behind = plan.branch_scale if plan.branch else plan.stream_scale if plan.post else 1.0
+    if behind != 1.0:
+        norms.scale_norm(last, number, behind)
+
+
+@lru_cache(maxsize=1)
+def _check_upstream() -> None:
+    for target in (upstream.SEQUENTIAL_FORWARD, upstream.LLAMA_FORWARD, upstream.ATTENTION):
+        owner, name = target.locate()
+        patching.verify(target, getattr(owner, name))

@@ -1,0 +1,181 @@
+"""The record beside every OLMo checkpoint: written on save, compared on load."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Callable, Iterator
+
+import torch
+
+from olmo_lns import environment
+from olmo_lns.errors import CheckpointMismatchError, LNSError, one_line
+from olmo_lns.integrations.olmo import settings, types
+from olmo_lns.integrations.olmo.model import built_record, record_of
+from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
+
+__all__ = [
+    "asked_record",
+    "check_checkpoint",
+    "one_line_of",
+    "saved_record",
+    "wrap_from_checkpoint",
+    "wrap_restore",
+    "wrap_save",
+]
+
+log = logging.getLogger("olmo_lns")
+
+#: What torch says of weights that do not fit, and of files that are no archives.
+_OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
+#: Accepted in the override variable for a checkpoint whose record was lost.
+MISSING_RECORD = "missing-record"
+
+
+def asked_record(model_config: Any) -> Record:
+    """What a model built from ``model_config`` (an OLMo ``ModelConfig``) would be, under the current settings."""
+    scheme = settings.scheme(model_config.layer_norm_type)
+    norm = "" if scheme.is_pre_ln else types.base_type(model_config.layer_norm_type)
+    return Record(scheme, norm, settings.initialization(model_config))
+
+
+def saved_record(folder: Any, *, local_cache: Any = None) -> Record:
+    """The record of a checkpoint folder (local or remote, as OLMo's ``resource_path`` takes it).
+
+    A checkpoint without a record is what its config.yaml says, which for Pre-LN is everything.
+
+    :raises CheckpointMismatchError: its config.yaml names a scheme but the record is gone, so that its
+        parameters are unknown (OLMo's ``unshard.py`` copies config.yaml only).
+    """
+    refused = ""
+    try:
+        path = _resource(folder, RECORD_FILE, local_cache)
+    except Exception as error:  # each store's client raises its own, also for a file that is only not there
+        path, refused = None, one_line(error)
+    if path is not None:
+        return Record.from_json(path)
+    config = _resource(folder, "config.yaml", local_cache)
+    if config is None:
+        return Record()
+    from omegaconf import OmegaConf
+
+    model = OmegaConf.select(OmegaConf.load(str(config)), "model", default={})
+    name = model.get("layer_norm_type")
+    scheme = types.scheme_of(name)
+    drawn = types.INIT_FNS.get(str(model.get("init_fn")), scheme.definition.initialization)
+    if scheme.is_pre_ln:
+        if refused:
+            log.warning(
+                "%s/%s cannot be read (%s): taken for the Pre-LN that its config names", folder, RECORD_FILE, refused
+            )
+        return Record(scaled_init=drawn)
+    if refused:
+        raise CheckpointMismatchError(
+            f"{folder}: config.yaml names layer_norm_type {name}, and {RECORD_FILE} cannot be read: {refused}. Give "
+            "this process access to it, or load a local copy of the checkpoint."
+        )
+    if MISSING_RECORD not in accepted():
+        raise CheckpointMismatchError(
+            f"{folder}: config.yaml names layer_norm_type {name}, but {RECORD_FILE} is missing, so its parameters are "
+            f"unknown. Copy {RECORD_FILE} from the checkpoint it was made from, or set "
+            f"{environment.ALLOW_MISMATCH}={MISSING_RECORD} to assume what the type says "
+            f"({', '.join(f'{key} {value:g}' for key, value in scheme.values)})."
+        )
+    return Record(scheme, types.base_type(name), drawn)
+
+
+def _resource(folder: Any, name: str, local_cache: Any) -> Path | None:
+    if "://" not in str(folder):
+        for base in (local_cache, folder):
+            if base is not None and (path := Path(base) / name).is_file():
+                return path
+        return None
+    from olmo.util import resource_path
+
+    try:
+        return resource_path(folder, name, local_cache=local_cache)
+    except FileNotFoundError:
+        return None
+
+
+def check_checkpoint(folder: Any, running: Record, *, training: bool, local_cache: Any = None) -> None:
+    """:raises CheckpointMismatchError: the checkpoint and the model that runs disagree."""
+    saved = saved_record(folder, local_cache=local_cache)
+    for difference in check_match(saved, running, source=folder, training=training):
+        log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
+
+
+def wrap_save(save_config: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``Checkpointer._save_config``, which writes into the folder that is renamed when complete."""
+
+    def wrapped(self: Any, dir: Any, *, upload_to: str | None = None) -> None:
+        from olmo.torch_util import get_global_rank
+        from olmo.util import upload
+
+        save_config(self, dir, upload_to=upload_to)
+        record = built_record(self.cfg.model)
+        if record is None:
+            record = asked_record(self.cfg.model)
+            if record.active:
+                raise CheckpointMismatchError(
+                    f"{dir}: a checkpoint of {record} is being saved, but no model was built from this config: what "
+                    "the weights were trained with is unknown."
+                )
+        if record == Record() or get_global_rank() != 0:
+            return
+        path = record.write(dir)
+        if upload_to is not None:
+            upload(path, f"{upload_to}/{RECORD_FILE}", save_overwrite=self.cfg.save_overwrite)
+
+    return wrapped
+
+
+def wrap_restore(restore: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``Trainer.restore_checkpoint``: compare with the built model before a single weight is loaded."""
+
+    def wrapped(self: Any, load_path: Any, **kwargs: Any) -> None:
+        check_checkpoint(load_path, record_of(self.model), training=True, local_cache=kwargs.get("local_cache"))
+        restore(self, load_path, **kwargs)
+
+    return wrapped
+
+
+@contextmanager
+def one_line_of(load_path: Any) -> Iterator[None]:
+    """What goes wrong while a checkpoint is restored, in one line; the rest is in the error that it comes from.
+
+    :raises LNSError: files that are damaged or of another model, or that this OLMo cannot read under this torch.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
+            raise
+        raise LNSError(
+            f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
+            f"({error}); train with ddp, which saves unsharded ones, or with an older torch"
+        ) from error
+    except (EOFError, UnpicklingError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _OF_FILES):
+            raise
+        problems = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
+        raise LNSError(
+            f"{load_path} cannot be restored, it is damaged or of another model: {' '.join(problems[:2])}{more}"
+        ) from error
+
+
+def wrap_from_checkpoint(from_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OLMo.from_checkpoint``, which takes the type from config.yaml and the rest from settings."""
+
+    def wrapped(cls: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        from olmo.config import ModelConfig
+        from olmo.util import resource_path
+
+        config = ModelConfig.load(resource_path(checkpoint_dir, "config.yaml"), key="model", validate_paths=False)
+        check_checkpoint(checkpoint_dir, asked_record(config), training=False)
+        return from_checkpoint(cls, checkpoint_dir, *args, **kwargs)
+
+    return wrapped

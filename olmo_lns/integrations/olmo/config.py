@@ -1,0 +1,186 @@
+"""``layer_norm_type`` at config load: what a bare scheme means, and errors that name the value."""
+
+from __future__ import annotations
+
+import io
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Callable
+
+from omegaconf import OmegaConf
+
+from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.integrations.olmo import settings, types
+
+__all__ = ["MOST_LAYERS", "check_sizes", "require_no_decay", "require_supported", "wrap_load", "written"]
+
+log = logging.getLogger("olmo_lns")
+
+#: Blocks are built one by one: more than this is minutes of silence, and then no memory.
+MOST_LAYERS = 10_000
+
+
+def check_sizes(config: Any) -> None:
+    """What would divide by zero, or build for minutes before it fails, in an OLMo ``ModelConfig``.
+
+    :raises LNSConfigError: a number that makes no model.
+    """
+    from olmo.exceptions import OLMoConfigurationError
+
+    for name in ("n_heads", "n_layers", "d_model", "vocab_size", "max_sequence_length"):
+        if (value := getattr(config, name)) < 1:
+            raise LNSConfigError(f"model.{name}: expected at least 1, got {value}")
+    try:
+        kv_heads = config.effective_n_kv_heads
+    except OLMoConfigurationError as error:
+        raise LNSConfigError(f"model.n_kv_heads: {one_line(error)}") from None
+    for name, number, whole in (("n_heads", config.n_heads, "d_model"), ("n_kv_heads", kv_heads, "n_heads")):
+        if number < 1 or getattr(config, whole) % number:
+            raise LNSConfigError(
+                f"model.{name}: expected a divisor of {whole}, which is {getattr(config, whole)}, got {number}"
+            )
+    if config.n_layers > MOST_LAYERS:
+        raise LNSConfigError(
+            f"model.n_layers: {config.n_layers:,} blocks; more than {MOST_LAYERS:,} is taken for a slip"
+        )
+
+
+def require_supported(config: Any) -> None:
+    """:raises OLMoConfigurationError: a scheme in a model whose norms follow the sub-layers, or an unknown one."""
+    from olmo.exceptions import OLMoConfigurationError
+
+    if not types.has_scheme(config.layer_norm_type):
+        return
+    check_sizes(config)
+    scheme = types.scheme_of(config.layer_norm_type)
+    if config.norm_after:
+        raise OLMoConfigurationError(
+            f"layer_norm_type={config.layer_norm_type!s} with norm_after=true: a scheme says itself where the norms "
+            "sit. Set norm_after: false, or a stock layer_norm_type."
+        )
+    from olmo_lns.integrations.olmo.block import unsupported  # made of OLMo's classes: see integrations.olmo.model
+
+    for number, sub_layer, plan in scheme.plans(config.n_layers):
+        if problem := unsupported(plan, config.d_model):
+            raise OLMoConfigurationError(
+                f"layer_norm_type={config.layer_norm_type!s}, block {number}, {sub_layer}: {problem}."
+            )
+
+
+def require_no_decay(config: Any) -> None:
+    """:raises OLMoConfigurationError: an OLMo ``TrainConfig`` that would decay the learned factors of its scheme."""
+    from olmo.exceptions import OLMoConfigurationError
+
+    scheme = settings.scheme(config.model.layer_norm_type)
+    learned = any(plan.learned for _, _, plan in scheme.plans(config.model.n_layers))
+    if not learned or (optimizer := config.optimizer) is None:
+        return
+    found = "decay_norm_and_bias=true" if optimizer.decay_norm_and_bias else ""
+    if optimizer.no_decay_norm_and_bias is False:  # its old name, which the launcher obeys after this load
+        found = "no_decay_norm_and_bias=false"
+    if found:
+        raise OLMoConfigurationError(
+            f"layer_norm_type={config.model.layer_norm_type!s} with optimizer.{found}: weight decay would pull the "
+            f"learned factors of {scheme.definition.title} towards 0. Set optimizer.decay_norm_and_bias: false, and "
+            "leave no_decay_norm_and_bias out."
+        )
+
+
+def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``BaseConfig.load`` so that the loaded config names the resolved type, parameters included."""
+
+    def wrapped(
+        cls: Any, path: Any, overrides: list[str] | None = None, key: str | None = None, validate_paths: bool = True
+    ) -> Any:
+        model_key = {"TrainConfig": "model.", "ModelConfig": ""}.get(cls.__name__)
+        if model_key is None:
+            return load(cls, path, overrides, key, validate_paths)
+        named, override = _written_types(path, overrides, key, f"{model_key}layer_norm_type")
+        for value in (named, override):
+            _reject_unknown(value)
+        config = load(cls, path, overrides, key, validate_paths)
+        model = config.model if model_key else config
+        if types.has_scheme(model.layer_norm_type):
+            _resolve(model, named, overridden=override is not None)
+            require_supported(model)
+            if model_key:
+                require_no_decay(config)
+        return config
+
+    return wrapped
+
+
+def _written_types(path: Any, overrides: list[str] | None, key: str | None, name: str) -> tuple[str | None, str | None]:
+    """The type that the YAML file names and the one that the command line asks for, as written."""
+    given = list(overrides or [])
+    parent, _, leaf = name.rpartition(".")
+    mine = [text for text in given if leaf in text or text.partition("=")[0] == parent]
+    if not any("${" in text for text in mine):  # they may name the others; parsing takes long
+        given = mine
+    return _named_type(Path(path).read_text(encoding="utf-8"), key, name), _asked_type(tuple(given), name)
+
+
+@lru_cache  # a study loads one file for each of its runs, with the overrides of a few arms
+def _asked_type(given: tuple[str, ...], name: str) -> str | None:
+    override = OmegaConf.select(OmegaConf.from_dotlist([*given]), name) if given else None
+    return None if override is None else str(override)
+
+
+@lru_cache(maxsize=1)
+def written(text: str) -> Any:
+    """A YAML file as OmegaConf reads it; whoever changes it takes a copy."""
+    return OmegaConf.load(io.StringIO(text))
+
+
+@lru_cache
+def _named_type(text: str, key: str | None, name: str) -> str | None:
+    raw = written(text)
+    if key is not None:
+        raw = OmegaConf.select(raw, key) or OmegaConf.create()
+    named = OmegaConf.select(raw, name, throw_on_missing=False)
+    return None if named is None else str(named)
+
+
+def _reject_unknown(value: str | None) -> None:
+    from olmo.config import LayerNormType
+    from olmo.exceptions import OLMoConfigurationError
+
+    if value is None:
+        return
+    if value in [str(member) for member in LayerNormType] and not types.has_parameters(value):
+        return
+    if types.has_scheme(value):
+        try:
+            types.scheme_of(value)
+        except LNSConfigError as error:
+            raise OLMoConfigurationError(f"layer_norm_type {value!r}: {error}") from None
+        return
+    known = [str(member) for member in LayerNormType if not types.has_parameters(member)]
+    suffixes = tuple(f"_{base}" for base in types.BASES)
+    short = [name for name in known if not name.endswith(suffixes)]
+    raise OLMoConfigurationError(
+        f"unknown layer_norm_type {value!r}{did_you_mean(value, known)}. Known: {', '.join(short)}; "
+        f"the schemes among them also with {', '.join(suffixes)}"
+    )
+
+
+def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
+    from olmo.config import LayerNormType, ModelConfig
+
+    asked = str(model.layer_norm_type)
+    # Written in the file itself there is nothing to keep; over a file that is silent, OLMo's default is kept.
+    kept = (named or str(ModelConfig.layer_norm_type)) if overridden else "rms"
+    resolved = types.resolve(asked, kept)
+    # What the environment adds is written down: a resumed run has the config, not the variable.
+    spelled = types.spell(settings.scheme(resolved), types.base_type(resolved))
+    if spelled == asked:
+        return
+    model.layer_norm_type = LayerNormType[spelled]
+    if resolved == asked:
+        reason = "with the parameters in force"
+    elif overridden:
+        reason = f"keeps the config's base norm {types.base_type(kept)!r}"
+    else:
+        reason = "means RMSNorm when a file names it"
+    log.info("layer_norm_type=%s %s: using %s", asked, reason, spelled)

@@ -1,0 +1,153 @@
+"""Depth, bound where OLMo builds a block; and the promises checked when a model is complete.
+
+``register`` runs while OLMo is being imported, whoever imports it, so nothing here needs OLMo at import: the classes
+made of OLMo's (:mod:`norms`, :mod:`block`) are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable
+
+from olmo_lns.errors import UpstreamChangedError
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.binding import Site
+from olmo_lns.integrations.olmo import initialization, settings, types
+from olmo_lns.integrations.olmo.config import require_supported
+from olmo_lns.record import Record
+from olmo_lns.schemes import SUB_LAYERS
+
+__all__ = [
+    "BLOCK_NORMS",
+    "blocks_of",
+    "built_record",
+    "record_of",
+    "wrap_block_init",
+    "wrap_block_reset",
+    "wrap_model_init",
+    "wrap_norm_build",
+]
+
+log = logging.getLogger("olmo_lns")
+
+#: Sub-layer -> its norm in an OLMo block.
+BLOCK_NORMS = {"attn": "attn_norm", "ff": "ff_norm"}
+#: Where a config keeps the record of the model that was last built from it, as plain data: a pickled stock model
+#: must not need this package.
+_RECORD = "_olmo_lns_record"
+
+
+def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LayerNormBase.build``: a type of ours gives the plain base norm.
+
+    Final, embedding and q/k norms stay that way; a block binds its own two afterwards.
+    """
+
+    def wrapped(cls: Any, config: Any, size: int | None = None, **kwargs: Any) -> Any:
+        if not types.has_scheme(config.layer_norm_type):
+            return build(cls, config, size, **kwargs)
+        from olmo_lns.integrations.olmo import norms
+
+        return norms.base_norm(types.base_type(config.layer_norm_type), config, size, **kwargs)
+
+    return wrapped
+
+
+def wrap_block_init(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``__init__`` of a block class: bind its norms, or the block itself, to ``layer_id + 1``.
+
+    The constructor rather than the factory, so that a block built without ``OLMoBlock.build``
+    is scaled too. ``layer_id`` is global, also with ``block_group_size > 1``.
+    """
+
+    def wrapped(self: Any, layer_id: int, config: Any, cache: Any) -> None:
+        from olmo_lns.integrations.olmo import block, norms
+
+        require_supported(config)
+        init(self, layer_id, config, cache)
+        if (wanted := settings.initialization(config)) != "upstream":
+            setattr(self, initialization.ATTRIBUTE, wanted)
+        scheme = settings.scheme(config.layer_norm_type)
+        if not scheme.keeps_forward(config.n_layers):
+            block.bind_block(self, scheme)
+        elif not scheme.is_pre_ln:
+            for sub_layer in SUB_LAYERS:
+                norm = getattr(self, BLOCK_NORMS[sub_layer])
+                norms.bind_norm(norm, Site(scheme, layer_id + 1, config.n_layers, sub_layer))
+
+    return wrapped
+
+
+def wrap_block_reset(reset: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``OLMoBlock.reset_parameters``, which draws the residual output projections."""
+
+    def wrapped(self: Any) -> None:
+        reset(self)
+        initialization.redraw(self)
+
+    return wrapped
+
+
+def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``OLMo.__init__``: refuse what cannot be built, check and report afterwards."""
+
+    def wrapped(self: Any, config: Any, init_params: bool = True) -> None:
+        settings.check_environment()
+        require_supported(config)
+        init(self, config, init_params)
+        binding.check(self, settings.scheme(config.layer_norm_type), config.n_layers)
+        record = record_of(self)
+        setattr(config, _RECORD, record.as_dict())
+        if record.active:
+            _report(self, record)
+        elif record.scaled_init != "upstream":
+            log.info("Pre-LN; %s", _initialization_in_words(record, config))
+
+    return wrapped
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The blocks of an OLMo model in order, whatever its ``block_group_size``."""
+    if model.config.block_group_size == 1:
+        return list(model.transformer.blocks)
+    return [block for group in model.transformer.block_groups for block in group]
+
+
+def built_record(config: Any) -> Record | None:
+    """The record of the model that was built from this ``ModelConfig`` object; None where none was."""
+    found = getattr(config, _RECORD, None)
+    return None if found is None else Record.from_dict(found)
+
+
+def record_of(model: Any) -> Record:
+    """What identifies the built model, read from its modules.
+
+    :raises UpstreamChangedError: its blocks do not all have one scheme and one initialization.
+    """
+    scheme = binding.read_back(model)
+    binding.check(model, scheme, model.config.n_layers)
+    drawn = sorted({initialization.initialization_of(block) for block in blocks_of(model)})
+    if len(drawn) > 1:
+        raise UpstreamChangedError(f"one model with the initializations {', '.join(drawn)}: expected one.")
+    norm = "" if scheme.is_pre_ln else types.base_type(model.config.layer_norm_type)
+    return Record(scheme, norm, drawn[0] if drawn else "upstream")
+
+
+def _report(model: Any, record: Record) -> None:
+    from olmo_lns.integrations.olmo import norms
+
+    scaled = (norms.backend_of(module) for block in blocks_of(model) for module in block.children())
+    backend = next((found for found in scaled if found is not None), None)
+    line = binding.start_up_line(
+        record.scheme,
+        model.config.n_layers,
+        norm=str(model.config.layer_norm_type),
+        how="OLMo's own norms" if backend is None else f"backend {backend.name} ({backend.reason})",
+        initialization=_initialization_in_words(record, model.config),
+    )
+    log.info("%s", line)
+
+
+def _initialization_in_words(record: Record, config: Any) -> str:
+    state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
+    return f"scaled initialization {state} (init_fn {config.init_fn})"

@@ -1,0 +1,144 @@
+"""OLMo's layer-norm types and initializations, extended in place, and what each of ours means.
+
+``LayerNormType`` is an enum inside a closed OmegaConf schema, so the type's name is the only
+place of a config that can carry a scheme: ``<scheme>_<base norm>[:key=value,…]``, such as
+``lns_rms`` or ``lns_default:exponent=0.25``. A bare ``lns`` keeps the base norm that the config
+names (see :mod:`olmo_lns.integrations.olmo.config`); where nothing is named it means RMSNorm.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.schemes import PRE_LN, Scheme, names, parse
+
+__all__ = [
+    "BASES",
+    "INIT_FNS",
+    "base_type",
+    "extend",
+    "has_parameters",
+    "has_scheme",
+    "resolve",
+    "scheme_of",
+    "spell",
+    "type_names",
+]
+
+#: OLMo's own types that a scheme can be laid over.
+BASES = ("rms", "default", "low_precision")
+#: Our init_fn -> the initialization of the residual output projections; everything else as ``normal``.
+INIT_FNS = {"normal_scaled": "scaled", "normal_depth_scaled": "depth_scaled"}
+
+
+def _split(layer_norm_type: Any) -> tuple[str, str, str]:
+    """``"lns_rms:exponent=0.25"`` -> ``("lns", "rms", "exponent=0.25")``; the scheme of a stock type is ``""``."""
+    name, _, arguments = str(layer_norm_type).partition(":")
+    # The longest first: one scheme's name may begin another's.
+    for scheme in sorted(names(), key=len, reverse=True):
+        if scheme == PRE_LN.name:
+            continue
+        if name == scheme:
+            return scheme, "", arguments
+        if name.startswith(f"{scheme}_") and name.removeprefix(f"{scheme}_") in BASES:
+            return scheme, name.removeprefix(f"{scheme}_"), arguments
+    return "", str(layer_norm_type), ""
+
+
+def has_scheme(layer_norm_type: Any) -> bool:
+    """Whether a type is one of ours; an enum member, or a plain string as hf_olmo passes it."""
+    return bool(_split(layer_norm_type)[0])
+
+
+def has_parameters(layer_norm_type: Any) -> bool:
+    """Whether a type says parameters of its scheme, be it their defaults."""
+    return bool(_split(layer_norm_type)[2])
+
+
+def scheme_of(layer_norm_type: Any) -> Scheme:
+    """The scheme that a type names, Pre-LN for a stock type.
+
+    :raises LNSConfigError: a parameter that the scheme does not have, or a value that it does not allow.
+    """
+    scheme, _, arguments = _split(layer_norm_type)
+    return parse(f"{scheme}:{arguments}" if arguments else scheme) if scheme else PRE_LN
+
+
+def base_type(layer_norm_type: Any) -> str:
+    """OLMo's own name of the norm: ``rms`` for ``lns`` and ``lns_rms``, unchanged for stock types."""
+    return _split(layer_norm_type)[1] or "rms"
+
+
+def spell(scheme: Scheme, base: str) -> str:
+    """The type of ``scheme`` over ``base``, with the parameters that are not at their default."""
+    if scheme.is_pre_ln:
+        return base
+    return f"{scheme.name}_{base}" + (f":{scheme.arguments}" if scheme.arguments else "")
+
+
+def resolve(asked: str, named: str) -> str:
+    """What ``asked`` becomes over a config that names ``named``: ``lns`` over ``default`` -> ``lns_default``."""
+    scheme, base, arguments = _split(asked)
+    if not scheme or base:
+        return asked
+    return f"{scheme}_{base_type(named)}" + (f":{arguments}" if arguments else "")
+
+
+def type_names() -> tuple[str, ...]:
+    """Every type of ours without parameters."""
+    schemes = [scheme for scheme in names() if scheme != PRE_LN.name]
+    return tuple(name for scheme in schemes for name in (scheme, *(f"{scheme}_{base}" for base in BASES)))
+
+
+def extend(layer_norm_type: Any, init_fn_type: Any) -> None:
+    """Add our members to OLMo's two enums; idempotent."""
+    for name in type_names():
+        _add_member(layer_norm_type, name)
+    for name in INIT_FNS:
+        _add_member(init_fn_type, name)
+    for table in ("_member_map_", "_value2member_map_"):
+        present = getattr(layer_norm_type, table)
+        if not isinstance(present, _Members):
+            type.__setattr__(layer_norm_type, table, _Members(present, lambda n: _add_member(layer_norm_type, n)))
+
+
+class _Members(dict):
+    """An enum's table that makes a member the first time a type with parameters is looked up.
+
+    In every way a member can be asked for: by name (OmegaConf), by value (unpickling), by this or another process.
+    """
+
+    def __init__(self, present: dict[Any, Any], add: Callable[[str], Any]) -> None:
+        super().__init__(present)
+        self._add = add
+
+    def __missing__(self, name: Any) -> Any:
+        if not isinstance(name, str) or not has_scheme(name):
+            raise KeyError(name)
+        try:
+            scheme_of(name)
+        except LNSConfigError as error:
+            raise KeyError(f"{name}: {error}") from error
+        return self._add(name)
+
+
+def _add_member(enum_class: Any, name: str) -> Any:
+    """The member ``name``, made where it is not there yet.
+
+    Its name equals its value because OmegaConf resolves by name. Made by hand because an enum
+    with members cannot be subclassed, and a second class would not be the schema's.
+    """
+    if name in enum_class.__members__:
+        return enum_class.__members__[name]
+    member = str.__new__(enum_class, name)
+    member._name_ = name
+    member._value_ = name
+    member.__objclass__ = enum_class
+    member._sort_order_ = len(enum_class.__members__)
+    # EnumMeta forbids plain assignment of members.
+    type.__setattr__(enum_class, name, member)
+    enum_class._member_names_.append(name)
+    enum_class._member_map_[name] = member
+    enum_class._value2member_map_[name] = member
+    return member

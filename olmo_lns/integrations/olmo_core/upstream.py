@@ -1,0 +1,76 @@
+"""Which OLMo-core this is, judged by what it has."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from olmo_lns.environment import DISABLE, is_set
+from olmo_lns.environment import check as check_environment
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations.patching import Target
+
+__all__ = ["OLDEST", "TARGETS", "VERIFIED", "check", "require_enabled"]
+
+VERIFIED = "2.5.0, 2.6.0 and 3.0.0"
+#: Block configs have had a ``sequence_mixer`` since then, and their blocks the global index.
+OLDEST = "2.5.0"
+
+_ALL = "2.5.0, 2.6.0, 3.0.0"
+_CHECKPOINTER = "olmo_core.train.checkpoint:Checkpointer"
+
+LOAD = Target(f"{_CHECKPOINTER}.load", {"eeba0f6ffbc3f283": "2.5.0, 2.6.0", "3bbbf57834d16c5f": "3.0.0"})
+SAVE = Target(f"{_CHECKPOINTER}.save", {"8a40f59bd8f67b74": "2.5.0, 2.6.0", "66c571f666633209": "3.0.0"})
+SAVE_ASYNC = Target(f"{_CHECKPOINTER}.save_async", {"01186234ea69d6a8": "2.5.0, 2.6.0", "2783c37ff22dc40c": "3.0.0"})
+SAVE_TRAIN_STATE = Target(f"{_CHECKPOINTER}._save_train_state", {"da2a2d8631e778a8": _ALL})
+LOAD_MODEL = Target(
+    "olmo_core.distributed.checkpoint:load_model_and_optim_state",
+    {"e347742cf7631ccd": "2.5.0", "137538cff38be7f5": "2.6.0, 3.0.0"},
+)
+_CONVERTER = "olmo_core.nn.hf.checkpoint"
+SAVE_HF = Target(f"{_CONVERTER}:save_hf_model", {"fa7a882c11c8e556": "2.5.0, 2.6.0", "664612431660a675": "3.0.0"})
+SAVE_HF_HYBRID = Target(
+    f"{_CONVERTER}:save_hf_hybrid_model", {"99af662b7e361c50": "2.5.0, 2.6.0", "de6296738e31a421": "3.0.0"}
+)
+
+TARGETS = (LOAD, SAVE, SAVE_ASYNC, SAVE_TRAIN_STATE, LOAD_MODEL, SAVE_HF, SAVE_HF_HYBRID)
+
+
+def check() -> None:
+    """:raises UpstreamChangedError: this OLMo-core lacks something that the integration stands on."""
+    from olmo_core.nn.transformer import block, config
+    from olmo_core.version import VERSION
+
+    missing = _missing(config.TransformerBlockConfig, block)
+    if missing:
+        raise UpstreamChangedError(
+            f"ai2-olmo-core {VERSION} lacks {', '.join(missing)}; verified are {VERIFIED}. Install one of them "
+            "(pip install 'olmo-lns[olmo-core]')."
+        )
+
+
+def _missing(config: Any, block: Any) -> list[str]:
+    wanted = {"d_model", "block_idx", "n_layers", "init_device", "cache"}
+    missing = [f"TransformerBlockConfig.build({name}=)" for name in sorted(wanted - _parameters(config.build))]
+    fields = getattr(config, "__dataclass_fields__", {})
+    missing += [f"TransformerBlockConfig.{name}" for name in ("sequence_mixer", "layer_norm") if name not in fields]
+    missing += [
+        f"olmo_core.nn.transformer.block.{name}"
+        for name in ("TransformerBlock", "ReorderedNormTransformerBlock", "PeriNormTransformerBlock")
+        if not hasattr(block, name)
+    ]
+    return missing
+
+
+def _parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def require_enabled() -> None:
+    """:raises LNSConfigError: a block with a scheme is to be built although the package was switched off."""
+    check_environment()
+    if is_set(DISABLE):
+        raise LNSConfigError(
+            f"{DISABLE}=1, but the config names olmo_lns.olmo_core.BlockConfig: the stock block would be another "
+            "model. Unset the variable, or take _CLASS_ and its fields out of the config."
+        )

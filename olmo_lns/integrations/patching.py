@@ -1,0 +1,142 @@
+"""Replace one symbol of somebody else's framework, and only the one that was verified.
+
+Every function that this package replaces is listed with the fingerprints of the sources it was
+read and tested against. Anything else is refused: a wrapper around an unknown function can give
+a model that trains and is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping, Sequence
+
+from olmo_lns.environment import ALLOW_UNVERIFIED, is_set
+from olmo_lns.errors import UpstreamChangedError
+from olmo_lns.integrations.sources import digest
+
+__all__ = ["ALLOW_UNVERIFIED", "MARKER", "Target", "exists", "fingerprint", "is_patched", "replace", "replace_all"]
+
+log = logging.getLogger(__name__)
+
+#: Attribute set on every function that this package puts in an upstream's place.
+MARKER = "__olmo_lns_patched__"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One upstream function or method.
+
+    :param path: ``"package.module:Class.method"`` or ``"package.module:function"``.
+    :param verified: fingerprint -> the upstream versions whose source has it.
+    """
+
+    path: str
+    verified: Mapping[str, str]
+
+    def locate(self) -> tuple[Any, str]:
+        """The object that holds the symbol, and the symbol's name there.
+
+        :raises UpstreamChangedError: the module, class or function does not exist.
+        """
+        module_name, _, qualname = self.path.partition(":")
+        *parents, name = qualname.split(".")
+        try:
+            owner: Any = importlib.import_module(module_name)
+            for parent in parents:
+                owner = getattr(owner, parent)
+            inspect.getattr_static(owner, name)
+        except (ImportError, AttributeError) as error:
+            raise UpstreamChangedError(
+                f"{self.path} does not exist ({error}); it was verified in {self.versions}. This upstream "
+                "version has moved or renamed it: install a verified version, or a newer olmo-lns."
+            ) from error
+        return owner, name
+
+    @property
+    def versions(self) -> str:
+        return "; ".join(dict.fromkeys(self.verified.values())) or "no version"
+
+
+def exists(target: Target) -> bool:
+    """Whether this upstream has the symbol, verified or not."""
+    try:
+        target.locate()
+    except UpstreamChangedError:
+        return False
+    return True
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """16 hex digits that identify the source of ``function`` (SHA-256; indentation ignored).
+
+    :raises UpstreamChangedError: the source cannot be read (compiled or generated code).
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError) as error:
+        raise UpstreamChangedError(f"cannot read the source of {function!r}: {error}") from error
+    return digest(source)
+
+
+def is_patched(function: Any) -> bool:
+    """Whether ``function`` (or the function of a classmethod) is a replacement of ours."""
+    return bool(getattr(getattr(function, "__func__", function), MARKER, False))
+
+
+def replace(target: Target, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Replace ``target`` by ``make(original function)``.
+
+    ``make`` gets the plain function (unwrapped from classmethod/staticmethod) and returns one of
+    the same signature. The result keeps name, docstring and ``__wrapped__``.
+
+    :returns: whether it was; False when this symbol was replaced before (nothing is done then).
+    :raises UpstreamChangedError: missing, or its source is not one that was verified.
+    """
+    owner, name, original = _checked(target)
+    if is_patched(original):
+        return False
+    wrapper_type = type(original) if isinstance(original, (classmethod, staticmethod)) else None
+    function = original.__func__ if wrapper_type else original
+    replacement = functools.wraps(function)(make(function))
+    setattr(replacement, MARKER, True)
+    setattr(owner, name, wrapper_type(replacement) if wrapper_type else replacement)
+    log.debug("replaced %s", target.path)
+    return True
+
+
+def replace_all(pairs: Sequence[tuple[Target, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> None:
+    """:func:`replace` each pair, after all of them were verified: an error leaves upstream untouched."""
+    for target, _ in pairs:
+        _checked(target)
+    for target, make in pairs:
+        replace(target, make)
+
+
+def _checked(target: Target) -> tuple[Any, str, Any]:
+    """Where ``target`` lives and what is there, once verified (a replacement of ours was, earlier)."""
+    owner, name = target.locate()
+    original = inspect.getattr_static(owner, name)
+    if not is_patched(original):
+        verify(target, getattr(original, "__func__", original))
+    return owner, name, original
+
+
+def verify(target: Target, function: Callable[..., Any]) -> None:
+    """:raises UpstreamChangedError: ``function`` is not a verified version of ``target``."""
+    found = fingerprint(function)
+    if found in target.verified:
+        return
+    message = (
+        f"{target.path} in {inspect.getsourcefile(inspect.unwrap(function))} has fingerprint {found}, which is "
+        f"none of those verified ({', '.join(f'{k}: {v}' for k, v in target.verified.items())})."
+    )
+    if is_set(ALLOW_UNVERIFIED):
+        log.warning("%s Going on because %s=1.", message, ALLOW_UNVERIFIED)
+        return
+    raise UpstreamChangedError(
+        f"{message} Install a verified version, or set {ALLOW_UNVERIFIED}=1 to go on with code nobody has checked."
+    )

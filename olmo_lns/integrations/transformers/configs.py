@@ -1,0 +1,144 @@
+"""Configs that carry a scheme: ``lns_llama`` for ``llama``, and so on.
+
+A saved ``config.json`` names our model type, the record, and the factors in plain numbers for the
+modeling file that is written beside it. Stock transformers stops at the model type. A class that
+is named outright (``LlamaForCausalLM.from_pretrained``) only warns of that, so the activation
+function is written with a preface that no transformers knows: the class stops there and says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.integrations.transformers import remote
+from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, Family, stock_type
+from olmo_lns.record import Record
+from olmo_lns.schemes import LNS
+
+__all__ = ["NEEDS", "available", "config_class", "record_of", "stock_config_class", "to_stock"]
+
+#: In front of the activation's name in a saved config.
+NEEDS = "needs olmo-lns and an Auto class, or trust_remote_code: "
+
+
+def available() -> list[Family]:
+    """The families of the installed transformers that the integration realises."""
+    return [family for family in FAMILIES.values() if family.sub_layers is not None and _module(family) is not None]
+
+
+def _module(family: Family) -> Any:
+    name = f"transformers.models.{family.model_type}.configuration_{family.model_type}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("transformers.models."):
+            return None  # a family newer than this transformers
+        raise
+
+
+def stock_config_class(family: Family) -> Any:
+    return getattr(_module(family), f"{family.stem}Config")
+
+
+def record_of(config: Any) -> Record:
+    """What a config says about its weights; Pre-LN where it says nothing."""
+    values = getattr(config, "lns_record", None)
+    return Record() if values is None else Record.from_dict(values, source="config.json: lns_record")
+
+
+@functools.cache
+def config_class(family: Family) -> Any:
+    """The class of ``lns_<model_type>``; one for each family."""
+    stock = stock_config_class(family)
+
+    class Config(stock):  # type: ignore[misc, valid-type]
+        model_type = PREFIX + family.model_type
+
+        def __init__(self, **kwargs: Any) -> None:
+            activation = kwargs.get(family.activation)
+            if isinstance(activation, str):
+                kwargs[family.activation] = activation.removeprefix(NEEDS)
+            written = kwargs.pop("lns_factors", None)
+            kwargs.pop("lns", None)
+            kwargs.pop("auto_map", None)
+            kwargs.setdefault("lns_record", Record(LNS, "", "plain").as_dict())
+            super().__init__(**kwargs)
+            _check(self, written)
+            _register_models(family)
+
+        def to_dict(self) -> dict[str, Any]:
+            values = super().to_dict()
+            record = record_of(self)
+            values[family.activation] = NEEDS + values[family.activation]
+            values["lns"] = str(record.scheme)
+            values["lns_factors"] = _factors(self, record)
+            values["auto_map"] = remote.auto_map(family)
+            return values
+
+        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            remote.write(save_directory, family)
+
+    Config.__name__ = Config.__qualname__ = f"LNS{family.stem}Config"
+    Config.__module__ = "olmo_lns.integrations.transformers.models"  # which resolves the name for pickle
+    return Config
+
+
+def _check(config: Any, written: Any) -> None:
+    record = record_of(config)
+    if not record.active:
+        raise CheckpointMismatchError(
+            f"config.json: model_type {config.model_type} with the record {record}: "
+            f"weights that need no scheme belong under model_type {stock_type(config.model_type)}"
+        )
+    expected = _factors(config, record)
+    if written is not None and not _same(written, expected):
+        raise CheckpointMismatchError(
+            f"config.json: lns_factors are not those of {record.scheme} with {config.num_hidden_layers} blocks: "
+            "somebody edited one of the two. Restore the file."
+        )
+
+
+def _same(written: Any, expected: Any) -> bool:
+    """Equal, but for the last digits of a power: another machine's mathematical library may have written them."""
+    if isinstance(expected, dict):
+        same_keys = isinstance(written, dict) and written.keys() == expected.keys()
+        return same_keys and all(_same(written[key], value) for key, value in expected.items())
+    if isinstance(expected, list):
+        same_length = isinstance(written, list) and len(written) == len(expected)
+        return same_length and all(map(_same, written, expected))
+    return isinstance(written, (int, float)) and math.isclose(written, expected, rel_tol=1e-14)
+
+
+def _factors(config: Any, record: Record) -> dict[str, dict[str, list[float]]]:
+    """``{"norm": {"attn": [...], "ff": [...]}, "branch": ...}``: every factor that is not 1, block by block."""
+    found: dict[str, dict[str, list[float]]] = {"norm": {}, "branch": {}}
+    for _, sub_layer, plan in record.scheme.plans(config.num_hidden_layers):
+        found["norm"].setdefault(sub_layer, []).append(plan.norm_scale)
+        found["branch"].setdefault(sub_layer, []).append(plan.branch_scale)
+    return {
+        place: {name: values for name, values in lists.items() if any(value != 1.0 for value in values)}
+        for place, lists in found.items()
+    }
+
+
+def _register_models(family: Family) -> None:
+    from olmo_lns.integrations.transformers.models import register_models
+
+    register_models(family)
+
+
+def to_stock(config: Any, family: Family) -> Any:
+    """The family's own config with the same values and without a scheme.
+
+    :raises LNSConfigError: not a config of ours.
+    """
+    if not isinstance(config, config_class(family)):
+        raise LNSConfigError(f"{type(config).__name__}: expected a config of model_type {PREFIX}{family.model_type}")
+    config.__class__ = stock_config_class(family)
+    del config.lns_record
+    return config

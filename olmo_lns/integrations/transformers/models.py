@@ -1,0 +1,110 @@
+"""Model classes that carry a scheme: ``LNSLlamaForCausalLM`` and so on, made from transformers' own.
+
+Nothing but the construction differs: after transformers has built the model, its blocks get their
+factors. Forward, state dict, saving, loading and generation are transformers' own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.transformers.configs import available, config_class, record_of
+from olmo_lns.integrations.transformers.families import FAMILIES, Family, stock_type
+
+__all__ = ["HEADS", "class_of", "convert", "model_class", "register_models", "stock_class"]
+
+#: End of a class name -> the auto class that makes it. A family has those that transformers has.
+HEADS = {
+    "Model": "AutoModel",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+
+
+@functools.cache
+def model_class(stock: Any, family: Family) -> Any:
+    """The class of ours for one of transformers' model classes of ``family``."""
+
+    from olmo_lns.integrations.binding import read_back
+    from olmo_lns.integrations.transformers.sites import bind_model, redraw  # torch: not before a model is wanted
+
+    class Model(stock):
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            convert(self, family)
+            bind_model(self, record_of(config))
+
+        def _init_weights(self, module: Any) -> None:
+            super()._init_weights(module)
+            redraw(module)
+
+        def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+            read_back(self)  # what was trained is what the folder will say
+            return super().save_pretrained(*args, **kwargs)
+
+    Model.config_class = config_class(family)
+    Model.__name__ = Model.__qualname__ = f"LNS{stock.__name__}"
+    Model.__module__ = __name__
+    Model.__doc__ = f"``{stock.__name__}`` under a scheme."
+    setattr(sys.modules[__name__], Model.__name__, Model)
+    return Model
+
+
+def convert(model: Any, family: Family) -> None:
+    """Make ``model`` and the models of the same config inside it (a head's base model) classes of ours, in place."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config is model.config and stock_class(module) is None:
+            stock: Any = type(module)
+            module.__class__ = model_class(stock, family)
+
+
+def stock_class(model: Any) -> type | None:
+    """transformers' class of a model of ours; None for a model that is none."""
+    kind = type(model)
+    return kind.__mro__[1] if kind.__module__ == __name__ else None
+
+
+def class_of(config: Any) -> Any:
+    """The class of ours that a saved model had.
+
+    :raises LNSConfigError: its config names none.
+    """
+    register_models(FAMILIES[stock_type(config.model_type)])
+    names = [name for name in getattr(config, "architectures", None) or [] if name in globals()]
+    if not names:
+        raise LNSConfigError(f"config.json: architectures {config.architectures} name no class of {config.model_type}")
+    return globals()[names[0]]
+
+
+@functools.cache
+def register_models(family: Family) -> None:
+    """Tell the auto classes, and whoever looks a class up in ``transformers`` by its name (TRL does)."""
+    import transformers
+
+    for head, auto in HEADS.items():
+        stock = getattr(transformers, f"{family.stem}{head}", None)
+        if stock is not None:
+            ours = model_class(stock, family)
+            getattr(transformers, auto).register(config_class(family), ours, exist_ok=True)
+            setattr(transformers, ours.__name__, ours)
+
+
+def __getattr__(name: str) -> Any:
+    """A class of ours by its name, for pickle and for `import`."""
+    for family in FAMILIES.values():
+        if name.startswith(f"LNS{family.stem}") and family in available():
+            if name == f"LNS{family.stem}Config":
+                return config_class(family)
+            register_models(family)
+            if name in globals():
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

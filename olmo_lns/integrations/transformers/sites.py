@@ -1,0 +1,167 @@
+"""A scheme bound to the blocks of one transformers model, counted, read back and reported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
+from olmo_lns.integrations.transformers.norms import bind_module, how
+from olmo_lns.record import Record
+from olmo_lns.schemes import SUB_LAYERS, Scheme
+from olmo_lns.schemes.initialization import factor
+
+__all__ = ["ATTRIBUTE", "bind_model", "blocks_of", "factors", "known_family", "redraw", "require_supported"]
+
+log = logging.getLogger("olmo_lns")
+
+#: On a module whose ``_init_weights`` draws residual output projections: (the projection's path in it, factor).
+ATTRIBUTE = "lns_redraw"
+
+
+def known_family(model: Any) -> Family:
+    """:raises LNSConfigError: not a transformers model of a family that this integration knows."""
+    family = family_of(model)
+    if family is None or family.sub_layers is None:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        reason = " (its norms follow the addition: there is none in front of a sub-layer)" if family else ""
+        known = ", ".join(name for name, known in FAMILIES.items() if known.sub_layers is not None)
+        raise LNSConfigError(
+            f"{type(model).__name__} (model_type {kind!r}){reason}: the transformers integration knows {known}"
+        )
+    return family
+
+
+def blocks_of(model: Any, family: Family) -> list[Any]:
+    """:raises UpstreamChangedError: the list of blocks is not where it was verified to be."""
+    blocks = at(model.base_model, family.blocks)
+    if blocks is None:
+        raise UpstreamChangedError(
+            f"{type(model).__name__} has no list of blocks at {family.blocks!r} below base_model: "
+            "this transformers builds the family in a way that was not verified."
+        )
+    return list(blocks)
+
+
+def require_supported(family: Family, scheme: Scheme, n_layers: int) -> None:
+    """:raises LNSConfigError: the scheme needs another form of block than the family has."""
+    for number, sub_layer, plan in scheme.plans(n_layers):
+        fields = [name for name in ("norm_scale", "branch_scale") if getattr(plan, name) != 1.0]
+        fits = replace(plan, norm_scale=1.0, branch_scale=1.0) == family.form and len(fields) < 2
+        if not fits or ("norm_scale" in fields and not family.form.pre):
+            place = "in front of" if family.form.pre else "after"
+            raise LNSConfigError(
+                f"scheme {scheme} ({scheme.definition.title}) on {family.model_type}: its blocks have one norm {place} "
+                f"each sub-layer, and block {number}, {sub_layer}, would need another form of the block. "
+                "This integration multiplies norms and branches and replaces no block's forward."
+            )
+
+
+def _field(family: Family, scheme: Scheme, sub_layer: str, n_layers: int) -> str:
+    """Which factor of the plans a sub-layer's module carries."""
+    plans = [plan for _, name, plan in scheme.plans(n_layers) if name == sub_layer]
+    on_branch = not family.form.pre or any(plan.branch_scale != 1.0 for plan in plans)
+    return "branch_scale" if on_branch else "norm_scale"
+
+
+def _path(family: Family, field: str, sub_layer: str) -> str:
+    """Of the module that carries the factor: the norm, also where the norm sits on the branch, or the branch."""
+    assert family.sub_layers is not None
+    place = family.sub_layers[sub_layer]
+    return place.branch if field == "branch_scale" and family.form.pre else place.norm
+
+
+def bind_model(model: Any, record: Record) -> None:
+    """Give every block of ``model`` the factors of the record's scheme, check them, say so.
+
+    Freshly drawn residual output projections get the depth factor of the record's initialization. A model that has
+    the scheme already (a head around a base model of ours) is only checked.
+    """
+    family = known_family(model)
+    blocks, n_layers = blocks_of(model, family), int(model.config.num_hidden_layers)
+    require_supported(family, record.scheme, n_layers)
+    if any(True for _ in binding.sites(model)):
+        binding.check(model, record.scheme, n_layers)
+        return
+    if getattr(model.config, "add_cross_attention", False):
+        raise LNSConfigError(
+            f"{type(model).__name__} with cross-attention has a third sub-layer, which no scheme names"
+        )
+    for index, block in enumerate(blocks):
+        for sub_layer in SUB_LAYERS:
+            field = _field(family, record.scheme, sub_layer, n_layers)
+            module = at(block, _path(family, field, sub_layer))
+            if module is None:
+                raise UpstreamChangedError(
+                    f"{type(block).__name__} has no {_path(family, field, sub_layer)}: this transformers builds "
+                    f"{family.model_type} in a way that was not verified."
+                )
+            bind_module(module, binding.Site(record.scheme, index + 1, n_layers, sub_layer), field, family.form)
+    binding.check(model, record.scheme, n_layers)
+    _set_initialization(family, blocks, record, n_layers)
+    _report(model, family, record, n_layers)
+
+
+def _set_initialization(family: Family, blocks: list[Any], record: Record, n_layers: int) -> None:
+    """Leave on each drawing module what its draw is to be multiplied by, and do so now."""
+    if record.scaled_init == "upstream":
+        return
+    assert family.sub_layers is not None
+    for index, block in enumerate(blocks):
+        present = factor("scaled" if family.scaled else "plain", index + 1, n_layers)
+        ratio = factor(record.scaled_init, index + 1, n_layers) / present
+        if ratio == 1.0:
+            continue
+        for place in family.sub_layers.values():
+            drawer, path = at(block, place.output), ""
+            if family.scaled:  # drawn when _init_weights sees the module that holds the projection
+                holder, _, path = place.output.rpartition(".")
+                drawer = at(block, holder)
+            setattr(drawer, ATTRIBUTE, (path, ratio))
+            redraw(drawer)
+
+
+@torch.no_grad()
+def redraw(module: Any) -> None:
+    """After a draw of ``module``'s weights: multiply its residual output projection. Loaded weights are left alone."""
+    path, ratio = getattr(module, ATTRIBUTE, ("", 1.0))
+    projection = at(module, path) if path else module
+    if ratio != 1.0 and not getattr(projection.weight, "_is_hf_initialized", False):
+        projection.weight.mul_(ratio)
+
+
+def factors(model: Any, family: Family) -> dict[str, list[float]]:
+    """Module path inside a block -> its factor in each block, as the built model has them."""
+    found: dict[str, list[float]] = {}
+    names = {id(module): name for block in blocks_of(model, family) for name, module in block.named_modules()}
+    for _, module, _ in binding.sites(model):
+        found.setdefault(names[id(module)], []).append(module.lns_scale)
+    return found
+
+
+def _report(model: Any, family: Family, record: Record, n_layers: int) -> None:
+    """The start-up line: through the log where somebody listens, else on stderr."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    modules = [module for _, module, _ in binding.sites(model)]
+    assert family.sub_layers is not None
+    norm = at(blocks_of(model, family)[0], family.sub_layers["attn"].norm)
+    state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
+    line = binding.start_up_line(
+        record.scheme,
+        n_layers,
+        norm=type(norm).__name__.removeprefix("LNS"),
+        how="; ".join(dict.fromkeys(map(how, modules))),
+        initialization=f"scaled initialization {state}",
+    )
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        log.info("%s", line)
+    else:
+        print(line, file=sys.stderr)

@@ -1,0 +1,1 @@
+"""OLMo's Trainer without an OLMo checkout: `olmo-lns train`."""

@@ -1,0 +1,293 @@
+"""OLMo's own ``Trainer``, built and run from the pip package alone.
+
+OLMo's launcher is not in its wheel: :func:`run` assembles its parts in its order, on CPU over gloo too, and returns.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import signal
+from collections import OrderedDict
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path, PosixPath
+from types import FrameType
+from typing import Any, Iterator, Mapping, Protocol, TextIO, cast
+from unittest import mock
+
+import numpy as np
+import torch
+import wandb
+from olmo.config import CheckpointType, DDPConfig, DDPGradSyncMode, TrainConfig
+from olmo.data import build_train_dataloader
+from olmo.eval import build_evaluators
+from olmo.model import OLMo
+from olmo.optim import BoltOnWarmupScheduler, build_optimizer, build_scheduler
+from olmo.torch_util import barrier, get_default_device, get_global_rank, get_world_size, seed_all, synchronize_flag
+from olmo.train import Trainer
+from olmo.util import find_latest_checkpoint
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo.checkpoint import one_line_of
+from olmo_lns.integrations.olmo.state import needs_olmo_lns
+
+__all__ = ["LoopObserver", "ObservedTrainer", "RunResult", "run"]
+
+log = logging.getLogger("olmo.lns.train")
+
+
+class LoopObserver(Protocol):
+    """What the training loop tells its caller, on every rank."""
+
+    def on_start(self, trainer: ObservedTrainer) -> None:
+        """Model, optimizer and (on a resume) their state are in place; no step has run yet."""
+
+    def on_step(self, step: int, loss: float) -> None:
+        """One optimizer step is done.
+
+        :param loss: mean cross entropy in nats per token, of this rank's tokens; at a step that OLMo logs, on rank 0
+            that of all ranks, and on the others whatever the reduction to rank 0 left there.
+        """
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """OLMo's evaluators have run."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """:param step: optimizer steps done in all. :param complete: False when a signal or a time limit ended the run."""
+
+    step: int
+    complete: bool
+
+
+@contextmanager
+def _cuda_rng_state(value: Any) -> Iterator[None]:
+    """ai2-olmo 0.6.0 reads and sets CUDA's random state without asking whether there is CUDA."""
+    with (
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: value),
+        mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
+    ):
+        yield
+
+
+#: What train.pt and optim.pt hold beside tensors; ai2-olmo 0.6.0 loads them with torch's ``weights_only=True``.
+_STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np.dtype(np.uint32)), needs_olmo_lns]
+# numpy's _reconstruct, wherever it lives
+_STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[0])
+
+
+@dataclass
+class ObservedTrainer(Trainer):
+    """OLMo's Trainer where there may be no CUDA, observed and stopped from outside."""
+
+    observer: LoopObserver | None = None
+    stop_requested: bool = False
+
+    def train_step(self, batch: dict[str, Any], reduce_global_loss: bool = True) -> dict[str, float]:
+        metrics = super().train_step(batch, reduce_global_loss=reduce_global_loss)
+        if self.observer is not None:
+            self.observer.on_step(self.global_step, self.cur_train_loss)
+        return metrics
+
+    def eval(self) -> dict[str, Any]:
+        metrics = super().eval()
+        if self.observer is not None:
+            self.observer.on_eval(self.global_step, metrics)
+        return metrics
+
+    def check_if_cancelled(self) -> tuple[bool, int]:
+        """A signal at rank 0 ends the run on every rank, after this step and with a checkpoint."""
+        if synchronize_flag(self.stop_requested, self.device):
+            return True, 0
+        return super().check_if_cancelled()
+
+    def trainer_state_dict(self) -> dict[str, Any]:
+        with nullcontext() if torch.cuda.is_available() else _cuda_rng_state(None):
+            return super().trainer_state_dict()
+
+    def restore_rng_state(self, rng_state: dict[str, Any]) -> None:
+        usable = torch.cuda.is_available() and rng_state.get("cuda") is not None
+        with nullcontext() if usable else _cuda_rng_state(None):
+            super().restore_rng_state(rng_state)
+
+    def restore_checkpoint(self, load_path: Any, **kwargs: Any) -> None:
+        with torch.serialization.safe_globals(_STATE_TYPES), one_line_of(load_path):
+            super().restore_checkpoint(load_path, **kwargs)
+
+
+@contextmanager
+def _stopped_by_signals(trainer: ObservedTrainer) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks for a checkpoint and a clean end; the second acts at once."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        trainer.stop_requested = True
+        if get_global_rank() == 0:
+            print("\nending after this step with a checkpoint; once more ends at once", flush=True)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+    for number in previous:
+        signal.signal(number, request_stop)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _allocate(module: torch.nn.Module) -> None:
+    module.to_empty(device=get_default_device())
+
+
+def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Module:
+    """The model under ``cfg.distributed_strategy``, with freshly drawn parameters."""
+    strategy = str(cfg.distributed_strategy)
+    if strategy == "single":
+        from olmo.torch_util import SingleAccelerator  # OLMo main only
+
+        return SingleAccelerator(model.to(device))
+    if strategy == "ddp":
+        ddp = cfg.ddp = cfg.ddp or DDPConfig()
+        if ddp.find_unused_params and ddp.grad_sync_mode != DDPGradSyncMode.micro_batch:
+            raise LNSConfigError("ddp.find_unused_params needs ddp.grad_sync_mode=micro_batch")
+        wrapped: torch.nn.Module = DDP(model.to(device), find_unused_parameters=ddp.find_unused_params)
+    elif strategy == "fsdp":
+        if "HYBRID" in cfg.fsdp.sharding_strategy.name.upper():
+            raise LNSConfigError("fsdp.sharding_strategy: hybrid sharding needs OLMo's own scripts/train.py")
+        wrapped = FSDP(
+            model,
+            sharding_strategy=cfg.fsdp.sharding_strategy,
+            mixed_precision=cfg.fsdp_precision,
+            auto_wrap_policy=model.get_fsdp_wrap_policy(cfg.fsdp.wrapping_strategy),
+            use_orig_params=cfg.fsdp.use_orig_params,
+            limit_all_gathers=True,
+            device_id=device,
+            # Storage only: the values come from reset_parameters below, once.
+            param_init_fn=_allocate,
+        )
+    else:
+        raise LNSConfigError(f"distributed_strategy={strategy}: expected ddp, fsdp or (OLMo main) single")
+    model.reset_parameters()
+    return wrapped
+
+
+def _find_checkpoint(cfg: TrainConfig) -> None:
+    """``try_load_latest_save``: point ``load_path`` at the newest checkpoint, ours before remote."""
+    latest = find_latest_checkpoint(cfg.save_folder)
+    if latest is None and cfg.remote_save_folder is not None:
+        latest = find_latest_checkpoint(cfg.remote_save_folder)
+    if latest is not None:
+        log.info("Resuming from %s", latest)
+        cfg.load_path = str(latest)
+        # Anything else would overwrite the run's own checkpoints with another run's.
+        cfg.restore_dataloader, cfg.reset_trainer_state, cfg.reset_optimizer_state = True, False, False
+
+
+def _checkpoint_type(cfg: TrainConfig) -> CheckpointType:
+    """DDP and single save whole models, under the intervals given for sharded ones if need be."""
+    if str(cfg.distributed_strategy) == "fsdp":
+        return CheckpointType.sharded if cfg.save_num_checkpoints_to_keep != 0 else CheckpointType.unsharded
+    cfg.save_interval_unsharded = cfg.save_interval_unsharded or cfg.save_interval
+    if cfg.save_num_unsharded_checkpoints_to_keep == 0:
+        cfg.save_num_unsharded_checkpoints_to_keep = cfg.save_num_checkpoints_to_keep
+    return CheckpointType.unsharded
+
+
+def _restore(trainer: ObservedTrainer, cfg: TrainConfig) -> None:
+    trainer.restore_checkpoint(
+        cfg.load_path,
+        load_optimizer_state=not cfg.reset_optimizer_state,
+        load_trainer_state=not cfg.reset_trainer_state,
+        sharded_checkpointer=cfg.load_path_sharded_checkpointer,
+    )
+    log.info("Loaded %s at step %d", cfg.load_path, trainer.global_step)
+    if cfg.reset_optimizer_state and not cfg.reset_trainer_state:
+        step = trainer.global_step
+        trainer.scheduler = BoltOnWarmupScheduler.wrap(trainer.scheduler, step, int(step + cfg.scheduler.t_warmup))
+
+
+def _indices_file(cfg: TrainConfig) -> TextIO | None:
+    if not cfg.save_data_indices:
+        return None
+    path = Path(cfg.save_folder) / f"data-indices/rank{get_global_rank()}.tsv.gz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A resumed run adds to the record of what it has read.
+    return cast(TextIO, gzip.open(path, "at" if cfg.try_load_latest_save else "wt"))
+
+
+def run(cfg: TrainConfig, device: torch.device, *, observer: LoopObserver | None = None) -> RunResult:
+    """Train ``cfg`` with OLMo's Trainer; the process group must be up.
+
+    ``cfg`` must have been prepared by :func:`olmo_lns.runs.train.prepare` and is completed in place, as OLMo's
+    launcher does. Unlike there, ``stop_at`` defaults to ``max_duration``, not ten steps more. SIGINT or SIGTERM saves
+    a checkpoint after this step and returns ``complete=False``; several ranks at the next ``canceled_check_interval``.
+    """
+    with ExitStack() as stack:
+        if cfg.wandb is not None and (get_global_rank() == 0 or not cfg.wandb.rank_zero_only):
+            folder = Path(cfg.save_folder) / "wandb"
+            folder.mkdir(parents=True, exist_ok=True)
+            names = {key: getattr(cfg.wandb, key) for key in ("project", "entity", "group", "name", "tags")}
+            wandb.init(dir=str(folder), config=cfg.asdict(exclude=["wandb"]), **names)
+        barrier()
+        seed_all(cfg.seed)
+        resumable = cfg.update_with(save_overwrite=cfg.save_overwrite or cfg.try_load_latest_save)
+        loader = build_train_dataloader(resumable)
+        # Building evaluators builds the tokenizer, which may be on the hub: only where asked for.
+        evaluators = build_evaluators(cfg, device) if cfg.evaluators else []
+        model = OLMo(cfg.model)
+        log.info("%s parameters (%s without embeddings)", model.num_params(), model.num_params(False))
+        if cfg.compile is not None:
+            if cfg.model.block_group_size != 1:
+                raise LNSConfigError(f"compile needs model.block_group_size 1, found {cfg.model.block_group_size}")
+            for block in model.transformer.blocks:
+                block.compile(**cfg.compile.asdict())
+        model.set_activation_checkpointing(cfg.activation_checkpointing)
+        dist_model = _wrap(cfg, model, device)
+        trainer = stack.enter_context(
+            ObservedTrainer(
+                cfg=cfg,
+                epoch=cfg.epoch,
+                model=model,
+                dist_model=dist_model,
+                optim=build_optimizer(cfg, dist_model),
+                scheduler=build_scheduler(cfg),
+                train_loader=loader,
+                device=device,
+                evaluators=evaluators,
+                indices_file=_indices_file(cfg),
+                observer=observer,
+            )
+        )
+        stack.enter_context(_stopped_by_signals(trainer))
+        return _train(trainer, cfg)
+
+
+def _train(trainer: ObservedTrainer, cfg: TrainConfig) -> RunResult:
+    checkpoint_type = _checkpoint_type(cfg)
+    if cfg.try_load_latest_save:
+        _find_checkpoint(cfg)
+    if not cfg.dry_run and not cfg.no_pre_train_checkpoint and cfg.load_path is None:
+        # Saved and read back up front: a full disk or an unreadable state shows now, not in an hour.
+        path, cache = trainer.save_checkpoint(checkpoint_type=checkpoint_type)
+        trainer.restore_checkpoint(path, checkpoint_type=checkpoint_type, local_cache=cache)
+    if cfg.load_path is not None:
+        _restore(trainer, cfg)
+    if cfg.force_save_unsharded and str(cfg.distributed_strategy) == "fsdp":
+        trainer.save_checkpoint(checkpoint_type=CheckpointType.unsharded)
+    if trainer.observer is not None:
+        trainer.observer.on_start(trainer)
+    if cfg.stop_at not in (None, trainer.max_steps):
+        log.warning("stop_at=%s, not max_duration (step %d), ends this run", cfg.stop_at, trainer.max_steps)
+    cfg.stop_at = cfg.stop_at if cfg.stop_at is not None else trainer.max_steps
+    last = cfg.stop_at if cfg.stop_after is None else min(cfg.stop_at, trainer.global_step + cfg.stop_after)
+    if cfg.dry_run or trainer.global_step >= last:
+        return RunResult(trainer.global_step, complete=not cfg.dry_run)
+    if get_world_size() == 1:
+        cfg.canceled_check_interval = 1  # costs nothing with one rank, and Ctrl-C is heard at once
+    trainer.fit()
+    return RunResult(trainer.global_step, complete=trainer.global_step >= last)

@@ -1,0 +1,216 @@
+"""Hybrid stacks, unmarked configs, MuP: the constructors' other ways."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import megatron_tiny as tiny
+
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.integrations.megatron import apply, checkpoint, launching
+from olmo_lns.integrations.megatron.initialization import describe, use_plain_initialization
+from olmo_lns.integrations.megatron.report import forget
+from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
+
+
+class Custom(torch.nn.Module):
+    """A layer that is no transformer layer."""
+
+    def __init__(self, config: Any, layer_number: int, **kwargs: Any) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+
+
+def hybrid(pattern: str) -> Any:
+    """A hybrid stack of the installed version, with Megatron's own attention and MLP layers."""
+    pytest.importorskip("megatron.core.ssm.mamba_block")
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from support.megatron_hybrid import attention_and_mlp
+
+    cfg = tiny.config(num_layers=len(pattern), is_hybrid_model=True)
+    apply(cfg)
+    attention, mlp = attention_and_mlp(tiny.local_spec(cfg))
+    older = "hybrid_override_pattern" in inspect.signature(MambaStack.__init__).parameters
+    return MambaStack(
+        cfg,
+        MambaStackSubmodules(mamba_layer=ModuleSpec(module=Custom), attention_layer=attention, mlp_layer=mlp),
+        **({"hybrid_override_pattern": pattern} if older else {"layer_type_list": list(pattern)}),
+        post_layer_norm=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block(capsys: pytest.CaptureFixture[str]) -> None:
+    stack = hybrid("*-*-*-")
+    assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(stack)] == [1, 1, 2, 2, 3, 3]
+    assert "LayerNorm Scaling on: 6 norms (RMSNorm), 6 in this process (blocks 1-3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("-*-*", "is layer 1 of a hybrid pattern and holds only MLP"),
+        ("**--", "is layer 2 of a hybrid pattern and holds only attention"),
+        ("*-MM*-", "Custom 3 of (Mamba|Hybrid)Stack has 0 sub-layers with the scheme, expected 1"),
+        ("M*-*", "is layer 2 of a hybrid pattern"),
+        ("*-*", "has 3 layers: attention without an MLP"),
+        ("*", "has 1 layers: attention without an MLP"),
+    ],
+)
+def test_hybrid_patterns_that_are_refused(pattern: str, words: str) -> None:
+    with pytest.raises(LNSConfigError, match=words):
+        hybrid(pattern)
+
+
+def test_a_config_that_did_not_come_from_the_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a script with a config of its own would train Pre-LN under --layernorm-scaling."""
+    arguments = ModuleType("megatron.training.global_vars")
+    arguments._GLOBAL_ARGS = SimpleNamespace(layernorm_scaling=True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", arguments)
+    with pytest.raises(LNSConfigError, match="was not made by core_transformer_config_from_args"):
+        tiny.build(tiny.config())
+    arguments._GLOBAL_ARGS = SimpleNamespace()  # type: ignore[attr-defined]
+    assert tiny.scaled_norms(tiny.build(tiny.config())) == []
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What ``megatron.training``, which is not in the wheel, knows of the command line."""
+    args = SimpleNamespace(layernorm_scaling=True)
+    module = ModuleType("megatron.training.global_vars")
+    module.__dict__.update(_GLOBAL_ARGS=args, get_args=lambda: args)
+    for name in ("megatron.training", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    return args
+
+
+def test_a_model_without_a_site_stops_the_run(arguments: SimpleNamespace) -> None:
+    """As with --use-legacy-models, whose layers are others."""
+    build = launching.model_built(lambda model: model)
+    layers = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    for model in ([layers], ([layers], "optimizer", "scheduler")):
+        with pytest.raises(LNSConfigError, match=r"container.Sequential was built without it in a single block"):
+            build(model)
+    arguments.layernorm_scaling = False
+    assert build([layers]) == [layers]
+    assert vars(arguments) == {"layernorm_scaling": False}
+
+
+def test_a_model_with_sites_passes(arguments: SimpleNamespace) -> None:
+    cfg = tiny.config()
+    apply(cfg)
+    chunks = [tiny.build(cfg)]
+    assert launching.model_built(lambda: chunks)() is chunks
+    del chunks[0].decoder.layers[:]  # a pipeline stage with the loss alone
+    assert launching.model_built(lambda: chunks)() is chunks
+
+
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
+    arguments: SimpleNamespace, capsys: pytest.CaptureFixture[str], built: bool, keep: bool
+) -> None:
+    """Otherwise the checkpoint would say Pre-LN, and a later launch without ``apply`` would load it as such."""
+    forget()
+    arguments.layernorm_scaling = False
+    cfg, scheme = tiny.config(), "lnsafterbranch:exponent=0.25"
+
+    def provider() -> list[Any]:
+        if built:
+            apply(model := tiny.build(cfg), scheme=scheme)
+            return [model]
+        apply(cfg, scheme=scheme, keep_scaled_init=keep)
+        return [tiny.build(cfg)]
+
+    launching.model_built(launching.model_built(provider))()  # setup_model_and_optimizer calls get_model
+    drawn = "upstream" if built or keep else "plain"  # a built model was drawn by Megatron's own initialization
+    assert Settings.of(arguments).check().record() == Record(parse(scheme), scaled_init=drawn)
+    assert f"--norm-scheme {scheme}: not given but applied to the model" in capsys.readouterr().out
+    with pytest.raises(CheckpointMismatchError, match=f"was saved with {scheme}.*but this run has Pre-LN"):
+        checkpoint._compare(SimpleNamespace(), {"args": arguments}, "saved")
+
+
+def test_a_stage_without_a_layer_names_what_was_applied_too(arguments: SimpleNamespace) -> None:
+    arguments.layernorm_scaling = False
+    cfg = tiny.config()
+    apply(cfg)
+    model = tiny.build(cfg)
+    del model.decoder.layers[:]
+    launching.model_built(lambda: model)()
+    assert Settings.of(arguments).scheme == parse("lns")
+
+
+def test_two_schemes_in_one_model_are_refused(arguments: SimpleNamespace) -> None:
+    arguments.layernorm_scaling = False
+    chunks = []
+    for exponent in (0.5, 0.25):
+        apply(cfg := tiny.config(), exponent=exponent)
+        chunks.append(tiny.build(cfg))
+    with pytest.raises(LNSConfigError, match=r"one model with lns:exponent=0.25 .* and lns:exponent=0.5 .*by apply"):
+        launching.model_built(lambda: chunks)()
+
+
+def test_apply_after_the_build_is_refused() -> None:
+    cfg = tiny.config()
+    model = tiny.build(cfg)
+    with pytest.raises(LNSConfigError, match="a model was built from this TransformerConfig before"):
+        apply(cfg)
+    assert apply(model) == 8
+    cfg = tiny.config()
+    tiny.build(cfg)  # dropped: nobody can train it
+    assert apply(cfg) == 0
+
+
+def test_apply_twice_on_a_config_is_refused() -> None:
+    cfg = tiny.config()
+    apply(cfg)
+    with pytest.raises(LNSConfigError, match=r"already \(lns\)"):
+        apply(cfg, exponent=1.0)
+    assert cfg.layernorm_scaling_exponent == 0.5
+
+
+def test_batch_invariant_mode_is_refused() -> None:
+    cfg = tiny.config()
+    if not hasattr(cfg, "batch_invariant_mode"):
+        pytest.skip("this Megatron has no batch-invariant mode")
+    cfg.batch_invariant_mode = True  # its own check wants a GPU
+    with pytest.raises(LNSConfigError, match="does not support batch_invariant_mode=True"):
+        apply(cfg)
+
+
+def test_every_output_projection_gets_the_plain_initialization() -> None:
+    """Bridge's way: the config is finished (``init_method`` set) only after ``apply``."""
+    cfg = tiny.config(hidden_size=64, ffn_hidden_size=256)
+    finished, cfg.init_method = cfg.init_method, None
+    apply(cfg)
+    cfg.init_method = finished
+    layer = tiny.build(cfg).decoder.layers[0]
+    for weight in (layer.self_attention.linear_proj.weight, layer.mlp.linear_fc2.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_scaled_initialization_can_be_kept() -> None:
+    cfg = tiny.config()
+    apply(cfg, keep_scaled_init=True)
+    weight = tiny.build(cfg).decoder.layers[0].mlp.linear_fc2.weight
+    assert weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.1)
+    with pytest.raises(LNSConfigError, match="no meaning for a built model"):
+        apply(tiny.build(tiny.config()), keep_scaled_init=True)
+
+
+def test_mup_keeps_its_width_factor() -> None:
+    """``init_method`` carries 1/sqrt(width_mult) there; only the depth factor goes."""
+    config = SimpleNamespace(use_mup=True, init_method="std/sqrt(m)", output_layer_init_method="std/sqrt(2Lm)")
+    assert use_plain_initialization(config)
+    assert config.output_layer_init_method == "std/sqrt(m)"
+    assert "MuP's width factor kept" in describe(config, off=True)
+    assert "kept (std/sqrt(2L)" in describe(config, off=False)

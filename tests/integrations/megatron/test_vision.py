@@ -1,0 +1,96 @@
+"""Vision-language models: the language decoder is scaled, the vision tower is Megatron's own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import megatron_tiny as tiny
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron import apply
+
+TOWER_BLOCKS = 2
+
+
+def llava(cfg: Any, tower: Any) -> Any:
+    """As pretrain_vlm.py builds it: CLIP in front of a GPT."""
+    from megatron.core.models.multimodal import llava_model
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.models.multimodal.llava_spec import decoder_model_with_local_default_spec
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    language = decoder_model_with_local_default_spec(None, False)
+    torch.manual_seed(1)
+    options: dict[str, Any] = dict(
+        language_transformer_config=cfg,
+        language_transformer_layer_spec=language,
+        language_vocab_size=tiny.VOCAB,
+        language_max_sequence_length=64,
+        vision_transformer_config=tower,
+        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
+        drop_vision_class_token=False,
+        vision_projection_config=copy.deepcopy(cfg),
+        vision_projection_layer_spec=copy.deepcopy(language.submodules.mlp.submodules),
+        language_position_embedding_type="rope",
+        img_h=28,
+        img_w=28,
+        patch_dim=14,
+    )
+    # Without TE the default norm of CLIP's embeddings is torch's own, which cannot take Megatron's arguments.
+    clip = functools.partial(CLIPViTModel, ln_pre_impl=WrappedTorchNorm)
+    with mock.patch.object(llava_model, "CLIPViTModel", clip):
+        return LLaVAModel(**options)
+
+
+def configs(**settings: Any) -> tuple[Any, Any]:
+    """The tower's is a copy of the language model's, marks and all."""
+    cfg = tiny.config(normalization="LayerNorm", init_method_std=0.1)
+    if settings:
+        apply(cfg, exponent=settings["exponent"])
+    tower = copy.deepcopy(cfg)
+    tower.num_layers = TOWER_BLOCKS
+    tower.vision_model_type = "clip"
+    return cfg, tower
+
+
+def test_the_language_decoder_only(capsys: pytest.CaptureFixture[str]) -> None:
+    model = llava(*configs(exponent=0.5))
+    out = capsys.readouterr().out
+    norms = tiny.scaled_norms(model.language_model)
+    assert [norm.lns_sites[0].layer_number for norm in norms] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert tiny.scaled_norms(model.vision_model) == []
+    assert "LayerNorm Scaling on: 8 norms" in out
+    assert "vision tower CLIPViTModel: no LayerNorm Scaling in its 2 blocks" in out
+
+
+def test_the_tower_is_megatrons_own_in_every_weight_and_output() -> None:
+    ours, stock = (llava(*pair).vision_model for pair in (configs(exponent=0.5), configs()))
+    image = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
+    for (name, a), b in zip(ours.decoder.named_parameters(), stock.decoder.parameters(), strict=True):
+        assert float(a.std()) == pytest.approx(float(b.std()), rel=0.15), name  # scaled initialization is back
+    ours.load_state_dict(stock.state_dict())
+    assert torch.equal(ours(image), stock(image))
+
+
+def test_the_tower_on_request() -> None:
+    cfg, tower = configs(exponent=0.5)
+    apply(tower, vision=True)
+    norms = tiny.scaled_norms(llava(cfg, tower).vision_model)
+    assert [norm.lns_sites[0].layer_number for norm in norms] == [1, 1, 2, 2]
+
+
+def test_a_built_model(capsys: pytest.CaptureFixture[str]) -> None:
+    model = llava(*configs())
+    assert apply(model) == 8
+    assert tiny.scaled_norms(model.vision_model) == []
+    assert "vision tower CLIPViTModel: no LayerNorm Scaling" in capsys.readouterr().out
+    assert apply(llava(*configs()), vision=True) == 8 + 2 * TOWER_BLOCKS
+    with pytest.raises(LNSConfigError, match="no TransformerLayer outside a vision tower"):
+        apply(llava(*configs()).vision_model)

@@ -1,0 +1,291 @@
+"""Blocks with another residual form: values, gradients, initial weights, and everything OLMo does with a block."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from olmo.config import ActivationCheckpointingStrategy, ModelConfig, TrainConfig
+from olmo.exceptions import OLMoConfigurationError
+from olmo.model import OLMo, RMSLayerNorm
+from olmo.optim import get_param_groups
+from support.olmo_models import build, model_config, tokens
+from support.scheme_reference import NAMES, loss_logits_gradients, loss_of
+
+from olmo_lns.errors import UpstreamChangedError
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.olmo import register, upstream
+from olmo_lns.integrations.olmo.block import _check_upstream
+from olmo_lns.integrations.olmo.model import blocks_of, record_of
+from olmo_lns.record import Record
+from olmo_lns.schemes import names, parse
+
+register()
+
+BASES = ("rms", "default", "low_precision")
+#: What has a block of its own here.
+OTHERS = tuple(name for name in NAMES if name != "lns")
+#: New keys of a block, by scheme; no other scheme has any.
+KEYS = {
+    **dict.fromkeys(("sandwich", "sandwich_depth"), "norm_out"),
+    **dict.fromkeys(("layerscale", "skipinit"), "gate"),
+    "admin": "omega",
+}
+
+
+def test_every_scheme_of_the_table_has_a_formula_here():
+    assert set(NAMES) == set(names()) - {"preln"}
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    loss_of(model(ids).logits, ids).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_close(found, expected, tolerance):
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        scale = float(value.abs().max()) or 1.0
+        error = float((found[name].double() - value).abs().max()) / scale
+        assert error < tolerance, f"{name}: relative error {error:.2g}"
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("block", ["sequential", "llama"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_are_the_formulas(name, block, base):
+    model, ids = build(layer_norm_type=f"{name}_{base}", block_type=block), tokens()
+    _, logits, expected = loss_logits_gradients(model, name, base, ids)
+    assert_close({"logits": model(ids).logits}, {"logits": logits}, 2e-5)
+    assert_close(gradients(model, ids), expected, 2e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in KEYS])
+def test_the_formulas_tell_the_schemes_apart(name):
+    """The same weights as Pre-LN: another model, but for ``lnsbefore``, which a norm takes back up to eps."""
+    model, ids = build(layer_norm_type="rms"), tokens()
+    found, stock = (loss_logits_gradients(model, other, "rms", ids)[1] for other in (name, "preln"))
+    difference = float((found - stock).abs().max() / stock.abs().max())
+    assert difference < 1e-4 if name == "lnsbefore" else difference > 0.02
+
+
+@pytest.mark.parametrize("block", ["sequential", "llama"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_names_of_the_weights(name, block):
+    stock = set(build(layer_norm_type="rms", block_type=block).state_dict())
+    ours = set(build(layer_norm_type=f"{name}_rms", block_type=block).state_dict())
+    new = {f"transformer.blocks.{n}.{s}_{KEYS[name]}.weight" for n in range(4) for s in ("attn", "ff") if name in KEYS}
+    assert ours - stock == new and stock <= ours
+    assert parse(name).stock_keys(4) is (not new)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_checkpointing_strategy_gives_the_same_gradients(name):
+    model, ids = build(layer_norm_type=f"{name}_rms").train(), tokens()
+    expected = gradients(model, ids)
+    for strategy in ActivationCheckpointingStrategy:
+        model.set_activation_checkpointing(strategy)
+        found = gradients(model, ids)
+        assert all(torch.equal(found[key], expected[key]) for key in expected), strategy
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_cache_and_block_groups(name):
+    model, ids = build(layer_norm_type=f"{name}_rms"), tokens(1, 6)
+    full = model(ids).logits
+    first = model(ids[:, :4], use_cache=True)
+    rest = model(ids[:, 4:], past_key_values=first.attn_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), full, rtol=1e-4, atol=2e-5)
+    grouped = build(layer_norm_type=f"{name}_rms", block_group_size=2)
+    with torch.no_grad():
+        for one, other in zip(grouped.parameters(), model.parameters(), strict=True):
+            one.copy_(other)
+    assert torch.equal(grouped(ids).logits, full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_compiled_by_block_there_are_at_most_two_graphs(name):
+    import torch._dynamo.utils as dynamo
+
+    torch._dynamo.reset()
+    dynamo.counters.clear()
+    model, ids = build(layer_norm_type=f"{name}_rms", n_layers=6).train(), tokens()
+    expected = gradients(model, ids)
+    for block in blocks_of(model):
+        block.compile(backend="aot_eager", fullgraph=True)
+    found = gradients(model, ids)
+    assert_close(found, {key: value.double() for key, value in expected.items()}, 1e-4)
+    assert dynamo.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("block", ["sequential", "llama"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_meta_device_then_reset_gives_the_same_model(name, block):
+    changes = dict(layer_norm_type=f"{name}_rms", block_type=block, init_fn="normal_scaled", embedding_layer_norm=True)
+    on_meta = OLMo(model_config(init_device="meta", **changes))
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+    on_meta.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in on_meta.parameters():
+            parameter.fill_(7.0)
+    direct = OLMo(model_config(**changes))
+    for model in (on_meta, direct):
+        torch.manual_seed(3)
+        model.reset_parameters()
+    state = on_meta.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in direct.state_dict().items())
+    assert not (direct.state_dict()["transformer.emb_norm.weight"] != 1).any()
+
+
+def draw(**changes):
+    torch.manual_seed(5)
+    return OLMo(model_config(d_model=64, **changes))
+
+
+@pytest.mark.parametrize("block", ["sequential", "llama"])
+def test_deepnorm_draws_with_its_gain(block):
+    """(8 L)^(-1/4) on v, o and both feed-forward matrices, 1 on q and k, from the same random numbers as stock."""
+    stock = draw(layer_norm_type="rms", block_type=block).state_dict()
+    ours = draw(layer_norm_type="deepnorm_rms", block_type=block).state_dict()
+    gain = 32**-0.25
+    for key, value in stock.items():
+        factor = torch.ones(len(value), *[1] * (value.dim() - 1))
+        if any(part in key for part in ("v_proj", "attn_out", "ff_proj")) or ("ff_out" in key and "blocks" in key):
+            factor *= gain
+        elif "att_proj" in key:
+            factor[128:] *= gain
+        torch.testing.assert_close(ours[key], value * factor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    ("init_fn", "factor"),
+    [
+        ("normal", lambda number: 1.0),
+        ("normal_scaled", lambda number: 8**-0.5),
+        ("normal_depth_scaled", lambda number: (2 * number) ** -0.5),
+    ],
+)
+def test_initializations_combine_with_every_scheme(name, init_fn, factor):
+    stock = draw(layer_norm_type="rms", init_fn="normal").state_dict()
+    ours = draw(layer_norm_type=f"{name}_rms", init_fn=init_fn).state_dict()
+    for number in range(1, 5):
+        for matrix in ("attn_out", "ff_out"):
+            key = f"transformer.blocks.{number - 1}.{matrix}.weight"
+            gain = 32**-0.25 if name == "deepnorm" else 1.0
+            torch.testing.assert_close(ours[key], stock[key] * factor(number) * gain, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "start"),
+    [
+        ("layerscale", "attn_gate", [0.1] * 64),
+        ("layerscale:start=0.001", "ff_gate", [0.001] * 64),
+        ("skipinit", "ff_gate", [0.5]),
+        ("admin", "attn_omega", [(9 / torch.tensor(9.0).log().item() - 1) ** 0.5] * 64),
+    ],
+)
+def test_learned_factors_start_at_their_formula(name, key, start):
+    name, _, arguments = name.partition(":")
+    model = draw(layer_norm_type=f"{name}_rms" + (f":{arguments}" if arguments else ""))
+    assert getattr(blocks_of(model)[2], key).weight.tolist() == pytest.approx(start)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_new_weights_are_not_decayed(name):
+    groups = get_param_groups(TrainConfig.new(), build(layer_norm_type=f"{name}_rms"))
+    decayed, kept = (set(group["param_names"]) for group in groups)
+    assert not any(f"_{new}." in key for key in decayed for new in ("gate", "omega", "norm_out"))
+    assert len(kept) == 2 + 2 * 4 * (2 if name in KEYS else 1)  # ln_f, wte
+
+
+@pytest.mark.parametrize("name", ["layerscale", "skipinit", "admin", "sandwich"])
+@pytest.mark.parametrize(("key", "value"), [("decay_norm_and_bias", "true"), ("no_decay_norm_and_bias", "false")])
+def test_weight_decay_of_learned_factors_is_refused(tmp_path, name, key, value):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model:\n  layer_norm_type: {name}_rms\noptimizer:\n  {key}: {value}\n")
+    if name == "sandwich":
+        TrainConfig.load(path)
+        return
+    with pytest.raises(OLMoConfigurationError, match=f"{name}_rms with optimizer.{key}={value}: weight"):
+        TrainConfig.load(path)
+    TrainConfig.load(path, [f"optimizer.{key}={'false' if value == 'true' else 'true'}"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_norm_after_is_refused(name):
+    with pytest.raises(OLMoConfigurationError, match="a scheme says itself where the norms sit"):
+        OLMo(model_config(layer_norm_type=f"{name}_rms", norm_after=True))
+
+
+@pytest.mark.parametrize("spelling", [*OTHERS, "mixln:alpha=0.6", "groupln:groups=4", "lnsafterbranch:exponent=1.0"])
+def test_the_scheme_is_read_back_from_the_blocks(spelling):
+    name, _, arguments = spelling.partition(":")
+    model = build(layer_norm_type=f"{name}_default" + (f":{arguments}" if arguments else ""))
+    assert record_of(model) == Record(parse(spelling), "default", "plain")
+    assert binding.read_back(copy.deepcopy(model)) == parse(spelling)
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "message"),
+    [
+        ("sandwich_depth", "ff_norm_out", "branch_scale=1.0 instead of 0.57"),
+        ("lnsbefore", "attn_norm", "pre_scale=1.0 instead of 0.57"),
+        ("groupln", "attn_norm", "groups=1 instead of 8"),
+    ],
+)
+def test_a_norm_that_was_replaced_is_found(name, norm, message):
+    model = build(layer_norm_type=f"{name}_rms")
+    setattr(blocks_of(model)[2], norm, RMSLayerNorm(model.config))
+    with pytest.raises(UpstreamChangedError, match=f"block 3, .*{message}"):
+        binding.read_back(model)
+
+
+def test_another_forward_of_olmos_is_refused(monkeypatch):
+    """Ours stands in its place: what it does in a version nobody has read is unknown."""
+    _check_upstream.cache_clear()
+    monkeypatch.setitem(upstream.ATTENTION.verified, "9cbcff0c598c8fba", "gone")
+    monkeypatch.delitem(upstream.ATTENTION.verified, "9cbcff0c598c8fba")
+    OLMo(model_config(layer_norm_type="lns_rms"))
+    with pytest.raises(UpstreamChangedError, match=r"OLMoBlock.attention .*none of those verified"):
+        OLMo(model_config(layer_norm_type="postln_rms"))
+
+
+def test_dropout_and_clipped_projections():
+    model, ids = build(layer_norm_type="sandwich_rms", residual_dropout=0.5, clip_qkv=0.1), tokens()
+    stock = build(layer_norm_type="sandwich_rms")
+    assert not torch.allclose(model(ids).logits, stock(ids).logits)  # clipped
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)  # dropped
+
+
+def test_without_gains_and_with_biases():
+    for changes in ({"layer_norm_with_affine": False}, {"include_bias": True, "bias_for_layer_norm": True}):
+        for name in ("groupln", "sandwich_depth", "lnsbefore", "deepnorm"):
+            model, ids = build(layer_norm_type=f"{name}_default", **changes), tokens()
+            assert torch.isfinite(model(ids).logits).all()
+
+
+def test_config_round_trip(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model:\n  layer_norm_type: default\n  d_model: 64\n  n_heads: 4\n  n_layers: 4\n")
+    config = TrainConfig.load(path, ["model.layer_norm_type=branchln_depth:exponent=0.25"])
+    assert config.model.layer_norm_type == "branchln_depth_default:exponent=0.25"
+    config.save(tmp_path / "again.yaml")
+    assert ModelConfig.load(tmp_path / "again.yaml", key="model") == config.model
+
+
+def test_the_start_up_line(caplog):
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        OLMo(model_config(layer_norm_type="mixln_rms"))
+        OLMo(model_config(layer_norm_type="lnsafterbranch_rms"))
+    lines = [record.getMessage() for record in caplog.records if " on: " in record.getMessage()]
+    assert lines == [
+        "Mix-LN on: 8 norms (mixln_rms); norm after the addition in blocks 1 to 1; alpha 0.25; OLMo's own norms; "
+        "scaled initialization off (init_fn normal)",
+        "LNS after attention and feed-forward on: 8 norms (lnsafterbranch_rms); branch_scale = 1 (block 1) to 0.5 "
+        "(block 4); exponent 0.5; OLMo's own norms; scaled initialization off (init_fn normal)",
+    ]

@@ -1,0 +1,304 @@
+"""The record beside OLMo's checkpoints: what is written, and every way of losing LNS."""
+
+from __future__ import annotations
+
+import copy
+import http.server
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from olmo.checkpoint import Checkpointer
+from olmo.config import TrainConfig
+from olmo.model import OLMo, RMSLayerNorm
+from olmo.train import Trainer
+from support.olmo_models import TINY, build, tokens
+
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations.olmo import checkpoint, register
+from olmo_lns.integrations.olmo.model import blocks_of, record_of
+from olmo_lns.record import RECORD_FILE, Record
+from olmo_lns.schemes import parse
+
+register()
+
+LNS = Record(parse("lns"), "rms", "plain")
+
+
+def save(folder, kind, **changes):
+    """An unsharded checkpoint as OLMo lays it out, its config written by OLMo's own checkpointer."""
+    model = build(layer_norm_type=kind, **changes)
+    save_built(folder, model)
+    return model
+
+
+def save_built(folder, model):
+    config = TrainConfig.new(model=TINY, save_folder=str(folder.parent))
+    config.model = model.config  # as in a launch: one object
+    folder.mkdir(parents=True)
+    torch.save(model.state_dict(), folder / "model.pt")
+    Checkpointer._save_config(_Saver(config), folder)
+
+
+class _Saver:
+    def __init__(self, cfg):
+        self.cfg = cfg
+
+
+def test_record_is_written_for_lns(tmp_path, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "upstream")
+    save(tmp_path / "a", "lns_rms")
+    assert Record.read(tmp_path / "a") == Record(parse("lns:exponent=0.25"), "rms", "upstream")
+
+
+def test_the_record_is_of_the_model_that_was_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
+    model = build(layer_norm_type="lns_rms")
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.5")
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "upstream")
+    save_built(tmp_path / "a", model)
+    assert Record.read(tmp_path / "a") == record_of(model) == Record(parse("lns:exponent=0.25"), "rms", "plain")
+    assert blocks_of(model)[1].ff_norm.lns_scale == 2**-0.25
+
+
+def test_a_config_that_is_built_again_has_the_record_of_the_last_model(tmp_path):
+    model = build(layer_norm_type="lns_rms")
+    model.config.layer_norm_type = type(model.config.layer_norm_type).rms
+    OLMo(model.config)
+    save_built(tmp_path / "a", model)
+    assert Record.read(tmp_path / "a") is None
+
+
+def test_a_scheme_of_which_no_model_was_built_is_not_recorded(tmp_path):
+    """What the weights were trained with would be a guess."""
+    config = TrainConfig.new(model={**TINY, "layer_norm_type": "lns_rms"}, save_folder=str(tmp_path))
+    with pytest.raises(CheckpointMismatchError, match="no model was built from this config"):
+        Checkpointer._save_config(_Saver(config), tmp_path)
+    assert not (tmp_path / RECORD_FILE).exists()
+
+
+def test_stock_checkpoints_are_untouched(tmp_path, monkeypatch):
+    model = save(tmp_path / "a", "rms")
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["config.yaml", "model.pt"]
+    # Nor does a setting of later change what was built.
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "plain")
+    save_built(tmp_path / "b", model)
+    assert Record.read(tmp_path / "b") is None
+
+
+def test_a_pickled_stock_model_does_not_need_us():
+    data = pickle.dumps(build(layer_norm_type="rms"))
+    assert b"olmo_lns." not in data
+    assert record_of(pickle.loads(data)) == Record()
+
+
+def test_plain_initialization_without_a_scheme_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "plain")
+    save(tmp_path / "a", "rms")
+    assert Record.read(tmp_path / "a") == Record(scaled_init="plain")
+
+
+@pytest.mark.parametrize("kind", ["lns_rms", "lns_default", "lns_low_precision", "lns_rms:exponent=0.25"])
+def test_from_checkpoint_gives_the_same_logits(tmp_path, kind):
+    model = save(tmp_path / "a", kind)
+    assert torch.equal(OLMo.from_checkpoint(str(tmp_path / "a"))(tokens()).logits, model(tokens()).logits)
+
+
+def test_from_checkpoint_under_another_exponent_stops(tmp_path, monkeypatch):
+    save(tmp_path / "a", "lns_rms")
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
+    with pytest.raises(CheckpointMismatchError, match=r"exponent=0\.5.*exponent=0\.25.*ALLOW_MISMATCH=exponent"):
+        OLMo.from_checkpoint(str(tmp_path / "a"))
+
+
+CASES = {
+    # saved type, saved env, running type, running env, difference
+    "lns to preln": ("lns_rms", {}, "rms", {}, "lns-to-preln"),
+    "preln to lns": ("rms", {}, "lns_rms", {}, "preln-to-lns"),
+    "exponent": ("lns_rms", {"OLMO_LNS_SCHEME": "lns:exponent=0.4"}, "lns_rms", {}, "exponent"),
+    "exponent of the type": ("lns_rms", {}, "lns_rms:exponent=0.4", {}, "exponent"),
+    "norm": ("lns_default", {}, "lns_rms", {}, "norm"),
+    "initialization": ("lns_rms", {"OLMO_LNS_INITIALIZATION": "upstream"}, "lns_rms", {}, "scaled-init"),
+    "initialization without lns": ("rms", {"OLMO_LNS_INITIALIZATION": "plain"}, "rms", {}, "scaled-init"),
+}
+
+
+class Running:
+    """A trainer, as far as ``restore_checkpoint`` looks at it before it loads anything."""
+
+    def __init__(self, kind, **changes):
+        self.model = build(layer_norm_type=kind, **changes)
+        self.cfg = TrainConfig.new(model=TINY)
+        self.loaded = False
+
+    def restore_unsharded_checkpoint(self, *args, **kwargs):
+        self.loaded = True
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_resuming_with_another_setting_stops(tmp_path, monkeypatch, caplog, case):
+    saved_type, saved_env, running_type, running_env, difference = case
+    with monkeypatch.context() as patch:
+        for name, value in saved_env.items():
+            patch.setenv(name, value)
+        save(tmp_path / "step10-unsharded", saved_type)
+    for name, value in running_env.items():
+        monkeypatch.setenv(name, value)
+    running = Running(running_type)
+    with pytest.raises(CheckpointMismatchError, match=f"OLMO_LNS_ALLOW_MISMATCH={difference} "):
+        Trainer.restore_checkpoint(running, tmp_path / "step10-unsharded")
+    assert not running.loaded
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", difference)
+    Trainer.restore_checkpoint(running, tmp_path / "step10-unsharded")
+    assert running.loaded and f"although it differs ({difference})" in caplog.text
+
+
+def test_resuming_compares_with_the_built_model_not_with_the_variable(tmp_path, monkeypatch):
+    save(tmp_path / "step10-unsharded", "lns_rms")
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
+    running = Running("lns_rms")
+    monkeypatch.delenv("OLMO_LNS_SCHEME")
+    with pytest.raises(CheckpointMismatchError, match=r"exponent=0\.5.*this run has lns:exponent=0\.25"):
+        Trainer.restore_checkpoint(running, tmp_path / "step10-unsharded")
+
+
+def tampered_factor(model):
+    blocks_of(model)[2].ff_norm.lns_scale = 0.9
+
+
+def tampered_class(model):
+    blocks_of(model)[2].ff_norm.__class__ = RMSLayerNorm
+
+
+def replaced_norm(model):
+    blocks_of(model)[2].ff_norm = RMSLayerNorm(model.config)
+
+
+def copied_norm(model):
+    blocks_of(model)[2].ff_norm = copy.deepcopy(blocks_of(model)[1].ff_norm)
+
+
+def another_initialization(model):
+    blocks_of(model)[2].lns_initialization = "scaled"
+
+
+TAMPERED = {
+    tampered_factor: r"ff_norm .block 3, ff. has norm_scale=0\.9 instead of 0\.57735",
+    tampered_class: r"ff_norm .block 3, ff. has norm_scale=1\.0 instead of 0\.57735",
+    replaced_norm: "lns is on 7 sub-layers .*expected the 8 sub-layers of 4 blocks",
+    copied_norm: r"\(2, 'ff'\), \(3, 'attn'\), \(2, 'ff'\).*expected the 8 sub-layers",
+    another_initialization: "one model with the initializations plain, scaled",
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERED, ids=lambda function: function.__name__)
+def test_a_model_that_was_changed_after_building_is_found(tmp_path, tamper):
+    save(tmp_path / "step10-unsharded", "lns_rms")
+    running = Running("lns_rms")
+    assert record_of(running.model) == LNS
+    tamper(running.model)
+    with pytest.raises(UpstreamChangedError, match=TAMPERED[tamper]):
+        Trainer.restore_checkpoint(running, tmp_path / "step10-unsharded")
+    assert not running.loaded
+
+
+def test_folded_weights_run_as_preln_but_not_under_lns(tmp_path):
+    save(tmp_path / "a", "rms")
+    Record(parse("lns"), "rms", "plain", folded=True).write(tmp_path / "a")
+    pre_ln = record_of(build(layer_norm_type="rms"))
+    checkpoint.check_checkpoint(tmp_path / "a", pre_ln, training=False)
+    with pytest.raises(CheckpointMismatchError, match="folded-to-preln"):
+        checkpoint.check_checkpoint(tmp_path / "a", pre_ln, training=True)
+    with pytest.raises(CheckpointMismatchError, match="applied twice"):
+        checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="lns_rms")), training=False)
+
+
+def test_a_lost_record_is_not_guessed(tmp_path, monkeypatch):
+    save(tmp_path / "a", "lns_rms")
+    (tmp_path / "a" / RECORD_FILE).unlink()
+    with pytest.raises(CheckpointMismatchError, match=f"{RECORD_FILE} is missing.*missing-record"):
+        OLMo.from_checkpoint(str(tmp_path / "a"))
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record")
+    OLMo.from_checkpoint(str(tmp_path / "a"))
+
+
+def test_a_lost_record_is_what_the_config_says_when_that_is_accepted(tmp_path, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record")
+    for kind, init_fn, expected in (
+        ("lns_default:exponent=0.25", "normal", Record(parse("lns:exponent=0.25"), "default", "plain")),
+        ("lns_rms", "normal_scaled", Record(parse("lns"), "rms", "scaled")),
+        ("rms", "normal_depth_scaled", Record(scaled_init="depth_scaled")),
+        ("rms", "normal", Record()),
+    ):
+        folder = tmp_path / f"{kind}-{init_fn}"
+        save(folder, kind, init_fn=init_fn)
+        (folder / RECORD_FILE).unlink(missing_ok=True)
+        assert checkpoint.saved_record(folder) == expected
+
+
+@pytest.mark.slow
+def test_a_saved_config_and_record_load_in_a_new_process(tmp_path):
+    """With the parameters in the type, no variable is needed: the YAML and the record carry everything."""
+    model = save(tmp_path / "a", "lns_default:exponent=0.25", init_fn="normal_scaled")
+    torch.save(model(tokens()).logits, tmp_path / "logits.pt")
+    code = (
+        "import sys, torch; from olmo.model import OLMo; from olmo_lns.integrations.olmo import register; register()\n"
+        "model = OLMo.from_checkpoint(sys.argv[1] + '/a')\n"
+        "ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))\n"
+        "print(str(model.config.layer_norm_type), str(model.config.init_fn),"
+        " torch.equal(model(ids).logits, torch.load(sys.argv[1] + '/logits.pt')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("lns_default:exponent=0.25 normal_scaled True")
+
+
+def test_a_type_and_a_variable_that_contradict_each_other_build_nothing(monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
+    build(layer_norm_type="lns_rms:exponent=0.25")
+    build(layer_norm_type="rms")
+    for kind in ("lns_rms:exponent=0.3", "lns_rms:exponent=0.5"):
+        with pytest.raises(
+            LNSConfigError, match=f"layer_norm_type {kind} and OLMO_LNS_SCHEME=lns:exponent=0.25 contra"
+        ):
+            build(layer_norm_type=kind)
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "preln")
+    with pytest.raises(LNSConfigError, match="layer_norm_type lns_rms and OLMO_LNS_SCHEME=preln contradict"):
+        build(layer_norm_type="lns_rms")
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store on this machine that answers 403 for the record, as one does that hides what is not there."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(tmp_path))
+
+        def send_head(self):
+            return self.send_error(403) if self.path.endswith("lns.json") else super().send_head()
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield tmp_path, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_store_that_refuses_the_record_does_not_stop_stock_checkpoints(store, caplog):
+    folder, url = store
+    (folder / "config.yaml").write_text("model:\n  layer_norm_type: rms\n")
+    assert checkpoint.saved_record(url) == Record()
+    assert "lns.json cannot be read" in caplog.text and "403" in caplog.text
+
+
+def test_a_store_that_refuses_the_record_stops_a_checkpoint_with_a_scheme(store):
+    folder, url = store
+    (folder / "config.yaml").write_text("model:\n  layer_norm_type: lns_rms\n")
+    with pytest.raises(CheckpointMismatchError, match=r"lns\.json cannot be read: .*403"):
+        checkpoint.saved_record(url)

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+from olmo.config import InitFnType, LayerNormType, ModelConfig, TrainConfig
+from olmo.exceptions import OLMoConfigurationError
+from omegaconf import OmegaConf
+from omegaconf.errors import ValidationError
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo import register
+
+register()
+
+
+def write(tmp_path, named):
+    path = tmp_path / "config.yaml"
+    line = f"  layer_norm_type: {named}\n" if named else ""
+    path.write_text(f"run_name: x\nmodel:\n  d_model: 64\n  n_heads: 4\n{line}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("named", "override", "resolved"),
+    [
+        ("rms", "lns", "lns_rms"),
+        ("default", "lns", "lns_default"),
+        ("low_precision", "lns", "lns_low_precision"),
+        (None, "lns", "lns_default"),  # OLMo's own default is what the config means
+        ("lns", "lns", "lns_rms"),
+        ("lns_default", "lns", "lns_default"),
+        ("lns", None, "lns_rms"),
+        ("lns_default", None, "lns_default"),
+        ("rms", "lns_default", "lns_default"),
+        ("lns_rms", "rms", "rms"),
+        ("rms", None, "rms"),
+        (None, None, "default"),
+    ],
+)
+def test_resolution(tmp_path, caplog, named, override, resolved):
+    overrides = [f"model.layer_norm_type={override}"] if override else None
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        config = TrainConfig.load(write(tmp_path, named), overrides)
+    assert config.model.layer_norm_type is LayerNormType[resolved]
+    assert caplog.text.count("layer_norm_type=lns") == ("lns" in (named, override) and override != "rms") * (
+        (override or named) == "lns"
+    )
+    config.save(tmp_path / "saved.yaml")
+    assert f"layer_norm_type: {resolved}\n" in (tmp_path / "saved.yaml").read_text()
+    assert TrainConfig.load(tmp_path / "saved.yaml").model.layer_norm_type is LayerNormType[resolved]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["run_name=lns", "model.layer_norm_type=${run_name}"], ["model={layer_norm_type: lns}", "seed=3"]],
+    ids=str,
+)
+def test_an_override_that_names_another_or_the_whole_model(tmp_path, overrides):
+    config = TrainConfig.load(write(tmp_path, "default"), overrides)
+    assert config.model.layer_norm_type is LayerNormType["lns_default"]
+
+
+def test_model_config_by_key_as_from_checkpoint_loads_it(tmp_path):
+    config = ModelConfig.load(write(tmp_path, "lns"), key="model", validate_paths=False)
+    assert config.layer_norm_type is LayerNormType.lns_rms
+
+
+def test_interpolations_elsewhere_are_not_touched_by_reading_the_type(tmp_path):
+    path = write(tmp_path, "rms")
+    path.write_text(path.read_text() + "save_folder: ${oc.env:LNS_TEST_UNSET_VARIABLE}\n")
+    with pytest.raises(OLMoConfigurationError, match="LNS_TEST_UNSET_VARIABLE"):
+        TrainConfig.load(path, ["model.layer_norm_type=lns"])
+    config = TrainConfig.load(path, ["model.layer_norm_type=lns", "save_folder=here"])
+    assert config.model.layer_norm_type is LayerNormType.lns_rms
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"), [("lns_rsm", "lns_rms"), ("lsn", "lns"), ("LNS", "lns"), ("deflaut", "default")]
+)
+@pytest.mark.parametrize("on_command_line", [True, False])
+def test_unknown_types_are_named_with_the_nearest(tmp_path, wrong, nearest, on_command_line):
+    path = write(tmp_path, "rms" if on_command_line else wrong)
+    overrides = [f"model.layer_norm_type={wrong}"] if on_command_line else None
+    with pytest.raises(OLMoConfigurationError) as caught:
+        TrainConfig.load(path, overrides)
+    assert f"unknown layer_norm_type '{wrong}' (did you mean '{nearest}'?). Known: default" in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 450  # each scheme once, not with every base
+
+
+def test_norm_after_is_refused_when_the_config_is_loaded(tmp_path):
+    with pytest.raises(OLMoConfigurationError, match="norm_after=true: a scheme says itself where the norms sit"):
+        TrainConfig.load(write(tmp_path, "rms"), ["model.layer_norm_type=lns", "model.norm_after=true"])
+
+
+# Types with parameters
+
+
+@pytest.mark.parametrize(
+    ("named", "override", "variable", "resolved"),
+    [
+        ("lns:exponent=0.25", None, "", "lns_rms:exponent=0.25"),
+        ("lns_default:exponent=0.25", None, "", "lns_default:exponent=0.25"),
+        ("default", "lns:exponent=0.25", "", "lns_default:exponent=0.25"),
+        ("rms", "lns_rms:exponent=2.5e-1", "", "lns_rms:exponent=0.25"),
+        ("lns_rms:exponent=0.5", None, "", "lns_rms"),
+        ("lns_default:exponent=0.25", "rms", "", "rms"),
+        ("lns", None, "lns:exponent=0.25", "lns_rms:exponent=0.25"),
+        ("default", "lns", "lns:exponent=0.25", "lns_default:exponent=0.25"),
+        ("lns_rms:exponent=0.25", None, "lns:exponent=0.25", "lns_rms:exponent=0.25"),
+        ("lns_rms", None, "lns", "lns_rms"),
+        ("rms", None, "lns:exponent=0.25", "rms"),
+    ],
+)
+def test_parameters_are_written_into_the_config(tmp_path, monkeypatch, named, override, variable, resolved):
+    monkeypatch.setenv("OLMO_LNS_SCHEME", variable)
+    overrides = [f"model.layer_norm_type={override}"] if override else None
+    config = TrainConfig.load(write(tmp_path, named), overrides)
+    assert config.model.layer_norm_type is LayerNormType[resolved] is LayerNormType(resolved)
+    config.save(tmp_path / "saved.yaml")
+    assert f"layer_norm_type: {resolved}\n" in (tmp_path / "saved.yaml").read_text()
+    # What the variable said stands in the file: a resumed run does not need it again.
+    monkeypatch.delenv("OLMO_LNS_SCHEME")
+    assert TrainConfig.load(tmp_path / "saved.yaml").model.layer_norm_type is LayerNormType[resolved]
+
+
+@pytest.mark.parametrize(
+    ("named", "variable"),
+    [
+        ("lns_rms:exponent=0.3", "lns:exponent=0.25"),
+        ("lns_rms:exponent=0.5", "lns:exponent=0.25"),
+        ("lns_rms:exponent=0.25", "lns"),
+        ("lns_rms", "preln"),
+    ],
+)
+def test_a_type_and_a_variable_that_contradict_each_other_are_refused(tmp_path, monkeypatch, named, variable):
+    monkeypatch.setenv("OLMO_LNS_SCHEME", variable)
+    with pytest.raises(LNSConfigError, match=f"layer_norm_type {named} and OLMO_LNS_SCHEME={variable} contradict each"):
+        TrainConfig.load(write(tmp_path, named))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("lns:exponant=0.25", "unknown parameter 'exponant' (did you mean 'exponent'?)"),
+        ("lns_rms:exponent=-1", "exponent must be a finite number >= 0, got -1.0"),
+        ("lns_rms:0.25", "found '0.25', expected name:key=value"),
+        ("rms:exponent=0.25", "unknown layer_norm_type 'rms:exponent=0.25'"),
+    ],
+)
+@pytest.mark.parametrize("on_command_line", [True, False])
+def test_wrong_parameters_are_refused_by_name(tmp_path, wrong, message, on_command_line):
+    path = write(tmp_path, "rms" if on_command_line else wrong)
+    with pytest.raises(OLMoConfigurationError) as caught:
+        TrainConfig.load(path, [f"model.layer_norm_type={wrong}"] if on_command_line else None)
+    assert message in str(caught.value) and repr(wrong) in str(caught.value)
+
+
+def test_a_suggestion_never_names_a_type_that_somebody_just_made(tmp_path):
+    assert LayerNormType["lns_rms:exponent=0.123"].value == "lns_rms:exponent=0.123"
+    with pytest.raises(OLMoConfigurationError) as caught:
+        TrainConfig.load(write(tmp_path, "lns_rsm:exponent=0.123"))
+    assert "=0.123, " not in str(caught.value) and "Known: default" in str(caught.value)
+
+
+def test_members_with_parameters_are_members_in_every_way():
+    name = "lns_rms:exponent=0.37"
+    member = LayerNormType[name]
+    assert member is LayerNormType(name) is getattr(LayerNormType, name) is LayerNormType.__members__[name]
+    assert isinstance(member, LayerNormType) and (member.name, member.value, str(member)) == (name, name, name)
+    assert pickle.loads(pickle.dumps(member)) is copy.deepcopy(member) is copy.copy(member) is member
+    assert [str(m) for m in LayerNormType].count(name) == 1
+    for wrong in ("lns_rms:exponent=-1", "lns_rms:nothing=1", "rms:exponent=0.25", "lns_rsm:exponent=0.25", "x"):
+        with pytest.raises(KeyError):
+            LayerNormType[wrong]
+        with pytest.raises(ValueError, match="is not a valid LayerNormType"):
+            LayerNormType(wrong)
+    with pytest.raises(AttributeError):
+        _ = LayerNormType.nothing
+
+
+def test_omegaconf_merges_and_sets_types_with_parameters():
+    config = OmegaConf.merge(OmegaConf.structured(ModelConfig), {"layer_norm_type": "lns_rms:exponent=0.31"})
+    assert config.layer_norm_type is LayerNormType["lns_rms:exponent=0.31"]
+    config = OmegaConf.merge(config, OmegaConf.from_dotlist(["layer_norm_type=lns_default:exponent=0.32"]))
+    assert OmegaConf.to_object(config).layer_norm_type is LayerNormType("lns_default:exponent=0.32")
+    with pytest.raises(ValidationError):
+        config.layer_norm_type = "lns_rms:exponant=0.3"
+
+
+NEW_PROCESS = """
+import pickle, sys
+folder = sys.argv[1]
+from olmo_lns.integrations.olmo import register
+register()
+from olmo.config import LayerNormType, TrainConfig
+config = TrainConfig.load(folder + "/saved.yaml")
+name = "lns_default:exponent=0.29"
+assert config.model.layer_norm_type is LayerNormType(name) is LayerNormType[name]
+pickled = pickle.load(open(folder + "/config.pickle", "rb"))
+assert pickled.model == config.model and pickled.model.layer_norm_type is LayerNormType[name]
+assert str(config.model.init_fn) == "normal_scaled"
+print("all of it")
+"""
+
+
+@pytest.mark.slow
+def test_a_saved_or_pickled_config_in_a_new_process(tmp_path):
+    """Which has never seen the type."""
+    config = TrainConfig.load(write(tmp_path, "lns_default:exponent=0.29"), ["model.init_fn=normal_scaled"])
+    config.save(tmp_path / "saved.yaml")
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
+    command = [sys.executable, "-c", NEW_PROCESS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("all of it"), done.stderr
+
+
+STOCK = """
+import sys
+from olmo.config import TrainConfig
+from olmo.exceptions import OLMoConfigurationError
+for name in ("type", "init_fn"):
+    try:
+        TrainConfig.load(f"{sys.argv[1]}/{name}.yaml")
+    except OLMoConfigurationError as error:
+        print(str(error).splitlines()[0])
+print("olmo_lns" in sys.modules and "olmo_lns.integrations.olmo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_stock_olmo_refuses_our_files_instead_of_training_something_else(tmp_path):
+    TrainConfig.load(write(tmp_path, "lns_default:exponent=0.29")).save(tmp_path / "type.yaml")
+    TrainConfig.load(write(tmp_path, "rms"), ["model.init_fn=normal_scaled"]).save(tmp_path / "init_fn.yaml")
+    env = {**os.environ, "OLMO_LNS_DISABLE": "1"}
+    command = [sys.executable, "-c", STOCK, str(tmp_path)]
+    kind, init_fn, ours = subprocess.run(
+        command, capture_output=True, text=True, env=env, check=True
+    ).stdout.splitlines()
+    assert "Invalid value 'lns_default:exponent=0.29', expected one of" in kind
+    assert "Invalid value 'normal_scaled', expected one of" in init_fn
+    assert ours == "False"
+
+
+# init_fn values of ours
+
+
+@pytest.mark.parametrize("init_fn", ["normal_scaled", "normal_depth_scaled"])
+def test_our_initializations_stand_in_the_config(tmp_path, init_fn):
+    config = TrainConfig.load(write(tmp_path, "rms"), [f"model.init_fn={init_fn}"])
+    assert config.model.init_fn is InitFnType[init_fn] is InitFnType(init_fn)
+    config.save(tmp_path / "saved.yaml")
+    assert f"init_fn: {init_fn}\n" in (tmp_path / "saved.yaml").read_text()
+    assert TrainConfig.load(tmp_path / "saved.yaml").model.init_fn is InitFnType[init_fn]
+
+
+def test_register_sets_what_the_variables_set(monkeypatch, tmp_path):
+    # setenv first, so that monkeypatch restores what register writes
+    for name in ("OLMO_LNS_SCHEME", "OLMO_LNS_INITIALIZATION"):
+        monkeypatch.setenv(name, "")
+    register(scheme="lns:exponent=0.25", initialization="upstream")
+    assert os.environ["OLMO_LNS_SCHEME"] == "lns:exponent=0.25" and os.environ["OLMO_LNS_INITIALIZATION"] == "upstream"
+    assert TrainConfig.load(write(tmp_path, "lns")).model.layer_norm_type is LayerNormType["lns_rms:exponent=0.25"]
+    with pytest.raises(LNSConfigError, match="OLMO_LNS_SCHEME: scheme 'lns': unknown parameter 'exponant'"):
+        register(scheme="lns:exponant=0.25")
+
+
+@pytest.mark.parametrize(("value", "init_fn"), [("scaled", "normal_scaled"), ("depth_scaled", "normal_depth_scaled")])
+def test_the_variable_refers_to_the_config_for_what_defines_a_run(monkeypatch, value, init_fn):
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", value)
+    with pytest.raises(LNSConfigError, match=f"for {value} set init_fn: {init_fn} in the config"):
+        register()

@@ -1,0 +1,181 @@
+"""Standard deviations at initialization, for every matrix, against OLMo's published formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from olmo.model import OLMo
+from support.olmo_models import model_config
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo import register
+from olmo_lns.integrations.olmo.initialization import depth_factor
+from olmo_lns.integrations.olmo.model import blocks_of, record_of
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
+
+register()
+
+D, FF, LAYERS, STD = 256, 1024, 4, 0.02
+#: A normal truncated at three standard deviations is narrower by this factor.
+TRUNCATED = math.sqrt(1 - 2 * 3 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))
+
+
+def expected_std(init_fn: str, matrix: str, block: int, *, depth_factor_on: bool) -> float:
+    fan_in = {"ff_out": FF // 2}.get(matrix, D)
+    std = 1 / math.sqrt(fan_in) if init_fn == "mitchell" else STD
+    if depth_factor_on and matrix in ("attn_out", "ff_out"):
+        std /= {"normal": 1, "mitchell": math.sqrt(2 * block), "full_megatron": math.sqrt(2 * LAYERS)}[init_fn]
+    return std if init_fn == "normal" else std * TRUNCATED
+
+
+@pytest.mark.parametrize("block_type", ["sequential", "llama"])
+@pytest.mark.parametrize("init_fn", ["normal", "mitchell", "full_megatron"])
+@pytest.mark.parametrize(
+    ("kind", "policy", "depth_factor_on"),
+    [("rms", "", True), ("rms", "plain", False), ("rms", "upstream", True), ("lns_rms", "", False),
+     ("lns_rms", "plain", False), ("lns_rms", "upstream", True)],
+)  # fmt: skip
+def test_std_of_every_matrix(monkeypatch, block_type, init_fn, kind, policy, depth_factor_on):
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", policy)
+    torch.manual_seed(0)
+    model = OLMo(
+        model_config(
+            layer_norm_type=kind, init_fn=init_fn, block_type=block_type, d_model=D, mlp_hidden_size=FF, n_layers=LAYERS
+        )
+    )
+    projections = ("att_proj",) if block_type == "sequential" else ("q_proj", "k_proj", "v_proj")
+    for number, block in enumerate(blocks_of(model), start=1):
+        for name in (*projections, "ff_proj", "attn_out", "ff_out"):
+            std = getattr(block, name).weight.std().item()
+            assert std == pytest.approx(expected_std(init_fn, name, number, depth_factor_on=depth_factor_on), rel=0.03)
+    head = STD if init_fn == "normal" else TRUNCATED / math.sqrt(D)
+    assert model.transformer.ff_out.weight.std().item() == pytest.approx(head, rel=0.03)
+
+
+@pytest.mark.parametrize("init_fn", ["mitchell", "full_megatron"])
+def test_truncation_scales_with_the_standard_deviation(init_fn):
+    torch.manual_seed(0)
+    model = OLMo(model_config(layer_norm_type="lns_rms", init_fn=init_fn, d_model=D, mlp_hidden_size=FF))
+    for number, block in enumerate(blocks_of(model), start=1):
+        limit = 3 * expected_std(init_fn, "attn_out", number, depth_factor_on=False) / TRUNCATED
+        assert 0.9 * limit < block.attn_out.weight.abs().max().item() <= limit * (1 + 1e-6)
+
+
+def test_turning_it_off_keeps_the_random_stream():
+    weights = []
+    for kind in ("rms", "lns_rms"):
+        torch.manual_seed(5)
+        weights.append(dict(OLMo(model_config(layer_norm_type=kind, init_fn="full_megatron")).named_parameters()))
+    for name, stock in weights[0].items():
+        factor = math.sqrt(2 * 4) if name.split(".")[-2] in ("attn_out", "ff_out") and "blocks" in name else 1.0
+        torch.testing.assert_close(weights[1][name], stock * factor, rtol=1e-6, atol=0)
+
+
+def test_reset_twice_does_not_divide_twice():
+    model = OLMo(model_config(layer_norm_type="lns_rms", init_fn="full_megatron", d_model=D, mlp_hidden_size=FF))
+    for _ in range(3):
+        model.reset_parameters()
+    std = blocks_of(model)[1].ff_out.weight.std().item()
+    assert std == pytest.approx(STD * TRUNCATED, rel=0.03)
+
+
+def test_unknown_init_fn_is_refused_by_name():
+    with pytest.raises(LNSConfigError, match="kaiming_normal.*normal, mitchell or full_megatron"):
+        depth_factor("kaiming_normal", 1, 4)
+
+
+def test_unknown_initialization_is_refused_with_a_suggestion(monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "plane")
+    with pytest.raises(LNSConfigError, match=r"'plane' \(did you mean 'plain'\?\): expected one of plain, upstream"):
+        OLMo(model_config(layer_norm_type="lns_rms"))
+
+
+# normal_scaled and normal_depth_scaled
+
+OURS = {
+    "normal_scaled": lambda block: 1 / math.sqrt(2 * LAYERS),
+    "normal_depth_scaled": lambda block: 1 / math.sqrt(2 * block),
+}
+RESIDUAL = ("attn_out", "ff_out")
+
+
+def drawn(seed: int = 5, **changes):
+    torch.manual_seed(seed)
+    return OLMo(model_config(**{"layer_norm_type": "rms", "n_layers": LAYERS, **changes}))
+
+
+def on_meta_first(**changes):
+    model = drawn(init_device="meta", **changes)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    torch.manual_seed(5)
+    model.reset_parameters()
+    return model
+
+
+@pytest.mark.parametrize("make", [drawn, on_meta_first])
+@pytest.mark.parametrize("kind", ["rms", "lns_rms"])
+@pytest.mark.parametrize("block_type", ["sequential", "llama"])
+@pytest.mark.parametrize("init_fn", OURS)
+def test_our_initializations_are_normal_times_their_factor(init_fn, block_type, kind, make):
+    """Bit-identical to ``normal`` but for the residual projections: one random stream."""
+    shape = {"block_type": block_type, "d_model": 64, "mlp_hidden_size": 256, "layer_norm_type": kind}
+    ours, plain = make(init_fn=init_fn, **shape), make(init_fn="normal", **shape)
+    assert str(ours.config.init_fn) == init_fn, "the config says afterwards what the run is"
+    expected = dict(plain.named_parameters())
+    scaled = []
+    for name, weight in ours.named_parameters():
+        if "blocks." in name and name.split(".")[-2] in RESIDUAL:
+            block = int(name.split(".")[2]) + 1
+            torch.testing.assert_close(weight, expected[name] * OURS[init_fn](block), rtol=1e-6, atol=0)
+            scaled.append(name)
+        else:
+            assert torch.equal(weight, expected[name]), name
+    assert len(scaled) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("block_type", ["sequential", "llama"])
+@pytest.mark.parametrize("init_fn", OURS)
+def test_their_standard_deviations(init_fn, block_type):
+    model = drawn(init_fn=init_fn, block_type=block_type, d_model=D, mlp_hidden_size=FF)
+    for _ in range(2):  # a second draw does not scale twice
+        for number, block in enumerate(blocks_of(model), start=1):
+            for name in RESIDUAL:
+                std = getattr(block, name).weight.std().item()
+                assert std == pytest.approx(STD * OURS[init_fn](number), rel=0.03)
+            assert block.ff_proj.weight.std().item() == pytest.approx(STD, rel=0.03)
+        # full_megatron draws the head at 1/sqrt(d); these do not
+        assert model.transformer.ff_out.weight.std().item() == pytest.approx(STD, rel=0.03)
+        model.reset_parameters()
+
+
+def test_our_initialization_under_lns_is_recorded_and_said(caplog):
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        lns = drawn(init_fn="normal_depth_scaled", layer_norm_type="lns_rms")
+        plain = drawn(init_fn="normal_scaled")
+    assert record_of(lns) == Record(parse("lns"), "rms", "depth_scaled")
+    assert record_of(plain) == Record(scaled_init="scaled")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].endswith("; scaled initialization on, depth_scaled (init_fn normal_depth_scaled)")
+    assert lines[1] == "Pre-LN; scaled initialization on, scaled (init_fn normal_scaled)"
+    assert blocks_of(lns)[3].attn_norm.lns_scale == 0.5
+
+
+@pytest.mark.parametrize("asked", ["plain", "upstream"])
+def test_our_init_fn_and_the_variable_contradict_each_other(monkeypatch, asked):
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", asked)
+    with pytest.raises(LNSConfigError, match=f"init_fn normal_scaled and OLMO_LNS_INITIALIZATION={asked} contradict"):
+        drawn(init_fn="normal_scaled")
+
+
+def test_the_config_says_our_name_also_when_a_draw_fails(monkeypatch):
+    model = drawn(init_fn="normal_scaled")
+    monkeypatch.setattr(torch.nn.init, "normal_", None)
+    with pytest.raises(TypeError):
+        model.reset_parameters()
+    assert str(model.config.init_fn) == "normal_scaled"

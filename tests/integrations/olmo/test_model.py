@@ -1,0 +1,222 @@
+"""The real OLMo under LNS, against formulas that share no code with the package."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import numpy as np
+import olmo.model
+import pytest
+import torch
+from olmo.config import LayerNormType
+from olmo.exceptions import OLMoConfigurationError
+from olmo.model import BufferCache, OLMo, OLMoSequentialBlock
+from olmo.optim import get_param_groups
+from support.olmo_models import build, model_config, reference_logits, tokens
+
+from olmo_lns.errors import UpstreamChangedError
+from olmo_lns.integrations.olmo import register
+from olmo_lns.integrations.olmo.model import blocks_of
+
+register()
+
+VARIANTS = {
+    "rms": dict(layer_norm_type="lns_rms"),
+    "plain lns": dict(layer_norm_type="lns"),
+    "rms with bias": dict(layer_norm_type="lns_rms", include_bias=True, bias_for_layer_norm=True),
+    "layer norm": dict(layer_norm_type="lns_default", layer_norm_with_affine=True, bias_for_layer_norm=True),
+    "layer norm, gain only": dict(layer_norm_type="lns_default"),
+    "no affine": dict(layer_norm_type="lns_default", layer_norm_with_affine=False),
+    "low precision": dict(layer_norm_type="lns_low_precision"),
+    "llama block": dict(layer_norm_type="lns_rms", block_type="llama"),
+    "block groups": dict(layer_norm_type="lns_rms", block_group_size=2),
+    "tied": dict(layer_norm_type="lns_rms", weight_tying=True),
+}
+
+
+def stock_kind(changes: dict) -> dict:
+    kind = changes["layer_norm_type"].removeprefix("lns_")
+    return {**changes, "layer_norm_type": "rms" if kind == "lns" else "default" if kind == "low_precision" else kind}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_logits_equal_an_independent_fp64_computation(changes):
+    model, ids = build(**changes), tokens()
+    kind = stock_kind(changes)["layer_norm_type"]
+    expected = reference_logits(_named(model, kind), ids)
+    np.testing.assert_allclose(model(ids).logits.detach().numpy(), expected, rtol=2e-4, atol=2e-5)
+    # and the factor matters: without it the same weights are far away
+    assert np.abs(reference_logits(_named(model, kind), ids, lns=False) - expected).max() > 0.05
+
+
+def _named(model, kind):
+    model = copy.copy(model)
+    model.config = copy.copy(model.config)
+    model.config.layer_norm_type = kind
+    return model
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_stock_model_with_output_hooks_gives_the_same_logits_and_gradients(changes):
+    lns, stock, ids = build(**changes), build(**stock_kind(changes)), tokens()
+    stock.load_state_dict(lns.state_dict())
+    for number, block in enumerate(blocks_of(stock), start=1):
+        for norm in (block.attn_norm, block.ff_norm):
+            factor = 1 / math.sqrt(number)
+            norm.register_forward_hook(lambda _m, _i, out, s=factor: out * s)
+    outputs = []
+    for model in (lns, stock):
+        logits = model(ids).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        outputs.append(logits.detach())
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    for (name, ours), theirs in zip(lns.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_only_the_two_norms_of_each_block_are_scaled():
+    model = build(layer_norm_type="lns_rms", attention_layer_norm=True, embedding_layer_norm=True, block_group_size=2)
+    scaled = {n: m.lns_scale for n, m in model.named_modules() if hasattr(m, "lns_scale")}
+    expected = {
+        f"transformer.block_groups.{i // 2}.{i % 2}.{site}": (i + 1) ** -0.5
+        for i in range(4)
+        for site in ("attn_norm", "ff_norm")
+    }
+    assert scaled == pytest.approx(expected)
+    for norm in (model.transformer.ln_f, model.transformer.emb_norm, blocks_of(model)[2].q_norm):
+        assert type(norm) is olmo.model.RMSLayerNorm
+
+
+def test_exponent_setting_changes_the_factor(monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
+    model, ids = build(layer_norm_type="lns_rms"), tokens()
+    expected = reference_logits(_named(model, "rms"), ids, exponent=0.25)
+    np.testing.assert_allclose(model(ids).logits.detach().numpy(), expected, rtol=2e-4, atol=2e-5)
+
+
+def test_state_dict_keys_optimizer_groups_and_flops_are_upstreams():
+    lns, stock = build(layer_norm_type="lns_rms"), build(layer_norm_type="rms")
+    assert list(lns.state_dict()) == list(stock.state_dict())
+    assert lns.num_params() == stock.num_params()
+    assert lns.num_fwd_flops == stock.num_fwd_flops
+
+    def groups(model):
+        from olmo.config import OptimizerConfig, TrainConfig
+
+        config = TrainConfig.new(model=dict(layer_norm_type=str(model.config.layer_norm_type)))
+        config.optimizer = OptimizerConfig(decay_norm_and_bias=False, decay_embeddings=False, weight_decay=0.1)
+        return [{k: v for k, v in g.items() if k != "params"} for g in get_param_groups(config, model)]
+
+    assert groups(lns) == groups(stock)
+
+
+@pytest.mark.parametrize("strategy", ["whole_layer", "fine_grained", "one_in_two"])
+@pytest.mark.parametrize("block_type", ["sequential", "llama"])
+def test_activation_checkpointing_changes_nothing(strategy, block_type):
+    from olmo.config import ActivationCheckpointingStrategy
+
+    plain = build(layer_norm_type="lns_rms", block_type=block_type)
+    checkpointed, ids = copy.deepcopy(plain), tokens()
+    checkpointed.set_activation_checkpointing(ActivationCheckpointingStrategy(strategy))
+    for model in (plain, checkpointed):
+        model.train()(ids).logits.square().mean().backward()
+    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+
+
+def test_deepcopy_and_pickle_keep_the_factor():
+    model, ids = build(layer_norm_type="lns_rms"), tokens()
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(clone(ids).logits, model(ids).logits)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(ids).logits, model(ids).logits)
+
+
+def test_kv_cache_generation_equals_full_forward():
+    model, ids = build(layer_norm_type="lns_rms"), tokens(1, 6)
+    full = model(ids).logits
+    first = model(ids[:, :4], use_cache=True)
+    rest = model(ids[:, 4:], past_key_values=first.attn_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), full, rtol=1e-4, atol=1e-5)
+
+
+def test_compiling_block_by_block_needs_no_graph_per_layer():
+    import torch._dynamo.utils as dynamo
+
+    torch._dynamo.reset()
+    dynamo.counters.clear()
+    model, ids = build(layer_norm_type="lns_rms", n_layers=12), tokens()
+    expected = model(ids).logits
+    for block in blocks_of(model):
+        block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
+    assert dynamo.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_meta_device_then_reset_gives_the_same_model():
+    on_meta = OLMo(model_config(layer_norm_type="lns_rms", init_device="meta", init_fn="mitchell"))
+    assert next(on_meta.parameters()).is_meta
+    on_meta.to_empty(device="cpu")
+    direct = OLMo(model_config(layer_norm_type="lns_rms", init_fn="mitchell"))
+    for model in (on_meta, direct):
+        torch.manual_seed(3)
+        model.reset_parameters()
+    assert torch.equal(on_meta.eval()(tokens()).logits, direct.eval()(tokens()).logits)
+    assert [b.attn_norm.lns_scale for b in blocks_of(on_meta)] == pytest.approx([1, 2**-0.5, 3**-0.5, 0.5])
+
+
+def test_a_block_built_without_the_factory_is_scaled_too():
+    block = OLMoSequentialBlock(8, model_config(layer_norm_type="lns_rms", n_layers=16), BufferCache())
+    assert block.attn_norm.lns_scale == block.ff_norm.lns_scale == pytest.approx(1 / 3)
+
+
+def test_a_model_whose_blocks_lost_a_norm_is_refused(monkeypatch):
+    original = OLMoSequentialBlock.__init__
+
+    def init(self, layer_id, config, cache):
+        original(self, layer_id, config, cache)
+        if layer_id == 1:
+            self.ff_norm = olmo.model.RMSLayerNorm(config)
+
+    monkeypatch.setattr(OLMoSequentialBlock, "__init__", init)
+    with pytest.raises(UpstreamChangedError, match="on 7 sub-layers.*expected the 8 sub-layers of 4 blocks"):
+        OLMo(model_config(layer_norm_type="lns_rms"))
+
+
+@pytest.mark.parametrize("name", ["lns", "lns_rms", "lns_default", "lns_low_precision"])
+def test_norm_after_is_refused(name):
+    with pytest.raises(OLMoConfigurationError, match="a scheme says itself where the norms sit"):
+        OLMo(model_config(layer_norm_type=name, norm_after=True))
+
+
+def test_norm_after_without_lns_is_upstreams_business():
+    OLMo(model_config(layer_norm_type="rms", norm_after=True))
+
+
+def test_start_up_line_names_sites_factors_backend_and_initialization(caplog):
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        OLMo(model_config(layer_norm_type="lns_rms", init_fn="mitchell"))
+    (line,) = [r.getMessage() for r in caplog.records if "LayerNorm Scaling on" in r.getMessage()]
+    assert line.startswith("LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5; ")
+    assert "; backend torch (" in line and line.endswith("; scaled initialization off (init_fn mitchell)")
+
+
+def test_enum_members_survive_pickle_copy_and_omegaconf():
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ValidationError
+
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(LayerNormType.lns_rms, protocol)) is LayerNormType.lns_rms
+    assert copy.deepcopy(LayerNormType.lns) is LayerNormType.lns and LayerNormType("lns") is LayerNormType.lns
+    config = OmegaConf.structured(model_config(layer_norm_type="lns_default"))
+    again = OmegaConf.create(OmegaConf.to_yaml(config))
+    assert again.layer_norm_type == "lns_default"
+    with pytest.raises(ValidationError):
+        config.layer_norm_type = "lns_rsm"
+    register()
+    assert [str(m) for m in LayerNormType].count("lns") == 1

@@ -1,0 +1,199 @@
+"""A scheme in the OLMo integration: what is bound is read back, and a new row of the table is enough for a new one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from olmo.config import LayerNormType, TrainConfig
+from olmo.exceptions import OLMoConfigurationError
+from olmo.model import OLMo, OLMoSequentialBlock, RMSLayerNorm
+from support.olmo_models import TINY, build, model_config
+
+from olmo_lns import schemes
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.binding import Site
+from olmo_lns.integrations.olmo import checkpoint, norms, register
+from olmo_lns.integrations.olmo.model import blocks_of, record_of
+from olmo_lns.record import Record
+from olmo_lns.schemes import LNS, PRE_LN, Definition, Parameter, Plan, parse, registry
+
+register()
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A scheme of a few lines, for the time of a test."""
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+
+    def plan(layer_number, n_layers, sub_layer, *, base):
+        return Plan(norm_scale=base**layer_number if sub_layer == "attn" else 1.0)
+
+    base = Parameter(0.5, lambda value: None, "of the geometric factor")
+    return schemes.define(Definition("toy", "Toy norms", "Toy", plan, "a test", {"base": base}))
+
+
+def test_a_scheme_is_one_row(tmp_path, caplog, toy):
+    path = tmp_path / "config.yaml"
+    path.write_text("model:\n  d_model: 64\n  n_heads: 4\n  layer_norm_type: default\n")
+    config = TrainConfig.load(path, ["model.layer_norm_type=toy:base=0.25", "model.n_layers=3"])
+    assert config.model.layer_norm_type is LayerNormType["toy_default:base=0.25"]
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        model = OLMo(config.model)
+    assert [(b.attn_norm.lns_scale, b.ff_norm.lns_scale) for b in blocks_of(model)] == [
+        (0.25**n, 1.0) for n in (1, 2, 3)
+    ]
+    (line,) = [r.getMessage() for r in caplog.records if " on: " in r.getMessage()]
+    assert line.startswith("Toy norms on: 6 norms (toy_default:base=0.25); s = 0.25 (block 1) to ")
+    assert "; base 0.25; " in line and line.endswith("scaled initialization off (init_fn normal)")
+    config.save_folder = str(tmp_path)
+    saver = type("Saver", (), {"cfg": config})()
+    checkpoint.wrap_save(lambda self, folder, upload_to=None: None)(saver, tmp_path)
+    record = Record.read(tmp_path)
+    assert record == Record(parse("toy:base=0.25"), "default", "plain") == record_of(model)
+    assert '"scheme": "toy"' in (tmp_path / "lns.json").read_text()
+
+
+GATE = schemes.Learned(per_channel=False, start=0.5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(post=True), "expected one norm in a sub-layer, or one in front and one on the branch"),
+        (Plan(pre=False), "expected one norm in a sub-layer"),
+        (Plan(pre=False, post=True, alpha=2.0, gate=GATE), "expected factors of the shortcut or of the branch"),
+        (Plan(pre=False, post=True, norm_scale=0.5), "a factor for a norm that is not there"),
+        (Plan(groups=4, norm_scale=0.5), "grouped statistics in a plain Pre-LN block only"),
+        (Plan(groups=5), "5 groups do not divide model.d_model=32"),
+    ],
+)
+def test_a_scheme_that_this_integration_cannot_build_is_refused(monkeypatch, plan, message):
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+    schemes.define(Definition("other", "Other", "Other", lambda *_: plan, "a test"))
+    with pytest.raises(OLMoConfigurationError, match=f"layer_norm_type=other_rms, block 1, attn: .*{message}"):
+        OLMo(model_config(layer_norm_type="other_rms"))
+
+
+def test_without_its_row_a_type_is_unknown(tmp_path):
+    # (of a name that no test gives a row: an enum member stays)
+    path = tmp_path / "config.yaml"
+    path.write_text("model:\n  layer_norm_type: rowless_rms\n")
+    with pytest.raises(OLMoConfigurationError, match="unknown layer_norm_type 'rowless_rms'"):
+        TrainConfig.load(path)
+
+
+def site(number=1, sub_layer="ff"):
+    return Site(LNS, number, 4, sub_layer)
+
+
+def test_binding_twice_is_refused():
+    norm = RMSLayerNorm(model_config())
+    norms.bind_norm(norm, site(2))
+    before = dict(norm.__dict__)
+    with pytest.raises(
+        LNSConfigError, match=r"LNSRMSLayerNorm of block 2 has scheme lns already: a scheme is bound once"
+    ):
+        norms.bind_norm(norm, site(3))
+    assert norm.__dict__ == before and norm.lns_scale == 2**-0.5
+
+
+def test_what_is_no_norm_of_olmos_is_refused_and_left_alone():
+    module = torch.nn.LayerNorm(8)
+    with pytest.raises(TypeError, match="cannot scale a LayerNorm; expected OLMo's RMSLayerNorm or LayerNorm"):
+        norms.bind_norm(module, site())
+    assert list(binding.sites(module)) == []
+
+
+def test_sites_in_order_and_scheme_read_back():
+    model = build(layer_norm_type="lns_rms:exponent=0.25", block_group_size=2)
+    found = [(name.split(".", 1)[1], s.layer_number, s.sub_layer, s.n_layers) for name, _, s in binding.sites(model)]
+    assert found[:3] == [
+        ("block_groups.0.0.attn_norm", 1, "attn", 4),
+        ("block_groups.0.0.ff_norm", 1, "ff", 4),
+        ("block_groups.0.1.attn_norm", 2, "attn", 4),
+    ]
+    assert len(found) == 8 and binding.read_back(model) == parse("lns:exponent=0.25")
+    binding.check(model, parse("lns:exponent=0.25"), 4)
+    assert binding.read_back(copy.deepcopy(model)) == parse("lns:exponent=0.25")
+    assert binding.read_back(build(layer_norm_type="rms")) == PRE_LN
+
+
+@pytest.mark.parametrize("asked", [LNS, PRE_LN, parse("lns:exponent=0")])
+def test_another_scheme_than_the_one_asked_for_is_found(asked):
+    with pytest.raises(UpstreamChangedError, match="was asked for .*, but lns:exponent=0.25 is on 8 sub-layers"):
+        binding.check(build(layer_norm_type="lns_rms:exponent=0.25"), asked, 4)
+
+
+def test_a_part_of_the_blocks_is_counted_as_a_part():
+    blocks = torch.nn.ModuleList(blocks_of(build(layer_norm_type="lns_rms"))[2:])
+    binding.check(blocks, LNS, 4, layer_numbers=[3, 4])
+    with pytest.raises(UpstreamChangedError, match="is on 4 sub-layers .*expected the 8 sub-layers of 4 blocks"):
+        binding.check(blocks, LNS, 4)
+
+
+def test_two_schemes_in_one_model_are_found():
+    both = torch.nn.ModuleList([build(layer_norm_type=kind) for kind in ("lns_rms", "lns_rms:exponent=0.25")])
+    with pytest.raises(UpstreamChangedError, match="one model with the schemes lns, lns:exponent=0.25: expected one"):
+        binding.read_back(both)
+
+
+def test_a_wrapper_that_answers_for_its_module_is_not_counted():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.inner = module
+
+        def __getattr__(self, name):  # as FSDP's and torch.compile's
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    block = blocks_of(build(layer_norm_type="lns_rms"))[0]
+    block.ff_norm = Wrapper(block.ff_norm)
+    assert block.ff_norm.lns_scale == 1.0
+    assert [s.sub_layer for _, _, s in binding.sites(block)] == ["attn", "ff"]
+
+
+def test_a_model_none_of_whose_norms_was_bound_is_refused(monkeypatch):
+    """It would train as Pre-LN under the name of LNS."""
+    monkeypatch.setattr(OLMoSequentialBlock, "__init__", OLMoSequentialBlock.__init__.__wrapped__)
+    with pytest.raises(
+        UpstreamChangedError, match=r"LayerNorm Scaling was asked for .lns., but preln is on 0 sub-layers"
+    ):
+        OLMo(model_config(layer_norm_type="lns_rms"))
+
+
+def test_the_start_up_line_says_every_factor():
+    assert binding.factors_in_words(PRE_LN, 4) == []
+    assert binding.factors_in_words(LNS, 16) == ["s = 1 (block 1) to 0.25 (block 16)"]
+    line = binding.start_up_line(
+        parse("lns:exponent=0.25"), 16, norm="RMSNorm", here="here blocks 5-8", how="torch", initialization="plain"
+    )
+    assert line == (
+        "LayerNorm Scaling on: 32 norms (RMSNorm), here blocks 5-8; s = 1 (block 1) to 0.5 (block 16); exponent 0.25; "
+        "torch; plain"
+    )
+
+
+def test_the_start_up_line_of_other_forms(monkeypatch):
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+
+    def plan(layer_number, n_layers, sub_layer):
+        return Plan(pre=layer_number > 2, post=layer_number <= 2, alpha=2.0, gate=schemes.Learned(True, 0.1))
+
+    schemes.define(Definition("form", "Form", "Form", plan, "a test"))
+    assert binding.factors_in_words(parse("form"), 4) == [
+        "alpha = 2 (block 1) to 2 (block 4)",
+        "learned gate from 0.1 to 0.1",
+        "norm after the addition in blocks 1 to 2",
+    ]
+
+
+def test_a_model_from_a_plain_dict_config(toy):
+    """As hf_olmo and tests make one: no file was loaded."""
+    model = OLMo(type(model_config()).new(**{**TINY, "layer_norm_type": "toy_rms"}))
+    assert binding.read_back(model) == parse("toy")

@@ -1,0 +1,238 @@
+"""Selecting a scheme: flags, Python, JSON, and everything that must not pass in silence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
+
+from olmo_core.nn.transformer import TransformerBlockConfig, TransformerConfig
+from support import olmo_core_models as small
+
+import olmo_lns.olmo_core
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.olmo_core import BlockConfig, apply
+
+CLASS = "--block._CLASS_=olmo_lns.olmo_core.BlockConfig"
+
+
+def test_flags_of_an_unmodified_launch():
+    made = small.config().merge([CLASS, "--block.scheme=lns", "--block.exponent=0.25"])
+    assert type(made.block) is BlockConfig
+    assert str(made.block.resolved_scheme) == "lns:exponent=0.25"
+    stock = small.stock_block(made)
+    assert stock == small.config().block
+
+
+def test_flags_without_parameters_write_the_defaults_down():
+    block = small.config().merge([CLASS]).block
+    assert (block.scheme, block.exponent, block.initialization, block.scale_router) == ("lns", 0.5, "plain", True)
+
+
+def test_parameters_in_the_spelling_of_the_scheme():
+    block = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.25"]).block
+    assert (block.scheme, block.exponent) == ("lns", 0.25)
+    for spelled, given in (("0.25", "1"), ("0.5", "0.25")):  # 0.5 is what is left out when a scheme is written
+        with pytest.raises(Exception, match="contradict"):
+            small.config().merge([CLASS, f"--block.scheme=lns:exponent={spelled}", f"--block.exponent={given}"])
+    assert (
+        small.config().merge([CLASS, "--block.scheme=lns:exponent=0.5", "--block.exponent=0.5"]).block.exponent == 0.5
+    )
+
+
+@pytest.mark.parametrize("name", ["BlokConfig", "LNSBlockConfig", "blockconfig", "TransformerBlockConfig"])
+def test_misspelt_class_is_an_error(name):
+    with pytest.raises(LNSConfigError, match=f"no '{name}'.*olmo_lns.olmo_core.BlockConfig"):
+        small.config().merge([f"--block._CLASS_=olmo_lns.olmo_core.{name}"])
+
+
+@pytest.mark.parametrize("module", ["olmo_lns", "olmo_lns.integrations.olmo_core"])
+def test_class_looked_for_in_a_module_nearby_is_an_error(module):
+    with pytest.raises(LNSConfigError, match="olmo_lns.olmo_core.BlockConfig"):
+        small.config().merge([f"--block._CLASS_={module}.BlockConfig"])
+
+
+@pytest.mark.parametrize("name", ["olmo_lns.olmocore.BlockConfig", "olmo_lns.olmo_core.BlockConfig.x"])
+def test_misspelt_module_is_an_error(name):
+    with pytest.raises(ImportError):
+        small.config().merge([f"--block._CLASS_={name}"])
+
+
+def test_scheme_without_the_class_is_an_error():
+    """The second net under a misspelt class of somebody else's module: the guide's command names the scheme too."""
+    with pytest.raises(Exception, match="has no attribute 'scheme'"):
+        small.config().merge(["--block._CLASS_=olmo_core.nn.transformer.BlokConfig", "--block.scheme=lns"])
+
+
+def test_module_looks_like_any_other_to_tools():
+    assert not hasattr(olmo_lns.olmo_core, "__wrapped__")
+    with pytest.raises(AttributeError):
+        olmo_lns.olmo_core._private  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scheme": "lsn"}, "unknown scheme 'lsn' .did you mean 'lns'"),
+        ({"scheme": "preln"}, "scheme=preln is OLMo-core's own block"),
+        ({"exponent": -1}, "exponent must be a finite number >= 0"),
+        ({"initialization": "scaled"}, "initialization='scaled': expected one of plain, upstream"),
+        (
+            {"scheme": "branchln_depth"},
+            "scheme=branchln_depth with block.name=default: .* the scheme for default is lns",
+        ),
+        ({"scheme": "sandwich_depth"}, "needs block.name peri_norm"),
+    ],
+)
+def test_what_is_refused(fields, message):
+    with pytest.raises(LNSConfigError, match=message):
+        apply(small.config(), **fields)
+    made = small.config()
+    with pytest.raises(Exception, match=message):
+        made.block = BlockConfig(**{k: v for k, v in vars(made.block).items()}, **fields)
+        made.build(init_device="meta")
+
+
+@pytest.mark.parametrize("block", ["reordered_norm", "peri_norm"])
+def test_the_papers_method_on_a_post_norm_block_is_refused_by_its_name(block):
+    with pytest.raises(LNSConfigError, match="needs block.name default or moe or moe_hybrid.*not the method of the"):
+        apply(small.config(block), "lns")
+
+
+@pytest.mark.parametrize("block", ["default_scaled", "normalized"])
+def test_blocks_without_room_for_a_scheme(block):
+    made = small.config()
+    made.block.name = type(made.block.name)(block)
+    with pytest.raises(LNSConfigError, match=f"block.name={block}: no scheme can be laid on this block: "):
+        apply(made)
+
+
+def test_apply_in_place_to_a_model_or_what_holds_one():
+    made = small.config()
+    assert apply(made, exponent=0.25) is made
+    assert made.block.exponent == 0.25
+
+    class Experiment:
+        model = small.config()
+
+    assert type(apply(Experiment).model.block) is BlockConfig
+    with pytest.raises(LNSConfigError, match="a block config of class BlockConfig"):
+        apply(made)
+    with pytest.raises(LNSConfigError, match="apply.. needs OLMo-core's TransformerConfig"):
+        apply(made.block)
+
+
+def test_block_overrides_get_their_own_index():
+    made = small.config()
+    override = copy.deepcopy(made.block)
+    override.sequence_mixer.rope.theta = 10_000
+    made.block_overrides = {2: override}
+    built = small.model(apply(made), seed=None)
+    assert [block.attention_norm.lns_scale for block in built.blocks.values()] == [n**-0.5 for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("missing", [0, 2, small.LAYERS - 1])
+def test_override_without_the_scheme_is_refused_before_training(missing):
+    made = small.config()
+    made.block_overrides = {missing: copy.deepcopy(made.block)}
+    made = made.merge([CLASS])
+    with pytest.raises(LNSConfigError, match=rf"blocks \[{missing}\] of 4 .counted from 0. are OLMo-core's own"):
+        small.model(made)
+
+
+def test_override_with_another_exponent_is_refused():
+    made = apply(small.config())
+    other = copy.deepcopy(made.block)
+    other.exponent = 0.25
+    made.block_overrides = {2: other}
+    with pytest.raises(LNSConfigError, match="one model with two schemes"):
+        small.model(made)
+
+
+def test_named_blocks_in_a_pattern():
+    made = small.config()
+    narrow = copy.deepcopy(made.block)
+    narrow.feed_forward.hidden_size = 16
+    made = TransformerConfig(
+        d_model=made.d_model,
+        vocab_size=made.vocab_size,
+        n_layers=5,
+        block={"wide": made.block, "narrow": narrow},
+        block_pattern=["wide", "narrow"],
+        lm_head=made.lm_head,
+    )
+    built = small.model(apply(made), seed=None)
+    assert [block.feed_forward_norm.lns_scale for block in built.blocks.values()] == [n**-0.5 for n in range(1, 6)]
+
+
+def test_named_block_without_the_scheme_is_refused():
+    made = small.config()
+    block = {"a": apply(small.config()).block, "b": made.block}
+    made = TransformerConfig(
+        d_model=made.d_model, vocab_size=64, n_layers=4, block=block, block_pattern=["a", "b"], lm_head=made.lm_head
+    )
+    with pytest.raises(LNSConfigError, match=r"blocks \[1, 3\] of 4"):
+        small.model(made)
+
+
+def test_rope_scaling_keeps_the_scheme():
+    from olmo_core.nn.rope import ABFRoPEScalingConfig
+
+    made = apply(small.config()).with_rope_scaling(ABFRoPEScalingConfig(new_theta=8_000_000))
+    small.model(made)
+
+
+_LOAD = """
+import json, sys
+from olmo_core.nn.transformer import TransformerConfig
+config = TransformerConfig.from_dict(json.load(open(sys.argv[1])))
+print(type(config.block).__name__, config.block.scheme, config.block.exponent, config.block.scale_router)
+"""
+
+
+def test_json_in_another_process_and_without_the_package(tmp_path):
+    made = apply(small.config(), exponent=0.25)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(made.as_config_dict()))
+    assert TransformerConfig.from_dict(json.loads(path.read_text())) == made
+    there = subprocess.run([sys.executable, "-c", _LOAD, path], capture_output=True, text=True)
+    assert there.stdout.split() == ["BlockConfig", "lns", "0.25", "True"], there.stderr
+    hidden = "import sys; sys.modules['olmo_lns'] = None\n" + _LOAD
+    without = subprocess.run([sys.executable, "-c", hidden, path], capture_output=True, text=True)
+    assert without.returncode and "olmo_lns" in without.stderr and "BlockConfig" not in without.stdout
+
+
+def test_switched_off_the_config_is_refused(monkeypatch):
+    made = apply(small.config())
+    monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
+    with pytest.raises(LNSConfigError, match="OLMO_LNS_DISABLE=1, but the config names olmo_lns.olmo_core.BlockConfig"):
+        made.build(init_device="meta")
+    small.config().build(init_device="meta")
+
+
+def test_misspelt_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_NORM_BACKENT", "torch")
+    with pytest.raises(LNSConfigError, match="did you mean 'OLMO_LNS_NORM_BACKEND'"):
+        apply(small.config()).build(init_device="meta")
+
+
+def test_version_is_judged_by_what_it_lacks(monkeypatch):
+    from olmo_core.nn.transformer import block
+
+    from olmo_lns.errors import UpstreamChangedError
+    from olmo_lns.integrations.olmo_core import upstream
+
+    monkeypatch.delattr(block, "PeriNormTransformerBlock")
+    with pytest.raises(UpstreamChangedError, match="lacks olmo_core.nn.transformer.block.PeriNormTransformerBlock; "):
+        upstream.check()
+
+
+def test_number_of_parameters_is_the_stock_one():
+    made = small.config("peri_norm")
+    assert small.with_scheme(made).num_params == made.num_params
+    assert isinstance(small.with_scheme(made).block, TransformerBlockConfig)

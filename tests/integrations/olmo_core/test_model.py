@@ -1,0 +1,305 @@
+"""What a built model is: keys, weights, sites, the start-up line, and what OLMo-core does to it afterwards."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import pickle
+
+import pytest
+
+pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
+
+import torch
+from olmo_core.distributed.checkpoint import save_model_and_optim_state
+from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
+from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
+from support import olmo_core_models as small
+
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations import binding
+from olmo_lns.olmo_core import apply
+from olmo_lns.schemes import LNS, Scheme
+
+
+@pytest.fixture(autouse=True)
+def experts(monkeypatch):
+    monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
+
+
+@pytest.mark.parametrize("block", small.SCHEMES)
+@pytest.mark.parametrize("method", ["normal", "fan_in"])
+def test_same_keys_and_same_initial_weights_as_the_stock_block(block, method):
+    made = small.config(block)
+    made.init_method = type(made.init_method)(method)
+    stock, scaled = small.model(made, seed=None), small.model(small.with_scheme(made), seed=None)
+    found, expected = scaled.state_dict(), stock.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [n for n, _ in scaled.named_parameters()] == [n for n, _ in stock.named_parameters()]
+    assert [n for n, _ in scaled.named_buffers()] == [n for n, _ in stock.named_buffers()]
+
+
+@pytest.mark.parametrize("block", small.SCHEMES)
+def test_every_sub_layer_is_a_site(block):
+    made = small.with_scheme(small.config(block))
+    built = small.model(made)
+    scheme = Scheme.of(small.SCHEMES[block][0])
+    binding.check(built, scheme, small.LAYERS)
+    assert len(list(binding.sites(built))) == 2 * small.LAYERS
+    for number, each in enumerate(built.blocks.values(), start=1):
+        for name in small.SCHEMES[block][1]:
+            assert type(getattr(each, name).lns_scale) is float
+            assert getattr(each, name).lns_scale == number**-0.5
+
+
+def test_changed_factor_is_found_when_it_is_read_back():
+    built = small.model(apply(small.config()))
+    built.blocks["2"].feed_forward_norm.lns_scale = 1.0
+    with pytest.raises(UpstreamChangedError, match=r"blocks.2.feed_forward_norm .block 3, ff. has norm_scale=1.0 "):
+        binding.read_back(built)
+
+
+def test_start_up_line(caplog):
+    with caplog.at_level(logging.INFO, logger="olmo_lns"):
+        small.model(apply(small.config()))
+    assert [record.getMessage() for record in caplog.records if record.name == "olmo_lns"] == [
+        "LayerNorm Scaling on: 8 norms (rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5; backend torch "
+        "(no CUDA device is visible; which is fastest here was not measured (olmo-lns doctor --tune)); "
+        "scaled initialization off"
+    ]
+
+
+@pytest.mark.parametrize("block", ["reordered_norm", "peri_norm"])
+def test_start_up_line_of_another_scheme_does_not_say_layernorm_scaling(block, caplog):
+    with caplog.at_level(logging.INFO, logger="olmo_lns"):
+        small.model(small.with_scheme(small.config(block)))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "olmo_lns"]
+    assert "LayerNorm Scaling" not in line and "branch_scale = 1 (block 1) to 0.5 (block 4)" in line
+
+
+@pytest.mark.parametrize("method", ["llama", "llama_depth", "normalized"])
+def test_depth_scaled_initialization_is_refused_or_kept_knowingly(method, caplog):
+    made = small.config()
+    made.init_method = type(made.init_method)(method)
+    with pytest.raises(
+        LNSConfigError, match=f"init_method={method} draws the residual projections with a depth factor"
+    ):
+        small.model(apply(copy.deepcopy(made)))
+    with caplog.at_level(logging.INFO, logger="olmo_lns"):
+        kept = small.model(apply(copy.deepcopy(made), initialization="upstream"), seed=None)
+    assert "scaled initialization as upstream" in caplog.text
+    stock = small.model(made, seed=None)
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), stock.parameters(), strict=True))
+
+
+def test_meta_to_empty_and_a_second_draw_keep_the_factors():
+    built = apply(small.config()).build(init_device="meta")
+    for _ in range(2):
+        built.init_weights(device=torch.device("cpu"))
+        binding.check(built, LNS, small.LAYERS)
+    assert built(small.TOKENS).isfinite().all()
+
+
+def test_copies_and_pickles():
+    built = small.model(apply(small.config()))
+    expected = built(small.TOKENS)
+    for other in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
+        assert torch.equal(other(small.TOKENS), expected)
+        other.init_weights(device=torch.device("cpu"))
+        assert other.blocks["0"].attention.init_weights.mixer is other.blocks["0"].attention
+
+
+def _gradients(built):
+    built.zero_grad()
+    small.loss_of(built(small.TOKENS)).backward()
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.grad.clone() for name, p in built.named_parameters()}
+
+
+_MODES = [
+    (Mode.full, {}),
+    (Mode.selected_blocks, {"block_interval": 2}),
+    (Mode.selected_modules, {"modules": ["blocks.*.feed_forward_norm", "blocks.*.attention"]}),
+    (Mode.selected_ops, {}),
+]
+
+
+@pytest.mark.parametrize(("mode", "arguments"), _MODES)
+@pytest.mark.parametrize("block", ["default", "peri_norm"])
+def test_activation_checkpointing(block, mode, arguments):
+    made = small.with_scheme(small.config(block))
+    expected = _gradients(small.model(made))
+    built = small.model(made)
+    built.apply_activation_checkpointing(mode, **arguments)
+    found = _gradients(built)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    binding.check(built, made.block.resolved_scheme, small.LAYERS)
+    built.init_weights(device=torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("norm", "checkpointed", "backend"),
+    [
+        (dict(name="rms", bias=False), None, "inductor"),
+        (dict(name="rms", bias=False), Mode.full, "aot_eager"),
+        (dict(name="default"), Mode.full, "aot_eager"),
+        (dict(name="rms", bias=False), Mode.budget, "aot_eager_decomp_partition"),
+    ],
+)
+def test_compiled(norm, checkpointed, backend):
+    torch._dynamo.reset()
+    made = apply(small.config("default", norm))
+    expected = _gradients(small.model(made))
+    built = small.model(made)
+    if checkpointed is not None:
+        budget = {"activation_memory_budget": 0.5} if checkpointed == Mode.budget else {}
+        built.apply_activation_checkpointing(checkpointed, **budget)
+    if backend == "inductor":
+        built.apply_compile()
+    else:  # the same tracing in a fraction of the time
+        for block in built.blocks.values():
+            block.compile(backend=backend)
+    found = _gradients(built)
+    torch._functorch.config.activation_memory_budget = 1.0
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_one_graph_for_all_blocks():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    built = small.model(apply(small.config(n_layers=8)))
+    for block in built.blocks.values():
+        block.compile(backend="aot_eager")
+    built(small.TOKENS)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.fixture
+def generate(monkeypatch):
+    """Greedy tokens by OLMo-core's generation module, from a model or from a checkpoint."""
+    from olmo_core.generate.generation_module import GenerationConfig
+    from olmo_core.generate.generation_module.transformer import TransformerGenerationModule
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # OLMo-core calls it on every device
+
+    def run(model, *, cache=False, new=6):
+        settings = GenerationConfig(
+            max_new_tokens=new, do_sample=False, use_cache=cache, eos_token_id=0, pad_token_id=1
+        )
+        if isinstance(model, torch.nn.Module):
+            device, weights = next(model.parameters()).device, copy.deepcopy(model.state_dict())
+            module = TransformerGenerationModule(model, settings, device=device)
+            model.load_state_dict(weights)  # it draws them anew
+        else:
+            device = torch.device("cpu")
+            module = TransformerGenerationModule.from_checkpoint(model, generation_config=settings, device=device)
+        found, *_ = module.generate_batch(small.TOKENS[:1].to(device))
+        return found[0].tolist()
+
+    return run
+
+
+def test_generation(generate):
+    built = small.model(apply(small.config()))
+    tokens = small.TOKENS[:1]
+    for _ in range(6):
+        with torch.no_grad():
+            tokens = torch.cat([tokens, built(tokens)[:, -1:].argmax(-1)], 1)
+        if tokens[0, -1] == 0:
+            break
+    assert generate(built) == tokens[0].tolist()
+
+
+def test_generation_from_a_checkpoint(generate, tmp_path):
+    """OLMo-core builds the model that config.json names; nobody has to say the scheme again."""
+    made = apply(small.config(), exponent=2.0)
+    built = small.model(made)
+    save_model_and_optim_state(tmp_path / "model_and_optim", built)
+    tokenizer = {"vocab_size": 64, "eos_token_id": 0, "pad_token_id": 1}
+    config = {"model": made.as_config_dict(), "dataset": {"tokenizer": tokenizer}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert generate(tmp_path) == generate(built)
+
+
+def test_kv_cache_on_a_cpu_is_refused_by_olmo_core(generate):
+    """Why the next test needs a stand-in: its torch backend has no KV cache, in every version so far."""
+    with pytest.raises(RuntimeError, match="'TorchAttentionBackend' doesn't support KV caching"):
+        generate(small.model(apply(small.config())), cache=True)
+
+
+@pytest.mark.parametrize("block", ["default", "reordered_norm", "peri_norm"])
+def test_kv_cache_with_flash_attentions_functions_in_torch(block, generate, monkeypatch):
+    from olmo_core.nn.attention import AttentionBackendName, flash_attn_api
+
+    monkeypatch.setattr(flash_attn_api, "flash_attn_2", small.FlashAttention)
+    monkeypatch.setattr(small.FlashAttention, "cached", 0)
+    built = small.model(small.with_scheme(small.config(block))).bfloat16()
+    for each in built.blocks.values():  # a config that asks for it gets the torch backend where there is no GPU
+        backend = AttentionBackendName.flash_2.build(head_dim=small.WIDTH // small.HEADS, n_heads=small.HEADS)
+        each.attention.backend = backend
+    expected = generate(built, new=12)
+    assert small.FlashAttention.cached == 0
+    assert generate(built, cache=True, new=12) == expected
+    assert small.FlashAttention.cached >= small.LAYERS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kv_cache_gives_the_same_tokens(generate):
+    pytest.importorskip("flash_attn")
+    built = small.model(apply(small.config(attn_backend="flash_2"))).to("cuda", torch.bfloat16)
+    assert generate(built, cache=True, new=16) == generate(built, new=16)
+
+
+def _float8(made, device, **how):
+    from olmo_core.float8 import AOFloat8LinearConfig, Float8Config
+
+    built = small.model(made).to(device, torch.bfloat16)
+    built.apply_fp8(Float8Config(ao=AOFloat8LinearConfig(**how)))
+    assert any(type(module).__name__ == "Float8Linear" for module in built.modules())
+    return built
+
+
+def _float8_equals_folded(device, **how):
+    made = small.config("default", {"name": "rms", "bias": False})
+    ours, stock = _float8(apply(copy.deepcopy(made)), device, **how), _float8(made, device, **how)
+    binding.check(ours, LNS, small.LAYERS)
+    small.fold(stock, "default")
+    tokens = small.TOKENS.to(device)
+    # Float8 rounds by its tensors' largest values: a last bit of bf16 in a gain moves single elements by a step of it.
+    torch.testing.assert_close(ours(tokens), stock(tokens), rtol=0.1, atol=0.1)
+    small.loss_of(ours(tokens).cpu().float()).backward()
+    assert all(parameter.grad is not None for parameter in ours.parameters())
+
+
+def test_float8_emulated():
+    """The wiring: torchao's linear layers around our norms, its kernels emulated in fp32."""
+    pytest.importorskip("torchao")
+    _float8_equals_folded("cpu", emulate=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no CUDA device with float8"
+)
+def test_float8():
+    pytest.importorskip("torchao")
+    _float8_equals_folded("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("name", "package"), [("fused_rms", "flash_attn"), ("cute_rms", "quack")])
+def test_norm_kernels(name, package):
+    """OLMo-core's own norm kernels with the factor, against its RMSNorm with it."""
+    pytest.importorskip(package)
+    made = small.config("default", {"name": name, "bias": False})
+    plain = small.config("default", {"name": "rms", "bias": False})
+    built, expected = (small.model(apply(each)).to("cuda", torch.bfloat16) for each in (made, plain))
+    tokens = small.TOKENS.cuda()
+    torch.testing.assert_close(built(tokens), expected(tokens), rtol=2e-2, atol=2e-2)

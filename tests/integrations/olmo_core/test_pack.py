@@ -1,0 +1,150 @@
+"""configs/olmo_core: every size and arm loads and builds, and two arms differ in the block only."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
+
+from olmo_core.config import _clean_opts
+from support import olmo_core_models as small
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo_core.record import record_of
+from olmo_lns.schemes import Scheme
+from olmo_lns.study import config_check, olmo_core_config
+from olmo_lns.study.arms import Arm, arm_problems, settings_of
+from olmo_lns.study.engines import OLMO_CORE
+
+PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
+#: Of configs/olmo (tests/configs).
+PARAMETERS = {
+    "60M": 85_074_432,
+    "150M": 190_532_352,
+    "300M": 371_491_840,
+    "1B": 1_279_854_592,
+    "7B": 6_888_361_984,
+}
+ARMS = ("preln", "lns")
+
+
+def _check(path):
+    return config_check.check(path, gpus=8, gpu="H100", budget=20e9)
+
+
+def test_the_pack_is_complete():
+    assert {path.stem for path in PACK.glob("*.yaml")} == {f"{size}-{arm}" for size in PARAMETERS for arm in ARMS}
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+@pytest.mark.parametrize("arm", ARMS)
+def test_files_are_what_they_say(size, arm):
+    checked = _check(PACK / f"{size}-{arm}.yaml")
+    assert (checked.problems, checked.notes, checked.kind, checked.arm) == ([], [], "olmo-core", arm)
+    assert checked.parameters == checked.shape.parameters == PARAMETERS[size]
+    assert checked.memory > 0
+
+
+def _model(path, overrides=None):
+    return olmo_core_config.build(path, olmo_core_config.planned(path, overrides))["model"]
+
+
+def test_arms_differ_in_the_block_only():
+    stock, scaled = (_model(PACK / f"60M-{arm}.yaml") for arm in ARMS)
+    assert record_of(scaled.build(init_device="meta")).scheme == Scheme.of("lns")
+    assert small.stock_block(scaled) == stock.block
+    scaled.block = stock.block
+    assert scaled == stock
+
+
+@pytest.mark.parametrize(("scheme", "block"), [("branchln_depth", "reordered_norm"), ("sandwich_depth", "peri_norm")])
+def test_arms_beside_the_pack_are_overrides(scheme, block):
+    """What train.py's own help says."""
+    fields = {"model.block.name": block, "model.block.scheme": scheme}
+    assert record_of(_model(PACK / "60M-lns.yaml", fields).build(init_device="meta")).scheme == Scheme.of(scheme)
+    arm = Arm(scheme, scheme, "#000000", "-", "o", Scheme.of(scheme), "plain", "")
+    wanted = settings_of(arm, OLMO_CORE)
+    assert record_of(_model(PACK / "60M-preln.yaml", wanted).build(init_device="meta")).scheme == Scheme.of(scheme)
+
+
+def test_an_arm_that_it_is_not():
+    settings = {"model.block._CLASS_": "olmo_lns.olmo_core.BlockConfig", "model.block.exponent": 0.25}
+    (problem,) = arm_problems("lns", settings, OLMO_CORE)
+    assert "model.block.scheme='lns:exponent=0.25', but arm 'lns' is model.block.scheme='lns'" in problem
+    spelled = settings | {"model.block.scheme": "lns:exponent=0.25"}
+    assert OLMO_CORE.scheme(spelled) == OLMO_CORE.scheme(settings) == Scheme.of("lns", exponent=0.25)
+    assert arm_problems("lns_scaled_init", settings, OLMO_CORE) == [
+        "arm 'lns_scaled_init' exists for OLMo and Megatron only"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("olmo_core.BlockConfig", "olmo_core.BlokConfig", "olmo_lns.olmo_core has no 'BlokConfig'"),
+        ("optim.AdamWConfig", "optim.AdamwConfig", "train_module.optim._CLASS_=.* has no AdamwConfig"),
+        ("d_model: 512", "d_modle: 512", "the config has no 'model.d_model'"),
+        ("name: default  # Pre-LN", "name: default_scaled", "block.name=default_scaled: no scheme can be laid on"),
+        (
+            "init_method: normal",
+            "init_method: llama_depth",
+            "LayerNorm Scaling|the scaled initialization 'llama_depth'",
+        ),
+        ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "is in tokens: expected a multiple of 4096"),
+        ("global_batch_size: 1048576", "global_batch_size: 256", "is in tokens: expected a multiple of 4096"),
+        ("unit: steps", "unit: epochs", "trainer.max_duration is in epochs"),
+        ("\ntrainer:", "\ntrianer:", "has no section 'trainer'"),
+    ],
+)
+def test_what_a_check_finds(old, new, message, tmp_path):
+    text = (PACK / "60M-lns.yaml").read_text()
+    assert old in text
+    path = tmp_path / "60M-lns.yaml"
+    path.write_text(text.replace(old, new))
+    problems = " ".join(_check(path).problems)
+    assert re.search(message, problems), problems
+
+
+def test_a_config_that_a_run_has_saved_is_a_config(tmp_path):
+    tree = olmo_core_config.build(PACK / "60M-lns.yaml", olmo_core_config.planned(PACK / "60M-lns.yaml"))
+    saved = {name: section.as_config_dict() for name, section in tree.items()} | {
+        "_CLASS_": "__main__.ExperimentConfig"
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(saved))
+    checked = _check(path)
+    assert checked.problems == [] and checked.parameters == PARAMETERS["60M"] and checked.arm == "(lns)"
+
+
+def test_without_olmo_core_a_check_says_so(monkeypatch):
+    monkeypatch.setattr(olmo_core_config, "available", lambda: False)
+    checked = _check(PACK / "60M-lns.yaml")
+    assert checked.notes == ["not loaded by OLMo-core, which is not in this environment"]
+    assert checked.parameters == PARAMETERS["60M"] and not checked.problems
+
+
+def test_a_variable_that_is_not_set(monkeypatch):
+    monkeypatch.delenv("OLMO_DATA_DIR", raising=False)
+    with pytest.raises(LNSConfigError, match="60M-lns.yaml reads OLMO_DATA_DIR, which is not set"):
+        olmo_core_config.read(PACK / "60M-lns.yaml")
+
+
+def test_the_script_takes_overrides(monkeypatch, capsys):
+    monkeypatch.setenv("OLMO_DATA_DIR", "/data")
+    monkeypatch.setenv("OLMO_SAVE_DIR", "/runs")
+    words = ["--model.block.exponent=0.25", "--train_module.optim.lr=1e-4", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["train.py", str(PACK / "60M-lns.yaml"), *words])
+    runpy.run_path(str(PACK / "train.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "exponent=0.25" in printed and "lr=0.0001" in printed and "/runs/60M-lns" in printed
+
+
+def test_words_of_a_study_are_read_back_as_they_were():
+    values = {"a.b": 1e-05, "a.c": None, "a.d": True, "a.e": [1, "x"], "a.f": "lns", "a.g": 0.5, "a.h": 12}
+    assert dict(_clean_opts(olmo_core_config.overrides_to_args(values))) == values

@@ -1,0 +1,227 @@
+"""The start-up hook, in interpreters of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import olmo_lns
+
+HOOK = Path(olmo_lns.__file__).parent / "integrations" / "olmo_lns_autoload.pth"
+
+
+def run(code: str, *, path: Path | None = None, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+    """``code`` in an interpreter that has executed the hook the way ``site`` does."""
+    env = {**os.environ, **environment}
+    if path is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
+    boot = f"import sys\nif not any(getattr(f, 'olmo_lns_start_up', 0) for f in sys.meta_path):\n    exec({HOOK.read_text()!r})\n"
+    return subprocess.run(
+        [sys.executable, "-c", boot + textwrap.dedent(code)], capture_output=True, text=True, env=env, check=check
+    )
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """A framework called ``olmo`` and a plugin for it, with real entry-point metadata."""
+
+    def make(body: str = "print('plugin ran')", framework: str = "class OLMo: pass\nclass TrainConfig: pass\n") -> Path:
+        (tmp_path / "olmo").mkdir()
+        (tmp_path / "olmo" / "__init__.py").write_text(framework + "print('framework ran')\n")
+        (tmp_path / "lns_test_plugin.py").write_text(f"def register():\n    {body}\n")
+        info = tmp_path / "lns_test_plugin-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lns-test-plugin\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[olmo.plugins]\nprobe = lns_test_plugin:register\n")
+        return tmp_path
+
+    return make
+
+
+# Only the probe: the real plugin would, rightly, refuse this fake framework.
+ONLY_PROBE = """
+import importlib.metadata as md
+_all = md.entry_points
+md.entry_points = lambda **k: [e for e in _all(**k) if e.name == 'probe']
+"""
+
+
+def test_plugins_run_once_right_after_the_framework(plugin):
+    done = run(ONLY_PROBE + "import olmo, importlib\nimport olmo", path=plugin())
+    assert done.stdout.split("\n")[:3] == ["framework ran", "plugin ran", ""]
+
+
+def test_nothing_but_sys_is_imported_before_the_framework():
+    done = run("print([m for m in sys.modules if m.startswith(('olmo', 'megatron', 'importlib.metadata'))])")
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_failing_plugin_fails_the_import_by_name(plugin):
+    done = run(ONLY_PROBE + "import olmo", path=plugin("raise RuntimeError('out of order')"), check=False)
+    assert done.returncode != 0
+    assert "plugin 'probe' (lns_test_plugin:register, group olmo.plugins) failed: out of order" in done.stderr
+
+
+def test_a_namesake_is_left_alone(plugin):
+    done = run(ONLY_PROBE + "import olmo", path=plugin(framework=""))
+    assert done.stdout == "framework ran\n"
+
+
+def test_opt_out(plugin):
+    done = run(ONLY_PROBE + "import olmo", path=plugin(), OLMO_LNS_DISABLE="1")
+    assert done.stdout == "framework ran\n"
+
+
+def test_an_absent_framework_is_an_ordinary_import_error():
+    code = "try:\n    import olmo\nexcept ModuleNotFoundError as e:\n    print(e.name)"
+    block = "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+    source = f"sys.path.append({str(HOOK.parents[2])!r})\n"
+    assert run(block + source + code).stdout.strip() == "olmo"
+
+
+def test_on_import_runs_now_or_later_and_fails_the_import(tmp_path):
+    (tmp_path / "lns_later.py").write_text("VALUE = 1\n")
+    code = """
+    from olmo_lns.integrations.autoload import on_import
+    seen = []
+    on_import('lns_later', lambda m: seen.append(m.VALUE))
+    assert seen == []
+    import lns_later
+    assert seen == [1]
+    on_import('lns_later', lambda m: seen.append('now'))
+    assert seen == [1, 'now']
+    import inspect
+    assert 'VALUE' in inspect.getsource(lns_later) and type(lns_later.__loader__).__name__ == 'SourceFileLoader'
+    del sys.modules['lns_later']
+    def refuse(module):
+        raise ValueError('no')
+    on_import('lns_later', refuse)
+    try:
+        import lns_later
+    except ValueError:
+        assert 'lns_later' not in sys.modules
+        print('refused')
+    """
+    assert run(code, path=tmp_path).stdout.strip() == "refused"
+
+
+def test_the_real_olmo_is_registered_by_its_import_alone():
+    done = run("from olmo.config import LayerNormType\nprint(LayerNormType('lns'))")
+    assert done.stdout.strip().endswith("lns")
+
+
+def test_the_real_olmo_without_us_does_not_know_the_type():
+    done = run("from olmo.config import LayerNormType\nLayerNormType('lns')", check=False, OLMO_LNS_DISABLE="1")
+    assert "'lns' is not a valid LayerNormType" in done.stderr
+
+
+@pytest.mark.slow
+def test_olmos_converter_script_is_guarded_by_installation_alone(tmp_path):
+    """The script imports transformers and never OLMo; it would write the model without its factor."""
+    checkpoint = tmp_path / "step10-unsharded"
+    checkpoint.mkdir()
+    (checkpoint / "config.yaml").write_text("model:\n  layer_norm_type: lns_rms\n")
+    script = tmp_path / "convert_olmo_to_hf_new.py"
+    script.write_text("from transformers import OlmoConfig\nOlmoConfig()\nprint('would convert')\n")
+    boot = f"import sys, runpy; sys.argv = [{str(script)!r}, '--input_dir', {str(checkpoint)!r}]\n"
+    done = run(boot + f"runpy.run_path({str(script)!r}, run_name='__main__')", check=False)
+    assert done.returncode != 0 and "would convert" not in done.stdout
+    assert "OLMO_LNS_ALLOW_MISMATCH=lns-to-preln" in done.stderr
+    assert run(boot + f"runpy.run_path({str(script)!r})", OLMO_LNS_DISABLE="1").stdout == "would convert\n"
+
+
+def test_an_import_that_failed_with_our_error_fails_again(plugin):
+    code = """
+    for attempt in range(2):
+        try:
+            import olmo
+        except Exception as error:
+            print('refused' if 'out of order' in str(error) else error)
+    """
+    done = run(ONLY_PROBE + textwrap.dedent(code), path=plugin("raise RuntimeError('out of order')"))
+    assert [line for line in done.stdout.splitlines() if line != "framework ran"] == ["refused", "refused"]
+
+
+def test_a_finder_of_the_old_kind_is_passed_over(plugin):
+    code = "class Old:\n    def find_module(self, name, path=None): pass\nsys.meta_path.insert(0, Old())\nimport olmo"
+    warnings = {"PYTHONWARNINGS": "ignore"}  # Python's own, about the finder
+    assert "plugin ran" in run(ONLY_PROBE + code, path=plugin(), **warnings).stdout
+
+
+def test_the_module_being_there_already_does_not_keep_the_plugin_out(plugin):
+    assert "plugin ran" in run(ONLY_PROBE + "import olmo_lns.integrations.autoload, olmo", path=plugin()).stdout
+
+
+@pytest.mark.parametrize("name", ["olmo", "transformers", "megatron"])
+def test_disabled_means_that_nothing_of_ours_is_imported(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text("")
+    code = f"import {name}\nprint([m for m in sys.modules if m.startswith('olmo_lns')])"
+    assert run(code, path=tmp_path, OLMO_LNS_DISABLE="1").stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("name", "stops"), [("transformers", False), ("olmo", True)])
+def test_a_checkout_that_was_moved(tmp_path, name, stops):
+    (tmp_path / f"{name}.py").write_text("")
+    gone = "sys.modules['olmo_lns'] = None\n"  # what an editable installation finds after its folder was moved
+    done = run(gone + f"import {name}\nprint('imported')", path=tmp_path, check=False)
+    assert ("imported" in done.stdout) != stops
+    assert "its code is not where it was" in done.stderr and "OLMO_LNS_DISABLE=1" in done.stderr
+    assert run(gone + f"import {name}", path=tmp_path, OLMO_LNS_DISABLE="1").stderr == ""
+
+
+def test_the_start_up_finder_watches_for_the_same_names():
+    from olmo_lns.integrations.autoload import WATCHED
+
+    assert f"name not in{WATCHED!r}".replace(" ", "").replace('"', "'") in HOOK.read_text().replace(" ", "")
+
+
+@pytest.mark.parametrize("disabled", ["", "1"])
+def test_other_imports_are_untouched_while_a_thread_imports_the_framework(plugin, tmp_path, disabled):
+    folder = plugin()
+    for number in range(400):
+        (folder / f"lns_other_{number}.py").write_text("")
+    code = """
+    import importlib, threading
+    sys.setswitchinterval(1e-6)
+    failed, start = [], threading.Barrier(5)
+    def load(names):
+        start.wait()
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                failed.append(f'{name}: {error!r}')
+    workers = [threading.Thread(target=load, args=([f'lns_other_{i}' for i in range(k, 400, 4)],)) for k in range(4)]
+    workers.append(threading.Thread(target=load, args=(['olmo'],)))
+    [w.start() for w in workers], [w.join() for w in workers]
+    print(failed, len([m for m in sys.modules if m.startswith('lns_other_')]))
+    """
+    for _ in range(5):
+        done = run(ONLY_PROBE + textwrap.dedent(code), path=folder, OLMO_LNS_DISABLE=disabled)
+        assert done.stdout.splitlines()[-1] == "[] 400"
+        assert ("plugin ran" in done.stdout) == (not disabled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from hf_olmo.convert_olmo_to_hf import write_config",
+        pytest.param(
+            "import olmo.model\nfrom hf_olmo.convert_olmo_to_hf import write_config", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_the_guard_of_hf_olmo_is_there_before_what_it_guards(tmp_path, statement):
+    """In a fresh process by installation alone: nobody calls install()."""
+    (tmp_path / "config.yaml").write_text(
+        "model:\n  layer_norm_type: lns_rms\n  d_model: 8\n  n_heads: 2\n  n_layers: 2\n"
+    )
+    done = run(f"{statement}\nwrite_config({str(tmp_path)!r})", check=False)
+    assert done.returncode != 0 and not (tmp_path / "config.json").exists()
+    assert "OLMO_LNS_ALLOW_MISMATCH=lns-to-preln" in done.stderr

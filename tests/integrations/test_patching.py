@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from olmo_lns.errors import UpstreamChangedError
+from olmo_lns.integrations.patching import Target, fingerprint, is_patched, replace, replace_all
+
+SOURCE = """
+class Upstream:
+    @classmethod
+    def build(cls, a, b=2):
+        "What it does."
+        return (cls.__name__, a, b)
+
+    @staticmethod
+    def plain(a):
+        return a
+
+    def method(self, a):
+        return a + 1
+
+
+def function(a):
+    return a
+"""
+
+
+@pytest.fixture
+def upstream(tmp_path, monkeypatch):
+    """A real module with a source file, as an upstream is."""
+    (tmp_path / "lns_fake_upstream.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lns_fake_upstream", raising=False)
+    import lns_fake_upstream
+
+    yield lns_fake_upstream
+    del sys.modules["lns_fake_upstream"]
+
+
+def target(upstream: types.ModuleType, path: str) -> Target:
+    unverified = Target(f"lns_fake_upstream:{path}", {})
+    owner, name = unverified.locate()
+    return Target(unverified.path, {fingerprint(getattr(owner, name)): "1.0"})
+
+
+def doubled(function):
+    def wrapped(*args, **kwargs):
+        return (function(*args, **kwargs), "wrapped")
+
+    return wrapped
+
+
+def test_class_static_and_plain_functions_keep_their_kind(upstream):
+    thing = upstream.Upstream()
+    replace_all([(target(upstream, p), doubled) for p in ("Upstream.build", "Upstream.plain", "function")])
+    assert thing.build(1) == (("Upstream", 1, 2), "wrapped") == upstream.Upstream.build(1)
+    assert thing.plain(3) == (3, "wrapped") and upstream.function(4) == (4, "wrapped")
+    assert upstream.Upstream.build.__doc__ == "What it does." and is_patched(upstream.Upstream.__dict__["build"])
+    assert isinstance(upstream.Upstream.__dict__["build"], classmethod)
+
+
+def test_replacing_twice_wraps_once(upstream):
+    where = target(upstream, "Upstream.method")
+    assert replace(where, doubled) and not replace(where, doubled)
+    assert upstream.Upstream().method(1) == (2, "wrapped")
+
+
+@pytest.mark.parametrize("path", ["Upstream.gone", "Gone.method", "gone"])
+def test_missing_symbols_are_named(upstream, path):
+    with pytest.raises(UpstreamChangedError, match=f"lns_fake_upstream:{path} does not exist.*verified in 1.0"):
+        replace(Target(f"lns_fake_upstream:{path}", {"0": "1.0"}), doubled)
+
+
+def test_changed_source_is_refused_unless_overridden(upstream, monkeypatch, caplog):
+    changed = Target("lns_fake_upstream:function", {"0123456789abcdef": "1.0"})
+    with pytest.raises(UpstreamChangedError, match=r"function in .*lns_fake_upstream.py.*OLMO_LNS_ALLOW_UNVERIFIED=1"):
+        replace(changed, doubled)
+    assert upstream.function(1) == 1
+    monkeypatch.setenv("OLMO_LNS_ALLOW_UNVERIFIED", "1")
+    replace(changed, doubled)
+    assert upstream.function(1) == (1, "wrapped") and "none of those verified" in caplog.text
+
+
+def test_all_or_nothing(upstream):
+    with pytest.raises(UpstreamChangedError):
+        replace_all([(target(upstream, "function"), doubled), (Target("lns_fake_upstream:gone", {}), doubled)])
+    assert upstream.function(1) == 1
+
+
+def test_fingerprint_sees_a_changed_default_but_not_indentation(upstream, tmp_path):
+    def load(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        return __import__(name)
+
+    one = load("lns_fp_one", "def f(a=1):\n    return a\n")
+    two = load("lns_fp_two", "def f(a=2):\n    return a\n")
+    three = load("lns_fp_three", "if True:\n    def f(a=1):\n        return a\n")
+    assert fingerprint(one.f) == fingerprint(three.f) != fingerprint(two.f)

@@ -1,0 +1,193 @@
+"""Every family under a scheme, against stock models whose norms or branches are multiplied from outside."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support.transformers_models import (  # noqa: F401
+    IN_FRONT,
+    LLAMA_OUTPUTS,
+    MODELS,
+    OUTPUTS,
+    blocks,
+    config,
+    hooked,
+    inputs,
+    same,
+    schemes,
+    stock,
+)
+
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.transformers import apply, fold
+
+AFTER = ("lnsafterbranch", "lnsafterattn", "lnsafterff")
+
+
+@pytest.mark.parametrize("exponent", [0.5, 0.25])
+@pytest.mark.parametrize("kind", IN_FRONT)
+def test_lns_is_the_formula(kind, exponent):
+    model = stock(kind).double()
+    reference = hooked(kind, model, exponent=exponent)
+    keys = list(model.state_dict())
+    assert apply(model, f"lns:exponent={exponent}", initialization="upstream") is model
+    assert list(model.state_dict()) == keys
+    same(kind, model, reference)
+    assert binding.read_back(model).parameters == {"exponent": exponent}
+
+
+@pytest.mark.parametrize("scheme", AFTER)
+@pytest.mark.parametrize("kind", IN_FRONT)
+def test_factors_after_the_branches(kind, scheme, schemes):  # noqa: F811
+    model = stock(kind)
+    reference = hooked(kind, model, scheme)
+    apply(model, scheme, initialization="upstream")
+    same(kind, model, reference)
+    assert binding.read_back(model).name == scheme
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ("olmo2", "olmo3") if kind in MODELS])
+def test_a_norm_on_the_branch_takes_the_branch_factor_and_no_other(kind, schemes):  # noqa: F811
+    model = stock(kind)
+    reference = hooked(kind, model, "branchnorm")
+    apply(model, "branchnorm")
+    same(kind, model, reference)
+    with pytest.raises(
+        LNSConfigError, match=rf"scheme lns .* on {kind}: its blocks have one norm after each sub-layer"
+    ):
+        apply(stock(kind), "lns")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_folded_models_are_stock_and_compute_the_same(kind, schemes):  # noqa: F811
+    for scheme in ("branchnorm",) if kind in ("olmo2", "olmo3") else ("lns", *AFTER):
+        model = stock(kind)
+        kinds = [type(module) for module in model.modules()]
+        with torch.no_grad():
+            expected = apply(model, scheme, initialization="upstream")(**inputs(kind)).logits
+            folded = fold(model)(**inputs(kind)).logits
+        assert [type(module) for module in model.modules()] == kinds
+        assert type(model.config).__name__ == MODELS[kind][1] and model.config.lns_record["folded"]
+        assert (folded - expected).abs().max() <= 3e-6 * expected.abs().max(), scheme
+        with pytest.raises(CheckpointMismatchError, match="folded"):
+            apply(model, scheme)
+
+
+def test_other_forms_are_refused_by_name(schemes):  # noqa: F811
+    with pytest.raises(LNSConfigError, match=r"scheme anotherform .* on llama: .* block 1, attn, would need another"):
+        apply(stock("llama"), "anotherform")
+
+
+def test_unknown_families_are_refused():
+    import transformers
+
+    small = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**small))
+    with pytest.raises(
+        LNSConfigError, match=r"'bert'\) \(its norms follow the addition.*the transformers integration knows"
+    ):
+        apply(bert)
+    with pytest.raises(LNSConfigError, match="expects a transformers model, found Linear"):
+        apply(torch.nn.Linear(2, 2))
+    with pytest.raises(LNSConfigError, match="nothing to apply"):
+        apply(stock("llama"), "preln")
+    with pytest.raises(LNSConfigError, match="third sub-layer"):
+        apply(stock("gpt2", add_cross_attention=True))
+
+
+def test_twice_and_trained_weights_are_refused(tmp_path):
+    model = apply(stock("llama"))
+    with pytest.raises(CheckpointMismatchError, match="lns:exponent=0.5 .* already"):
+        apply(model)
+    stock("llama").save_pretrained(tmp_path)
+    import transformers
+
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    drawn = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    for model in (loaded, drawn):
+        with pytest.raises(CheckpointMismatchError, match="trained=False.*not under lns.*trained=True"):
+            apply(model)
+    same("llama", apply(loaded, trained=True), hooked("llama", stock("llama")))
+    drawn.load_state_dict(stock("llama").state_dict())
+    same("llama", apply(drawn, trained=False), hooked("llama", stock("llama")))
+
+
+def test_a_replaced_forward_is_noticed(tmp_path):
+    model = apply(stock("llama"))
+    norm = blocks("llama", model)[1].input_layernorm
+    norm.forward = lambda x: x
+    with pytest.raises(UpstreamChangedError, match=r"norm_scale=1.0 instead of 0.707"):
+        binding.read_back(model)
+    with pytest.raises(UpstreamChangedError):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_norm_of_another_class_has_its_output_multiplied(capsys):
+    class Liger(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+        def forward(self, x):
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+    model = stock("llama")
+    for block in model.model.layers:
+        block.input_layernorm = Liger(block.input_layernorm)
+    reference = hooked("llama", model)
+    apply(model)
+    same("llama", model, reference)
+    assert "outputs multiplied; backend torch" in capsys.readouterr().err
+
+
+def test_start_up_line(capsys):
+    apply(stock("llama"))
+    assert (
+        "LayerNorm Scaling on: 6 norms (LlamaRMSNorm); s = 1 (block 1) to 0.5774 (block 3); exponent 0.5; backend torch"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "vit"])
+def test_copies_and_pickles(kind):
+    model = apply(stock(kind), initialization="upstream")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        same(kind, other, model, tolerance=0)
+        assert binding.read_back(other) == binding.read_back(model)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_initialization_is_plain_under_a_scheme(kind, schemes):  # noqa: F811
+    """Every matrix of a block has one standard deviation; without a scheme GPT-2's last projections have another."""
+    scheme = "branchnorm" if kind in ("olmo2", "olmo3") else "lns"
+    wide = {"n_embd": 128} if kind == "gpt2" else {"hidden_size": 128, "intermediate_size": 256}
+    outputs = OUTPUTS.get(kind, LLAMA_OUTPUTS)
+
+    def ratio(model):
+        of, others = [], []
+        for block in blocks(kind, model):
+            for name, parameter in block.named_parameters():
+                if parameter.dim() == 2:
+                    (of if name.removesuffix(".weight") in outputs else others).append(parameter.std())
+        return (torch.stack(of).mean() / torch.stack(others).mean()).item()
+
+    plain = stock(kind, large=False, **wide)
+    assert ratio(plain) == pytest.approx(6**-0.5 if kind == "gpt2" else 1.0, abs=0.03)
+    assert ratio(apply(copy.deepcopy(plain), scheme)) == pytest.approx(1.0, abs=0.03)
+    scaled = apply(copy.deepcopy(plain), scheme, initialization="scaled")
+    assert ratio(scaled) == pytest.approx(6**-0.5, abs=0.03)
+    upstream = apply(copy.deepcopy(plain), scheme, initialization="upstream")
+    assert ratio(upstream) == ratio(plain)
+
+
+def test_config_survives_what_transformers_does_with_it():
+    model = apply(stock("llama"))
+    again = type(model.config)(**model.config.to_dict())
+    assert again.hidden_act == "silu" and again.lns_record == model.config.lns_record
+    assert copy.deepcopy(model.config).to_dict() == model.config.to_dict()
+    assert config("llama").hidden_act == "silu"

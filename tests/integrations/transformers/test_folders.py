@@ -1,0 +1,235 @@
+"""Folders that carry a scheme: with the package, without it, with trust_remote_code, and under a stock class."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.transformers_models import IN_FRONT, MODELS, hooked, inputs, read_config, same, schemes, stock  # noqa: F401
+
+from olmo_lns.cli import main
+from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.integrations.transformers import apply, register
+
+register()
+
+AUTO = {"vit": "AutoModelForImageClassification", "dinov2": "AutoModelForImageClassification"}
+#: Prints the logits of the model in a folder on the inputs of a file, as repr of a nested list.
+PROGRAM = """
+import sys, json, torch, transformers
+folder, file, auto, trust = sys.argv[1:5]
+model = getattr(transformers, auto).from_pretrained(folder, **({"trust_remote_code": True} if trust == "1" else {}))
+print("CLASS", type(model).__module__, type(model).__name__)
+print("OURS", "olmo_lns.integrations.transformers" in sys.modules)
+torch.save(model(**torch.load(file)).logits.detach(), file + ".out")
+"""
+
+
+def run(folder: Path, kind: str, *, trust: bool = False, package: bool = True, auto: str = "") -> tuple[str, object]:
+    """Load in a new process; returns what it printed and the logits (None where it failed)."""
+    file = folder.parent / f"{folder.name}-{trust}-{package}.pt"
+    torch.save(inputs(kind), file)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder.parent / "modules")}
+    environment |= {} if package else {"OLMO_LNS_DISABLE": "1"}
+    auto = auto or AUTO.get(kind, "AutoModelForCausalLM")
+    # Another directory than the repository's: what is found is what is installed.
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(file), auto, str(int(trust))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder.parent, timeout=300)
+    out = Path(f"{file}.out")
+    return done.stdout + done.stderr, torch.load(out) if done.returncode == 0 else None
+
+
+@pytest.mark.parametrize("kind", IN_FRONT)
+def test_saved_and_loaded(kind, tmp_path):
+    import transformers
+
+    model = apply(stock(kind), "lns:exponent=0.25", initialization="upstream")
+    model.save_pretrained(tmp_path)
+    written = read_config(tmp_path)
+    assert written["model_type"] == f"lns_{kind}" and written["lns"] == "lns:exponent=0.25"
+    assert written["architectures"] == [f"LNS{MODELS[kind][0]}"]
+    loaded = getattr(transformers, AUTO.get(kind, "AutoModelForCausalLM")).from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    saved, again = model.config.to_diff_dict(), loaded.config.to_diff_dict()
+    assert {key: again[key] for key in saved} == saved
+    same(kind, loaded.eval(), model, tolerance=0)
+
+
+@pytest.mark.parametrize("kind", IN_FRONT)
+def test_a_stock_class_stops_and_says_why(kind, tmp_path):
+    import transformers
+
+    apply(stock(kind)).save_pretrained(tmp_path)
+    with pytest.raises(KeyError, match="needs olmo-lns and an Auto class, or trust_remote_code"):
+        getattr(transformers, MODELS[kind][0]).from_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "scheme"), [("llama", "lns"), pytest.param("vit", "lnsafterff", marks=pytest.mark.exhaustive)]
+)
+def test_other_processes(kind, scheme, tmp_path, schemes):  # noqa: F811
+    model = apply(stock(kind), scheme, initialization="upstream")
+    model.save_pretrained(folder := tmp_path / scheme)
+    with torch.no_grad():
+        expected = model(**inputs(kind)).logits
+    if scheme == "lns":  # the other row may be this test's
+        text, logits = run(folder, kind)
+        assert "CLASS olmo_lns.integrations.transformers.models" in text and "LayerNorm Scaling on: 6 norms" in text
+        assert torch.equal(logits, expected)
+        text, logits = run(folder, kind, package=False)
+        assert logits is None and ("trust_remote_code=True" in text or f"lns_{kind}" in text)
+        text, logits = run(folder, kind, package=False, auto=MODELS[kind][0])
+        assert logits is None and "needs olmo-lns and an Auto class" in text
+    text, logits = run(folder, kind, package=False, trust=True)
+    assert "CLASS transformers_modules" in text and "OURS False" in text, text
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_record_and_factors_that_disagree_are_refused(tmp_path):
+    import transformers
+
+    apply(stock("llama")).save_pretrained(tmp_path)
+    values = read_config(tmp_path)
+    values["lns_record"]["parameters"]["exponent"] = 0.25
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointMismatchError, match="lns_factors are not those of lns:exponent=0.25 with 3 blocks"):
+        transformers.AutoConfig.from_pretrained(tmp_path)
+
+
+def test_factors_may_differ_in_their_last_digit_only(tmp_path):
+    """Powers of another machine's mathematical library."""
+    import transformers
+
+    apply(stock("llama")).save_pretrained(tmp_path)
+    written = read_config(tmp_path)
+    for factor, accepted in ((1 + 2**-52, True), (1 - 2**-52, True), (1 + 1e-12, False)):
+        values = json.loads(json.dumps(written))
+        norms = values["lns_factors"]["norm"]
+        norms["attn"] = [value * factor for value in norms["attn"]]
+        assert norms["attn"] != written["lns_factors"]["norm"]["attn"]
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        if accepted:
+            assert transformers.AutoConfig.from_pretrained(tmp_path).lns_record == written["lns_record"]
+        else:
+            with pytest.raises(CheckpointMismatchError, match="lns_factors are not those of"):
+                transformers.AutoConfig.from_pretrained(tmp_path)
+    for norms in ({"attn": [1.0]}, {"attn": None, "ff": None}, [], None):
+        (tmp_path / "config.json").write_text(json.dumps(written | {"lns_factors": {"norm": norms, "branch": {}}}))
+        with pytest.raises(CheckpointMismatchError, match="lns_factors are not those of"):
+            transformers.AutoConfig.from_pretrained(tmp_path)
+
+
+def test_heads_and_base_models(tmp_path):
+    import transformers
+
+    model = apply(stock("llama"))
+    model.save_pretrained(tmp_path)
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert type(base).__name__ == "LNSLlamaModel"
+    reward = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+    assert type(reward).__name__ == "LNSLlamaForSequenceClassification"
+    with torch.no_grad():
+        expected = model.model(**inputs("llama")).last_hidden_state
+        assert torch.equal(base.eval()(**inputs("llama")).last_hidden_state, expected)
+        assert torch.equal(reward.eval().model(**inputs("llama")).last_hidden_state, expected)
+
+
+def test_generation_with_and_without_cache(tmp_path):
+    model = apply(stock("llama"))
+    prompt = inputs("llama")["input_ids"][:, :4]
+    options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(prompt))
+    cached = model.generate(prompt, **options)
+    assert torch.equal(cached, model.generate(prompt, use_cache=False, **options))
+    assert torch.equal(cached, hooked("llama", stock("llama")).generate(prompt, **options))
+
+
+SHAPE = [f"--set={text}" for text in ("num_hidden_layers=3", "hidden_size=32", "intermediate_size=64", "vocab_size=97", "num_attention_heads=4")]  # fmt: skip
+
+
+def test_init_from_a_model_type_and_from_a_folder(tmp_path, capsys):
+    import transformers
+
+    assert main(["hf", "init", "llama", *SHAPE, "--scheme", "lns:exponent=0.25", "-o", str(tmp_path / "one")]) == 0
+    out = capsys.readouterr().out
+    assert "lns_llama: lns:exponent=0.25 (initialization plain)" in out and "LNSLlamaForCausalLM: 37,152" in out
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    torch.manual_seed(0)
+    fresh = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{k: getattr(model.config, k) for k in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")}))  # fmt: skip
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
+    stock("gpt2").config.save_pretrained(tmp_path / "stock")
+    assert main(["hf", "init", str(tmp_path / "stock"), "-o", str(tmp_path / "two"), "--seed", "1"]) == 0
+    gpt2 = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    blocks = gpt2.transformer.h
+    assert blocks[2].ln_1.lns_scale == 3**-0.5
+    assert blocks[0].mlp.c_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["./nowhere"], "./nowhere: no such file or folder"),
+        (["llama", "--scheme", "lnz"], "did you mean 'lns'"),
+        (["llama", "--scheme", "preln"], "the stock model"),
+        (["olmo2"], "one norm after each sub-layer"),
+        (["llama", "--head", "Nothing"], "no AutoModelForNothing"),
+        (
+            ["llama", "--set", "num_hidden_layer=2", "--no-weights"],
+            "--set num_hidden_layer: LlamaConfig has none (did you mean 'num_hidden_layers'?)",
+        ),
+    ],
+)
+def test_init_refuses(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["hf", "init", *arguments, "-o", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["type", "folder"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("num_hidden_layers=two", "Field 'num_hidden_layers' expected int, got str (value: 'two')"),
+        ("num_attention_heads=5", "The hidden size (32) is not a multiple of the number of attention heads (5)"),
+    ],
+)
+def test_a_value_that_the_config_refuses(change, message, folder, tmp_path, capsys):
+    pytest.importorskip("transformers", minversion="5.0", reason="configs check their values since transformers 5")
+    stock("llama").config.save_pretrained(tmp_path / "stock")
+    source = str(tmp_path / "stock") if folder else "llama"
+    small = [*SHAPE, "--set", change, "--no-weights"]
+    assert main(["hf", "init", source, *small, "-o", str(tmp_path / "out")]) == 1
+    assert f"--set: the config refuses a value: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_setting_that_the_config_converts_is_none_too_many(tmp_path):
+    changes = ["--set", "rope_theta=250000.0", "--no-weights"]
+    assert main(["hf", "init", "llama", *SHAPE, *changes, "-o", str(tmp_path / "out")]) == 0
+    assert "250000.0" in (tmp_path / "out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("folder", "head", "parameters"),
+    [
+        ("qwen/qwen2.5-0.5b", "CausalLM", 494_032_768),
+        ("qwen/llama-in-qwen-shape", "CausalLM", 448_244_608),
+        ("vision/deit3-small-36", "ImageClassification", None),
+    ],
+)
+def test_the_shipped_shapes(folder, head, parameters, tmp_path):
+    import transformers
+
+    source = Path(__file__).resolve().parents[3] / "configs" / folder
+    assert main(["hf", "init", str(source), "--head", head, "--no-weights", "-o", str(tmp_path / "out")]) == 0
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    with torch.device("meta"):
+        model = getattr(transformers, f"AutoModelFor{head}").from_config(config)
+    found = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters is None or found == parameters
