@@ -7,7 +7,6 @@ silence: :func:`check` refuses it, and every entry (command line, launcher, plug
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
@@ -20,7 +19,6 @@ __all__ = [
     "NORM_BACKEND",
     "SCHEME",
     "VARIABLES",
-    "cache",
     "check",
     "describe",
     "is_set",
@@ -46,7 +44,7 @@ VARIABLES = {
     DISABLE: "1 keeps the installed plugin out of every interpreter",
     INITIALIZATION: "OLMo: 'upstream' keeps scaled initialization under a scheme, 'plain' takes it off without one",
     MONITOR: "logs the variance of each block's output while OLMo trains, for example 'every=100'",
-    NORM_BACKEND: "which implementation runs the norms: auto, te, cpp or torch",
+    NORM_BACKEND: "which implementation runs the norms: auto, te or torch",
     SCHEME: "OLMo: parameters of a scheme that the config names without any, for example 'lns:exponent=0.25'",
 }
 
@@ -67,11 +65,6 @@ def read(name: str) -> str:
 def is_set(name: str) -> bool:
     """Whether a switch is on: its value is ``1``."""
     return read(name) == "1"
-
-
-def cache() -> Path:
-    """Where what was measured or built here is kept: ``$XDG_CACHE_HOME/olmo-lns``, by default under ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "olmo-lns"
 
 
 def processes() -> int:

@@ -19,7 +19,7 @@ from typing import Any, Callable, Sequence
 import benchlib
 import torch
 
-from olmo_lns.norm import ENVIRONMENT_VARIABLE
+from olmo_lns.environment import NORM_BACKEND
 from olmo_lns.norm.backend import NAMES
 
 #: layers, width, heads, SwiGLU inner width, sequence length, sequences in a step on one device
@@ -41,7 +41,7 @@ def build(size: str, norm_type: str, backend: str, device: torch.device, compile
     from olmo_lns.integrations.olmo import register
 
     register()
-    os.environ[ENVIRONMENT_VARIABLE] = backend
+    os.environ[NORM_BACKEND] = backend
     layers, width, heads, inner, length, _ = SIZES[size]
     config = olmo.ModelConfig(
         n_layers=layers,

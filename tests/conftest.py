@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 
 import pytest
 
-from olmo_lns import environment
-
 _frozen = ""
-
-if environment.cache().exists():  # this machine was tuned: the tests are of one that was not
-    os.environ["XDG_CACHE_HOME"] = str(environment.cache().with_name("olmo-lns-tests"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import platform
 import runpy
 import sys
@@ -103,10 +102,9 @@ def _transformer_engine() -> Finding:
 
 def _backend() -> Finding:
     asked = environment.read(environment.NORM_BACKEND)
-    if asked in ("", "auto") and not _may_have_device() and not os.path.exists(environment.cache()):
+    if asked in ("", "auto") and not _may_have_device():
         # What choose_backend says here, without the seconds of importing torch.
-        why = "which is fastest here was not measured (olmo-lns doctor --tune)"
-        return Finding("norm backend", "torch", "ok", f"no CUDA device is visible; {why}")
+        return Finding("norm backend", "torch", "ok", "no CUDA device is visible")
     from olmo_lns.norm import choose_backend
 
     try:
@@ -124,18 +122,6 @@ def _autoload() -> Finding:
     return Finding(
         "autoload", "off", "note", "no start-up hook here (pip --target, PYTHONPATH or -S): python -m olmo_lns <script>"
     )
-
-
-def _tune(device: str | None = None) -> None:
-    from olmo_lns.norm import tuning
-    from olmo_lns.norm.backend import tune
-
-    print("measuring the norm backends; on CPU they are compiled first, half a minute", flush=True)
-    entry = tune(device)
-    for case, milliseconds in entry["milliseconds"].items():
-        times = ", ".join(f"{name} {value:.3f} ms" for name, value in milliseconds.items())
-        print(f"RMSNorm {case}, forward + backward of four: {times}")
-    print(f"fastest: {entry['backend']}; `auto` takes it from now on (written to {tuning.path()})")
 
 
 def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
@@ -159,14 +145,6 @@ def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="olmo-lns doctor", description=__doc__)
-    parser.add_argument(
-        "--tune",
-        nargs="?",
-        const="auto",
-        choices=("auto", "cpu", "cuda"),
-        help="first measure the norm backends here, on the GPU where there is one: on a GPU seconds, on CPU half a "
-        "minute, for it compiles one (C++); `auto` takes the fastest from then on",
-    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument(
         "--require",
@@ -182,8 +160,6 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Print the table. Exit code 1 if an installed framework, a chosen backend or a required extra cannot be used."""
     args = _parser().parse_args(argv)
-    if args.tune is not None:
-        _tune(None if args.tune == "auto" else args.tune)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of optional parts that are absent
         findings = examine()

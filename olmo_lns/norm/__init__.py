@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from olmo_lns.norm.backend import ENVIRONMENT_VARIABLE, LAYER_NORMS, RMS_NORMS, Backend, choose_backend
+from olmo_lns.norm.backend import Backend, choose_backend
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Backend", "choose_backend", "layer_norm", "rms_norm"]
+__all__ = ["Backend", "choose_backend", "layer_norm", "rms_norm"]
 
 
 def rms_norm(
@@ -30,15 +30,15 @@ def rms_norm(
     :param scale: the layer's factor, a Python float, dimensionless (:func:`olmo_lns.lns_scale`).
     :param bias: (width,) or None.
     :param zero_centered: the gain is ``weight + 1`` (Megatron's ``apply_layernorm_1p``).
-    :param backend: a :class:`Backend`, a name, or None. A module should choose once, when it is built, and pass the
-        object: a name or None is looked up in the environment and on the machine at its first use only.
+    :param backend: a :class:`Backend`, or what :func:`choose_backend` takes: a name, or None. A module chooses once,
+        when it is built, and passes the object.
     :returns: shape of ``x``. Statistics are fp32 (fp64 for fp64). dtype: that of ``x * weight + bias`` as in OLMo's
         RMSLayerNorm; under autocast the autocast dtype instead of fp32, rounded once, so that the linear layer that
         follows sees the values it would have made itself.
     :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
-    :raises BackendUnavailableError: ``te`` or ``cpp`` was asked for and cannot run here.
+    :raises BackendUnavailableError: ``te`` was asked for and cannot run here.
     """
-    return RMS_NORMS[_implementation(backend)](x, weight, eps, scale, bias=bias, zero_centered=zero_centered)
+    return _object(backend).rms_norm(x, weight, eps, scale, bias=bias, zero_centered=zero_centered)
 
 
 def layer_norm(
@@ -56,22 +56,16 @@ def layer_norm(
     Parameters, errors and statistics as in :func:`rms_norm`. The dtype is that of ``x`` as in
     ``torch.nn.functional.layer_norm``, under autocast the autocast dtype instead of fp32.
     """
-    return LAYER_NORMS[_implementation(backend)](x, weight, bias, eps, scale, zero_centered=zero_centered)
+    return _object(backend).layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
 
 
-_chosen: dict[str | None, str] = {}
+def _object(backend: Backend | str | None) -> Backend:
+    return backend if isinstance(backend, Backend) else Backend(_name(backend), "")
 
 
-def _chosen_for(setting: str | None) -> str:
-    """The implementation's name for a setting, decided at its first use."""
-    if setting not in _chosen:
-        _chosen[setting] = choose_backend(setting).name
-    return _chosen[setting]
+def _name(setting: str | None) -> str:
+    return choose_backend(setting).name
 
 
 # All that torch.compiler.assume_constant_result does, without the 2 s of CPU that importing the compiler takes.
-_chosen_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _implementation(backend: Backend | str | None) -> str:
-    return backend.name if isinstance(backend, Backend) else _chosen_for(backend)
+_name._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -75,15 +75,10 @@ def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_cent
 
     Never kept from one call to the next: the optimizer changes ``parameter`` in place.
     """
-    if not zero_centered and not torch.compiler.is_compiling():
-        # One product instead of three operations. A Python number times 16-bit ones is formed in fp32 and rounded once;
-        # a tensor of one dimension widens them.
-        if parameter.dtype == dtype:
-            return parameter * scale
-        if dtype == torch.promote_types(parameter.dtype, compute_dtype(dtype)):
-            return parameter * torch.full((1,), scale, dtype=dtype, device=parameter.device)
-    wide = parameter.to(compute_dtype(dtype))
-    return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
+    if parameter.dtype == dtype and not zero_centered and not torch.compiler.is_compiling():
+        return parameter * scale  # a Python number times 16-bit ones is formed in fp32 and rounded once
+    wide = cast(parameter, compute_dtype(dtype))
+    return cast((wide + 1.0 if zero_centered else wide) * scale, dtype)
 
 
 def folded_gain(

@@ -16,7 +16,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from olmo_lns.environment import ALLOW_UNVERIFIED, is_set
-from olmo_lns.norm import pytorch, pytorch_layer
+from olmo_lns.norm import pytorch
 from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, kernel_dtype, output_dtype
 
 __all__ = ["SUPPORTED", "Status", "layer_norm", "rms_norm", "status"]
@@ -129,7 +129,7 @@ def layer_norm(
 ) -> torch.Tensor:
     """``scale * LayerNorm(x)``; see :func:`olmo_lns.norm.layer_norm`."""
     if not _has_kernel(x):
-        return pytorch_layer.layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
+        return pytorch.layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
     check_shapes(x, weight, bias)
     out = output_dtype(x.dtype, x.device.type)
     dtype = kernel_dtype(x, out)
@@ -141,7 +141,7 @@ def layer_norm(
 
 def _has_kernel(x: torch.Tensor) -> bool:
     """TE has no kernel for other devices, for fp64, or for no elements at all; functorch cannot transform one."""
-    if not torch.compiler.is_compiling() and pytorch.in_functorch():
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
     return x.device.type in DEVICE_TYPES and x.dtype in _KERNEL_DTYPES and x.dim() > 0 and x.numel() > 0
 

@@ -26,7 +26,6 @@ if [ -n "$folder" ]; then
 fi
 status=0
 "${launch[@]}" -m pytest -m gpu tests -q 2>&1 | tee "$results/tests.log" || status=$?
-"${launch[@]}" scripts/bench_norms.py --device cuda --json "$results/norms.json" 2>&1 | tee "$results/norms.md" || status=$?
 "${launch[@]}" scripts/bench_step.py --device cuda --json "$results/step.json" 2>&1 | tee "$results/step.md" || status=$?
 "${launch[@]}" scripts/bench_diagnostics.py --device cuda --dtype bf16 --batch-size 8 --sequence-length 2048 \
   --json "$results/diagnostics.json" 2>&1 | tee "$results/diagnostics.md" || status=$?

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Transformer Engine's norm kernels from its core library alone, without building its PyTorch extension.
 
-    python scripts/gpu/te_ctypes.py LIBRARY scripts/bench_norms.py --device cuda
+    python scripts/gpu/te_ctypes.py LIBRARY scripts/bench_step.py --device cuda
     python scripts/gpu/te_ctypes.py LIBRARY -m pytest -m gpu tests/norm
 
 Runs a script (or `-m` module) in which `transformer_engine_torch` is this file's class over the C API of

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from olmo_lns.norm import layer_norm, rms_norm
 
 EPS, SCALE, WIDTH = 1e-6, 7**-0.5, 96
-SIXTEEN = (torch.bfloat16, torch.float16)
-DTYPES = (torch.float32, *SIXTEEN)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def stock_rms(p_dtype, *, affine=True, bias=False):
@@ -31,22 +30,22 @@ def stock_rms(p_dtype, *, affine=True, bias=False):
 
 
 @pytest.mark.parametrize(("x_dtype", "p_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=str)
-@pytest.mark.parametrize(("affine", "bias"), [(False, False), (True, False), (True, True)])
-def test_dtype_is_that_of_olmos_norm_and_no_less_accurate(x_dtype, p_dtype, affine, bias):
-    stock = stock_rms(p_dtype, affine=affine, bias=bias)
-    x = torch.randn(4, 33, WIDTH).to(x_dtype)
-    theirs, ours = stock(x) * SCALE, rms_norm(x, stock.weight, EPS, SCALE, bias=stock.bias)
-    assert ours.dtype == theirs.dtype
-    exact = reference.rms_norm(x, stock.weight, EPS, SCALE, stock.bias)
-    assert reference.relative_error(ours, exact) <= 1.05 * reference.relative_error(theirs, exact) + 1e-7
+def test_dtype_is_that_of_olmos_norm_and_no_less_accurate(x_dtype, p_dtype):
+    for affine, bias in ((False, False), (True, False), (True, True)):
+        stock = stock_rms(p_dtype, affine=affine, bias=bias)
+        x = torch.randn(4, 33, WIDTH).to(x_dtype)
+        theirs, ours = stock(x) * SCALE, rms_norm(x, stock.weight, EPS, SCALE, bias=stock.bias)
+        assert ours.dtype == theirs.dtype
+        exact = reference.rms_norm(x, stock.weight, EPS, SCALE, stock.bias)
+        assert reference.relative_error(ours, exact) <= 1.05 * reference.relative_error(theirs, exact) + 1e-7
 
 
-@pytest.mark.parametrize("low", SIXTEEN, ids=str)
 @pytest.mark.parametrize(
-    ("x_dtype", "p_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str
+    ("x_dtype", "low"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)],
 )
-def test_under_autocast_the_next_linear_sees_the_same_values(x_dtype, p_dtype, low):
-    stock = stock_rms(p_dtype)
+def test_under_autocast_the_next_linear_sees_the_same_values(x_dtype, low):
+    stock = stock_rms(torch.float32)
     x = torch.randn(4, 33, WIDTH).to(x_dtype)
     linear = torch.nn.Linear(WIDTH, 8)
     full = rms_norm(x, stock.weight, EPS, SCALE)  # outside autocast: fp32
@@ -73,8 +72,7 @@ def test_statistics_are_fp32_under_autocast():
         torch.testing.assert_close(rms_norm(x, None, EPS, 1.0), torch.ones(2, 4096, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize(("reentrant", "autocast"), [(True, False), (False, True)])
 def test_activation_checkpointing_changes_nothing(reentrant, autocast):
     weight = torch.nn.Parameter(torch.rand(WIDTH))
     linear = torch.nn.Linear(WIDTH, WIDTH)
@@ -85,21 +83,12 @@ def test_activation_checkpointing_changes_nothing(reentrant, autocast):
 
     results = []
     for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
+        weight.grad = None
         x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = run(x)
-        results.append(
-            (y, *torch.autograd.grad(y.float().square().sum(), (x, weight), allow_unused=True))
-            if not reentrant
-            else _backward(y, x, weight)
-        )
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
-
-
-def _backward(y, x, weight):
-    weight.grad = None
-    y.float().square().sum().backward()
-    return y, x.grad, weight.grad.clone()
+        y.float().square().sum().backward()
+        results.append((y, x.grad, weight.grad))
+    assert all(map(torch.equal, *results))
 
 
 def test_backward_under_autocast_is_the_same_as_outside():
@@ -111,16 +100,3 @@ def test_backward_under_autocast_is_the_same_as_outside():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = torch.autograd.grad(y, (x, weight), dy)
     assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
-
-
-def test_functorch_transforms():
-    weight = torch.rand(WIDTH, dtype=torch.float64)
-    x, v = torch.randn(3, WIDTH, dtype=torch.float64), torch.randn(3, WIDTH, dtype=torch.float64)
-    function = lambda x: rms_norm(x, weight, EPS, SCALE)  # noqa: E731
-    exact = lambda x: reference.rms_norm(x, weight, EPS, SCALE)  # noqa: E731
-    for got, want in zip(torch.func.jvp(function, (x,), (v,)), torch.func.jvp(exact, (x,), (v,)), strict=True):
-        torch.testing.assert_close(got, want)
-    torch.testing.assert_close(torch.func.vmap(function)(x), exact(x))
-    jacobians = torch.func.jacrev(function)(x[0]), torch.autograd.functional.jacobian(function, x[0])
-    for jacobian in jacobians:
-        torch.testing.assert_close(jacobian, torch.autograd.functional.jacobian(exact, x[0]))

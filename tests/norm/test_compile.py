@@ -33,10 +33,8 @@ class Block(torch.nn.Module):
         return x + self.linear(y)
 
 
-@pytest.fixture(params=["torch", "te", "cpp", None])
+@pytest.fixture(params=["torch", "te", None])
 def backend(request):
-    if request.param == "cpp":
-        request.getfixturevalue("compiled")
     torch._dynamo.reset()
     with tex.installed():
         yield None if request.param is None else choose_backend(request.param)

@@ -16,6 +16,7 @@ from typing import Iterator
 
 import torch
 
+from olmo_lns.norm import backend
 from olmo_lns.norm import transformer_engine as te
 
 NAMES = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
@@ -131,7 +132,7 @@ def module() -> types.ModuleType:
 
 
 def _clear_caches() -> None:
-    for cached in (te.status, te._tex, te._tex_dtype):
+    for cached in (te.status, te._tex, te._tex_dtype, backend._decide):
         cached.cache_clear()
 
 
