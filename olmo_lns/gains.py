@@ -6,7 +6,7 @@ Under AdamW these two train alike, s = layer_number ** -exponent being the facto
 
     model = LlamaForCausalLM(config)
     gains = block_gains(model, "layers.{}.input_layernorm.weight", "layers.{}.post_attention_layernorm.weight")
-    scale_(model, gains)                                   # once, on gains that start from 1; not after loading LNS's own
+    scale_(model, gains)  # once, on gains that start from 1; a folded checkpoint of LNS has them already
     optimizer = torch.optim.AdamW(param_groups(model, gains, lr=1e-3, weight_decay=0.1), betas=(0.9, 0.95))
 
 A scheduler must multiply each group's own rate, as LambdaLR does; ``eta_min`` of CosineAnnealingLR is one floor for all
@@ -30,9 +30,9 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 def block_gains(model: nn.Module, *patterns: str) -> dict[str, int]:
     """Parameter name -> 1-based block number, for the norm gains that ``patterns`` name and the biases beside them.
 
-    :param patterns: names that end alike in every block, ``{}`` for the 0-based block: ``layers.{}.input_layernorm.weight``.
-    :raises ValueError: a pattern that no parameter matches, a block without one, numbers with holes, a parameter that is
-        no vector, a gain that is zero-centred (1 + g: it cannot start from s) or a norm that has a factor already.
+    :param patterns: ends of names, ``{}`` for the 0-based block: ``layers.{}.input_layernorm.weight``.
+    :raises ValueError: a pattern that no parameter matches, a block without one, numbers with holes, a parameter
+        that is no vector, a zero-centred gain (1 + g cannot start from s), or a norm that has a factor already.
     """
     names = {_WRAPPERS.sub("", name): name for name, _ in model.named_parameters()}
     found: dict[str, int] = {}
@@ -92,7 +92,7 @@ def _check_gain(model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def scale_(model: nn.Module, gains: dict[str, int], exponent: float = 0.5) -> None:
-    """Multiply the gains (and norm biases) of block l by l ** -exponent, in place: the start, or a fold of LNS's own."""
+    """Multiply the gains (and norm biases) of block l by l ** -exponent, in place: the start of a run, or a fold."""
     for name, number in gains.items():
         model.get_parameter(name).mul_(float(number) ** -exponent)
 
