@@ -31,7 +31,7 @@ ORDER = [
     ("record",),
     ("norm",),
     ("schemes",),
-    ("arguments", "dtypes", "environment", "extras", "hub", "processes"),
+    ("arguments", "dtypes", "environment", "extras", "gains", "hub", "processes"),
     ("errors",),
 ]
 #: The package itself: it names the public things, and loads none of them.

@@ -146,6 +146,12 @@ def _lns_after_residual(layer_number: int, n_layers: int, sub_layer: str, *, exp
     return Plan(stream_scale=lns_scale(layer_number, exponent=exponent))
 
 
+def _lns_value(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
+    """x + Attn(N(x)) / sqrt(l), then x + FF(N(x) / sqrt(l)): LNS whose attention logits are Pre-LN's. In no paper."""
+    scale = lns_scale(layer_number, exponent=exponent)
+    return Plan(branch_scale=scale) if sub_layer == "attn" else Plan(norm_scale=scale)
+
+
 _POSITIONS = f"{_LNS_PAPER}, table 8"
 
 define(Definition("preln", "Pre-LN", "Pre-LN", _pre_ln, f"{_LNS_PAPER}, eq. 2-3", initialization="upstream"))
@@ -205,6 +211,17 @@ define(
         "LNS after residual",
         _lns_after_residual,
         _POSITIONS,
+        {"exponent": EXPONENT},
+    )
+)
+
+define(
+    Definition(
+        "lnsvalue",
+        "LNS on the value path and the feed-forward",
+        "LNS, logits unscaled",
+        _lns_value,
+        "none: the factor of arXiv 2502.05795 without its effect on the attention logits",
         {"exponent": EXPONENT},
     )
 )

@@ -17,7 +17,7 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import names, parse
 
 IDS = tokens(batch=2, length=16)
-FOLDS = ("layerscale", "skipinit", "lnsafterbranch", "lnsafterattn", "lnsafterff")
+FOLDS = ("layerscale", "skipinit", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsvalue")
 GEMMA = ("sandwich", "sandwich_depth")
 KEPT = tuple(name for name in names() if name not in ("preln", "lns", *FOLDS))
 #: Name -> part of the reason.

@@ -56,6 +56,11 @@ def test_only_the_named_sub_layers_are_multiplied(name, scaled):
     assert found == {sub_layer: 0.25 if sub_layer in scaled else 1.0 for sub_layer in SUB_LAYERS}
 
 
+def test_lnsvalue_leaves_the_logits_alone():
+    assert parse("lnsvalue").plan(4, 16, "attn") == Plan(branch_scale=0.5)
+    assert parse("lnsvalue").plan(4, 16, "ff") == Plan(norm_scale=0.5)
+
+
 @pytest.mark.parametrize(
     ("blocks", "alpha", "post"),
     [
@@ -101,6 +106,7 @@ KINDS = {
     "lnsafterattn": (True, True, 8, 0),
     "lnsafterff": (True, True, 8, 0),
     "lnsafterresidual": (True, False, 8, 0),
+    "lnsvalue": (True, True, 8, 0),
 }
 
 

@@ -15,7 +15,7 @@ Function = Callable[[Tensor], Tensor]
 NAMES = (
     *("lns", "postln", "mixln", "deepnorm", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "admin"),
     *("groupln", "layerscale", "skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff"),
-    "lnsafterresidual",
+    *("lnsafterresidual", "lnsvalue"),
 )
 
 
@@ -50,6 +50,7 @@ def residual(
         "lnsafterbranch": lambda: x + f(n(x)) / root,
         "lnsafterattn": lambda: x + f(n(x)) / (root if which == "attn" else 1),
         "lnsafterff": lambda: x + f(n(x)) / (root if which == "ff" else 1),
+        "lnsvalue": lambda: x + f(n(x)) / root if which == "attn" else x + f(n(x) / root),
         "lnsafterresidual": lambda: (x + f(n(x))) / root,
     }
     return formulas[name]()

@@ -58,7 +58,11 @@ def check_scheme(scheme: Scheme, n_layers: int) -> None:
         return
     problems = dict.fromkeys(problem for _, _, plan in scheme.plans(n_layers) if (problem := unsupported(plan)))
     if problems:
-        possible = [name for name in names() if not any(unsupported(p) for _, _, p in Scheme.of(name).plans(2))]
+        possible = [
+            name
+            for name in names()
+            if Scheme.of(name).keeps_forward(2) or not any(unsupported(p) for _, _, p in Scheme.of(name).plans(2))
+        ]
         raise LNSConfigError(
             f"{scheme} ({scheme.definition.title}) is not available in Megatron: {next(iter(problems))}. Available "
             f"are {', '.join(possible)}; OLMo runs every scheme."

@@ -59,6 +59,11 @@ def require_supported(config: Any) -> None:
             f"layer_norm_type={config.layer_norm_type!s} with norm_after=true: a scheme says itself where the norms "
             "sit. Set norm_after: false, or a stock layer_norm_type."
         )
+    if scheme.name == "lnsvalue" and config.clip_qkv is not None:
+        raise OLMoConfigurationError(
+            f"layer_norm_type={config.layer_norm_type!s} with clip_qkv={config.clip_qkv:g}: lnsvalue is LNS but for "
+            "the attention logits, and a clipped v is not. Set clip_qkv: null."
+        )
     from olmo_lns.integrations.olmo.block import unsupported  # made of OLMo's classes: see integrations.olmo.model
 
     for number, sub_layer, plan in scheme.plans(config.n_layers):

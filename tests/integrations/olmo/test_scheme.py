@@ -77,6 +77,18 @@ def test_a_scheme_that_this_integration_cannot_build_is_refused(monkeypatch, pla
         OLMo(model_config(layer_norm_type="other_rms"))
 
 
+def test_lnsvalue_says_both_factors_and_refuses_clipped_values(caplog):
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        model = build(layer_norm_type="lnsvalue_rms")
+    (line,) = [r.getMessage() for r in caplog.records if " on: " in r.getMessage()]
+    assert "s = 1 (block 1) to 0.5 (block 4), ff only; branch_scale = 1 (block 1) to 0.5 (block 4), attn only" in line
+    assert record_of(model) == Record(parse("lnsvalue"), "rms", "plain")
+    with pytest.raises(
+        OLMoConfigurationError, match="layer_norm_type=lnsvalue_rms with clip_qkv=8: .* Set clip_qkv: null"
+    ):
+        build(layer_norm_type="lnsvalue_rms", clip_qkv=8.0)
+
+
 def test_without_its_row_a_type_is_unknown(tmp_path):
     # (of a name that no test gives a row: an enum member stays)
     path = tmp_path / "config.yaml"

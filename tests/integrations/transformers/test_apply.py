@@ -78,6 +78,8 @@ def test_folded_models_are_stock_and_compute_the_same(kind, schemes):  # noqa: F
 
 
 def test_other_forms_are_refused_by_name(schemes):  # noqa: F811
+    with pytest.raises(LNSConfigError, match="scheme lnsvalue .* only the OLMo integration builds it"):
+        apply(stock("llama"), "lnsvalue")
     with pytest.raises(LNSConfigError, match=r"scheme anotherform .* on llama: .* block 1, attn, would need another"):
         apply(stock("llama"), "anotherform")
 

@@ -1,0 +1,262 @@
+"""LNS is a start of the gains and their learning rate: the two forms side by side, and what is a departure."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.olmo_models import build, tokens
+from torch import nn
+
+from olmo_lns.gains import block_gains, param_groups, rescale_state_, scale_, unscale_
+
+WIDTH, BLOCKS, VOCABULARY = 16, 4, 11
+PATTERNS = ("blocks.{}.first.weight", "blocks.{}.second.weight")
+
+
+class Norm(nn.LayerNorm):
+    """The norm of block l, and LNS's factor if it has one."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().forward(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Norm(WIDTH), Norm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.first(x)).split(WIDTH, -1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        gate, up = self.up(self.second(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+class Model(nn.Module):
+    def __init__(self, lns: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm, self.head = Norm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.double()
+        for number, block in enumerate(self.blocks, 1):
+            block.first.factor = block.second.factor = number**-0.5 if lns else 1.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def pair() -> tuple[Model, Model, dict[str, int]]:
+    """LNS, stock Pre-LN with scaled gains, and the gains."""
+    lns, stock = Model(lns=True), Model(lns=False)
+    gains = block_gains(stock, *PATTERNS)
+    scale_(stock, gains)
+    return lns, stock, gains
+
+
+def ordinary(model: nn.Module, decay: float = 0.1, eps: float = 1e-8) -> torch.optim.AdamW:
+    return torch.optim.AdamW(param_groups(model, {}, lr=1e-2, weight_decay=0.1, eps=eps, vector_decay=decay))
+
+
+def scaled(model: nn.Module, gains: dict[str, int], decay: float = 0.1, eps: float = 1e-8) -> torch.optim.AdamW:
+    groups = param_groups(model, gains, lr=1e-2, weight_decay=0.1, eps=eps, vector_decay=decay)
+    return torch.optim.AdamW(groups)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, clip: float = 0.0) -> list[float]:
+    losses = []
+    for step in steps:
+        ids = torch.randint(0, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(step))
+        ids = ids.sort(-1).values  # something that can be learned
+        logits = model(ids[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def gap(first: list[float], second: list[float]) -> float:
+    return max(abs(one - other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
+    lns, stock, gains = pair()
+    losses = train(lns, ordinary(lns, eps=eps), range(200))
+    assert gap(losses, train(stock, scaled(stock, gains, eps=eps), range(200))) < 1e-10
+    assert losses[-1] < losses[0] - 0.3, "nothing was learned"
+
+
+def fold_in_the_middle(rescale: bool) -> float:
+    """The largest difference of the loss to the run that is not folded after half of its 200 steps."""
+    model, _, gains = pair()
+    whole = train(twin := copy.deepcopy(model), ordinary(twin), range(200))
+    losses = train(model, before := ordinary(model), range(100))
+    scale_(model, gains)
+    for block in model.blocks:
+        block.first.factor = block.second.factor = 1.0
+    after = scaled(model, gains)
+    after.state.update(before.state)
+    if rescale:
+        rescale_state_(after, model, gains)
+    return gap(whole, losses + train(model, after, range(100, 200)))
+
+
+def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled():
+    assert fold_in_the_middle(rescale=True) < 1e-10
+    assert fold_in_the_middle(rescale=False) > 1e-5
+
+
+def test_unscale_undoes_scale_and_the_moments_go_back_too():
+    _, model, gains = pair()
+    optimizer = scaled(model, gains)
+    train(model, optimizer, range(3))
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
+    scale_(model, gains)
+    rescale_state_(optimizer, model, gains)
+    unscale_(model, gains)
+    rescale_state_(optimizer, model, gains, exponent=-0.5)
+    torch.testing.assert_close([model.state_dict(), optimizer.state_dict()["state"]], before)
+
+
+def departure(name: str) -> float:
+    """The difference of the loss over 100 steps when one part of the recipe is left out."""
+    lns, stock, gains = pair()
+    clip, decay, eps = 0.5 if name == "clipping" else 0.0, 0.1, 1e-4 if name == "eps" else 1e-8
+    optimizer = scaled(stock, gains, decay=0.0 if name == "no decay" else decay, eps=eps)
+    for group in optimizer.param_groups:
+        if name == "decay not divided":
+            group["weight_decay"] = 0.1
+        if name == "eps":
+            group["eps"] = eps
+        if name == "rate":
+            group["lr"] = 1e-2
+    return gap(train(lns, ordinary(lns, decay, eps), range(100), clip), train(stock, optimizer, range(100), clip))
+
+
+@pytest.mark.parametrize("name", ["clipping", "decay not divided", "no decay", "eps", "rate"])
+def test_each_departure_is_one(name):
+    assert departure("") < 1e-10 < 1e-6 < departure(name)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_blocks_of_olmo(decay):
+    """Its norm and rope compute in fp32, whatever the parameters are: the two drift apart by rounding."""
+    lns, stock = (build(layer_norm_type=kind, perturb=False).double() for kind in ("lns_rms", "rms"))
+    gains = block_gains(stock, *(f"transformer.blocks.{{}}.{name}.weight" for name in ("attn_norm", "ff_norm")))
+    scale_(stock, gains)
+    runs = []
+    for model, groups in ((lns, {}), (stock, gains)):
+        optimizer = torch.optim.AdamW(param_groups(model, groups, lr=3e-3, weight_decay=0.1, vector_decay=decay))
+        losses = []
+        for step in range(100):
+            ids = tokens(4, 16, seed=step).sort(-1).values
+            logits = model(ids).logits[:, :-1]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        runs.append(losses)
+    assert gap(*runs) < 2e-4 and runs[0][-1] < runs[0][0] - 1
+
+
+def test_the_groups_are_ordinary_ones():
+    _, model, gains = pair()
+    groups = param_groups(model, gains, lr=1e-3, weight_decay=0.1, vector_decay=0.02, eps=1e-6)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    by_parameter = {id(p): group for group in groups for p in group["params"]}
+    gain = by_parameter[id(model.blocks[3].first.bias)]
+    assert {key: gain[key] for key in ("lr", "initial_lr", "weight_decay", "eps")} == pytest.approx(
+        {"lr": 5e-4, "initial_lr": 5e-4, "weight_decay": 0.04, "eps": 2e-6}
+    )
+    matrix, final = by_parameter[id(model.blocks[3].qkv.weight)], by_parameter[id(model.norm.weight)]
+    assert (matrix["lr"], matrix["weight_decay"], final["lr"], final["weight_decay"]) == (1e-3, 0.1, 1e-3, 0.02)
+    optimizer = torch.optim.AdamW(groups)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert gain["lr"] == pytest.approx(2.5e-4)
+
+
+def test_the_trainer_of_transformers(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    gains = block_gains(model, *(f"layers.{{}}.{name}_layernorm.weight" for name in ("input", "post_attention")))
+    scale_(model, gains)
+    optimizer = torch.optim.AdamW(param_groups(model, gains, lr=1e-3, weight_decay=0.1), betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 2))
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+    arguments = TrainingArguments(str(tmp_path), max_steps=4, report_to=[], save_strategy="no", use_cpu=True)
+    Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, scheduler)).train()
+    rates = {round(group["lr"], 6) for group in optimizer.param_groups}
+    assert rates == {1e-3, 0.000707, 0.000577, 5e-4}
+
+
+def gemma() -> nn.Module:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    return GemmaForCausalLM(GemmaConfig(**sizes, num_key_value_heads=2, head_dim=8))
+
+
+def without(model: Any, name: str) -> Any:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, None)
+    return model
+
+
+@pytest.mark.parametrize(
+    "model, patterns, words",
+    [
+        (gemma, ["layers.{}.input_layernorm.weight"], "size 2: a zero-centred gain"),
+        (
+            lambda: Model(lns=True),
+            PATTERNS,
+            r"blocks.1.first.weight of Norm.*size 0.707: the norm has a factor already",
+        ),
+        (
+            lambda: Model(False),
+            ["layers.{}.norm.weight"],
+            r"expected one parameter in each of blocks 0 to 0, found \[\]",
+        ),
+        (lambda: Model(False), ["blocks.0.first.weight"], "expected one {}"),
+        (lambda: Model(False), ["blocks.{}.qkv.weight"], "one dimension"),
+        (lambda: Model(False), [], "at least one pattern"),
+        (lambda: without(Model(False), "blocks.1.second.weight"), PATTERNS, r"0 to 3, found \[0, 2, 3\]"),
+        (lambda: without(Model(False), "blocks.3.second.weight"), PATTERNS, r"0 to 3, found \[0, 1, 2\]"),
+        (lambda: without(Model(False), "blocks.3.first.bias"), PATTERNS, "4 blocks, but 3 of them with a bias"),
+    ],
+)
+def test_what_cannot_be_scaled_is_refused(model, patterns, words):
+    with pytest.raises(ValueError, match=words):
+        block_gains(model(), *patterns)
+
+
+def test_state_and_parameters_that_are_not_there():
+    _, model, gains = pair()
+    with pytest.raises(ValueError, match="the optimizer has no exp_avg"):
+        rescale_state_(scaled(model, gains), model, gains)
+    model.blocks[1].first.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="blocks.1.first.weight"):
+        param_groups(model, gains, lr=1.0, weight_decay=0.0)
+
+
+def test_names_of_wrapped_models_are_found():
+    gains = block_gains(torch.compile(Model(False)), *PATTERNS)
+    assert gains["_orig_mod.blocks.2.first.weight"] == gains["_orig_mod.blocks.2.first.bias"] == 3
