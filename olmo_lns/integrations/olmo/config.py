@@ -11,11 +11,14 @@ from typing import Any, Callable
 from omegaconf import OmegaConf
 
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
-from olmo_lns.integrations.olmo import settings, types
+from olmo_lns.integrations.olmo import settings, types, upstream
 
 __all__ = ["MOST_LAYERS", "check_sizes", "require_no_decay", "require_supported", "wrap_load", "written"]
 
 log = logging.getLogger("olmo_lns")
+
+#: Whether a scheme was asked for in this process.
+selected = False
 
 #: Blocks are built one by one: more than this is minutes of silence, and then no memory.
 MOST_LAYERS = 10_000
@@ -52,6 +55,9 @@ def require_supported(config: Any) -> None:
 
     if not types.has_scheme(config.layer_norm_type):
         return
+    global selected
+    selected = True
+    upstream.require_verified()
     check_sizes(config)
     scheme = types.scheme_of(config.layer_norm_type)
     if config.norm_after:
@@ -118,7 +124,10 @@ def _written_types(path: Any, overrides: list[str] | None, key: str | None, name
     mine = [text for text in given if leaf in text or text.partition("=")[0] == parent]
     if not any("${" in text for text in mine):  # they may name the others; parsing takes long
         given = mine
-    return _named_type(Path(path).read_text(encoding="utf-8"), key, name), _asked_type(tuple(given), name)
+    # Of several overrides of the type, the last counts and the one before it names the base norm.
+    earlier = [value for text in mine[:-1] if (value := _asked_type((text,), name)) is not None]
+    in_file = _named_type(Path(path).read_text(encoding="utf-8"), key, name)
+    return earlier[-1] if earlier else in_file, _asked_type(tuple(given), name)
 
 
 @lru_cache  # a study loads one file for each of its runs, with the overrides of a few arms

@@ -94,6 +94,10 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     def wrapped(self: Any, config: Any, init_params: bool = True) -> None:
         settings.check_environment()
         require_supported(config)
+        if types.has_scheme(config.layer_norm_type):
+            # A parameter from the environment is written down: what is saved with the weights is the config.
+            spelled = types.spell(settings.scheme(config.layer_norm_type), types.base_type(config.layer_norm_type))
+            config.layer_norm_type = type(config.layer_norm_type)(spelled)
         init(self, config, init_params)
         binding.check(self, settings.scheme(config.layer_norm_type), config.n_layers)
         record = record_of(self)

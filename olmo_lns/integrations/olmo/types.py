@@ -20,6 +20,7 @@ __all__ = [
     "extend",
     "has_parameters",
     "has_scheme",
+    "refuse",
     "resolve",
     "scheme_of",
     "spell",
@@ -103,18 +104,33 @@ def extend(layer_norm_type: Any, init_fn_type: Any) -> None:
             type.__setattr__(layer_norm_type, table, _Members(present, lambda n: _add_member(layer_norm_type, n)))
 
 
+def refuse(layer_norm_type: Any, init_fn_type: Any) -> None:
+    """Leave OLMo's two enums as they are, but let a look-up of a name of ours say why it is not there."""
+    from olmo_lns.integrations.olmo.upstream import require_verified
+
+    def stop(name: str) -> Any:
+        require_verified()
+        raise KeyError(name)
+
+    for enum_class, ours in ((layer_norm_type, has_scheme), (init_fn_type, INIT_FNS.__contains__)):
+        for table in ("_member_map_", "_value2member_map_"):
+            type.__setattr__(enum_class, table, _Members(getattr(enum_class, table), stop, ours))
+
+
 class _Members(dict):
     """An enum's table that makes a member the first time a type with parameters is looked up.
 
     In every way a member can be asked for: by name (OmegaConf), by value (unpickling), by this or another process.
     """
 
-    def __init__(self, present: dict[Any, Any], add: Callable[[str], Any]) -> None:
+    def __init__(
+        self, present: dict[Any, Any], add: Callable[[str], Any], ours: Callable[[str], bool] = has_scheme
+    ) -> None:
         super().__init__(present)
-        self._add = add
+        self._add, self._ours = add, ours
 
     def __missing__(self, name: Any) -> Any:
-        if not isinstance(name, str) or not has_scheme(name):
+        if not isinstance(name, str) or not self._ours(name):
             raise KeyError(name)
         try:
             scheme_of(name)
