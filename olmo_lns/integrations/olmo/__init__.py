@@ -42,11 +42,11 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
         raise LNSConfigError(f"OLMo cannot be imported ({error}): pip install 'olmo-lns[olmo]'") from error
 
     from olmo_lns.integrations.autoload import on_import
-    from olmo_lns.integrations.olmo import checkpoint, config, model, settings, state, types, upstream
+    from olmo_lns.integrations.olmo import checkpoint, config, model, state, types, upstream
     from olmo_lns.integrations.olmo import initialization as init
     from olmo_lns.integrations.patching import replace_all
 
-    settings.check_environment()
+    types.check_environment()
     selected = any(environment.read(name) for name in (environment.SCHEME, environment.INITIALIZATION))
 
     def replace(*pairs: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSError, one_line
-from olmo_lns.integrations.olmo import settings, state, types
+from olmo_lns.integrations.olmo import state, types
 from olmo_lns.integrations.olmo.model import built_record, record_of
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
@@ -36,9 +36,9 @@ MISSING_RECORD = "missing-record"
 
 def asked_record(model_config: Any) -> Record:
     """What a model built from ``model_config`` (an OLMo ``ModelConfig``) would be, under the current settings."""
-    scheme = settings.scheme(model_config.layer_norm_type)
+    scheme = types.scheme_in_force(model_config.layer_norm_type)
     norm = "" if scheme.is_pre_ln else types.base_type(model_config.layer_norm_type)
-    return Record(scheme, norm, settings.initialization(model_config))
+    return Record(scheme, norm, types.initialization_in_force(model_config))
 
 
 def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
