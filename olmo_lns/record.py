@@ -165,7 +165,12 @@ def _scheme(name: str, parameters: Mapping[str, Any]) -> Scheme:
 
 
 def differences(saved: Record, running: Record) -> list[str]:
-    """Names of the differences that matter between two records, most severe first."""
+    """Names of the differences that matter between two records, most severe first.
+
+    The initialization does not: the weights are loaded. Nor do folded weights under Pre-LN, for which they are stock.
+    """
+    if saved.folded and running.scheme.is_pre_ln:
+        return []
     if saved.running != running.running:
         return [f"{saved.running}-to-{running.running}"]
     found = []
@@ -173,7 +178,6 @@ def differences(saved: Record, running: Record) -> list[str]:
         parameters = running.scheme.parameters
         found += ["norm"] * (saved.norm != running.norm)
         found += [key for key, value in saved.scheme.values if parameters[key] != value]
-    found += ["scaled-init"] * (saved.scaled_init != running.scaled_init)
     return found
 
 
@@ -184,25 +188,24 @@ def check_match(
     source: object,
     training: bool = True,
     allow: str | None = None,
+    remedy: str = "",
 ) -> list[str]:
     """Compare a checkpoint's record with the model that runs.
 
     :param source: the checkpoint, for the message.
-    :param training: False when the weights are only evaluated or converted: then folded weights
-        under plain Pre-LN and another initialization are both fine.
+    :param remedy: the flag that gives the checkpoint's setting, as it is typed; the last line of the message.
     :param allow: accepted differences, comma-separated; default ``$OLMO_LNS_ALLOW_MISMATCH``.
     :returns: the differences that were found and explicitly allowed (the caller logs them).
     :raises CheckpointMismatchError: a difference that was not allowed, with both values named.
     """
     allowed = accepted(allow)
     found = differences(saved, running)
-    if not training:
-        found = [name for name in found if name not in ("folded-to-preln", "scaled-init")]
     for name in found:
         if name not in allowed:
             raise CheckpointMismatchError(
                 f"{source} was saved with {saved}, but this run has {running}: {_consequence(name)}. Run with the "
                 f"checkpoint's setting, or set {environment.ALLOW_MISMATCH}={name} to go on knowingly."
+                + (f" The checkpoint's setting is:\n{remedy}" if remedy else "")
             )
     return found
 
@@ -226,11 +229,6 @@ def accepted(text: str | None = None) -> set[str]:
 
 
 def _consequence(name: str) -> str:
-    if name == "folded-to-preln":
-        return (
-            "the weights run as they are, but training on would no longer be their scheme's (gain and gradients "
-            "differ); unfold them to continue under it"
-        )
     if name.startswith("folded-to-"):
         return "the factor is already inside the weights and would be applied twice"
     if name.endswith("-to-preln"):
@@ -241,6 +239,4 @@ def _consequence(name: str) -> str:
         return "its blocks would follow another scheme than the one it was trained with"
     if name == "norm":
         return "the base norm would change"
-    if name == "scaled-init":
-        return "the run would continue under another initialization than it was started with"
     return f"every block would run with another {name}"

@@ -22,7 +22,7 @@ from olmo_lns import __version__, environment, extras, schemes
 from olmo_lns.doctor.frameworks import FRAMEWORKS, Finding, framework_row, transformers_row, tree_of
 from olmo_lns.errors import LNSError
 from olmo_lns.integrations import autoload
-from olmo_lns.integrations.olmo.settings import check_environment
+from olmo_lns.integrations.olmo.types import check_environment
 
 __all__ = ["Finding", "examine", "main"]
 

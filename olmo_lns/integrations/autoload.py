@@ -45,7 +45,7 @@ EARLY_GROUPS = {
 #: What the start-up finder looks for, in ``olmo_lns_autoload.pth`` by the same names.
 WATCHED = ("olmo", "olmo_core", "megatron", "transformers", *EARLY_GROUPS)
 
-_callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
+_callbacks: dict[str, list[Callable[[ModuleType], object]]] = {}
 _loaded_groups: set[str] = set()
 _activated: set[str] = set()
 
@@ -104,7 +104,7 @@ def _is_start_up_finder(finder: Any) -> bool:
     return bool(getattr(finder, "olmo_lns_start_up", False))
 
 
-def on_import(name: str, callback: Callable[[ModuleType], None]) -> None:
+def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     """Call ``callback(module)`` right after module ``name`` is executed, or now if it already is.
 
     An exception of the callback fails the import of ``name``.

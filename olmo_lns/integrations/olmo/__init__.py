@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from olmo_lns import environment
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 
 __all__ = ["register"]
 
@@ -22,8 +22,13 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
     :param scheme: parameters of a scheme that a config names without any, such as ``"lns:exponent=0.25"``;
         the same as ``OLMO_LNS_SCHEME``.
     :param initialization: ``plain`` or ``upstream``; the same as ``OLMO_LNS_INITIALIZATION``.
-    :raises UpstreamChangedError: this OLMo is not one that was verified.
+    An OLMo that is not verified is left untouched, with one warning; a type of a scheme is then an error.
+
+    :raises UpstreamChangedError: this OLMo is not one that was verified, and ``scheme``, ``initialization`` or their
+        variables ask for something.
     :raises LNSConfigError: a setting that is not allowed.
+
+    Example: ``register(scheme="lns:exponent=0.25")`` before ``TrainConfig.load``.
     """
     # Through the environment, so that spawned workers see one value.
     for name, value in ((environment.SCHEME, scheme), (environment.INITIALIZATION, initialization)):
@@ -37,35 +42,42 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
         raise LNSConfigError(f"OLMo cannot be imported ({error}): pip install 'olmo-lns[olmo]'") from error
 
     from olmo_lns.integrations.autoload import on_import
-    from olmo_lns.integrations.olmo import checkpoint, config, model, settings, state, types, upstream
+    from olmo_lns.integrations.olmo import checkpoint, config, model, state, types, upstream
     from olmo_lns.integrations.olmo import initialization as init
     from olmo_lns.integrations.patching import replace_all
 
-    settings.check_environment()
-    upstream.check_version(olmo.version.VERSION)
-    replace_all(
-        (
-            (upstream.CONFIG_LOAD, config.wrap_load),
-            (upstream.NORM_BUILD, model.wrap_norm_build),
-            (upstream.SEQUENTIAL_INIT, model.wrap_block_init),
-            (upstream.LLAMA_INIT, model.wrap_block_init),
-            (upstream.BLOCK_RESET, model.wrap_block_reset),
-            (upstream.SEQUENTIAL_RESET, init.wrap_reset),
-            (upstream.LLAMA_RESET, init.wrap_reset),
-            (upstream.MODEL_RESET, init.wrap_reset),
-            (upstream.MODEL_INIT, model.wrap_model_init),
-            (upstream.FROM_CHECKPOINT, checkpoint.wrap_from_checkpoint),
-        )
+    types.check_environment()
+    selected = any(environment.read(name) for name in (environment.SCHEME, environment.INITIALIZATION))
+
+    def replace(*pairs: Any) -> bool:
+        try:
+            upstream.check_version(olmo.version.VERSION)
+            replace_all(pairs)
+        except UpstreamChangedError as error:
+            upstream.set_aside(error)
+            if selected or config.selected:
+                upstream.require_verified()
+            return False
+        return True
+
+    complete = replace(
+        (upstream.CONFIG_LOAD, config.wrap_load),
+        (upstream.NORM_BUILD, model.wrap_norm_build),
+        (upstream.SEQUENTIAL_INIT, model.wrap_block_init),
+        (upstream.LLAMA_INIT, model.wrap_block_init),
+        (upstream.BLOCK_RESET, model.wrap_block_reset),
+        (upstream.SEQUENTIAL_RESET, init.wrap_reset),
+        (upstream.LLAMA_RESET, init.wrap_reset),
+        (upstream.MODEL_RESET, init.wrap_reset),
+        (upstream.MODEL_INIT, model.wrap_model_init),
+        (upstream.FROM_CHECKPOINT, checkpoint.wrap_from_checkpoint),
     )
+    if not complete:
+        types.refuse(olmo.config.LayerNormType, olmo.config.InitFnType)
+        return
     state.allow_in_safe_loading()
     types.extend(olmo.config.LayerNormType, olmo.config.InitFnType)
     # Not loaded by `import olmo`; a launch imports them later, this hook is then in place.
-    on_import("olmo.checkpoint", lambda _: _replace((upstream.SAVE_CONFIG, checkpoint.wrap_save)))
+    on_import("olmo.checkpoint", lambda _: replace((upstream.SAVE_CONFIG, checkpoint.wrap_save)))
     trainer = (upstream.RESTORE, checkpoint.wrap_restore), (upstream.TRAINER_STATE, state.wrap_trainer_state)
-    on_import("olmo.train", lambda _: _replace(*trainer))
-
-
-def _replace(*pairs: Any) -> None:
-    from olmo_lns.integrations.patching import replace_all
-
-    replace_all(pairs)
+    on_import("olmo.train", lambda _: replace(*trainer))

@@ -20,7 +20,7 @@ from torch import nn
 
 from olmo_lns.integrations import binding, patching
 from olmo_lns.integrations.binding import Site
-from olmo_lns.integrations.olmo import gains, norms, upstream
+from olmo_lns.integrations.olmo import initialization, norms, upstream
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 
 __all__ = ["LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "bind_block", "unsupported"]
@@ -180,7 +180,7 @@ class _SchemeBlock(OLMoBlock):
             alpha=residual.factor if residual.weighs_shortcut else 1.0,
             gate=None if gate is None else gate.learned,
             omega=None if omega is None else omega.learned,
-            gains=gains.of(self, sub_layer),
+            gains=initialization.gains_of(self, sub_layer),
             groups=norms.groups_of(first),
         )
 
@@ -191,7 +191,7 @@ class _SchemeBlock(OLMoBlock):
             for name in ("norm_out", "gate", "omega"):
                 if (module := getattr(self, f"{sub_layer}_{name}", None)) is not None:
                     module.reset_parameters()
-        gains.apply(self)
+        initialization.apply_gains(self)
 
 
 class SchemeSequentialBlock(_SchemeBlock, OLMoSequentialBlock):
@@ -249,7 +249,7 @@ def bind_block(block: OLMoBlock, scheme: Scheme) -> None:
                 setattr(block, f"{sub_layer}_{name}", LearnedFactor(config, learned))
         _fold_into_norms(block, plan, sub_layer, number)
         setattr(block, f"lns_residual_{sub_layer}", _Residual.of(plan))
-        gains.keep(block, sub_layer, plan.gains)
+        initialization.keep_gains(block, sub_layer, plan.gains)
     block.__class__ = _CLASSES[type(block)]
 
 

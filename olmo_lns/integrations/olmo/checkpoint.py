@@ -12,7 +12,7 @@ import torch
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSError, one_line
-from olmo_lns.integrations.olmo import settings, types
+from olmo_lns.integrations.olmo import state, types
 from olmo_lns.integrations.olmo.model import built_record, record_of
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
@@ -36,18 +36,18 @@ MISSING_RECORD = "missing-record"
 
 def asked_record(model_config: Any) -> Record:
     """What a model built from ``model_config`` (an OLMo ``ModelConfig``) would be, under the current settings."""
-    scheme = settings.scheme(model_config.layer_norm_type)
+    scheme = types.scheme_in_force(model_config.layer_norm_type)
     norm = "" if scheme.is_pre_ln else types.base_type(model_config.layer_norm_type)
-    return Record(scheme, norm, settings.initialization(model_config))
+    return Record(scheme, norm, types.initialization_in_force(model_config))
 
 
-def saved_record(folder: Any, *, local_cache: Any = None) -> Record:
+def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
     """The record of a checkpoint folder (local or remote, as OLMo's ``resource_path`` takes it).
 
-    A checkpoint without a record is what its config.yaml says, which for Pre-LN is everything.
+    A checkpoint without a record (``unshard.py`` and averaging copy config.yaml only) is what its config.yaml says:
+    the type holds every parameter. None where there is neither.
 
-    :raises CheckpointMismatchError: its config.yaml names a scheme but the record is gone, so that its
-        parameters are unknown (OLMo's ``unshard.py`` copies config.yaml only).
+    :raises CheckpointMismatchError: its config.yaml names a scheme and the record is there but cannot be read.
     """
     refused = ""
     try:
@@ -58,7 +58,7 @@ def saved_record(folder: Any, *, local_cache: Any = None) -> Record:
         return Record.from_json(path)
     config = _resource(folder, "config.yaml", local_cache)
     if config is None:
-        return Record()
+        return None
     from omegaconf import OmegaConf
 
     model = OmegaConf.select(OmegaConf.load(str(config)), "model", default={})
@@ -76,13 +76,7 @@ def saved_record(folder: Any, *, local_cache: Any = None) -> Record:
             f"{folder}: config.yaml names layer_norm_type {name}, and {RECORD_FILE} cannot be read: {refused}. Give "
             "this process access to it, or load a local copy of the checkpoint."
         )
-    if MISSING_RECORD not in accepted():
-        raise CheckpointMismatchError(
-            f"{folder}: config.yaml names layer_norm_type {name}, but {RECORD_FILE} is missing, so its parameters are "
-            f"unknown. Copy {RECORD_FILE} from the checkpoint it was made from, or set "
-            f"{environment.ALLOW_MISMATCH}={MISSING_RECORD} to assume what the type says "
-            f"({', '.join(f'{key} {value:g}' for key, value in scheme.values)})."
-        )
+    log.info("%s: no %s; its config.yaml says layer_norm_type %s", folder, RECORD_FILE, name)
     return Record(scheme, types.base_type(name), drawn)
 
 
@@ -101,9 +95,27 @@ def _resource(folder: Any, name: str, local_cache: Any) -> Path | None:
 
 
 def check_checkpoint(folder: Any, running: Record, *, training: bool, local_cache: Any = None) -> None:
-    """:raises CheckpointMismatchError: the checkpoint and the model that runs disagree."""
+    """:raises CheckpointMismatchError: the checkpoint and the model that runs disagree, or a scheme runs and the
+    folder says nothing."""
+    if "://" not in str(folder) and not Path(folder).exists():
+        return  # OLMo says so
     saved = saved_record(folder, local_cache=local_cache)
-    for difference in check_match(saved, running, source=folder, training=training):
+    if saved is None:
+        if running.active and MISSING_RECORD not in accepted():
+            raise CheckpointMismatchError(
+                f"{folder} has neither config.yaml nor {RECORD_FILE}: what its weights were trained with is unknown, "
+                f"and this run has {running}. Copy config.yaml from the run that saved it, or set "
+                f"{environment.ALLOW_MISMATCH}={MISSING_RECORD} to go on knowingly."
+            )
+        return
+    _compare(saved, running, folder, training)
+
+
+def _compare(saved: Record, running: Record, folder: Any, training: bool = True) -> None:
+    flag = f"--model.layer_norm_type={types.spell(saved.scheme, saved.norm) if saved.active else running.norm or 'rms'}"
+    if saved.active and running.norm in ("", saved.norm):
+        flag = f"--model.layer_norm_type={saved.scheme}"
+    for difference in check_match(saved, running, source=folder, training=training, remedy=flag):
         log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
 
 
@@ -136,8 +148,12 @@ def wrap_restore(restore: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``Trainer.restore_checkpoint``: compare with the built model before a single weight is loaded."""
 
     def wrapped(self: Any, load_path: Any, **kwargs: Any) -> None:
-        check_checkpoint(load_path, record_of(self.model), training=True, local_cache=kwargs.get("local_cache"))
-        restore(self, load_path, **kwargs)
+        running = record_of(self.model)
+        check_checkpoint(load_path, running, training=True, local_cache=kwargs.get("local_cache"))
+        with state.records_read() as found:
+            restore(self, load_path, **kwargs)
+        for saved in found:  # what the folder's files may have lost
+            _compare(saved, running, load_path)
 
     return wrapped
 

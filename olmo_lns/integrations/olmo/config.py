@@ -8,14 +8,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Callable
 
+import torch
 from omegaconf import OmegaConf
 
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
-from olmo_lns.integrations.olmo import settings, types
+from olmo_lns.integrations.olmo import types, upstream
 
 __all__ = ["MOST_LAYERS", "check_sizes", "require_no_decay", "require_supported", "wrap_load", "written"]
 
 log = logging.getLogger("olmo_lns")
+
+#: Whether a scheme was asked for in this process.
+selected = False
 
 #: Blocks are built one by one: more than this is minutes of silence, and then no memory.
 MOST_LAYERS = 10_000
@@ -52,6 +56,9 @@ def require_supported(config: Any) -> None:
 
     if not types.has_scheme(config.layer_norm_type):
         return
+    global selected
+    selected = True
+    upstream.require_verified()
     check_sizes(config)
     scheme = types.scheme_of(config.layer_norm_type)
     if config.norm_after:
@@ -77,7 +84,7 @@ def require_no_decay(config: Any) -> None:
     """:raises OLMoConfigurationError: an OLMo ``TrainConfig`` that would decay the learned factors of its scheme."""
     from olmo.exceptions import OLMoConfigurationError
 
-    scheme = settings.scheme(config.model.layer_norm_type)
+    scheme = types.scheme_in_force(config.model.layer_norm_type)
     learned = any(plan.learned for _, _, plan in scheme.plans(config.model.n_layers))
     if not learned or (optimizer := config.optimizer) is None:
         return
@@ -89,6 +96,25 @@ def require_no_decay(config: Any) -> None:
             f"layer_norm_type={config.model.layer_norm_type!s} with optimizer.{found}: weight decay would pull the "
             f"learned factors of {scheme.definition.title} towards 0. Set optimizer.decay_norm_and_bias: false, and "
             "leave no_decay_norm_and_bias out."
+        )
+
+
+#: OLMo's sharded checkpointers that do not work under the torch versions this package takes, with a scheme or without.
+_CHECKPOINTERS = {
+    "local": "cannot save (NotImplementedError in its _fsdp_handles)",
+    "torch_new": "saves, but OLMo cannot load what it saved (its RemoteFileSystemReader is abstract)",
+}
+
+
+def _warn_of_checkpointer(config: Any) -> None:
+    """Before training starts, not at the first save or at the resume."""
+    name = str(config.sharded_checkpointer)
+    if str(config.distributed_strategy) == "fsdp" and config.save_interval and name in _CHECKPOINTERS:
+        log.warning(
+            "sharded_checkpointer: %s %s under torch %s; take torch_legacy, or save_interval_unsharded",
+            name,
+            _CHECKPOINTERS[name],
+            torch.__version__,
         )
 
 
@@ -111,6 +137,7 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
             require_supported(model)
             if model_key:
                 require_no_decay(config)
+                _warn_of_checkpointer(config)
         return config
 
     return wrapped
@@ -123,7 +150,10 @@ def _written_types(path: Any, overrides: list[str] | None, key: str | None, name
     mine = [text for text in given if leaf in text or text.partition("=")[0] == parent]
     if not any("${" in text for text in mine):  # they may name the others; parsing takes long
         given = mine
-    return _named_type(Path(path).read_text(encoding="utf-8"), key, name), _asked_type(tuple(given), name)
+    # Of several overrides of the type the last counts, and what the others make of the file names the base norm.
+    earlier = _asked_type(tuple(given[:-1]), name) if len(mine) > 1 else None
+    in_file = _named_type(Path(path).read_text(encoding="utf-8"), key, name)
+    return earlier or in_file, _asked_type(tuple(given), name)
 
 
 @lru_cache  # a study loads one file for each of its runs, with the overrides of a few arms
@@ -178,7 +208,7 @@ def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
     kept = (named or str(ModelConfig.layer_norm_type)) if overridden else "rms"
     resolved = types.resolve(asked, kept)
     # What the environment adds is written down: a resumed run has the config, not the variable.
-    spelled = types.spell(settings.scheme(resolved), types.base_type(resolved))
+    spelled = types.spell(types.scheme_in_force(resolved), types.base_type(resolved))
     if spelled == asked:
         return
     model.layer_norm_type = LayerNormType[spelled]

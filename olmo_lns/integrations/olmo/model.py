@@ -12,7 +12,7 @@ from typing import Any, Callable
 from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations import binding
 from olmo_lns.integrations.binding import Site
-from olmo_lns.integrations.olmo import initialization, settings, types
+from olmo_lns.integrations.olmo import initialization, types
 from olmo_lns.integrations.olmo.config import require_supported
 from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS
@@ -65,9 +65,9 @@ def wrap_block_init(init: Callable[..., None]) -> Callable[..., None]:
 
         require_supported(config)
         init(self, layer_id, config, cache)
-        if (wanted := settings.initialization(config)) != "upstream":
+        if (wanted := types.initialization_in_force(config)) != "upstream":
             setattr(self, initialization.ATTRIBUTE, wanted)
-        scheme = settings.scheme(config.layer_norm_type)
+        scheme = types.scheme_in_force(config.layer_norm_type)
         if not scheme.keeps_forward(config.n_layers):
             block.bind_block(self, scheme)
         elif not scheme.is_pre_ln:
@@ -92,10 +92,13 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``OLMo.__init__``: refuse what cannot be built, check and report afterwards."""
 
     def wrapped(self: Any, config: Any, init_params: bool = True) -> None:
-        settings.check_environment()
+        types.check_environment()
         require_supported(config)
+        if types.has_scheme(kind := config.layer_norm_type):
+            # A parameter from the environment is written down: what is saved with the weights is the config.
+            config.layer_norm_type = type(kind)(types.spell(types.scheme_in_force(kind), types.base_type(kind)))
         init(self, config, init_params)
-        binding.check(self, settings.scheme(config.layer_norm_type), config.n_layers)
+        binding.check(self, types.scheme_in_force(config.layer_norm_type), config.n_layers)
         record = record_of(self)
         setattr(config, _RECORD, record.as_dict())
         if record.active:

@@ -8,29 +8,45 @@ in every restore; under a scheme that state holds one more member, which only :f
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.patching import is_patched
+from olmo_lns.record import Record
 
-__all__ = ["KEY", "Mark", "allow_in_safe_loading", "needs_olmo_lns", "wrap_trainer_state"]
+__all__ = ["KEY", "Mark", "allow_in_safe_loading", "needs_olmo_lns", "records_read", "wrap_trainer_state"]
+
+#: Where this module was when development versions saved its name.
+sys.modules.setdefault("olmo_lns.doors.olmo.state", sys.modules[__name__])
 
 #: Of the member. No word that another part of the state could share with it in the pickle.
 KEY = "trained under a scheme of olmo-lns"
 
 
+#: The records of the marks that are read while a checkpoint is restored.
+_read: list[Record] = []
+
+
 class Mark:
-    """:param record: of the model that was saved, in words."""
+    """:param record: of the model that was saved, in words. :param values: the record; a mark before 0.2 has none."""
 
-    def __init__(self, record: str) -> None:
-        self.record = record
+    def __init__(self, record: str, values: dict[str, Any] | None = None) -> None:
+        self.record, self.values = record, values
 
-    def __reduce__(self) -> tuple[Callable[[str], Mark], tuple[str]]:
-        return needs_olmo_lns, (self.record,)
+    def __reduce__(self) -> tuple[Callable[..., Mark], tuple[str, dict[str, Any] | None]]:
+        return needs_olmo_lns, (self.record, self.values)
 
 
-def needs_olmo_lns(record: str) -> Mark:
+@contextmanager
+def records_read() -> Iterator[list[Record]]:
+    """The records in the trainer states that are unpickled meanwhile."""
+    _read.clear()
+    yield _read
+
+
+def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> Mark:
     """Rebuild the mark. Its module and name stand in saved checkpoints and are never changed.
 
     :raises CheckpointMismatchError: OLMo runs in this process, and without the plugin.
@@ -43,7 +59,9 @@ def needs_olmo_lns(record: str) -> Mark:
             f"without the scheme it was trained with. To resume it, {how}; for stock OLMo, fold it: "
             "olmo-lns export CHECKPOINT OUT --format olmo."
         )
-    return Mark(record)
+    if values is not None:
+        _read.append(Record.from_dict(values, source="the trainer's state"))
+    return Mark(record, values)
 
 
 def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -54,7 +72,7 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
 
         state = trainer_state_dict(self)
         record = built_record(self.cfg.model) or record_of(self.model)
-        return {**state, KEY: Mark(str(record))} if record.active else state
+        return {**state, KEY: Mark(str(record), record.as_dict())} if record.active else state
 
     return wrapped
 
@@ -63,4 +81,4 @@ def allow_in_safe_loading() -> None:
     """For an OLMo that loads with torch's ``weights_only=True`` (ai2-olmo 0.6.0 under torch 2.6 and newer)."""
     import torch
 
-    torch.serialization.add_safe_globals([needs_olmo_lns])
+    torch.serialization.add_safe_globals([needs_olmo_lns, (needs_olmo_lns, "olmo_lns.doors.olmo.state.needs_olmo_lns")])

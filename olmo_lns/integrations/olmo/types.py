@@ -10,17 +10,23 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns import environment
+from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
+from olmo_lns.schemes.initialization import resolve as resolve_initialization
 
 __all__ = [
     "BASES",
     "INIT_FNS",
     "base_type",
+    "check_environment",
     "extend",
     "has_parameters",
     "has_scheme",
+    "initialization_in_force",
+    "refuse",
     "resolve",
+    "scheme_in_force",
     "scheme_of",
     "spell",
     "type_names",
@@ -85,6 +91,72 @@ def resolve(asked: str, named: str) -> str:
     return f"{scheme}_{base_type(named)}" + (f":{arguments}" if arguments else "")
 
 
+#: What the environment may say; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
+_INITIALIZATIONS = ("plain", "upstream")
+
+
+def scheme_in_force(layer_norm_type: Any) -> Scheme:
+    """The scheme of a type; one named without parameters takes them from ``$OLMO_LNS_SCHEME``.
+
+    :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
+    """
+    written = scheme_of(layer_norm_type)
+    given = _from_environment()
+    if given is None or written.is_pre_ln or given == written:
+        return written
+    if given.name != written.name or has_parameters(layer_norm_type):
+        raise LNSConfigError(
+            f"layer_norm_type {layer_norm_type!s} and {environment.SCHEME}={given} contradict each other: "
+            "unset the variable, or make them agree."
+        )
+    return given
+
+
+def initialization_in_force(config: Any) -> str:
+    """How the residual output projections of an OLMo ``ModelConfig`` are drawn.
+
+    :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
+    """
+    asked = _initialization_from_environment()
+    if ours := INIT_FNS.get(str(config.init_fn)):
+        if asked:
+            raise LNSConfigError(
+                f"init_fn {config.init_fn!s} and {environment.INITIALIZATION}={asked} contradict each other: "
+                "unset the variable."
+            )
+        return ours
+    return resolve_initialization(asked, scheme_of(config.layer_norm_type))
+
+
+def check_environment() -> None:
+    """:raises LNSConfigError: a variable that is unknown, or whose value is not allowed."""
+    environment.check()
+    _from_environment()
+    _initialization_from_environment()
+
+
+def _from_environment() -> Scheme | None:
+    text = environment.read(environment.SCHEME)
+    if not text:
+        return None
+    try:
+        return parse(text)
+    except LNSConfigError as error:
+        raise LNSConfigError(f"{environment.SCHEME}: {error}") from None
+
+
+def _initialization_from_environment() -> str:
+    value = environment.read(environment.INITIALIZATION)
+    if value and value not in _INITIALIZATIONS:
+        hint = {ours: name for name, ours in INIT_FNS.items()}.get(value)
+        raise LNSConfigError(
+            f"{environment.INITIALIZATION}={value!r}{did_you_mean(value, _INITIALIZATIONS)}: "
+            f"expected one of {', '.join(_INITIALIZATIONS)}"
+            + (f"; for {value} set init_fn: {hint} in the config, where a resumed run finds it again" if hint else "")
+        )
+    return value
+
+
 def type_names() -> tuple[str, ...]:
     """Every type of ours without parameters."""
     schemes = [scheme for scheme in names() if scheme != PRE_LN.name]
@@ -103,18 +175,33 @@ def extend(layer_norm_type: Any, init_fn_type: Any) -> None:
             type.__setattr__(layer_norm_type, table, _Members(present, lambda n: _add_member(layer_norm_type, n)))
 
 
+def refuse(layer_norm_type: Any, init_fn_type: Any) -> None:
+    """Leave OLMo's two enums as they are, but let a look-up of a name of ours say why it is not there."""
+    from olmo_lns.integrations.olmo.upstream import require_verified
+
+    def stop(name: str) -> Any:
+        require_verified()
+        raise KeyError(name)
+
+    for enum_class, ours in ((layer_norm_type, has_scheme), (init_fn_type, INIT_FNS.__contains__)):
+        for table in ("_member_map_", "_value2member_map_"):
+            type.__setattr__(enum_class, table, _Members(getattr(enum_class, table), stop, ours))
+
+
 class _Members(dict):
     """An enum's table that makes a member the first time a type with parameters is looked up.
 
     In every way a member can be asked for: by name (OmegaConf), by value (unpickling), by this or another process.
     """
 
-    def __init__(self, present: dict[Any, Any], add: Callable[[str], Any]) -> None:
+    def __init__(
+        self, present: dict[Any, Any], add: Callable[[str], Any], ours: Callable[[str], bool] = has_scheme
+    ) -> None:
         super().__init__(present)
-        self._add = add
+        self._add, self._ours = add, ours
 
     def __missing__(self, name: Any) -> Any:
-        if not isinstance(name, str) or not has_scheme(name):
+        if not isinstance(name, str) or not self._ours(name):
             raise KeyError(name)
         try:
             scheme_of(name)

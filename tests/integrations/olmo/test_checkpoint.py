@@ -122,8 +122,6 @@ CASES = {
     "exponent": ("lns_rms", {"OLMO_LNS_SCHEME": "lns:exponent=0.4"}, "lns_rms", {}, "exponent"),
     "exponent of the type": ("lns_rms", {}, "lns_rms:exponent=0.4", {}, "exponent"),
     "norm": ("lns_default", {}, "lns_rms", {}, "norm"),
-    "initialization": ("lns_rms", {"OLMO_LNS_INITIALIZATION": "upstream"}, "lns_rms", {}, "scaled-init"),
-    "initialization without lns": ("rms", {"OLMO_LNS_INITIALIZATION": "plain"}, "rms", {}, "scaled-init"),
 }
 
 
@@ -209,25 +207,59 @@ def test_a_model_that_was_changed_after_building_is_found(tmp_path, tamper):
 def test_folded_weights_run_as_preln_but_not_under_lns(tmp_path):
     save(tmp_path / "a", "rms")
     Record(parse("lns"), "rms", "plain", folded=True).write(tmp_path / "a")
-    pre_ln = record_of(build(layer_norm_type="rms"))
-    checkpoint.check_checkpoint(tmp_path / "a", pre_ln, training=False)
-    with pytest.raises(CheckpointMismatchError, match="folded-to-preln"):
-        checkpoint.check_checkpoint(tmp_path / "a", pre_ln, training=True)
+    checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="rms")), training=True)
     with pytest.raises(CheckpointMismatchError, match="applied twice"):
         checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="lns_rms")), training=False)
 
 
-def test_a_lost_record_is_not_guessed(tmp_path, monkeypatch):
+def test_another_initialization_does_not_matter_to_weights_that_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "upstream")
     save(tmp_path / "a", "lns_rms")
-    (tmp_path / "a" / RECORD_FILE).unlink()
-    with pytest.raises(CheckpointMismatchError, match=f"{RECORD_FILE} is missing.*missing-record"):
-        OLMo.from_checkpoint(str(tmp_path / "a"))
-    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record")
-    OLMo.from_checkpoint(str(tmp_path / "a"))
+    monkeypatch.delenv("OLMO_LNS_INITIALIZATION")
+    running = Running("lns_rms")
+    Trainer.restore_checkpoint(running, tmp_path / "a", checkpoint_type="unsharded")
+    assert running.loaded
 
 
-def test_a_lost_record_is_what_the_config_says_when_that_is_accepted(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("saved", "running", "flag"), [("lns_rms", "rms", "lns"), ("rms", "lns_rms", "rms")])
+def test_the_last_line_of_the_error_is_the_flag(tmp_path, saved, running, flag):
+    save(tmp_path / "a", saved)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        Trainer.restore_checkpoint(Running(running), tmp_path / "a")
+    assert str(caught.value).splitlines()[-1] == f"--model.layer_norm_type={flag}"
+
+
+class Restoring(Running):
+    """Reads train.pt as OLMo's checkpointers do."""
+
+    def restore_unsharded_checkpoint(self, folder, **kwargs):
+        super().restore_unsharded_checkpoint()
+        torch.load(folder / "train.pt", weights_only=False)
+
+
+def test_the_mark_is_compared_where_the_folder_lost_its_files(tmp_path, monkeypatch):
+    """Of a checkpoint's files only the ``*.pt`` were copied."""
+    lns = Running("lns_rms")
+    lns.trainer_state_dict = lambda: {}
+    lns.cfg.model = lns.model.config
+    from olmo_lns.integrations.olmo.state import wrap_trainer_state
+
+    torch.save(wrap_trainer_state(lambda self: {})(lns), tmp_path / "train.pt")
+    with pytest.raises(CheckpointMismatchError, match="without the scheme it was trained with"):
+        Trainer.restore_checkpoint(Restoring("rms"), tmp_path, checkpoint_type="unsharded")
+    with pytest.raises(CheckpointMismatchError, match=r"neither config\.yaml nor lns\.json.*unknown.*missing-record"):
+        Trainer.restore_checkpoint(Restoring("lns_rms"), tmp_path, checkpoint_type="unsharded")
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record")
+    Trainer.restore_checkpoint(Restoring("lns_rms"), tmp_path, checkpoint_type="unsharded")
+
+
+def test_a_folder_that_is_not_there_is_named_by_olmo(tmp_path):
+    running = Restoring("lns_rms")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Trainer.restore_checkpoint(running, tmp_path / "nowhere", checkpoint_type="unsharded")
+
+
+def test_a_lost_record_is_what_the_config_says(tmp_path):
     for kind, init_fn, expected in (
         ("lns_default:exponent=0.25", "normal", Record(parse("lns:exponent=0.25"), "default", "plain")),
         ("lns_rms", "normal_scaled", Record(parse("lns"), "rms", "scaled")),

@@ -65,6 +65,20 @@ def test_an_override_that_names_another_or_the_whole_model(tmp_path, overrides):
     assert config.model.layer_norm_type is LayerNormType["lns_default"]
 
 
+@pytest.mark.parametrize("name", ["local", "torch_new", "torch_legacy"])
+def test_a_checkpointer_that_torch_broke_is_named_before_training(tmp_path, caplog, name):
+    overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]
+    TrainConfig.load(write(tmp_path, "rms"), overrides)
+    assert "sharded_checkpointer" not in caplog.text, "nothing of ours was selected"
+    TrainConfig.load(write(tmp_path, "lns"), overrides)
+    assert (f"sharded_checkpointer: {name}" in caplog.text) == (name != "torch_legacy")
+
+
+def test_of_two_overrides_the_first_names_the_base_norm(tmp_path):
+    overrides = ["model.layer_norm_type=default", "seed=3", "model.layer_norm_type=lns"]
+    assert TrainConfig.load(write(tmp_path, "rms"), overrides).model.layer_norm_type is LayerNormType.lns_default
+
+
 def test_model_config_by_key_as_from_checkpoint_loads_it(tmp_path):
     config = ModelConfig.load(write(tmp_path, "lns"), key="model", validate_paths=False)
     assert config.layer_norm_type is LayerNormType.lns_rms

@@ -48,6 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         tree = launch.copy_of_olmo(folder / name)
         change(tree)
         wanted[name] = (str(tree), {})
+        wanted[f"{name}, stock"] = (str(tree), {"STOCK": "1"})
         wanted[f"{name}, opted out"] = (str(tree), {"OLMO_LNS_DISABLE": "1"})
         wanted[f"{name}, allowed"] = (str(tree), {"OLMO_LNS_ALLOW_UNVERIFIED": "1"})
     (folder / "wanted.json").write_text(json.dumps(wanted))
@@ -71,26 +72,33 @@ def test_a_changed_tree_is_a_working_olmo_by_itself(results, name):
 
 @pytest.mark.parametrize(
     ("name", "symbol"),
-    [("renamed", "olmo.model:LayerNormBase.build"), ("trainer", "olmo.train:Trainer.restore_checkpoint")],
+    [
+        ("renamed", "olmo.model:LayerNormBase.build does not exist"),
+        ("signature", "olmo.model:OLMoSequentialBlock.__init__"),
+        ("trainer", "olmo.train:Trainer.restore_checkpoint does not exist"),
+    ],
 )
-def test_a_renamed_symbol_stops_the_import(results, name, symbol):
+def test_with_nothing_selected_there_is_one_warning_and_olmo_is_untouched(results, name, symbol):
+    stock = results[f"{name}, stock"]
+    warnings = [text for text in stock["log"] if "leaves this OLMo untouched" in text]
+    assert len(warnings) == 1 and symbol in warnings[0]
+    assert stock["model"]["scales"] == [None, None] and stock["model"]["from"].startswith(results["folder"])
+    assert stock["model"]["patched"] == (name == "trainer")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_scheme_is_an_error_that_names_both_ways_out(results, name):
     error = results[name]["error"]
-    assert f"{symbol} does not exist" in error and "main" in error, error
-    # There is nothing to wrap, so knowing better does not help.
-    assert f"{symbol} does not exist" in results[f"{name}, allowed"]["error"]
+    assert "UpstreamChangedError" in error and "OLMO_LNS_ALLOW_UNVERIFIED=1" in error and "OLMO_LNS_DISABLE=1" in error
 
 
-def test_the_error_of_a_plugin_says_how_to_start_without_it(results):
-    assert "plugin 'lns'" in results["renamed"]["error"]
-    assert "OLMO_LNS_DISABLE=1 starts without olmo-lns" in results["renamed"]["error"]
-
-
-def test_a_new_signature_stops_the_import(results):
+def test_the_error_names_what_was_found_and_what_was_verified(results):
     error = results["signature"]["error"]
     assert "olmo.model:OLMoSequentialBlock.__init__" in error
     assert f"{results['folder']}/signature/olmo/model.py" in error
     assert "0d09c77bc4f5c8f4" in error, "the verified fingerprint is not named"
-    assert "OLMO_LNS_ALLOW_UNVERIFIED=1" in error
+    # There is nothing to wrap, so knowing better does not help.
+    assert "olmo.model:LayerNormBase.build does not exist" in results["renamed, allowed"]["error"]
 
 
 def test_a_new_signature_goes_on_when_allowed(results):

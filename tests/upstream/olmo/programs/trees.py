@@ -33,11 +33,16 @@ def model_of_tree():
     from olmo.config import LayerNormType, ModelConfig
     from olmo.model import OLMo
 
-    lns = "lns_rms" in LayerNormType.__members__
+    lns = not {"STOCK", "OLMO_LNS_DISABLE"} & set(os.environ)
     config = ModelConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=16, embedding_size=16, max_sequence_length=8)
     config.layer_norm_type = LayerNormType["lns_rms" if lns else "rms"]
     blocks = OLMo(config).transformer.blocks
-    return {"from": olmo.__path__[0], "scales": [getattr(block.attn_norm, "lns_scale", None) for block in blocks]}
+    patched = hasattr(OLMo.__init__, "__wrapped__")
+    return {
+        "from": olmo.__path__[0],
+        "patched": patched,
+        "scales": [getattr(block.attn_norm, "lns_scale", None) for block in blocks],
+    }
 
 
 def main():
@@ -58,6 +63,7 @@ def main():
         except Exception as error:  # the result; the test knows which tree must fail, and how
             results[name] = {"error": f"{type(error).__name__}: {error}"}
         results[name]["log"] = messages.texts
+        logging.getLogger().removeHandler(messages)
         sys.path.remove(folder)
         for variable in variables:
             del os.environ[variable]
