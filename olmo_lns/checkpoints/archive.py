@@ -32,7 +32,6 @@ __all__ = [
     "map_tensors",
     "opened",
     "read_archive",
-    "rewrite_pickle",
     "tensor_bytes",
     "unreadable",
     "write_archive",
@@ -202,26 +201,6 @@ def write_archive(path: Path, value: Any) -> None:
         names = (f"archive/data/{index}" for index in count())
         for_each(tensors, lambda tensor, data: _write_record(archive, next(names), tensor_bytes(data, tensor)))
         _write_record(archive, "archive/version", b"3\n")
-
-
-def rewrite_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Replace the pickle in a file of ``torch.save``, of whatever objects, without loading it.
-
-    The file is not touched when nothing changes; otherwise its other records keep their bytes.
-
-    :raises LNSConfigError: not such a file, or damaged.
-    """
-    check_archive(path)
-    with zipfile.ZipFile(path) as archive:
-        records = {info.filename: archive.read(info) for info in archive.infolist()}
-    name = next((name for name in records if name.partition("/")[2] == "data.pkl"), None)
-    if name is None:
-        raise LNSConfigError(f"{path} holds no pickle: it is not a file of torch.save")
-    if (changed := change(records[name])) == records[name]:
-        return
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for record, content in (records | {name: changed}).items():
-            _write_record(archive, record, content)
 
 
 def tensor_bytes(tensor: torch.Tensor, expected: LazyTensor) -> memoryview:

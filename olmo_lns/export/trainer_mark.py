@@ -1,70 +1,48 @@
-"""The mark in a trainer's state (:mod:`olmo_lns.integrations.olmo.state`), put in or taken out of a saved one.
-
-A trainer's state holds arbitrary objects, which an export neither loads nor trusts: the pickle is edited as bytes.
-"""
+"""The mark in a trainer's state (:mod:`olmo_lns.integrations.olmo.state`), put in or taken out of a saved one."""
 
 from __future__ import annotations
 
-import pickletools
-import struct
-from pathlib import Path
+import pickle
+import re
+from pathlib import Path, PosixPath
+from typing import Any
 
-from olmo_lns.checkpoints.archive import rewrite_pickle
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo.state import KEY, needs_olmo_lns
+import numpy
+import torch
+
+from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.integrations.olmo.state import KEY, Mark, allow_in_safe_loading
 from olmo_lns.record import Record
 
 __all__ = ["mark"]
-
-_FUNCTION = f"{needs_olmo_lns.__module__} {needs_olmo_lns.__qualname__}"
-#: How a mark is pickled, apart from what the pickler memorizes on the way.
-_CODES = ["BINUNICODE", "GLOBAL", "BINUNICODE", "TUPLE1", "REDUCE"]
-_PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 
 
 def mark(path: Path, record: Record) -> None:
     """Make the trainer's state in ``path`` carry the mark when ``record`` needs this package, and no mark otherwise.
 
-    :raises LNSConfigError: not a dict in a file of ``torch.save``, or a mark that is not as it was saved.
+    The state is loaded safely and saved again; the file is not touched where it is so already.
+
+    :raises LNSConfigError: not a dict in a file of ``torch.save``, or one with objects of other types than OLMo's.
     """
-
-    def change(pickled: bytes) -> bytes:
-        plain = _without(pickled, path)
-        return _with(plain, str(record)) if record.active else plain
-
-    rewrite_pickle(path, change)
-
-
-def _with(pickled: bytes, record: str) -> bytes:
-    """Set one more item of the dict that lies on the stack when the pickle ends."""
-    function = f"c{_FUNCTION}\n".replace(" ", "\n").encode()
-    return pickled[:-1] + b"(" + _text(KEY) + function + _text(record) + b"\x85Ru."
-
-
-def _text(value: str) -> bytes:
-    content = value.encode()
-    return b"X" + struct.pack("<I", len(content)) + content
-
-
-def _without(pickled: bytes, path: Path) -> bytes:
+    # What OLMo's Trainer keeps beside tensors; _reconstruct is numpy's, wherever it lives.
+    rebuild = numpy.zeros(0).__reduce__()[0]
+    known: list[Any] = [PosixPath, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
+    allow_in_safe_loading()
     try:
-        found = [(code.name, value, at) for code, value, at in pickletools.genops(pickled) if at is not None]
-    except ValueError as error:
-        raise LNSConfigError(f"{path}: its pickle cannot be read: {error}") from None
-    first = next((index for index, (_, value, _) in enumerate(found) if value == KEY), None)
-    if first is None:
-        return pickled
-    last = first
-    part: list[tuple[str, object]] = []
-    memorized: list[tuple[str, object]] = []
-    while last < len(found) and (len(part) < len(_CODES) or found[last][0] in _PUTS):
-        name, value, _ = found[last]
-        (memorized if name in _PUTS else part).append((name, value))
-        last += 1
-    used = {value for name, value, _ in found if name in ("GET", "BINGET", "LONG_BINGET")}
-    expected = [name for name, _ in part] == _CODES and part[1][1] == _FUNCTION
-    if not expected or used & {value for _, value in memorized}:
-        raise LNSConfigError(f"{path}: its mark of olmo-lns is not as it was saved, and cannot be taken out")
-    if found[last][0] == "SETITEM":  # it was the only item
-        last += 1
-    return pickled[: found[first][2]] + pickled[found[last][2] :]
+        with torch.serialization.safe_globals(known):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise LNSConfigError(
+                f"{path} holds {found[1]}, which is not loaded from a file: move the trainer's state away and export "
+                "again; the run then starts with --reset_trainer_state"
+            ) from None
+        raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
+    except (RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
+    if not isinstance(state, dict):
+        raise LNSConfigError(f"{path} holds a {type(state).__name__}: expected the dict of a trainer's state")
+    present = state.pop(KEY, None)
+    if (present is not None) == record.active and (present is None or present.values == record.as_dict()):
+        return
+    torch.save({**state, KEY: Mark(str(record), record.as_dict())} if record.active else state, path)
