@@ -3,8 +3,10 @@
 
 python scripts/render_configs.py          writes the files
 python scripts/render_configs.py --check  exits 1 when a committed file is not what renders
+python scripts/render_configs.py --compare OLMO_CHECKOUT
+    prints for every value of configs/olmo/<size>-preln.yaml whose it is, beside OLMo's own file of that size
 
-Edit the tables, never the rendered files. No framework is needed.
+Edit the tables, never the rendered files. No framework is needed, but for --compare, which asks OLMo for its defaults.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ BUDGET = 20_000_000_000  # tokens a run: the paper's
 
 @dataclass(frozen=True)
 class Size:
-    """:param micro_batch: sequences a GPU takes at once; changes speed and memory, not the result."""
+    """:param micro_batch: sequences a GPU takes at once; changes speed and memory, not the result.
+
+    :param origin: OLMo's own file of the size. :param tensor: Megatron's tensor-model-parallel size.
+    """
 
     name: str
     layers: int
@@ -38,27 +43,27 @@ class Size:
     sequence: int
     batch: int
     learning_rate: float
-    warmup: int
     micro_batch: int
     sharded: bool
     origin: str
-    parallel: str
+    warmup: int = 2000
+    tensor: int = 1
+    parallel: str = "#   A100-80 / H100-80 / H200: TP 1, PP 1 (data parallel only)."
 
     @property
     def steps(self) -> int:
         return -(-BUDGET // (self.sequence * self.batch))
 
 
-ONE_GPU = "#   A100-80 / H100-80 / H200: TP 1, PP 1 (data parallel only)."
 SIZES = (
-    Size("60M", 8, 512, 8, 2048, 4096, 256, 6e-4, 2000, 8, False, "configs/tiny/OLMo-60M.yaml", ONE_GPU),
-    Size("150M", 12, 768, 12, 3072, 4096, 256, 6e-4, 2000, 4, False, "configs/tiny/OLMo-150M.yaml", ONE_GPU),
-    Size("300M", 16, 1024, 16, 4096, 4096, 256, 6e-4, 2000, 4, False, "configs/tiny/OLMo-300M.yaml", ONE_GPU),
-    Size("1B", 16, 2048, 16, 8192, 2048, 512, 4e-4, 2000, 8, True, "configs/official-0724/OLMo-1B.yaml", ONE_GPU),
+    Size("60M", 8, 512, 8, 2048, 4096, 128, 6e-4, 8, False, "configs/tiny/OLMo-60M.yaml"),
+    Size("150M", 12, 768, 12, 3072, 4096, 128, 6e-4, 4, False, "configs/tiny/OLMo-150M.yaml"),
+    Size("300M", 16, 1024, 16, 4096, 4096, 128, 6e-4, 4, False, "configs/tiny/OLMo-300M.yaml"),
+    Size("1B", 16, 2048, 16, 8192, 2048, 256, 4e-4, 8, True, "configs/official-0724/OLMo-1B.yaml"),
     Size(
-        "7B", 32, 4096, 32, 11008, 2048, 1024, 3e-4, 1000, 2, True, "configs/official-0724/OLMo-7B.yaml",
-        "#   A100-80 / H100-80, 8 GPUs or more: TP 2 with --sequence-parallel, PP 1. Fewer than 8: TP 4 or PP 2.\n"
-        "#   H200 (141 GB), 8 GPUs or more: TP 1, PP 1.",
+        "7B", 32, 4096, 32, 11008, 2048, 256, 3e-4, 2, True, "configs/official-0724/OLMo-7B.yaml", tensor=2,
+        parallel="#   A100-80 / H100-80, 8 GPUs or more: TP 2, sequence parallel, as below. Fewer: TP 4 or PP 2.\n"
+        "#   H200 (141 GB), 8 GPUs or more: --tensor-model-parallel-size 1.",
     ),
 )  # fmt: skip
 
@@ -230,6 +235,12 @@ def _values(size: Size, arm: Arm) -> dict[str, str]:
         "ARM": arm.name,
         "ARM_TEXT": arm.about,
         "ORIGIN": size.origin,
+        "OLMO_WARMUP": ", warm-up" if size.name == "1B" else "",
+        "WARMUP_NOTE": "as OLMo's 1B" if size.name == "1B" else "ours, OLMo's 1B's; OLMo's own says 5000",
+        "EPS_NOTE": "ours: OLMo's file leaves its default of 1e-5" if size.sharded else "OLMo's",
+        "DECAY_NOTE": "ours: OLMo's file leaves its default of false" if size.sharded else "OLMo's",
+        "DROPPED": ";\n#   dropped: OLMo's grad_clip_warmup_*" if size.name == "7B" else "",
+        "TENSOR": f"\ntensor-model-parallel-size: {size.tensor}\nsequence-parallel: true" if size.tensor > 1 else "",
         "PARALLEL": size.parallel,
         "LAYERS": str(size.layers),
         "WIDTH": str(size.width),
@@ -259,11 +270,65 @@ def _fill(template: str, values: dict[str, str]) -> str:
     return template
 
 
+#: Left out of the comparison: a site's own.
+SITE = (
+    "run_name",
+    "save_",
+    "load_path",
+    "wandb",
+    "data.",
+    "evaluators",
+    "eval_",
+    "remote_",
+    "dry_run",
+    "tokenizer.trunc",
+)
+
+
+def compare(checkout: Path) -> list[tuple[str, str, str, str, str]]:
+    """``(size, key, our value, OLMo's, whose)`` of each value that a file of ours or of OLMo's names.
+
+    Whose: ``OLMo's``, ``OLMo's default`` (its file does not name the key), ``ours``, or ``dropped`` (ours leaves OLMo's
+    default where OLMo's file sets the key).
+    """
+    import yaml
+    from olmo.config import TrainConfig
+
+    from olmo_lns.study.olmo_config import flatten
+
+    defaults = flatten(TrainConfig())
+    found = []
+    for size in SIZES:
+        ours = flatten(yaml.safe_load((ROOT / "olmo" / f"{size.name}-preln.yaml").read_text()))
+        theirs = flatten(yaml.safe_load((checkout / size.origin).read_text()))
+        if ratio := theirs.pop("model.mlp_ratio", None):
+            theirs.setdefault("model.mlp_hidden_size", ratio * theirs["model.d_model"])
+        for key in (key for key in {**ours, **theirs} if not key.startswith(SITE)):
+            mine, its = (_plain(values.get(key, defaults.get(key))) for values in (ours, theirs))
+            equal = "OLMo's" if key in theirs else "OLMo's default"
+            whose = equal if mine == its else "ours" if key in ours else "dropped"
+            found.append((size.name, key, mine, its, whose))
+    return found
+
+
+def _plain(value: Any) -> str:
+    """Numbers as numbers: YAML takes 1e-6 for text."""
+    try:
+        return f"{float(value):g}" if not isinstance(value, bool) else str(value)
+    except (TypeError, ValueError):
+        return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    files = render()
+    parser.add_argument("--compare", type=Path, metavar="OLMO_CHECKOUT")
+    args = parser.parse_args()
+    if args.compare:
+        for row in compare(args.compare):
+            print("{:5} {:36} {:24} {:24} {}".format(*row))
+        return 0
+    check, files = args.check, render()
     folders = ("olmo", "olmo/llama-c4", "olmo_core", "megatron")
     committed = {path for folder in folders for path in (ROOT / folder).glob("*.yaml")}
     stale = sorted(committed - set(files)) + [p for p in files if not p.is_file() or p.read_text() != files[p]]

@@ -26,11 +26,11 @@ LLAMA = sorted((REPOSITORY / "configs" / "olmo" / "llama-c4").glob("*.yaml"))
 ARM_NAMES = ("preln", "preln_scaled_init", "lns", "preln_mitchell")
 #: size -> (layers, width, heads, SwiGLU inner, parameters, sequence, batch, steps, learning rate, warm-up).
 FAMILY = {
-    "60M": (8, 512, 8, 2048, 85_074_432, 4096, 256, 19_074, 6e-4, 2000),
-    "150M": (12, 768, 12, 3072, 190_532_352, 4096, 256, 19_074, 6e-4, 2000),
-    "300M": (16, 1024, 16, 4096, 371_491_840, 4096, 256, 19_074, 6e-4, 2000),
-    "1B": (16, 2048, 16, 8192, 1_279_854_592, 2048, 512, 19_074, 4e-4, 2000),
-    "7B": (32, 4096, 32, 11008, 6_888_361_984, 2048, 1024, 9_537, 3e-4, 1000),
+    "60M": (8, 512, 8, 2048, 85_074_432, 4096, 128, 38_147, 6e-4, 2000),
+    "150M": (12, 768, 12, 3072, 190_532_352, 4096, 128, 38_147, 6e-4, 2000),
+    "300M": (16, 1024, 16, 4096, 371_491_840, 4096, 128, 38_147, 6e-4, 2000),
+    "1B": (16, 2048, 16, 8192, 1_279_854_592, 2048, 256, 38_147, 4e-4, 2000),
+    "7B": (32, 4096, 32, 11008, 6_888_361_984, 2048, 256, 38_147, 3e-4, 2000),
 }
 
 
@@ -116,6 +116,37 @@ def test_arms_of_a_size_differ_in_the_arm_only(size: str, loaded: dict[str, Any]
         assert changed - {"run_name", "save_folder"} == expected
 
 
+def test_what_is_held_out_is_no_run_s_training_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of the pack has one evaluator, over a folder that the pattern of the training data leaves out."""
+    from olmo.config import TrainConfig
+
+    (tmp_path / "heldout").mkdir()
+    for name in ("a.npy", "heldout/b.npy"):
+        (tmp_path / name).touch()
+    for name in ("OLMO_DATA_DIR", "OLMO_SAVE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for path in FILES:
+        cfg = TrainConfig.load(path)
+        (evaluator,) = cfg.evaluators
+        assert (evaluator.label, evaluator.data.paths) == ("heldout", [str(tmp_path / "heldout" / "b.npy")])
+        assert cfg.data.paths == [str(tmp_path / "a.npy")]
+
+
+def test_whose_each_value_is(renderer: ModuleType) -> None:
+    """Against OLMo's own files: 1B's warm-up is OLMo's, 7B's clipping warm-up is dropped."""
+    import os
+
+    source = Path(os.environ.get("OLMO_SRC", ""))
+    if not (source / "configs" / "official-0724").is_dir():
+        pytest.skip("set OLMO_SRC to an OLMo checkout")
+    found = {(size, key): whose for size, key, _, _, whose in renderer.compare(source)}
+    assert found["1B", "scheduler.t_warmup"] == found["60M", "optimizer.eps"] == "OLMo's"
+    assert found["7B", "scheduler.t_warmup"] == found["1B", "optimizer.eps"] == "ours"
+    assert found["1B", "optimizer.decay_embeddings"] == found["7B", "global_train_batch_size"] == "ours"
+    assert found["7B", "scheduler.grad_clip_warmup_steps"] == "dropped"
+    assert all(found[size, "model.d_model"] == found[size, "optimizer.learning_rate"] == "OLMo's" for size in FAMILY)
+
+
 def test_stop_at_follows_an_override_of_max_duration() -> None:
     cfg = olmo_config.load(FILES[0], {"max_duration": 123})
     assert cfg.max_duration == cfg.stop_at == 123
@@ -157,7 +188,8 @@ def test_data_and_save_folders_come_from_the_environment(tmp_path: Path, monkeyp
     monkeypatch.setenv("OLMO_SAVE_DIR", "/runs")
     with pytest.raises(OLMoConfigurationError, match="OLMO_DATA_DIR"):
         TrainConfig.load(path)
-    for name in ("b.npy", "a.npy"):
+    (tmp_path / "heldout").mkdir()
+    for name in ("b.npy", "a.npy", "heldout/c.npy"):
         (tmp_path / name).touch()
     monkeypatch.setenv("OLMO_DATA_DIR", str(tmp_path))
     cfg = TrainConfig.load(path)
@@ -169,7 +201,7 @@ def test_data_and_save_folders_come_from_the_environment(tmp_path: Path, monkeyp
 def test_nothing_of_a_site_and_a_useful_header(path: Path) -> None:
     text = path.read_text()
     assert not any(word in text for word in ("s3://", "gs://", "https://", "/net/", "ai2-llm"))
-    assert 90 <= len(text.splitlines()) <= 120
+    assert 90 <= len(text.splitlines()) <= 130
     header = text.split("\nrun_name")[0]
     assert f"scripts/train.py configs/olmo/{path.name}" in header and "--try_load_latest_save" in header
     assert "Override:" in header and "Our choice" in header and "Paper:" in header

@@ -32,7 +32,7 @@ def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
     shipped = len(list((REPOSITORY / "configs").rglob("*.yaml")))
     assert code == 0 and f"{shipped} files, 0 with problems" in text
     (row,) = [line for line in text.splitlines() if "olmo/7B-lns.yaml" in line]
-    assert {"6,888,361,984", "20,000,538,624", "9,537", "10.5%", "ok"} <= set(row.split())
+    assert {"6,888,361,984", "20,000,014,336", "38,147", "5.2%", "ok"} <= set(row.split())
     files = [
         path for folder in ("olmo", "megatron") for path in sorted((REPOSITORY / "configs" / folder).glob("*.yaml"))
     ]
@@ -50,14 +50,14 @@ def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ("60M-lns", lambda s: s.replace("type: lns_rms", "type: rms"), "layer_norm_type='rms', but arm 'lns' is"),
         ("60M-preln", lambda s: s.replace("type: rms", "type: lns_rms"), "layer_norm_type='lns_rms', but arm 'preln'"),
-        ("60M-preln", lambda s: s.replace("stop_at: ${max_duration}", "stop_at: null"), "OLMo would run 19084 steps"),
+        ("60M-preln", lambda s: s.replace("stop_at: ${max_duration}", "stop_at: null"), "OLMo would run 38157 steps"),
         (
             "60M-preln",
             lambda s: s.replace("stop_at: ${max_duration}", "stop_at: 9"),
-            "stop_at 9 is not max_duration 19074",
+            "stop_at 9 is not max_duration 38147",
         ),
-        ("60M-preln", lambda s: s.replace("max_duration: 19074", "max_duration: 1500"), "warm-up of 2000 steps"),
-        ("60M-preln", lambda s: s.replace("max_duration: 19074", "max_duration: 19073"), "expected 19074, the fewest"),
+        ("60M-preln", lambda s: s.replace("max_duration: 38147", "max_duration: 1500"), "warm-up of 2000 steps"),
+        ("60M-preln", lambda s: s.replace("max_duration: 38147", "max_duration: 38146"), "expected 38147, the fewest"),
         (
             "60M-preln",
             lambda s: s.replace("microbatch_size: 8", "microbatch_size: 7"),
@@ -69,7 +69,7 @@ def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
             "ddp needs model.init_device cuda",
         ),
         ("60M-preln", lambda s: s.replace("n_layers: 8", "n_layer: 8"), "OLMo refuses it: .*n_layer"),
-        ("60M-preln", lambda s: s.replace("max_duration: 19074", "max_duration: 1ep"), "converted to Integer"),
+        ("60M-preln", lambda s: s.replace("max_duration: 38147", "max_duration: 1ep"), "converted to Integer"),
         ("60M-preln", lambda s: "foo: 1\n", "of no known kind: expected .*OLMo's config .model:., "),
         ("60M-preln", lambda s: "a: [\n", "not YAML"),
     ],
@@ -92,7 +92,7 @@ def test_a_wrong_olmo_file(
     [
         (lambda s: s.replace("layernorm-scaling: true", "bf16: true"), "layernorm_scaling=False, but arm 'lns'"),
         (lambda s: s + "layernorm-scaling-keep-scaled-init: true\n", "expected an unscaled initialization"),
-        (lambda s: s.replace("lr-decay-iters: 19074", "lr-decay-iters: 100"), "lr-decay-iters 100 is not train-iters"),
+        (lambda s: s.replace("lr-decay-iters: 38147", "lr-decay-iters: 100"), "lr-decay-iters 100 is not train-iters"),
         (lambda s: s.replace("hidden-size: 512\n", ""), "has no 'hidden_size'"),
     ],
 )
@@ -106,13 +106,17 @@ def test_a_wrong_megatron_file(
     assert code == 1 and message in out
 
 
-def test_memory_and_division_are_notes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_division_are_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "1", "--gpu", "A100")
     assert code == 0 and "is more than A100 has" in text
-    code, text = run(capsys, REPOSITORY / "configs" / "megatron" / "7B-lns.yaml")
+    file = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
+    code, text = run(capsys, file)
+    assert code == 0 and "45 GB distributed_optimizer" in text and "more than" not in text
+    (tmp_path / "7B-lns.yaml").write_text(file.read_text().replace("parallel-size: 2", "parallel-size: 1"))
+    code, text = run(capsys, tmp_path / "7B-lns.yaml")
     assert code == 0 and "with tensor-model-parallel-size 1, as the file has it (see its header for this GPU)" in text
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "3")
-    assert code == 0 and "do not divide the batch of 1024" in text
+    assert code == 0 and "do not divide the batch of 256" in text
 
 
 def test_nothing_found(tmp_path: Path) -> None:

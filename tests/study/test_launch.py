@@ -44,7 +44,7 @@ def test_commands(tmp_path: Path) -> None:
         launch.command(megatron, run, tmp_path)
     text = shlex.join(launch.command(megatron, run, tmp_path, slurm=True))
     assert "--nnodes 4" in text and "-m olmo_lns pretrain_gpt.py --lns-config" in text
-    assert "--tensor-model-parallel-size 2 --sequence-parallel --seed 6198" in text
+    assert "7B-lns.yaml --seed 6198" in text  # TP 2 is in the file
     assert f"--load {tmp_path}/7B-lns-s6198 --tensorboard-dir {tmp_path}/7B-lns-s6198/tensorboard" in text
 
 

@@ -89,7 +89,7 @@ def test_the_command_prints_what_it_expands(
     assert megatron_args.main([str(path), "--micro-batch-size", "1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("--layernorm-scaling --num-layers 32 ") and text.count("--micro-batch-size") == 1
-    assert "--data-path /data/pile_text_document --split 100,0,0" in text and "--save /runs/7B-lns" in text
+    assert "--data-path /data/pile_text_document --split 999,1,0" in text and "--save /runs/7B-lns" in text
     assert megatron_args.main([str(path), "--one-per-line"]) == 0
     assert "--hidden-size 4096\n" in capsys.readouterr().out
 
@@ -109,15 +109,59 @@ def test_arms_of_a_size_differ_in_the_arm_only(size: str) -> None:
         assert changed == set() if arm == "preln" else changed == {"no_scaled_init", *(MEGATRON.arm(ARMS[arm]) or ())}
 
 
-@pytest.fixture(scope="module")
-def parsed() -> dict[str, dict[str, Any]]:
-    """All files through the parser, the validation, the tokenizer and the model of a real Megatron-LM."""
+def _megatron() -> None:
     source = os.environ.get("MEGATRON_LM_SRC")
     if not source:
         pytest.skip("set MEGATRON_LM_SRC to a Megatron-LM checkout")
     old = "core_v0.14" in source or "core_v0.15" in source
     if not old and importlib.util.find_spec("triton") is None:
         pytest.skip("this Megatron-LM imports triton, which is not installed")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_megatron_starts_each_size_as_launched(size: str) -> None:
+    """On an A100 and an H100, in the environment that the header's command has: no variable beyond those it names."""
+    _megatron()
+    program = REPOSITORY / "tests" / "study" / "programs" / "megatron_start.py"
+    file = REPOSITORY / "configs" / "megatron" / f"{size}-lns.yaml"
+    env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    env |= {"MEGATRON_DATA": "/data/x_text_document", "MEGATRON_SAVE_DIR": "/runs", "OMP_NUM_THREADS": "1"}
+    env |= {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}  # torchrun's
+    words = [sys.executable, "-W", "ignore", "-m", "olmo_lns", str(program), "--lns-config", str(file)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    tensor, connections = (2, "1") if size == "7B" else (1, None)
+    assert [each.pop("gpu") for each in found] == ["A100", "H100"]
+    expected = {"connections": connections, "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
+    assert found == [expected | {"eval_iters": 4}] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "expected"),
+    [
+        (["--context-parallel-size", "2"], None, "1"),
+        (["--tensor-model-parallel-size=2"], None, "1"),
+        (["--tensor-model-parallel-size", "2"], "8", "8"),
+        (["--tensor-model-parallel-size", "2", "--use-torch-fsdp2"], None, None),
+        (["--tensor-model-parallel-size", "1"], None, None),
+    ],
+)
+def test_one_connection_where_megatron_wants_it(
+    words: list[str], given: str | None, expected: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))")
+    env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    env |= {"CUDA_DEVICE_MAX_CONNECTIONS": given} if given else {}
+    command = [sys.executable, "-m", "olmo_lns", str(script), *words]
+    assert subprocess.run(command, env=env, capture_output=True, text=True).stdout.strip() == str(expected)
+
+
+@pytest.fixture(scope="module")
+def parsed() -> dict[str, dict[str, Any]]:
+    """All files through the parser, the validation, the tokenizer and the model of a real Megatron-LM."""
+    _megatron()
     program = REPOSITORY / "tests" / "study" / "programs" / "megatron_parse.py"
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(program), *map(str, FILES)], capture_output=True, text=True, timeout=600

@@ -97,7 +97,7 @@ def test_an_arm_that_it_is_not():
             "LayerNorm Scaling|the scaled initialization 'llama_depth'",
         ),
         ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "is in tokens: expected a multiple of 4096"),
-        ("global_batch_size: 1048576", "global_batch_size: 256", "is in tokens: expected a multiple of 4096"),
+        ("global_batch_size: 524288", "global_batch_size: 256", "is in tokens: expected a multiple of 4096"),
         ("unit: steps", "unit: epochs", "trainer.max_duration is in epochs"),
         ("\ntrainer:", "\ntrianer:", "has no section 'trainer'"),
     ],

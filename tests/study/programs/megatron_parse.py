@@ -21,6 +21,7 @@ if not hasattr(typing, "override"):  # Megatron from 0.18 on declares Python 3.1
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+torch.cuda.get_device_properties = lambda device=None: type("H100", (), {"major": 9, "minor": 0})()  # type: ignore
 KEYS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size",
     "lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "adam_beta1", "adam_beta2", "adam_eps",
@@ -46,7 +47,6 @@ def padded(args: Any) -> dict[str, int]:
     for tp in (1, 2, 4, 8):
         args.tensor_model_parallel_size = tp
         found[str(tp)] = int(with_padding(size, args, logging_enabled=False))
-    args.tensor_model_parallel_size = 1
     return found
 
 
