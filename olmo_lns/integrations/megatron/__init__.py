@@ -23,7 +23,7 @@ def register() -> None:
     :raises UpstreamChangedError: (at the import of the module concerned) this Megatron is not one
         that was verified; the message names the override.
     """
-    from olmo_lns.integrations.megatron.install import install
+    from olmo_lns.integrations.megatron.upstream import install
 
     install()
 

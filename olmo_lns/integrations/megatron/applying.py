@@ -10,12 +10,16 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.binding import read_back
-from olmo_lns.integrations.megatron.building import say_left_out, vision_towers
-from olmo_lns.integrations.megatron.initialization import use_plain_initialization
-from olmo_lns.integrations.megatron.install import install_core
+from olmo_lns.integrations.megatron.building import (
+    say,
+    say_left_out,
+    start_up_line,
+    use_plain_initialization,
+    vision_towers,
+)
 from olmo_lns.integrations.megatron.layers import bind_layer, bound, check_config
-from olmo_lns.integrations.megatron.report import say, start_up_line
 from olmo_lns.integrations.megatron.settings import VISION, Settings
+from olmo_lns.integrations.megatron.upstream import install_core
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, parse
 
 __all__ = ["apply"]

@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.integrations.megatron.report import say
+from olmo_lns.integrations.megatron.building import say
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record, check_match
 

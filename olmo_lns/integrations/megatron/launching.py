@@ -1,4 +1,4 @@
-"""Wrappers around ``megatron.training``: flags, config, YAML."""
+"""Wrappers around ``megatron.training``: flags, config, YAML, the built model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, Callable
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import binding
-from olmo_lns.integrations.megatron.initialization import describe, use_plain_initialization
+from olmo_lns.integrations.megatron.building import describe, say, use_plain_initialization
 from olmo_lns.integrations.megatron.layers import bound, check_scheme
-from olmo_lns.integrations.megatron.report import say
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
 from olmo_lns.schemes import PRE_LN
 

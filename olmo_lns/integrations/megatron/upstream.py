@@ -1,13 +1,19 @@
-"""The Megatron symbols that are replaced, with the sources they were read and tested against.
+"""The Megatron symbols that are replaced, with the sources they were read and tested against; by what, and when.
 
 The fingerprints are printed by ``scripts/fingerprints.py olmo_lns.integrations.megatron.upstream``.
 """
 
 from __future__ import annotations
 
-from olmo_lns.integrations.patching import Target
+import sys
+from types import ModuleType
+from typing import Any, Callable
 
-__all__ = ["TARGETS", "VERSIONS"]
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.autoload import on_import
+from olmo_lns.integrations.patching import Target, is_patched, replace
+
+__all__ = ["TARGETS", "VERSIONS", "install", "install_core"]
 
 #: Verified versions of Megatron Core; "main" is the 0.20.0 of August 2026.
 VERSIONS = ("0.14.0", "0.15.3", "0.16.1", "0.17.0", "0.17.1", "0.18.2", "0.19.0", "0.19.2", "main")
@@ -248,3 +254,90 @@ TARGETS = (
     LOAD_BASE,
     LOAD_MODELOPT,
 )
+
+_CORE = (
+    "megatron.core.transformer.transformer_layer",
+    "megatron.core.transformer.transformer_block",
+    "megatron.core.transformer.multi_token_prediction",
+    "megatron.core.ssm.mamba_block",
+    "megatron.core.models.hybrid.hybrid_block",
+    "megatron.core.models.common.vision_module.vision_module",
+    "megatron.core.models.vision.vit_model",
+)
+_TRAINING = (
+    "megatron.training.argument_utils",
+    "megatron.training.arguments",
+    "megatron.training.checkpointing",
+    "megatron.training.training",
+    "megatron.post_training.checkpointing",
+    "megatron.training.yaml_arguments",
+)
+_installed: set[str] = set()
+
+
+def install() -> None:
+    """Core and training. Idempotent.
+
+    :raises LNSConfigError: called too late: other modules hold the unextended functions by name.
+    """
+    for name in _TRAINING:
+        if name not in _installed and name in sys.modules:
+            raise LNSConfigError(
+                f"olmo_lns.integrations.megatron.register() came after the import of {name}: call it first, or "
+                "start the script with `python -m olmo_lns <script>`."
+            )
+    install_core()
+    _arrange(_TRAINING)
+
+
+def install_core() -> None:
+    """Only the constructors of Megatron Core, all that ``apply`` needs. Idempotent, never too late."""
+    _arrange(_CORE)
+
+
+def _arrange(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in _installed:
+            on_import(name, _extend)
+            _installed.add(name)  # not before: a module that was refused is refused again
+
+
+def _extend(module: ModuleType) -> None:
+    for target, wrapper in _pairs():
+        path, _, qualname = target.path.partition(":")
+        if path == module.__name__ and _defines(module, qualname):
+            replace(target, wrapper)
+
+
+def _pairs() -> tuple[tuple[Target, Callable[[Callable[..., Any]], Callable[..., Any]]], ...]:
+    from olmo_lns.integrations.megatron import building, checkpoint, launching
+
+    return (
+        (LAYER, building.transformer_layer),
+        (BLOCK, building.transformer_block),
+        (MTP, building.mtp_layer),
+        (MAMBA_STACK, building.hybrid_stack),
+        (HYBRID_STACK, building.hybrid_stack),
+        (VISION, building.vision_tower),
+        (VIT, building.vision_tower),
+        (QWEN_VIT, building.vision_tower),
+        (KIMI_VIT, building.vision_tower),
+        (FLAGS, launching.add_arguments),
+        (CONFIG_UNTIL_0_17, launching.config_from_args),
+        (CONFIG, launching.config_from_args),
+        (YAML, launching.load_yaml),
+        (GET_MODEL, launching.model_built),
+        (SETUP, launching.model_built),
+        (LOAD_ARGS, checkpoint.load_args),
+        (LOAD_BASE, checkpoint.load_base),
+        (LOAD_MODELOPT, checkpoint.load_modelopt),
+    )
+
+
+def _defines(module: ModuleType, qualname: str) -> bool:
+    """Symbols that some versions have elsewhere are skipped where they are only imported."""
+    head = qualname.split(".")[0]
+    owner = getattr(module, head, None)
+    if head in ("MambaStack", "core_transformer_config_from_args"):
+        return owner is not None and owner.__module__ == module.__name__ and not is_patched(owner)
+    return True

@@ -15,7 +15,7 @@ from support import megatron_tiny as tiny
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import patching, sources
-from olmo_lns.integrations.megatron import apply, install, register, upstream
+from olmo_lns.integrations.megatron import apply, register, upstream
 from olmo_lns.integrations.patching import Target, fingerprint, is_patched
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ def test_every_target_is_in_the_tuple_and_is_used() -> None:
     paths = [target.path for target in upstream.TARGETS]
     assert sorted(target.path for target in TABLE.values()) == sorted(paths)
     only_read = {target.path for target in (upstream.FUSED, *upstream.ADDITIONS, *upstream.ADDITION_STEPS)}
-    assert [target.path for target, _ in install._pairs()] == [path for path in paths if path not in only_read]
+    assert [target.path for target, _ in upstream._pairs()] == [path for path in paths if path not in only_read]
 
 
 def core_targets() -> dict[str, Target]:
@@ -112,12 +112,12 @@ def test_an_unknown_megatron_is_refused_with_the_override_named(monkeypatch: pyt
 
     monkeypatch.setattr(transformer_layer, "TransformerLayer", TransformerLayer)
     with pytest.raises(UpstreamChangedError) as caught:
-        install._extend(transformer_layer)
+        upstream._extend(transformer_layer)
     message = str(caught.value)
     assert "transformer_layer:TransformerLayer.__init__" in message
     assert patching.ALLOW_UNVERIFIED in message and "0.16.1" in message
     monkeypatch.setenv(patching.ALLOW_UNVERIFIED, "1")
-    install._extend(transformer_layer)
+    upstream._extend(transformer_layer)
     assert is_patched(transformer_layer.TransformerLayer.__init__)
 
 
@@ -130,7 +130,7 @@ def test_what_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch) -> N
             self.config = config
 
     monkeypatch.setattr(transformer_layer, "TransformerLayer", TransformerLayer)
-    monkeypatch.setattr(install, "_installed", install._installed - {transformer_layer.__name__})
+    monkeypatch.setattr(upstream, "_installed", upstream._installed - {transformer_layer.__name__})
     for _ in range(2):
         with pytest.raises(UpstreamChangedError, match="transformer_layer:TransformerLayer.__init__"):
             apply(tiny.config())
@@ -141,12 +141,12 @@ def test_a_missing_symbol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delattr(transformer_block, "TransformerBlock")
     with pytest.raises(UpstreamChangedError, match="TransformerBlock.__init__ does not exist"):
-        install._extend(transformer_block)
+        upstream._extend(transformer_block)
 
 
 def test_registration_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "megatron.training.arguments"
-    monkeypatch.setattr(install, "_installed", install._installed - {name})
+    monkeypatch.setattr(upstream, "_installed", upstream._installed - {name})
     late = ModuleType(name)
     late.__spec__ = importlib.util.spec_from_loader(name, None)
     monkeypatch.setitem(sys.modules, name, late)
