@@ -7,16 +7,14 @@ the two attributes of its own, whichever way it was given; every other scheme in
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale, names, parse
 
-__all__ = ["FLAGS", "VISION", "Settings", "add_flags", "config_class", "mark"]
+__all__ = ["FLAGS", "VISION", "Settings", "add_flags"]
 
 #: Option strings, in the order of ``Settings``' fields.
 FLAGS = (
@@ -92,10 +90,6 @@ class Settings:
         holder.layernorm_scaling_keep_scaled_init = self.layernorm_scaling_keep_scaled_init
         holder.no_scaled_init = self.no_scaled_init
         holder.norm_scheme = self.norm_scheme
-
-    def spelled_out(self) -> Settings:
-        """As they come back from where :meth:`store` wrote them."""
-        return replace(self, layernorm_scaling_exponent=self.exponent)
 
     @property
     def exponent(self) -> float:
@@ -205,38 +199,3 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         f"works without {FLAGS[0]}.",
     )
     return parser
-
-
-def mark(config: Any, settings: Settings, *, vision: bool = False) -> None:
-    """Give ``config`` the settings as dataclass fields, which every copy of it has.
-
-    Its class becomes a subclass of its own, so that ``dataclasses.replace``, a copy made field by field and Megatron
-    Bridge's ``run_config.yaml`` carry them.
-    """
-    kind: type = type(config)
-    config.__class__ = config_class(kind)
-    settings.store(config)
-    setattr(config, VISION, vision)
-
-
-@functools.cache
-def config_class(base: type) -> type:
-    """``base``, a dataclass, and the settings as fields; found again by the name that a saved config has."""
-    if VISION in {each.name for each in fields(base)}:
-        return base
-    own = [(each.name, each.type, field(default=each.default)) for each in fields(Settings)]
-    kind = make_dataclass(base.__name__, [*own, (VISION, bool, field(default=False))], bases=(base,), repr=False)
-    kind.__module__, kind.__doc__ = __name__, base.__doc__
-    kind.__qualname__ = "__".join((_PREFIX, *base.__module__.split("."), base.__qualname__))
-    return kind
-
-
-_PREFIX = "LNS"
-
-
-def __getattr__(name: str) -> Any:
-    """The class that a saved config names: ``LNS__`` and the path of its base, with ``__`` between the parts."""
-    prefix, *module, base = name.split("__")
-    if prefix != _PREFIX or not module:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return config_class(getattr(importlib.import_module(".".join(module)), base))

@@ -20,6 +20,6 @@ def megatron() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_messages() -> None:
-    from olmo_lns.integrations.megatron import building
+    from olmo_lns.integrations.megatron import report
 
-    building.forget()
+    report.forget()
