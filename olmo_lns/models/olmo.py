@@ -34,11 +34,11 @@ def open_olmo(folder: Path) -> nn.Module:
     from olmo_lns.integrations.olmo.config import check_sizes
 
     path = folder / "config.yaml"
-    try:
-        check_sizes(ModelConfig.load(path, key="model", validate_paths=False))
-    except OLMoConfigurationError as error:
-        raise LNSConfigError(f"{path}: {one_line(error)}") from None
     with _selected(saved_record(folder) or Record()):
+        try:
+            check_sizes(ModelConfig.load(path, key="model", validate_paths=False))
+        except OLMoConfigurationError as error:
+            raise LNSConfigError(f"{path}: {one_line(error)}") from None
         model = OLMo.from_checkpoint(str(folder), device="cpu") if (folder / "model.pt").is_file() else _sharded(folder)
     return model.float().eval()
 

@@ -13,7 +13,6 @@ from support.exports import export, save_olmo
 
 from olmo_lns.checkpoints.records import record_in
 from olmo_lns.cli import main
-from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
 
@@ -41,11 +40,11 @@ def test_a_transformers_folder_of_ours_and_a_stock_one(tmp_path: Path) -> None:
     assert record_in(tmp_path / "stock") is None and record_in(tmp_path) is None
 
 
-def test_pre_ln_says_so_and_a_lost_record_is_refused(tmp_path: Path) -> None:
+def test_pre_ln_says_so_and_a_lost_record_is_in_the_config(tmp_path: Path) -> None:
     save_olmo(tmp_path / "preln", layer_norm_type="rms")
     found = record_in(tmp_path / "preln")
     assert found is not None and found.scheme == PRE_LN
     save_olmo(tmp_path / "lost", layer_norm_type="lns_rms")
     (tmp_path / "lost" / "lns.json").unlink()
-    with pytest.raises(CheckpointMismatchError, match=r"lns\.json is missing"):
-        record_in(tmp_path / "lost")
+    lost = record_in(tmp_path / "lost")
+    assert lost is not None and str(lost.scheme) == "lns" and lost.norm == "rms"

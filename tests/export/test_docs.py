@@ -46,4 +46,4 @@ def test_overrides_exist() -> None:
     table = text.split("| checkpoint → run |", 1)[1].split("\n\n", 1)[0]
     named = {word for row in table.splitlines()[2:] for word in re.findall(r"`([a-z-]+)`", row.split("|")[2])}
     assert accepted(",".join(named)) == named
-    assert {"lns-to-preln", "preln-to-lns", "folded-to-lns", "folded-to-preln", "exponent"} <= named
+    assert {"lns-to-preln", "preln-to-lns", "folded-to-lns", "exponent"} <= named
