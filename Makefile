@@ -34,7 +34,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 SLOW    = $(shell grep -rl --include="test_*.py" "mark\.slow" tests/upstream tests/integrations tests/study tests)
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 
-.PHONY: release-check docs wheel setup setup-olmo-core demo test test-slow test-exhaustive test-olmo-core test-gpu lint format clean
+.PHONY: release-check docs wheel setup setup-olmo-core demo test test-quick test-slow test-exhaustive test-olmo-core test-gpu lint format clean
 
 setup: $(STAMP)
 
@@ -62,6 +62,13 @@ demo: setup
 test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
+# Under a minute: the formula, the norms, the record and OLMo's models. `python scripts/mutants.py` shows which mistakes it notices.
+QUICK := tests/schemes/test_factor.py tests/norm/test_values.py tests/test_record.py \
+	tests/integrations/olmo/test_model.py tests/integrations/olmo/test_initialization.py
+SETUP ?= setup
+test-quick: $(SETUP)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(QUICK) $(ARGS)
+
 test-slow: setup
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow and not exhaustive and not gpu" $(ARGS) $(if $(findstring tests/,$(ARGS)),,$(SLOW))
 
@@ -77,7 +84,7 @@ setup-olmo-core:
 
 test-olmo-core: setup-olmo-core
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OLMO_CORE_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" \
-		tests/finetune tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py \
+		tests/recipes tests/integrations/transformers/test_training.py tests/integrations/olmo_core tests/export/test_olmo_core.py \
 		tests/diagnostics/test_olmo_core.py $(ARGS)
 
 # On a machine with a GPU; elsewhere every one of them is skipped with its reason.

@@ -10,23 +10,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from itertools import pairwise
 
 from olmo_lns.cli import COMMANDS
 from olmo_lns.cli import main as run_command
-
-#: A flag with a number above 1 -> Megatron asserts one connection for it, on GPUs up to Hopper.
-_ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
-#: With these it asserts more than one, or leaves the choice to the user.
-_MORE_CONNECTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm")
-
-
-def _set_connections(args: list[str]) -> None:
-    """``CUDA_DEVICE_MAX_CONNECTIONS=1`` where Megatron wants it and the user has not said; before CUDA starts."""
-    words = [part for arg in args for part in arg.split("=", 1)]
-    given = [value for flag, value in pairwise(words) if flag in _ONE_CONNECTION]
-    if any(value.isdecimal() and int(value) > 1 for value in given) and not set(words) & set(_MORE_CONNECTIONS):
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def main() -> int:
@@ -41,11 +27,12 @@ def main() -> int:
     from olmo_lns import environment
     from olmo_lns.errors import LNSError
     from olmo_lns.integrations import autoload
+    from olmo_lns.integrations.megatron.settings import variables
 
     try:
         environment.check()
         if any(arg.split("=")[0] == "--lns-config" for arg in args):
-            from olmo_lns.study.megatron_args import expand
+            from olmo_lns.study.engines.megatron_args import expand
 
             args = [script, *expand(args[1:])]
     except LNSError as error:
@@ -57,7 +44,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    _set_connections(args)
+    for name, value in variables(args).items():
+        os.environ.setdefault(name, value)  # before CUDA starts
     sys.argv = args
     # As `python script.py` would: the script's folder comes first, so that a checkout is importable.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

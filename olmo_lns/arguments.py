@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Callable
 
-__all__ = ["above_zero", "at_least"]
+__all__ = ["above_zero", "at_least", "seed"]
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
@@ -25,6 +25,17 @@ def at_least(smallest: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def seed(text: str) -> int:
+    """A whole number that torch's generators take: from 0, below 2**63.
+
+    :raises argparse.ArgumentTypeError: anything else.
+    """
+    value = at_least(0)(text)
+    if value >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, found {text}")
+    return value
 
 
 def above_zero(text: str) -> float:

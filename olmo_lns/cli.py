@@ -23,14 +23,12 @@ COMMANDS = {
     "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run", ()),
     "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare", ("olmo", "analysis")),
     "train": ("olmo_lns.runs.train", "run OLMo's Trainer on a config, from the pip package alone", ("olmo",)),
-    "config": ("olmo_lns.study.config_pack", "list and copy the configs of the pack, check anybody's", ("olmo",)),
-    "data": ("olmo_lns.study.data_check", "make and check tokenised data", ()),
-    "megatron-args": ("olmo_lns.study.megatron_args", "expand a Megatron YAML config to flags", ("megatron",)),
+    "config": ("olmo_lns.study.plan.config_pack", "list and copy the configs of the pack, check anybody's", ("olmo",)),
+    "data": ("olmo_lns.study.data.check", "make and check tokenised data", ()),
+    "megatron-args": ("olmo_lns.study.engines.megatron_args", "expand a Megatron YAML config to flags", ("megatron",)),
     "study": ("olmo_lns.study.cli", "plan, launch, collect and report a scaling study", ("olmo", "study")),
     "analyze": ("olmo_lns.diagnostics.cli", "draw the paper's diagnostics for a model", ("analysis", "olmo")),
     "hf": ("olmo_lns.export.hf_cli", "model folders for transformers that carry a scheme", ("hf",)),
-    "evaluate": ("olmo_lns.finetune.evaluate", "the papers' seven tasks, their published columns beside", ("eval",)),
-    "vision": ("olmo_lns.vision.cli", "the four vision arms: on small images, and on a folder of images", ("vision",)),
     "export": ("olmo_lns.export.cli", "fold the factor into the weights for stock software", ("hf", "olmo")),
     "verify": ("olmo_lns.export.verify", "compare a checkpoint with its export", ("hf", "olmo")),
 }
@@ -45,7 +43,8 @@ EXAMPLES = {
     "config check": ("olmo-lns config check 60M-lns.yaml --gpus 64 --budget 20e9",),
     "data": ("olmo-lns data check /data/dolma --budget 20e9",),
     "data check": ("olmo-lns data check /data/dolma", "olmo-lns data check tokens.npy --vocab-size 50304 --budget 0"),
-    "data commonsense": ("olmo-lns data commonsense commonsense_170k.json -o commonsense",),
+    "data fetch": ("olmo-lns data fetch configs/data/dolma.txt -o /data/dolma",),
+    "data megatron": ("olmo-lns data megatron /data/dolma -o /data/megatron",),
     "megatron-args": (
         "olmo-lns megatron-args megatron/60M-lns.yaml --one-per-line",
         "torchrun --nproc-per-node=8 pretrain_gpt.py $(olmo-lns megatron-args megatron/60M-lns.yaml)",
@@ -74,10 +73,6 @@ EXAMPLES = {
     "analyze compare": ("olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",),
     "hf init": ("olmo-lns hf init Qwen/Qwen2.5-0.5B --scheme lns -o qwen-lns",),
     "hf import": ("olmo-lns hf import runs/lns/step1000 -o model",),
-    "evaluate": ("olmo-lns evaluate model --limit 100 -o scores.json",),
-    "vision": ("olmo-lns vision digits -o digits",),
-    "vision digits": ("olmo-lns vision digits -o digits --depth 12 --epochs 5",),
-    "vision train": ("olmo-lns vision train imagenet.yaml --data /data/imagenet --arm lnsafterbranch -o vit-s",),
     "verify": ("olmo-lns verify runs/lns/step1000 model",),
 }
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from olmo_lns.study.arms import Arm, arm_named, settings_of
-from olmo_lns.study.corpora import DOLMA
+from olmo_lns.study.arms import Arm, arm_named
+from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 from olmo_lns.study.engines.olmo_core import OURS
+from olmo_lns.study.plan.compare import settings_of
 
 ROOT = Path(__file__).resolve().parents[1] / "configs"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -63,6 +64,7 @@ SIZES = (
     Size(
         "7B", 32, 4096, 32, 11008, 2048, 256, 3e-4, 2, True, "configs/official-0724/OLMo-7B.yaml", tensor=2,
         parallel="#   A100-80 / H100-80, 8 GPUs or more: TP 2, sequence parallel, as below. Fewer: TP 4 or PP 2.\n"
+        "#   Started without -m olmo_lns, which sets it: export CUDA_DEVICE_MAX_CONNECTIONS=1.\n"
         "#   H200 (141 GB), 8 GPUs or more: --tensor-model-parallel-size 1.",
     ),
 )  # fmt: skip
@@ -98,6 +100,13 @@ LLAMAS = (
     Llama(
         "350M", 24, 1024, 2736, 16, 60_000, 6_000, "1.0e-3", 64,
         why_rate="the LNS paper, section 5.1, and a co-author's logs; the published script says 5e-4",
+    ),
+    Llama(
+        "0.5B", 24, 896, 4864, 14, 60_000, 6_000, "1.0e-3", 64,
+        why_width="a co-author's qwen_0_5_b.json: Qwen2.5-0.5B's shape without its GQA, qkv bias, tied embedding",
+        why_rate="ours: the 350M's; table 4 says nothing but 6B tokens",
+        why_steps="ours: the 350M's, of which the paper prints 6.0B tokens too",
+        why_warmup="ours: a tenth of the steps",
     ),
     Llama(
         "1B", 24, 2048, 5461, 32, 100_000, 10_000, "5.0e-4", 32,
@@ -138,11 +147,10 @@ FSDP = """distributed_strategy: fsdp
 fsdp:
   wrapping_strategy: by_block
   precision: mixed  # bf16 weights in the computation, fp32 gradient reduction
-sharded_checkpointer: torch_new
-save_interval: 1000
-save_num_checkpoints_to_keep: 2
-save_interval_unsharded: ${stop_at}  # one whole model at the end, for export
-save_num_unsharded_checkpoints_to_keep: 1"""
+save_interval: null  # with torch 2.3 and newer OLMo cannot load what its default torch_new has saved
+save_interval_unsharded: 1000  # whole models: to resume on any number of GPUs, and for export
+save_num_checkpoints_to_keep: 0
+save_num_unsharded_checkpoints_to_keep: 2"""
 
 
 def render() -> dict[Path, str]:
@@ -155,7 +163,7 @@ def render() -> dict[Path, str]:
         for arm in map(arm_named, PACK):
             values = _values(size, arm)
             files[ROOT / "olmo" / f"{size.name}-{arm.name}.yaml"] = _fill(olmo, values | _olmo(size, arm))
-            if (found := OLMO_CORE.arm(arm)) is not None:
+            if arm.initialization == "plain" and (found := OLMO_CORE.arm(arm)) is not None:
                 file = ROOT / "olmo_core" / f"{size.name}-{arm.name}.yaml"
                 files[file] = _fill(olmo_core, values | _olmo_core(found))
             if (found := MEGATRON.arm(arm)) is not None:
@@ -294,7 +302,7 @@ def compare(checkout: Path) -> list[tuple[str, str, str, str, str]]:
     import yaml
     from olmo.config import TrainConfig
 
-    from olmo_lns.study.olmo_config import flatten
+    from olmo_lns.study.engines.olmo_config import flatten
 
     defaults = flatten(TrainConfig())
     found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 
 import pytest
 
@@ -22,6 +21,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _frozen = file
         gc.collect()
         gc.freeze()
-        # The converter guard remembers for the life of a process which weights were read; here many tests share one.
-        if guards := sys.modules.get("olmo_lns.export.guards"):
-            guards._read.clear()

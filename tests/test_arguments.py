@@ -27,15 +27,6 @@ def test_numbers_above_zero() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "vision digits -o out --depth=0",
-        "vision digits -o out --width=-8",
-        "vision digits -o out --epochs=0",
-        "vision digits -o out --batch-size=0",
-        "vision digits -o out --lr=-1",
-        "evaluate model --few-shot=-1",
-        "evaluate model --limit=0",
-        "evaluate model --batch-size=0",
-        "data commonsense x.json -o out --held-out=-1",
         "data check x --vocab-size=0",
         "data check x --sequence=0",
         "data prepare text x --tokenizer t --eos 0 --out out --sequence=1",

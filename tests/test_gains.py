@@ -98,7 +98,9 @@ def gap(first: list[float], second: list[float]) -> float:
 def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
     lns, stock, gains = pair()
     losses = train(lns, ordinary(lns, eps=eps), range(200))
-    assert gap(losses, train(stock, scaled(stock, gains, eps=eps), range(200))) < 1e-10
+    value = gap(losses, train(stock, scaled(stock, gains, eps=eps), range(200)))
+    print(f"eps {eps}: the losses differ by {value:.1e}")
+    assert value < 1e-10
     assert losses[-1] < losses[0] - 0.3, "nothing was learned"
 
 
@@ -118,8 +120,9 @@ def fold_in_the_middle(rescale: bool) -> float:
 
 
 def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled():
-    assert fold_in_the_middle(rescale=True) < 1e-10
-    assert fold_in_the_middle(rescale=False) > 1e-5
+    rescaled, as_it_is = fold_in_the_middle(rescale=True), fold_in_the_middle(rescale=False)
+    print(f"rescaled: the losses differ by {rescaled:.1e}; state as it is: {as_it_is:.1e}")
+    assert rescaled < 1e-10 and as_it_is > 1e-5
 
 
 def test_unscale_undoes_scale_and_the_moments_go_back_too():
@@ -132,6 +135,37 @@ def test_unscale_undoes_scale_and_the_moments_go_back_too():
     unscale_(model, gains)
     rescale_state_(optimizer, model, gains, exponent=-0.5)
     torch.testing.assert_close([model.state_dict(), optimizer.state_dict()["state"]], before)
+
+
+def test_muon_trains_the_matrices_and_the_gains_stay_with_adam():
+    """Both forms have the same gradients of the matrices, so that Muon makes the same steps."""
+    runs = []
+    for model, gains in zip(pair()[:2], ({}, pair()[2]), strict=True):
+        matrices = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
+        of_muon = {id(parameter) for parameter in matrices}
+        groups = param_groups(model, gains, lr=1e-2, weight_decay=0.1)
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in of_muon]
+        adam = torch.optim.AdamW([group for group in groups if group["params"]])
+        muon = torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1)
+        runs.append(train(model, Both(adam, muon), range(50)))
+    print(f"gap {gap(*runs):.1e}")
+    assert gap(*runs) < 1e-10 and runs[0][-1] < runs[0][0] - 0.3
+
+
+class Both:
+    """Two optimizers that step together."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def departure(name: str) -> float:
@@ -151,7 +185,9 @@ def departure(name: str) -> float:
 
 @pytest.mark.parametrize("name", ["clipping", "decay not divided", "no decay", "eps", "rate"])
 def test_each_departure_is_one(name):
-    assert departure("") < 1e-10 < 1e-6 < departure(name)
+    value = departure(name)
+    print(f"{name}: the losses differ by {value:.1e}")  # docs/what-lns-is.md; shown by `pytest -s`
+    assert departure("") < 1e-10 < 1e-6 < value
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -18,10 +18,9 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOU
 ORDER = [
     ("__main__",),
     ("cli", "doctor"),
-    ("demo", "vision"),
+    ("demo",),
     ("runs",),
     ("study",),
-    ("finetune",),
     ("export",),
     ("diagnostics",),
     ("models",),

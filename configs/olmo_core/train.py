@@ -15,6 +15,7 @@ file, Peri-LN's ``--model.block.name=peri_norm``; with the factor, on an ``lns``
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 from dataclasses import dataclass
 from typing import cast
@@ -26,14 +27,14 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: this needs OLMo-core 2.5 to 3.0, pip install 'olmo-lns[olmo-core]'") from None
 from olmo_core.data import NumpyDataLoaderConfig, NumpyFSLDatasetConfig
-from olmo_core.nn.transformer import TransformerConfig
+from olmo_core.nn.transformer import Transformer, TransformerConfig
 from olmo_core.train import TrainerConfig, prepare_training_environment, teardown_training_environment
-from olmo_core.train.callbacks import ConfigSaverCallback
+from olmo_core.train.callbacks import ConfigSaverCallback, LMEvaluatorCallbackConfig
 from olmo_core.train.train_module import TransformerTrainModuleConfig
 from olmo_core.utils import prepare_cli_environment, seed_all
 from torch import cuda
 
-from olmo_lns.study.olmo_core_config import read
+from olmo_lns.study.engines.olmo_core_config import read
 
 
 @dataclass
@@ -46,13 +47,36 @@ class ExperimentConfig(Config):
     train_module: TransformerTrainModuleConfig
     trainer: TrainerConfig
     init_seed: int = 6198
+    residual_init: str = "plain"
+    """``scaled``: attention's and the feed-forward's output projections times 1/sqrt(2 L), as Megatron draws them."""
+
+
+def label_heldout(config: ExperimentConfig) -> None:
+    """OLMo-core wants a label of each held-out file: ``heldout`` for all, so that there is one loss."""
+    for callback in config.trainer.callbacks.values():
+        if isinstance(callback, LMEvaluatorCallbackConfig):
+            data = callback.eval_dataset
+            data.paths = [path for pattern in data.paths or [] for path in sorted(glob.glob(pattern)) or [pattern]]
+            data.metadata = [{"label": "heldout"}] * len(data.paths)
+
+
+def scale_residual_outputs(model: Transformer) -> None:
+    """To be called on drawn weights: scaled after the draw, so that all others are those of ``plain``."""
+    for block in model.blocks.values():
+        for projection in (block.attention.w_out, block.feed_forward.w2):
+            projection.weight.data.mul_((2 * model.n_layers) ** -0.5)
 
 
 def train(config: ExperimentConfig) -> None:
     """Build and fit."""
     seed_all(config.init_seed)
+    label_heldout(config)
     model = config.model.build(init_device="meta")
     train_module = config.train_module.build(model)
+    if config.residual_init not in ("plain", "scaled"):
+        raise SystemExit(f"residual_init={config.residual_init}: expected plain or scaled")
+    if config.residual_init == "scaled":
+        scale_residual_outputs(model)
     dataset = config.dataset.build()
     data_loader = config.data_loader.build(dataset, dp_process_group=train_module.dp_process_group)
     trainer = config.trainer.build(train_module, data_loader)

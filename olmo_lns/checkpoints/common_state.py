@@ -11,7 +11,6 @@ import enum
 import importlib
 import io
 import pathlib
-import pickle
 import signal
 import types
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any
 
 import torch
 
-from olmo_lns.checkpoints.archive import check_archive
-from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.checkpoints.archive import check_archive, loading
+from olmo_lns.errors import LNSConfigError
 
 __all__ = ["COMMON", "COMMON_OBJECT", "common_bytes", "load_common"]
 
@@ -60,13 +59,11 @@ def load_common(path: Path, content: bytes | None = None) -> dict[str, Any]:
         return path if content is None else io.BytesIO(content)
 
     check_archive(path, None if content is None else source())
-    try:
+    with loading(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(source())
-        allowed: list[Any] = [(_resolve(name, path), name) for name in names]
-        with torch.serialization.safe_globals(allowed):
-            common = torch.load(source(), map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError) as error:
-        raise LNSConfigError(f"{path} cannot be loaded safely (weights_only=True): {one_line(error)}") from None
+    allowed: list[Any] = [(_resolve(name, path), name) for name in names]
+    with loading(path), torch.serialization.safe_globals(allowed):
+        common = torch.load(source(), map_location="cpu", weights_only=True)
     if content is not None and isinstance(common, list) and len(common) == 1:
         common = common[0]
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):

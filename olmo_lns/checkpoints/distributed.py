@@ -1,60 +1,50 @@
 """Checkpoints of ``torch.distributed.checkpoint``: OLMo's ``torch_new``, OLMo-core's, Megatron's ``torch_dist``.
 
-A folder of files in which tensors are cut into chunks, and a pickled ``.metadata`` that says where
-each chunk lies. Chunks are read and rewritten one by one, so neither the sharding nor the size of
-the model matters.
+A folder of files in which tensors are cut into chunks, and a pickled ``.metadata`` that says where each chunk lies.
+torch reads and writes them, but for what it leaves out: the metadata is unpickled safely, and every chunk is compared
+with its checksums before it is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import mmap
+import io
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping
 
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from olmo_lns.checkpoints import METADATA
-from olmo_lns.checkpoints.chunk import SavedTensor
-from olmo_lns.checkpoints.output import Output
-from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor, for_each
+from olmo_lns.checkpoints.archive import check_archive, loading, writing
+from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
 from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = ["DistributedCheckpoint"]
 
-#: What is written in a chunk's place.
-Content = bytes | memoryview | torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A chunk to be written as a tensor, or a chunk or object to be written as the bytes that it is stored in."""
-
-    index: MetadataIndex
-    nbytes: int
-    read: Callable[[], Content]
-
-
-def _write_items(path: Path, items: Sequence[_Item], entries: dict[str, Any], storage: dict[Any, _StorageInfo]) -> None:
-    """Into one file; their dtypes go into ``entries`` and their places into ``storage``."""
-    with Output(path) as output:
-
-        def write(item: _Item, content: Content) -> None:
-            start, name = output.tell(), item.index.fqn
-            if isinstance(content, torch.Tensor):
-                torch.save(content, output)  # type: ignore[arg-type]  # it asks for typing.IO, and only writes
-                properties = dataclasses.replace(entries[name].properties, dtype=content.dtype)
-                entries[name] = dataclasses.replace(entries[name], properties=properties)
-            else:
-                output.write(content)
-            storage[item.index] = _StorageInfo(path.name, start, output.tell() - start)
-
-        for_each(items, write)
+#: Bytes after which another file is begun: torch's writer holds the tensors of a file until it is complete.
+_FILE_BYTES = 1 << 30
 
 
 class _Inert:
@@ -90,6 +80,67 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's metadata")
 
 
+class _Reader(FileSystemReader):
+    """torch's reader, with our own unpickler, whose chunks are compared with their checksums, once each."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._checked: set[MetadataIndex] = set()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / METADATA
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except FileNotFoundError:
+            raise LNSConfigError(
+                f"{path} does not exist: {self.path} is not a complete distributed checkpoint"
+            ) from None
+        except Exception as error:  # a damaged pickle raises almost anything
+            raise LNSConfigError(f"{path} is damaged or unsafe: {one_line(error)}") from None
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise LNSConfigError(f"{path} does not describe a distributed checkpoint")
+        return metadata
+
+    def read(self, items: Iterable[ReadItem], planner: _Place) -> None:
+        """:raises LNSConfigError: a chunk is damaged, or not what the metadata says."""
+        for item in items:
+            info = self.storage_data[item.storage_index]
+            source = f"{Path(self.path) / info.relative_path} ({item.storage_index.fqn})"
+            if item.type == LoadItemType.TENSOR and item.storage_index not in self._checked:
+                with (Path(self.path) / info.relative_path).open("rb") as file:
+                    file.seek(info.offset)
+                    check_archive(source, io.BytesIO(file.read(info.length)))
+                self._checked.add(item.storage_index)
+            with loading(source):
+                self.read_data(LoadPlan([item]), planner).wait()
+
+
+class _Place(DefaultLoadPlanner):
+    """Where torch's reader puts the one tensor, or the bytes of the one object, that it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.tensor, self.content = tensor, b""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Any:
+        return self.tensor
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.content = value.getvalue()
+
+
+class _Chunks(DefaultSavePlanner):
+    """What torch's writer writes: for each item the value that ``content`` gives when its turn comes."""
+
+    def __init__(self, content: Callable[[WriteItem], Any]) -> None:
+        super().__init__()
+        self._content = content
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._content(write_item)
+
+
 class DistributedCheckpoint:
     """A distributed checkpoint folder.
 
@@ -97,20 +148,11 @@ class DistributedCheckpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        path = folder / METADATA
-        try:
-            with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except FileNotFoundError:
-            raise LNSConfigError(f"{path} does not exist: {folder} is not a complete distributed checkpoint") from None
-        except Exception as error:  # a damaged pickle raises almost anything
-            raise LNSConfigError(f"{path} is damaged or unsafe: {one_line(error)}") from None
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise LNSConfigError(f"{path} does not describe a distributed checkpoint")
-        self.metadata = metadata
+        self.folder, self._reader = folder, _Reader(folder)
+        self.metadata = self._reader.read_metadata()
         self._check_files()
         self._check_coverage()
+        self._reader.set_up_storage_reader(self.metadata, True)
 
     @property
     def names(self) -> list[str]:
@@ -123,37 +165,20 @@ class DistributedCheckpoint:
 
         :param row: only ``tensor[row]``, for tensors that stack all layers; other rows are not read.
         """
-        entry = self._entry(name)
-        chunks = [c for c in entry.chunks if row is None or c.offsets[0] <= row < c.offsets[0] + c.sizes[0]]
-        shape = tuple(entry.size) if row is None else tuple(entry.size[1:])
-
-        if [tuple(chunk.sizes) for chunk in chunks] == [shape if row is None else (1, *shape)]:
-
-            def saved() -> SavedTensor:
-                return self._read_chunk(name, chunks[0])
-
-            only = LazyTensor(shape, entry.properties.dtype, lambda: saved().values().view(shape))
-            return dataclasses.replace(only, raw=lambda: saved().raw())
-
-        def load() -> torch.Tensor:
-            whole = torch.empty(shape, dtype=entry.properties.dtype)
-            for chunk in chunks:
-                part = self._read_chunk(name, chunk).values()
-                place = [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
-                if row is None:
-                    whole[tuple(place)] = part
-                else:
-                    whole[tuple(place[1:])] = part[row - chunk.offsets[0]]
-            return whole
-
-        return LazyTensor(shape, entry.properties.dtype, load)
+        size = tuple(self._entry(name).size)
+        if row is None:
+            return LazyTensor(size, self._dtype(name), lambda: self._region(name, (0,) * len(size), size))
+        offsets, sizes = (row, *(0 for _ in size[1:])), (1, *size[1:])
+        return LazyTensor(size[1:], self._dtype(name), lambda: self._region(name, offsets, sizes)[0])
 
     def object(self, name: str) -> bytes | None:
         """The bytes of an entry that is no tensor, None where there is no such entry."""
         if not isinstance(self.metadata.state_dict_metadata.get(name), BytesStorageMetadata):
             return None
-        stored = next(info for index, info in self.metadata.storage_data.items() if index.fqn == name)
-        return self._bytes(stored).tobytes()
+        index, place = MetadataIndex(name), _Place()
+        nothing = torch.Size(())
+        self._reader.read([ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)], place)
+        return place.content
 
     def rewrite(
         self,
@@ -167,34 +192,50 @@ class DistributedCheckpoint:
         :param keep: whether an entry (tensor or object) is kept, by name.
         :param functions: name -> what to do with each of its chunks; the dtype may change.
         :param objects: name -> new bytes of an object.
+        :raises LNSConfigError: a chunk is damaged. :raises OSError: a file cannot be written.
         """
         kept = {name: entry for name, entry in self.metadata.state_dict_metadata.items() if keep(name)}
-        by_file: dict[str, list[MetadataIndex]] = {}
-        for index, info in self.metadata.storage_data.items():
-            if index.fqn in kept:
-                by_file.setdefault(info.relative_path, []).append(index)
+        plans, metadata = create_default_global_save_plan(list(_files(kept)))
+
+        def content(item: WriteItem) -> Any:
+            name = item.index.fqn
+            if item.tensor_data is None:
+                return io.BytesIO((objects or {}).get(name) or self.object(name) or b"")
+            chunk = item.tensor_data.chunk
+            value = self._region(name, chunk.offsets, chunk.sizes)
+            if name in functions:
+                value = functions[name](name, tuple(chunk.offsets), value)
+                entry: Any = metadata.state_dict_metadata[name]
+                entry.properties = dataclasses.replace(entry.properties, dtype=value.dtype)
+            return value
+
+        writer = FileSystemWriter(folder, sync_files=False)  # all of an export is flushed at its end
         folder.mkdir(exist_ok=True)
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        for name, indices in by_file.items():
-            indices.sort(key=lambda index: self.metadata.storage_data[index].offset)
-            items = [self._item(index, functions, objects or {}) for index in indices]
-            _write_items(folder / name, items, kept, storage)
-        planner = self.metadata.planner_data
-        if isinstance(planner, dict):
-            planner = {name: path for name, path in planner.items() if keep(name)}
-        new_metadata = Metadata(state_dict_metadata=kept, planner_data=planner, storage_data=storage)
-        if hasattr(self.metadata, "mcore_data"):
-            data = {name: value for name, value in self.metadata.mcore_data.items() if keep(name)}
-            new_metadata.mcore_data = data  # type: ignore[attr-defined]
-        # Last: without it no loader takes the folder for a checkpoint.
-        with (folder / METADATA).open("wb") as file:
-            pickle.dump(new_metadata, file)
+        with writing(folder):
+            numbered = writer.prepare_global_plan(plans)
+            results = [writer.write_data(plan, _Chunks(content)).wait() for plan in numbered]
+            if isinstance(planner := self.metadata.planner_data, dict):
+                metadata.planner_data = {name: path for name, path in planner.items() if keep(name)}
+            if hasattr(self.metadata, "mcore_data"):
+                data = {name: value for name, value in self.metadata.mcore_data.items() if keep(name)}
+                metadata.mcore_data = data  # type: ignore[attr-defined]
+            writer.finish(metadata, results)  # last: without .metadata no loader takes the folder for a checkpoint
+
+    def _region(self, name: str, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
+        """A part of a tensor, in memory of its own."""
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        tensor = torch.empty(chunk.sizes, dtype=self._dtype(name))
+        self._reader.read(create_read_items_for_chunk_list(name, self._entry(name), [chunk]), _Place(tensor))
+        return tensor
 
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise LNSConfigError(f"{self.folder} holds no tensor {name}")
         return entry
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._entry(name).properties.dtype
 
     def _check_coverage(self) -> None:
         """The chunks of each tensor must fill it."""
@@ -229,47 +270,21 @@ class DistributedCheckpoint:
                 if MetadataIndex(name, chunk.offsets) not in self.metadata.storage_data:
                     raise LNSConfigError(f"{self.folder}: the metadata lists no bytes for {name} at {chunk.offsets}")
 
-    def _bytes(self, info: _StorageInfo) -> memoryview:
-        """Mapped from the file, for new memory costs as much time as reading; and only these, for the system counts as
-        memory what could be written to.
-        """
-        if not info.length:
-            return memoryview(b"")
-        before = info.offset % mmap.ALLOCATIONGRANULARITY
-        with (self.folder / info.relative_path).open("rb") as file:
-            place = {"offset": info.offset - before, "access": mmap.ACCESS_COPY}
-            return memoryview(mmap.mmap(file.fileno(), before + info.length, **place))[before:]
 
-    def _read_chunk(self, name: str, chunk: Any) -> SavedTensor:
-        return self._checked(self._bytes(self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]), name, chunk)
-
-    def _checked(self, content: memoryview, name: str, chunk: Any) -> SavedTensor:
-        """A chunk in its bytes, which is as the metadata says."""
-        info, entry = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)], self._entry(name)
-        source = f"{self.folder / info.relative_path} ({name})"
-        saved = SavedTensor.read(content, source)
-        if saved.meta.shape != chunk.sizes or saved.meta.dtype != entry.properties.dtype:
-            raise LNSConfigError(
-                f"{source}: found {tuple(saved.meta.shape)} {saved.meta.dtype}, the metadata says "
-                f"{tuple(chunk.sizes)} {entry.properties.dtype}"
-            )
-        return saved
-
-    def _item(
-        self, index: MetadataIndex, functions: Mapping[str, ChunkFunction], objects: Mapping[str, bytes]
-    ) -> _Item:
-        """What is written for one chunk or object of this checkpoint."""
-        info, entry = self.metadata.storage_data[index], self.metadata.state_dict_metadata[index.fqn]
-        offsets, function = tuple(index.offset or ()), functions.get(index.fqn)
-
-        def load() -> Content:
-            if index.fqn in objects:
-                return objects[index.fqn]
-            content = self._bytes(info)
-            if isinstance(entry, BytesStorageMetadata):
-                return content
-            chunk = next(chunk for chunk in entry.chunks if tuple(chunk.offsets) == offsets)
-            saved = self._checked(content, index.fqn, chunk)
-            return content if function is None else function(index.fqn, offsets, saved.values())
-
-        return _Item(index, info.length, load)
+def _files(entries: Mapping[str, Any]) -> Iterable[SavePlan]:
+    """The chunks of ``entries``, in one plan a file of at most :data:`_FILE_BYTES`, or of one larger chunk."""
+    items: list[WriteItem] = []
+    held = 0
+    for name, entry in entries.items():
+        for chunk in getattr(entry, "chunks", [None]):
+            if chunk is None:
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                continue
+            size = torch.Size(chunk.sizes).numel() * entry.properties.dtype.itemsize
+            if items and held + size > _FILE_BYTES:
+                yield SavePlan(items)
+                items, held = [], 0
+            data = TensorWriteData(chunk, entry.properties, entry.size)
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+            held += size
+    yield SavePlan(items)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 import torch
 
@@ -18,17 +18,17 @@ from olmo_lns.checkpoints import METADATA, open_distributed
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, load_common
 from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
-from olmo_lns.checkpoints.megatron_schemes import own_weights
 from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes, join_rows, split_rows
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron.addition import SLOTS
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record
-from olmo_lns.schemes import PRE_LN, Scheme
+from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 if TYPE_CHECKING:
     from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
-__all__ = ["TRACKER", "TRAINING", "MegatronCheckpoint", "is_megatron", "saved_args"]
+__all__ = ["OWN", "TRACKER", "TRAINING", "MegatronCheckpoint", "Take", "is_megatron", "saved_args"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 #: Parameters of the two norms of a block, in every spec that LNS can be applied to.
@@ -39,6 +39,11 @@ _SITE = re.compile(
 )
 #: Entries that belong to training, not to the model.
 TRAINING = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b")
+
+#: A parameter of a scheme's residual addition; a stock model has none.
+OWN = re.compile(rf"decoder\.layers\.(?:\d+\.)?(?:{'|'.join(SLOTS.values())})\.")
+#: (name with all layers stacked, 0-based layer) -> its tensor.
+Take = Callable[[str, int], LazyTensor]
 
 
 def is_megatron(folder: Path) -> bool:
@@ -158,14 +163,14 @@ class MegatronCheckpoint:
                 )
                 weights[f"{block}.ff_norm.{part}"] = norm[part](f"{layers}.mlp.linear_fc1.layer_norm_{part}", layer)
             qkv = take(f"{layers}.self_attention.linear_qkv.weight", layer)
-            weights[f"{block}.att_proj.weight"] = qkv.with_rows(lambda t: ungroup(t, model))
+            weights[f"{block}.att_proj.weight"] = qkv.map(lambda t: ungroup(t, model))
             weights[f"{block}.attn_out.weight"] = take(f"{layers}.self_attention.linear_proj.weight", layer)
             fc1 = take(f"{layers}.mlp.linear_fc1.weight", layer)
             half = fc1.shape[0] // 2
             gate, up = split_rows(fc1, (half, fc1.shape[0] - half))
             weights[f"{block}.ff_proj.weight"] = join_rows(up, gate)
             weights[f"{block}.ff_out.weight"] = take(f"{layers}.mlp.linear_fc2.weight", layer)
-        weights.update(own_weights(self.addition, model.n_layers, take, gain, parts))
+        weights.update(_own_weights(self.addition, model.n_layers, take, gain, parts))
         for part in parts:
             weights[f"transformer.ln_f.{part}"] = norm[part](f"decoder.final_layernorm.{part}")
         if not model.weight_tying:
@@ -174,6 +179,21 @@ class MegatronCheckpoint:
             raise LNSConfigError(f"{self.folder}: no stock class has a place for {left[0]} (and {len(left) - 1} more)")
         check_shapes(weights, model.shapes(), self.folder)
         return model, weights
+
+
+def _own_weights(scheme: Scheme, n_layers: int, take: Take, gain: Take, parts: tuple[str, ...]) -> Iterator[Any]:
+    """``(OLMo's name, tensor)`` of what the scheme adds to the weights of a Pre-LN model.
+
+    :param gain: as ``take``, for gains that may be stored minus one. :param parts: of a norm.
+    """
+    for index in range(n_layers):
+        for sub_layer in SUB_LAYERS:
+            ours, theirs = f"transformer.blocks.{index}.{sub_layer}", f"decoder.layers.{SLOTS[sub_layer]}"
+            plan = scheme.plan(index + 1, n_layers, sub_layer)
+            if plan.gate is not None:
+                yield f"{ours}_gate.weight", take(f"{theirs}.gate", index)
+            for part in parts if plan.branch else ():
+                yield f"{ours}_norm_out.{part}", (gain if part == "weight" else take)(f"{theirs}.norm.{part}", index)
 
 
 def ungroup(qkv: torch.Tensor, model: Architecture) -> torch.Tensor:

@@ -44,7 +44,7 @@ class OLMoCheckpoint:
     """An OLMo checkpoint folder whose config, record and weights agree.
 
     :param config: the whole config.yaml, and ``text`` its text.
-    :param record: how LNS was used; made from the config where the folder has no ``lns.json``.
+    :param record: how LNS was used; what the config says where the folder has no ``lns.json``.
     :param layout: ``unsharded`` (model.pt) or ``sharded`` (model_and_optim/).
     """
 
@@ -59,7 +59,7 @@ class OLMoCheckpoint:
     def open(cls, folder: str | Path, *, exponent: float | None = None) -> OLMoCheckpoint:
         """Read and compare config, record and the names and shapes of all weights; load no weight.
 
-        :param exponent: of the factor, only for an LNS checkpoint that lost its record.
+        :param exponent: of the factor, for a checkpoint without a record whose config names none.
         :raises LNSConfigError: damaged, incomplete, contradictory, or of a kind that is not supported.
         """
         folder = Path(folder)
@@ -129,30 +129,23 @@ def _canonical(stored: str, group_size: int) -> str:
 
 
 def _record(folder: Path, architecture: Architecture, exponent: float | None) -> Record:
-    """The record in ``folder``, compared with the config."""
+    """The record in ``folder``, compared with the config; without one what the config says, as for a resume."""
     named, base = architecture.layer_norm_type, architecture.base_norm
-    record = Record.read(folder)
+    record, written = Record.read(folder), types.scheme_of(named)
     if record is None:
-        scheme = types.scheme_of(named)
-        drawn = types.INIT_FNS.get(architecture.init_fn, scheme.definition.initialization)
+        drawn = types.INIT_FNS.get(architecture.init_fn, written.definition.initialization)
         if not architecture.lns:
             return Record(scaled_init=drawn)
-        known = "exponent" in scheme.parameters
-        if exponent is None or not known:
-            raise LNSConfigError(
-                f"{folder}: config.yaml names {named} but {RECORD_FILE} is missing, so its parameters are unknown: "
-                f"copy {RECORD_FILE} from the checkpoint it was made from"
-                + (", or give --exponent to olmo-lns export (0.5 is the paper's)" if known else "")
-            )
-        if types.has_parameters(named) and scheme.parameters["exponent"] != exponent:
-            raise LNSConfigError(f"{folder}: config.yaml names {named}, --exponent says {exponent:g}")
-        return Record(Scheme.of(scheme.name, exponent=exponent), base, drawn)
+        if exponent is not None and "exponent" in written.parameters:
+            if types.has_parameters(named) and written.parameters["exponent"] != exponent:
+                raise LNSConfigError(f"{folder}: config.yaml names {named}, --exponent says {exponent:g}")
+            written = Scheme.of(written.name, exponent=exponent)
+        return Record(written, base, drawn)
     says = record.scheme.parameters.get("exponent")
     if exponent is not None and record.active and exponent != says:
         raise LNSConfigError(f"{folder}: {RECORD_FILE} says exponent {says}, --exponent says {exponent:g}")
     contradicts = record.active != architecture.lns or (not record.scheme.is_pre_ln and record.norm != base)
     if record.active and not contradicts:
-        written = types.scheme_of(named)
         contradicts = written.name != record.scheme.name or (bool(written.arguments) and written != record.scheme)
     if contradicts:
         raise LNSConfigError(

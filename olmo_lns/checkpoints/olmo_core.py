@@ -99,10 +99,20 @@ class OLMoCoreCheckpoint:
     def record_of_buffers(self) -> Record:
         """What a ``default_scaled`` model was trained with, as far as its buffers tell.
 
+        Without any it was trained by an OLMo-core whose block keeps the factor as a Python float, which nothing
+        overwrites: DepthBench's, and OLMo-core's with its pull request 698.
+
         :raises LNSConfigError: not LNS: the values that were found, and what they mean.
         """
-        values = [float(self._all[f"blocks.{index}.{BUFFER}"].load()) for index in range(len(self.blocks))]
-        wanted = [(index + 1) ** -0.5 for index in range(len(values))]
+        names = [f"blocks.{index}.{BUFFER}" for index in range(len(self.blocks))]
+        present = [name for name in names if name in self._all]
+        if present and len(present) < len(names):
+            raise LNSConfigError(
+                f"{self.folder}: {len(present)} of {len(names)} blocks have a factor {BUFFER}: expected one in each or "
+                "none; the checkpoint is damaged or was put together from two"
+            )
+        wanted = [(index + 1) ** -0.5 for index in range(len(names))]
+        values = [float(self._all[name].load()) for name in present] or wanted
         if all(abs(value - right) <= 1e-6 * right for value, right in zip(values, wanted, strict=True)):
             norm = (self.blocks[0].get("layer_norm") or {}).get("name", "default")
             plain = self.model.get("init_method", "normal") in ("normal", "fan_in")

@@ -8,7 +8,7 @@ from typing import Any
 
 from olmo_lns.checkpoints.megatron import is_megatron, saved_args
 from olmo_lns.checkpoints.olmo import is_olmo
-from olmo_lns.checkpoints.olmo_core import is_olmo_core
+from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint, is_olmo_core
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record
 
@@ -25,9 +25,7 @@ def record_in(folder: Path) -> Record | None:
 
         return saved_record(folder)
     if is_olmo_core(folder):
-        from olmo_lns.integrations.olmo_core.record import saved_record as of_olmo_core
-
-        return of_olmo_core(folder)
+        return OLMoCoreCheckpoint.open(folder).record
     if (folder / "config.json").is_file():
         return _of_transformers(folder / "config.json")
     if is_megatron(folder):

@@ -1,21 +1,15 @@
-"""safetensors files: read lazily, written tensor by tensor into shards of a bounded size.
-
-The format is a length, a JSON header and the raw bytes, so a shard can be streamed; the library's
-own ``save_file`` takes a dictionary of tensors that are all in memory.
-"""
+"""safetensors files: read lazily, and written in shards of a bounded size."""
 
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Mapping
 
 import torch
 
-from olmo_lns.checkpoints.archive import read_archive, tensor_bytes
-from olmo_lns.checkpoints.output import Output
-from olmo_lns.checkpoints.tensors import LazyTensor, for_each
+from olmo_lns.checkpoints.archive import read_archive, writing
+from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = ["INDEX", "read_safetensors", "read_weights", "write_safetensors"]
@@ -23,14 +17,15 @@ __all__ = ["INDEX", "read_safetensors", "read_weights", "write_safetensors"]
 #: Name of the file that maps weights to shards, as transformers writes it.
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 
 
 def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes: int) -> list[Path]:
-    """Write one file, or numbered shards of at most ``max_bytes`` and their index.
+    """Write one file, or numbered shards of at most ``max_bytes`` and their index; one shard is held in memory.
 
     A tensor larger than ``max_bytes`` gets a shard of its own.
+
+    :raises OSError: a file cannot be written.
     """
     groups: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in tensors.items():
@@ -50,17 +45,11 @@ def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes
 
 
 def _write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> Path:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with Output(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for_each([*tensors.values()], lambda tensor, data: file.write(tensor_bytes(data, tensor)))
+    from safetensors.torch import save_file
+
+    with writing(path):
+        values = {name: tensor.load().contiguous() for name, tensor in tensors.items()}
+        save_file(values, path, metadata={"format": "pt"})
     return path
 
 

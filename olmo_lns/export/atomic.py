@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import hashlib
 import os
+import re
 import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-from olmo_lns.checkpoints.output import digest_as_written, sha256
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 
 __all__ = ["CHECKSUMS", "ExportError", "atomic_folder", "copy_unread", "verify_checksums"]
@@ -103,12 +104,21 @@ def verify_checksums(folder: str | os.PathLike[str]) -> int:
     listing = folder / CHECKSUMS
     if not listing.is_file():
         return 0
-    lines = listing.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = listing.read_text(encoding="utf-8").splitlines()
+    except ValueError as error:
+        raise LNSConfigError(
+            f"{listing} is no text ({one_line(error)}): expected a digest and a file in each line"
+        ) from None
     for line in lines:
         digest, _, name = line.partition("  ")
+        if not re.fullmatch("[0-9a-f]{64}", digest) or ".." in Path(name).parts or os.path.isabs(name) or not name:
+            raise LNSConfigError(
+                f"{listing}: {line[:80]!r} is not a SHA-256 digest, two spaces and a file of this folder"
+            )
         if not (folder / name).is_file():
             raise LNSConfigError(f"{folder}: {name} is missing ({CHECKSUMS} lists it)")
-        if sha256(folder / name) != digest:
+        if _sha256(folder / name) != digest:
             raise LNSConfigError(f"{folder}: {name} differs from its checksum: the file is damaged or was changed")
     return len(lines)
 
@@ -144,7 +154,7 @@ def _write_checksums(folder: Path, marker: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != marker)
     with ThreadPoolExecutor() as pool:  # hashing and waiting for the disk both leave the interpreter to others
         flushed = pool.map(_sync, files)
-        digests = pool.map(lambda path: digest_as_written(path) or sha256(path), files)
+        digests = pool.map(_sha256, files)
         names = (path.relative_to(folder).as_posix() for path in files)
         lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
         list(flushed)  # raises what went wrong there
@@ -152,6 +162,14 @@ def _write_checksums(folder: Path, marker: Path) -> None:
     _sync(folder / CHECKSUMS)
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         _sync(path)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

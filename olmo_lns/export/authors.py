@@ -18,51 +18,64 @@ from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.shards import read_weights
 from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.export import huggingface, tokenizer
-from olmo_lns.export.fold import scaled
-from olmo_lns.export.options import Options, Target
+from olmo_lns.export import huggingface
+from olmo_lns.export.fold import Factor, scaled
+from olmo_lns.export.options import HF, Options, Source, Target
+from olmo_lns.export.reference import hooked_llama
 from olmo_lns.record import Record
-from olmo_lns.schemes import DEFAULT_EXPONENT, Scheme, lns_scale
+from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, Scheme, lns_scale
 
-__all__ = ["target", "unfolded"]
-
-
-def target(source: Path, options: Options) -> Target:
-    """:raises LNSConfigError: not their layout, or damaged."""
-    config = _read_config(source / "config.json")
-    model = _architecture(config, source)
-    weights = _checked_weights(model, source)
-    exponent = DEFAULT_EXPONENT if options.exponent is None else options.exponent
-    factors = {
-        f"{name}.weight": lns_scale(index + 1, exponent=exponent)
-        for index in range(model.n_layers)
-        for name in huggingface.llama_names(index).values()
-    }
-    folded = scaled(weights, factors, options.rounding, options.dtype)
-    record = Record(Scheme.of("lns", exponent=exponent), "rms", "plain", folded=True)
-    target = huggingface.transformers_config(model, huggingface.dominant_dtype(folded), record)
-    tokens = huggingface.special_tokens(config.get("eos_token_id"), config.get("pad_token_id"), model.embeddings)
-    target |= tokens | {"bos_token_id": config.get("bos_token_id")}
-    own = source if any(source.glob("tokenizer*")) else None
-
-    def write(out: Path) -> list[str]:
-        lines = ["LlamaForCausalLM: the authors' LLaMA with the factor 1/sqrt(i+1) of layer i inside its norms"]
-        lines.append("their files do not say which NORM_TYPE they were trained with: LNS is taken on your word")
-        chosen = options.tokenizer or (str(own) if own else None)
-        lines.append(tokenizer.write_tokenizer(out, chosen, config=target, beside=source))
-        huggingface.write_huggingface(out, folded, target, max_shard_bytes=options.max_shard_size)
-        return lines
-
-    return write
+__all__ = ["Authors"]
 
 
-def unfolded(source: Path) -> tuple[Architecture, dict[str, LazyTensor]]:
-    """Their model and its weights as they are, in transformers' names.
+class Authors(Source):
+    """Their files say nothing about the norms, so they are never recognised."""
+
+    name = "authors"
+    kind = "the paper's LLaMA"
+    formats = (HF,)
+
+    def recognises(self, folder: Path) -> bool:
+        return False
+
+    def fold(self, folder: Path, options: Options) -> Target:
+        config, model, weights = _opened(folder)
+        exponent = DEFAULT_EXPONENT if options.exponent is None else options.exponent
+        factors: dict[str, Factor] = {
+            f"{name}.weight": lns_scale(index + 1, exponent=exponent)
+            for index in range(model.n_layers)
+            for name in huggingface.llama_names(index).values()
+        }
+        values = huggingface.transformers_config(model)
+        values |= huggingface.special_tokens(config.get("eos_token_id"), config.get("pad_token_id"), model.embeddings)
+        stock = huggingface.Stock(
+            values | {"bos_token_id": config.get("bos_token_id")},
+            scaled(weights, factors, options.rounding, options.dtype),
+            "the authors' LLaMA with the factor 1/sqrt(i+1) of layer i inside its norms. Their files do not say which "
+            "NORM_TYPE they were trained with: LNS is taken on your word",
+            str(folder) if any(folder.glob("tokenizer*")) else None,
+            folder,
+        )
+        record = Record(Scheme.of("lns", exponent=exponent), "rms", "plain", folded=True)
+        return huggingface.export_target(stock, record, options)
+
+    def model(self, folder: Path, exported: Record | None = None) -> Any:
+        _, model, weights = _opened(folder)
+        return hooked_llama(model, weights, scheme=exported.scheme if exported and exported.folded else LNS)
+
+
+def _opened(folder: Path) -> tuple[dict[str, Any], Architecture, dict[str, LazyTensor]]:
+    """Their config, their model, and its weights as they are, in transformers' names.
 
     :raises LNSConfigError: not their layout, or damaged.
     """
-    model = _architecture(_read_config(source / "config.json"), source)
-    return model, _checked_weights(model, source)
+    config = _read_config(folder / "config.json")
+    model = _architecture(config, folder)
+    # RoPE's frequencies, which older transformers saved too, are left out.
+    weights = {n: tensor for n, tensor in read_weights(folder).items() if not n.endswith("rotary_emb.inv_freq")}
+    check_depth(model.n_layers, weights, folder)
+    check_shapes(weights, _llama_shapes(model), folder)
+    return config, model, weights
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -99,18 +112,6 @@ def _architecture(config: Mapping[str, Any], source: Path) -> Architecture:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise LNSConfigError(f"{source}/config.json: missing or wrong value: {error!r}") from None
     return model.checked(source / "config.json")
-
-
-def _checked_weights(model: Architecture, source: Path) -> dict[str, LazyTensor]:
-    weights = _weights(source)
-    check_depth(model.n_layers, weights, source)
-    check_shapes(weights, _llama_shapes(model), source)
-    return weights
-
-
-def _weights(source: Path) -> dict[str, LazyTensor]:
-    """Their weights; RoPE's frequencies, which older transformers saved too, are left out."""
-    return {name: tensor for name, tensor in read_weights(source).items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def _llama_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 def run(args: argparse.Namespace) -> list[str]:
     """Do what the parsed arguments say; returns the report, one line each."""
     from olmo_lns.export.atomic import atomic_folder
-    from olmo_lns.export.card import write_card
+    from olmo_lns.export.huggingface import write_card
     from olmo_lns.export.options import HF, Options
     from olmo_lns.export.sources import format_of, source_of
     from olmo_lns.norm import dtypes
@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> list[str]:
     if args.unfold and options.dtype is not None:
         raise LNSConfigError("--unfold keeps the dtype of the checkpoint: training continues from it")
     rounding = options.rounding
-    write = (source.unfold if args.unfold else source.fold)(checkpoint, options)
+    target = (source.unfold if args.unfold else source.fold)(checkpoint, options)
     with atomic_folder(options.output) as folder:
-        lines = write(folder)
+        lines = target.write(folder)
         if options.format == HF:
             write_card(folder, checkpoint.resolve().name, rounding)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

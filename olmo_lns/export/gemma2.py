@@ -6,6 +6,7 @@ its gains are stored minus one, its activation is set to SiLU and its soft-cappi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Mapping
 
 import torch
@@ -14,11 +15,11 @@ from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import huggingface
-from olmo_lns.export.fold import Rounding, cast
-from olmo_lns.record import Record
+from olmo_lns.export.fold import Rounding, check_finite
+from olmo_lns.export.options import Options
 from olmo_lns.schemes import Plan, Scheme
 
-__all__ = ["NAME", "has_form", "renamed", "transformers_config"]
+__all__ = ["NAME", "has_form", "stock"]
 
 NAME = "Gemma2ForCausalLM"
 #: Our norms of a block -> Gemma 2's.
@@ -48,21 +49,37 @@ def check(model: Architecture) -> None:
         )
 
 
-def renamed(
+def stock(
+    model: Architecture,
+    scheme: Scheme,
+    weights: Mapping[str, LazyTensor],
+    options: Options,
+    tokenizer: str | None,
+    beside: Path,
+) -> huggingface.Stock:
+    """:param weights: OLMo's names, the scheme's own among them.
+
+    :raises LNSConfigError: Gemma 2 does not compute this model.
+    """
+    check(model)
+    why = f"its blocks have the four norms of {scheme.definition.title}"
+    made = _renamed(model, scheme, weights, options.rounding, options.dtype)
+    return huggingface.Stock(_config(model), made, why, tokenizer, beside)
+
+
+def _renamed(
     model: Architecture,
     scheme: Scheme,
     weights: Mapping[str, LazyTensor],
     rounding: Rounding,
     dtype: torch.dtype | None,
 ) -> dict[str, LazyTensor]:
-    """OLMo's weights under transformers' names, gains minus one, the embedding over sqrt(d).
-
-    :raises LNSConfigError: Gemma 2 does not compute this model.
-    """
-    check(model)
+    """OLMo's weights under transformers' names, gains minus one, the embedding over sqrt(d)."""
     embedding = weights["transformer.wte.weight"]
     wanted = dtype or embedding.dtype
-    result = {"model.embed_tokens.weight": rounding.folded("transformer.wte.weight", embedding, _root(model), wanted)}
+    result = {
+        "model.embed_tokens.weight": rounding.folded("transformer.wte.weight", embedding, model.d_model**-0.5, wanted)
+    }
     for index in range(model.n_layers):
         block, layer = f"transformer.blocks.{index}", f"model.layers.{index}"
         for ours, theirs in _NORMS.items():
@@ -70,15 +87,11 @@ def renamed(
             scale = plan.branch_scale if ours.endswith("_out") else plan.norm_scale
             result[f"{layer}.{theirs}.weight"] = _gain(model, weights, f"{block}.{ours}.weight", scale, wanted)
         for name, tensor in huggingface.projections(model, weights, index).items():
-            result[f"{layer}.{name}"] = cast(name, tensor, dtype or tensor.dtype, rounding)
+            result[f"{layer}.{name}"] = rounding.folded(f"{layer}.{name}", tensor, 1.0, dtype or tensor.dtype)
     result["model.norm.weight"] = _gain(model, weights, "transformer.ln_f.weight", 1.0, wanted)
     head = embedding if model.weight_tying else weights["transformer.ff_out.weight"]
-    result["lm_head.weight"] = cast("lm_head.weight", head, wanted, rounding)
+    result["lm_head.weight"] = rounding.folded("lm_head.weight", head, 1.0, wanted)
     return result
-
-
-def _root(model: Architecture) -> float:
-    return float(model.d_model**-0.5)
 
 
 def _gain(
@@ -91,11 +104,16 @@ def _gain(
     shape = (model.d_model,)
     if name not in weights:
         return LazyTensor(shape, dtype, lambda: torch.full(shape, scale - 1.0, dtype=torch.float64).to(dtype))
-    return weights[name].map(lambda t: (t.double() * scale - 1.0).to(dtype), dtype=dtype)
+
+    def shifted(gain: torch.Tensor) -> torch.Tensor:
+        check_finite(name, gain)
+        return (gain.double() * scale - 1.0).to(dtype)
+
+    return weights[name].map(shifted, dtype=dtype)
 
 
-def transformers_config(model: Architecture, dtype: torch.dtype, record: Record) -> dict[str, Any]:
-    """``config.json`` of a Gemma 2 without what only Gemma 2 has."""
+def _config(model: Architecture) -> dict[str, Any]:
+    """Of a Gemma 2 without what only Gemma 2 has."""
     return {
         "architectures": [NAME],
         "model_type": "gemma2",
@@ -120,7 +138,5 @@ def transformers_config(model: Architecture, dtype: torch.dtype, record: Record)
         "initializer_range": model.init_std,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "torch_dtype": str(dtype).removeprefix("torch."),
         **huggingface.special_tokens(model.eos_token_id, model.pad_token_id, model.embeddings),
-        **huggingface.record_keys(record),
     }

@@ -4,8 +4,6 @@
 whose norms have neither factor nor gain, whatever the checkpoint holds. ``hf_olmo`` keeps the
 name of the norm but not the exponent. A script runs as ``__main__`` and imports neither OLMo nor
 this package, so the first is recognised by its file name when it imports transformers' Olmo, before it works.
-Under another name it is recognised by what it cannot do without: it opens the weights of a checkpoint, and
-saves transformers' own configuration of OLMo.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-import os
 import sys
 from dataclasses import replace as replace_fields
 from pathlib import Path
@@ -34,18 +31,6 @@ log = logging.getLogger("olmo_lns")
 TRIGGER = "transformers.models.olmo.configuration_olmo"
 #: OLMo's script, and the copy of it that transformers ships.
 CONVERTERS = ("convert_olmo_to_hf_new", "convert_olmo_weights_to_hf")
-#: Where transformers has its configurations of OLMo models -> the class, and whether its norms have gains.
-CONFIGURATIONS = {
-    TRIGGER: ("OlmoConfig", False),
-    "transformers.models.olmo2.configuration_olmo2": ("Olmo2Config", True),
-}
-#: A file whose opening means that the weights of an OLMo checkpoint are read -> the checkpoint's folder from there.
-_WEIGHTS = {"model.pt": ".", ".metadata": ".."}
-#: Whose reading and saving is no conversion: OLMo's Trainer, whose checkpoints the plugin compares, and our own rooms
-#: (not the integrations, which stand between a converter and OLMo's functions).
-_ROOMS = ("checkpoints", "demo", "diagnostics", "export", "finetune", "models", "study", "vision")
-_OURS = ("olmo.train", *(f"olmo_lns.{room}." for room in _ROOMS))
-_read: dict[str, None] = {}
 _installed: list[bool] = []
 _VERIFIED = {"01810dd1b8a5ed6b": "ai2-olmo 0.5.0 to main (2025-09)"}
 
@@ -62,8 +47,6 @@ def install() -> None:
         return
     _installed.append(True)
     on_import(TRIGGER, lambda module: _check_script())
-    for name in CONFIGURATIONS:
-        on_import(name, _guard_configuration)
     on_import("hf_olmo.configuration_olmo", _guard_hf_olmo)
     for name in CONVERTERS[:1]:
         for module in (name, f"scripts.{name}"):
@@ -101,50 +84,6 @@ def _check_script() -> None:
     folder = parser.parse_known_args(sys.argv[1:])[0].input_dir
     if folder:
         check_conversion(folder, keeps_gains=False)
-
-
-def _guard_configuration(module: ModuleType) -> None:
-    """Refuse to save a configuration of OLMo in a process that has read weights of a scheme."""
-    name, keeps_gains = CONFIGURATIONS[module.__name__]
-    config_class: Any = getattr(module, name)
-    original = config_class.save_pretrained
-    if getattr(original, MARKER, False):
-        return
-    _watch()
-
-    @functools.wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self) is config_class and not _is_ours():  # a class of ours, below it, carries its scheme
-            for folder in list(_read):
-                check_conversion(folder, keeps_gains=keeps_gains)
-        return original(self, *args, **kwargs)
-
-    setattr(save_pretrained, MARKER, True)
-    config_class.save_pretrained = save_pretrained
-
-
-@functools.cache
-def _watch() -> None:
-    sys.addaudithook(_note)
-
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook: Python tells of every file that is opened, by whatever function."""
-    if event == "open" and isinstance(arguments[0], (str, os.PathLike)) and "r" in (arguments[1] or "r"):
-        folder, name = os.path.split(os.fspath(arguments[0]))
-        if name in _WEIGHTS and not _is_ours():
-            _read[os.path.normpath(os.path.join(os.getcwd(), folder, _WEIGHTS[name]))] = None
-
-
-def _is_ours() -> bool:
-    """Whether one of :data:`_OURS` is at work further up."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith(_OURS) and name != __name__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _guard_function(target: Target) -> None:

@@ -7,33 +7,45 @@ StableLmForCausalLM  LayerNorm with gain, with or without bias
 =================  =======================================================================
 
 All three are SwiGLU decoders with RoPE, in the layout that OLMo uses: ``att_proj`` is [q, k, v],
-``ff_proj`` is [up, gate], and the rotation pairs element i with i + head_dim/2.
+``ff_proj`` is [up, gate], and the rotation pairs element i with i + head_dim/2. Then how every such folder is written,
+as a stock model or, factors outside the weights, as one of ours.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Mapping
 
 import torch
 
+from olmo_lns import __version__
 from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.records import record_in
 from olmo_lns.checkpoints.shards import write_safetensors
 from olmo_lns.checkpoints.tensors import LazyTensor, split_rows
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.export import tokenizer
+from olmo_lns.export.fold import Rounding
+from olmo_lns.export.options import Options, Target
 from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
 
 __all__ = [
+    "Stock",
     "choose_class",
+    "export_target",
     "llama_names",
+    "of_olmo",
     "problems",
     "projections",
+    "special_tokens",
     "to_huggingface",
+    "train_target",
     "transformers_config",
-    "write_huggingface",
+    "write_card",
 ]
 
 _MODEL_TYPES = {"LlamaForCausalLM": "llama", "OlmoForCausalLM": "olmo", "StableLmForCausalLM": "stablelm"}
@@ -141,8 +153,8 @@ def _norm(
     return {f"{theirs}.{part}": weights.get(f"{ours}.{part}", constant) for part, constant in constants.items()}
 
 
-def transformers_config(model: Architecture, dtype: torch.dtype, record: Record) -> dict[str, Any]:
-    """``config.json``, in keys that transformers 4 and 5, vLLM and llama.cpp read."""
+def transformers_config(model: Architecture) -> dict[str, Any]:
+    """``config.json`` but for the dtype, in keys that transformers 4 and 5, vLLM and llama.cpp read."""
     name, _ = choose_class(model)
     config: dict[str, Any] = {
         "architectures": [name],
@@ -160,7 +172,6 @@ def transformers_config(model: Architecture, dtype: torch.dtype, record: Record)
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.weight_tying,
         "use_cache": True,
-        "torch_dtype": str(dtype).removeprefix("torch."),
         **special_tokens(model.eos_token_id, model.pad_token_id, model.embeddings),
     }
     if name == "LlamaForCausalLM":
@@ -171,12 +182,7 @@ def transformers_config(model: Architecture, dtype: torch.dtype, record: Record)
     else:
         config |= {"layer_norm_eps": model.layer_norm_eps, "use_qkv_bias": False, "partial_rotary_factor": 1.0}
         config |= {"qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.0}
-    return config | record_keys(record)
-
-
-def record_keys(record: Record) -> dict[str, Any]:
-    """What tells later readers of a config that the factor is inside; stock code keeps and ignores it."""
-    return {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
+    return config
 
 
 def special_tokens(eos: Any, pad: Any, vocabulary: int) -> dict[str, Any]:
@@ -185,26 +191,168 @@ def special_tokens(eos: Any, pad: Any, vocabulary: int) -> dict[str, Any]:
     return {role: i if isinstance(i, int) and 0 <= i < vocabulary else None for role, i in ids.items()}
 
 
-def write_huggingface(
-    out: Path, weights: Mapping[str, LazyTensor], config: Mapping[str, Any], *, max_shard_bytes: int
-) -> None:
-    """Write weights (transformers' names), generation_config.json and, last, config.json."""
-    write_safetensors(out, weights, max_shard_bytes)
-    generation = {k: config.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"use_cache": True}
-    _write_json(out / "generation_config.json", generation)
-    _write_json(out / "config.json", dict(config))
+@dataclass(frozen=True)
+class Stock:
+    """A model that a stock class computes.
+
+    :param config: of that class, without dtype and record. :param weights: by transformers' names.
+    :param why: that class computes it. :param tokenizer: its own, where it names one.
+    :param beside: the checkpoint.
+    """
+
+    config: dict[str, Any]
+    weights: Mapping[str, LazyTensor]
+    why: str
+    tokenizer: str | None
+    beside: Path
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return str(self.config["architectures"][0])
+
+    def write_tokenizer(self, out: Path, options: Options) -> str:
+        return tokenizer.write_tokenizer(
+            out, options.tokenizer or self.tokenizer, config=self.config, beside=self.beside
+        )
+
+    def write(self, out: Path, options: Options, record: Mapping[str, Any]) -> None:
+        """Weights, generation_config.json and, last, config.json.
+
+        :raises LNSConfigError: a dtype that weights are not written in.
+        """
+        config = self.config | {"torch_dtype": self.dtype} | dict(record)
+        write_safetensors(out, self.weights, options.max_shard_size)
+        generation = {k: config.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"use_cache": True}
+        _write_json(out / "generation_config.json", generation)
+        _write_json(out / "config.json", config)
+
+    @property
+    def dtype(self) -> str:
+        """The one to name in the config: that of the embedding. :raises LNSConfigError: none that is written."""
+        dtype = self.weights["model.embed_tokens.weight"].dtype
+        if dtype not in DTYPES.values():
+            raise LNSConfigError(f"the weights are {dtype}: give --dtype fp32, bf16 or fp16")
+        return str(dtype).removeprefix("torch.")
+
+
+def of_olmo(model: Architecture, weights: Mapping[str, LazyTensor], tokenizer: str | None, beside: Path) -> Stock:
+    """:param weights: OLMo's names, already folded, or as they were trained.
+
+    :raises LNSConfigError: no class computes this model.
+    """
+    _, why = choose_class(model)
+    return Stock(transformers_config(model), to_huggingface(model, weights), why, tokenizer, beside)
+
+
+def export_target(stock: Stock, record: Record, options: Options) -> Target:
+    """The folder that stock software runs, its factors folded in."""
+    # What tells later readers of a config that the factor is inside; stock code keeps and ignores it.
+    said: dict[str, Any] = {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
+
+    def write(out: Path) -> list[str]:
+        lines = [f"{stock.name}: {stock.why}", f"lns: {'folded' if said else 'none (a Pre-LN model)'}"]
+        lines.append(stock.write_tokenizer(out, options))
+        stock.write(out, options, said)
+        return lines
+
+    return Target(write, stock.weights, stock.config)
+
+
+def train_target(stock: Stock, saved: Record, options: Options) -> Target:
+    """A model folder of ours to train on in transformers, its factors outside the weights.
+
+    :param saved: of the checkpoint, from which ``stock`` was unfolded where it was folded.
+    :raises LNSConfigError: Pre-LN, or a model or scheme that the transformers integration does not have.
+    """
+    from olmo_lns.integrations.transformers.families import FAMILIES
+    from olmo_lns.integrations.transformers.sites import require_supported
+
+    folder, kind = stock.beside, str(stock.config["model_type"])
+    if saved.scheme.is_pre_ln:
+        raise LNSConfigError(f"{folder} is Pre-LN: olmo-lns export --format hf makes a stock model of it")
+    family = FAMILIES.get(kind)
+    if family is None or family.sub_layers is None:
+        raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers integration does not know")
+    require_supported(family, saved.scheme, int(stock.config["num_hidden_layers"]))
+    record = replace(saved, folded=False, plugin_version=__version__)
+
+    def config() -> Any:
+        from olmo_lns.integrations.transformers.configs import config_class
+
+        values = {name: value for name, value in stock.config.items() if name != "model_type"}
+        made = config_class(family)(**values, lns_record=record.as_dict())
+        made.architectures = [f"LNS{stock.name}"]
+        return made
+
+    def write(out: Path) -> list[str]:
+        made = config()
+        setattr(made, "dtype" if hasattr(made, "dtype") else "torch_dtype", stock.dtype)  # since 4.56
+        note = stock.write_tokenizer(out, options)
+        stock.write(out, options, {})
+        made.save_pretrained(out)
+        state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
+        return [f"{made.model_type}: {record}", state, note]
+
+    return Target(write, stock.weights, config().to_dict())
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def dominant_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
-    """The dtype to name in the config: that of the embedding.
+def write_card(folder: Path, source: str, rounding: Rounding) -> None:
+    """Write README.md beside a finished config.json: what the weights are, how exact they are, how to load them.
 
-    :raises LNSConfigError: one that weights are not written in.
+    :param source: name of the checkpoint's folder, without its path.
     """
-    dtype = weights["model.embed_tokens.weight"].dtype
-    if dtype not in DTYPES.values():
-        raise LNSConfigError(f"the weights are {dtype}: give --dtype fp32, bf16 or fp16")
-    return dtype
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    record = record_in(folder) or Record()
+    name = (config.get("architectures") or [config.get("model_type", "?")])[0]
+    if record.folded:
+        what = (
+            f"trained under `{record.scheme}` ({record.scheme.definition.title}); the factor is folded into the weights"
+        )
+    else:
+        what = "a Pre-LN model"
+    record_lines = "\n".join(f"| {key} | `{value}` |" for key, value in record.as_dict().items())
+    text = f"""---
+library_name: transformers
+tags: [olmo-lns, {record.scheme.name}]
+---
+
+# {source}
+
+`{name}`, {what}. It runs in stock transformers, vLLM and whatever else reads this class; no custom code.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(".")  # this folder
+```
+
+| | |
+|---|---|
+| dtype | `{str(config.get("torch_dtype", config.get("dtype", "?"))).removeprefix("torch.")}` |
+| blocks | {config.get("num_hidden_layers", "?")} |
+| hidden size | {config.get("hidden_size", "?")} |
+{record_lines}
+
+{_changes(rounding)} `SHA256SUMS` holds the hash of every file; compare the logits with those of the checkpoint by
+`olmo-lns verify CHECKPOINT .`. To train on under the scheme, unfold the checkpoint first: a folded model computes the
+same, but its gradients are not those of the scheme.
+
+Written by olmo-lns {__version__}.
+"""
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _changes(rounding: Rounding) -> str:
+    """What was done to the weights, in the dtype they are written in."""
+    done = {"multiplied by their block's factor": rounding.multiplied, "written in another dtype": rounding.cast}
+    lines = [f"{len(names)} tensors were {what}; " for what, names in done.items() if names]
+    return (
+        "".join([*lines, f"largest relative rounding error {rounding.worst:.2e}."])
+        if lines
+        else "No weight was changed."
+    )

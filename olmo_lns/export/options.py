@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Callable, Mapping
 
 import torch
 
+from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.fold import Rounding
 from olmo_lns.record import Record
 
-__all__ = ["FORMATS", "HF", "MEGATRON", "OLMO", "OLMO_CORE", "OLMO_UNSHARDED", "Options", "Target"]
+__all__ = [
+    "FORMATS",
+    "HF",
+    "MEGATRON",
+    "OLMO",
+    "OLMO_CORE",
+    "OLMO_UNSHARDED",
+    "Options",
+    "Source",
+    "Target",
+]
 
 OLMO, OLMO_UNSHARDED, OLMO_CORE, HF, MEGATRON = FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
 
@@ -48,16 +59,25 @@ class Options:
             )
 
 
-class Target(Protocol):
-    """An export that can be made: what it is made of was read and checked, and nothing is written yet."""
+@dataclass(frozen=True)
+class Target:
+    """An export that can be made: what it is made of was read and checked, and nothing is written yet.
 
-    def __call__(self, out: Path, /) -> list[str]:
-        """Write it into the empty folder ``out``; returns what is worth telling, one line each."""
-        ...
+    :param write: writes it into an empty folder; returns what is worth telling, one line each.
+    :param weights: what is written, each read when its turn comes; by the names that the export's reader gives them.
+    :param config: of the model that is written, without its dtype.
+    """
+
+    write: Callable[[Path], list[str]]
+    weights: Mapping[str, LazyTensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Source(Protocol):
-    """A kind of checkpoint, as :data:`olmo_lns.export.sources.SOURCES` lists them."""
+class Source:
+    """A kind of checkpoint, as :data:`olmo_lns.export.sources.SOURCES` lists them.
+
+    Each method raises :class:`LNSConfigError` for a checkpoint that it cannot do this with.
+    """
 
     name: str
     #: As a message calls it: "an OLMo checkpoint".
@@ -67,23 +87,23 @@ class Source(Protocol):
 
     def recognises(self, folder: Path) -> bool:
         """Whether ``folder`` holds such a checkpoint."""
-        ...
+        raise NotImplementedError
 
     def fold(self, folder: Path, options: Options) -> Target:
-        """The checkpoint with its factors inside the weights. :raises LNSConfigError: refused."""
-        ...
+        """The checkpoint with its factors inside the weights."""
+        raise NotImplementedError
 
     def unfold(self, folder: Path, options: Options) -> Target:
-        """A folded checkpoint with its factors outside again. :raises LNSConfigError: refused."""
-        ...
+        """A folded checkpoint with its factors outside again."""
+        raise LNSConfigError(f"--unfold reads OLMo, OLMo-core and Megatron checkpoints, not --source {self.name}")
 
     def train(self, folder: Path, options: Options) -> Target:
-        """The checkpoint as a model folder of ours for transformers, to train on. :raises LNSConfigError: refused."""
-        ...
+        """The checkpoint as a model folder of ours for transformers, to train on."""
+        raise LNSConfigError(f"hf import reads OLMo, OLMo-core and Megatron checkpoints, not {self.kind}")
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
-        """The model with its factors, in fp32: a module that gives logits. :raises LNSConfigError: refused.
+        """The model with its factors, in fp32: a module that gives logits.
 
         :param exported: what its export says of it, for a checkpoint that says nothing itself.
         """
-        ...
+        raise NotImplementedError

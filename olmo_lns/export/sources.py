@@ -1,149 +1,24 @@
-"""The kinds of checkpoints that are exported: for each, how it is recognised, folded, unfolded, brought in and run."""
+"""The kinds of checkpoints that are exported, and which of them a folder holds."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from olmo_lns.checkpoints.megatron import MegatronCheckpoint, is_megatron
-from olmo_lns.checkpoints.olmo import OLMoCheckpoint, checkpoints_inside, is_olmo
-from olmo_lns.checkpoints.olmo_core import is_olmo_core
+from olmo_lns.checkpoints.olmo import checkpoints_inside
 from olmo_lns.checkpoints.records import record_in
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import (
-    as_trained,
-    authors,
-    from_olmo,
-    megatron,
-    olmo_core,
-    olmo_core_unfold,
-    transformers_folder,
-    unfold,
-)
-from olmo_lns.export.hooked import hooked_llama
-from olmo_lns.export.options import HF, MEGATRON, OLMO, OLMO_CORE, OLMO_UNSHARDED, Options, Source, Target
+from olmo_lns.export.authors import Authors
+from olmo_lns.export.megatron import Megatron
+from olmo_lns.export.olmo import OLMo
+from olmo_lns.export.olmo_core import OLMoCore
+from olmo_lns.export.options import HF, Source
+from olmo_lns.export.transformers_folder import ModelFolder
 from olmo_lns.record import Record
-from olmo_lns.schemes import LNS, PRE_LN
 
 __all__ = ["SOURCES", "format_of", "source_of"]
 
-
-class _OLMo:
-    name = "olmo"
-    kind = "an OLMo checkpoint"
-    formats: tuple[str, ...] = (OLMO, OLMO_UNSHARDED, HF)
-
-    def recognises(self, folder: Path) -> bool:
-        return is_olmo(folder)
-
-    def fold(self, folder: Path, options: Options) -> Target:
-        return from_olmo.olmo_target(folder, options)
-
-    def unfold(self, folder: Path, options: Options) -> Target:
-        return unfold.olmo_target(folder, options)
-
-    def train(self, folder: Path, options: Options) -> Target:
-        return as_trained.olmo_target(folder, options)
-
-    def model(self, folder: Path, exported: Record | None = None) -> Any:
-        from olmo_lns.models.olmo import open_olmo
-
-        OLMoCheckpoint.open(folder)  # its weights against its config, as for an export
-        return open_olmo(folder)
-
-
-class _OLMoCore:
-    name = "olmo-core"
-    kind = "an OLMo-core checkpoint"
-    formats: tuple[str, ...] = (OLMO_CORE, HF)
-
-    def recognises(self, folder: Path) -> bool:
-        return is_olmo_core(folder)
-
-    def fold(self, folder: Path, options: Options) -> Target:
-        return olmo_core.target(folder, options)
-
-    def unfold(self, folder: Path, options: Options) -> Target:
-        return olmo_core_unfold.unfold_target(folder, options)
-
-    def train(self, folder: Path, options: Options) -> Target:
-        return as_trained.olmo_core_target(folder, options)
-
-    def model(self, folder: Path, exported: Record | None = None) -> Any:
-        from olmo_lns.models.olmo_core import open_olmo_core
-
-        return open_olmo_core(folder)
-
-
-class _Megatron:
-    name = "megatron"
-    kind = "a Megatron checkpoint"
-    formats: tuple[str, ...] = (MEGATRON, HF)
-
-    def recognises(self, folder: Path) -> bool:
-        return is_megatron(folder)
-
-    def fold(self, folder: Path, options: Options) -> Target:
-        return megatron.target(folder, options)
-
-    def unfold(self, folder: Path, options: Options) -> Target:
-        return unfold.megatron_target(folder, options)
-
-    def train(self, folder: Path, options: Options) -> Target:
-        return as_trained.megatron_target(folder, options)
-
-    def model(self, folder: Path, exported: Record | None = None) -> Any:
-        checkpoint = MegatronCheckpoint.open(folder)
-        scheme = checkpoint.record.scheme if checkpoint.record.active else PRE_LN
-        return hooked_llama(*checkpoint.as_olmo(), scheme=scheme)
-
-
-class _Transformers:
-    name = "transformers"
-    kind = "a transformers model"
-    formats: tuple[str, ...] = (HF,)
-
-    def recognises(self, folder: Path) -> bool:
-        return transformers_folder.is_ours(folder)
-
-    def fold(self, folder: Path, options: Options) -> Target:
-        return transformers_folder.target(folder, options)
-
-    def unfold(self, folder: Path, options: Options) -> Target:
-        raise _not_unfolded(self)
-
-    def train(self, folder: Path, options: Options) -> Target:
-        raise LNSConfigError(f"{folder} is a transformers folder of ours already: train on it as it is")
-
-    def model(self, folder: Path, exported: Record | None = None) -> Any:
-        return transformers_folder.load(folder).float().eval()
-
-
-class _Authors:
-    """The paper's LLaMA code; its files say nothing about the norms, so it is never recognised."""
-
-    name = "authors"
-    kind = "the paper's LLaMA"
-    formats: tuple[str, ...] = (HF,)
-
-    def recognises(self, folder: Path) -> bool:
-        return False
-
-    def fold(self, folder: Path, options: Options) -> Target:
-        return authors.target(folder, options)
-
-    def unfold(self, folder: Path, options: Options) -> Target:
-        raise _not_unfolded(self)
-
-    def train(self, folder: Path, options: Options) -> Target:
-        raise LNSConfigError("hf import reads OLMo, OLMo-core and Megatron checkpoints, not --source authors")
-
-    def model(self, folder: Path, exported: Record | None = None) -> Any:
-        return hooked_llama(*authors.unfolded(folder), scheme=exported.scheme if exported and exported.folded else LNS)
-
-
 #: In the order in which a folder is looked at.
-SOURCES: tuple[Source, ...] = (_OLMo(), _OLMoCore(), _Megatron(), _Transformers(), _Authors())
+SOURCES: tuple[Source, ...] = (OLMo(), OLMoCore(), Megatron(), ModelFolder(), Authors())
 
 
 def source_of(folder: Path, name: str = "auto") -> Source:
@@ -187,7 +62,3 @@ def format_of(source: Source, folder: Path, asked: str | None, *, unfold: bool) 
         how = "is unfolded into" if unfold else "is written as"
         raise LNSConfigError(f"--format {asked}: {folder} is {source.kind}, which {how} {' or '.join(formats)}")
     return asked or formats[0]
-
-
-def _not_unfolded(source: Source) -> LNSConfigError:
-    return LNSConfigError(f"--unfold reads OLMo, OLMo-core and Megatron checkpoints, not --source {source.name}")

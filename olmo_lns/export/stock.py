@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.autoload import DISABLE
@@ -18,66 +21,39 @@ __all__ = ["StockOLMo", "open_export"]
 _PROGRAM = Path(__file__).with_name("stock_olmo.py")
 
 
+@dataclass(frozen=True)
 class StockOLMo:
-    """An OLMo export in a process of its own, in which this package's plugin is not loaded.
+    """An OLMo export, run in a process of its own in which this package's plugin is not loaded.
 
     :param dtype: what the weights are run in.
-    :raises LNSConfigError: stock OLMo cannot load the folder.
     """
 
-    def __init__(self, folder: Path, dtype: Any) -> None:
-        self.folder, self.dtype = folder, dtype
+    folder: Path
+    dtype: torch.dtype
+
+    def run(self, batches: torch.Tensor) -> list[tuple[torch.Tensor, str | None]]:
+        """For each row of ``batches`` (int64, (count, length)) its logits in float32, (1, length, embeddings), and the
+        first module whose output is not finite.
+
+        :raises LNSConfigError: stock OLMo cannot load the folder, or ended.
+        """
         # The program's text, not its file: the folder of the file must not get on the module path.
         program = f"import sys; sys.path[:] = {sys.path!r}\n" + _PROGRAM.read_text(encoding="utf-8").replace(
             "from __future__ import annotations\n", ""
         )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program, str(folder), str(dtype).removeprefix("torch.")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, DISABLE: "1"},
-        )
-        try:
-            self._answer()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> StockOLMo:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def __call__(self, ids: Any) -> tuple[Any, str | None]:
-        """Logits (1, length, embeddings) in float32 of ``ids`` (1, length), and the first module not finite."""
-        import torch
-
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: its answer says why
-            self._process.stdin.write(json.dumps(ids[0].tolist()).encode() + b"\n")
-            self._process.stdin.flush()
-        header = self._answer()
-        size = 4 * torch.Size(header["shape"]).numel()
-        data = bytearray(self._process.stdout.read(size))
-        if len(data) < size:
-            raise LNSConfigError(f"{self.folder}: stock OLMo ended with exit code {self._process.wait()}")
-        return torch.frombuffer(data, dtype=torch.float32).view(header["shape"]), header["not_finite"]
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise LNSConfigError(f"{self.folder}: stock OLMo ended with exit code {self._process.wait()}")
-        header: dict[str, Any] = json.loads(line)
-        if "error" in header:
-            raise LNSConfigError(f"{self.folder}: stock OLMo cannot run it: {one_line(header['error'])}")
-        return header
+        with tempfile.TemporaryDirectory() as place:
+            asked, answer = Path(place, "ids.pt"), Path(place, "logits.pt")
+            torch.save(batches, asked)
+            arguments = [str(self.folder), str(self.dtype).removeprefix("torch."), str(asked), str(answer)]
+            command = [sys.executable, "-c", program, *arguments]
+            environment = {**os.environ, DISABLE: "1"}
+            done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            if not answer.is_file():
+                raise LNSConfigError(f"{self.folder}: stock OLMo ended with exit code {done.returncode}")
+            found: Any = torch.load(answer, weights_only=True)
+        if isinstance(found, str):
+            raise LNSConfigError(f"{self.folder}: stock OLMo cannot run it: {one_line(found)}")
+        return list(found)
 
 
 def open_export(folder: Path) -> tuple[Any, int, int]:
@@ -104,12 +80,12 @@ def open_export(folder: Path) -> tuple[Any, int, int]:
         return _transformers(folder)
     if (folder / "config.yaml").is_file():
         from olmo_lns.checkpoints.olmo import OLMoCheckpoint
-        from olmo_lns.export import fold_schemes
+        from olmo_lns.export import fold
         from olmo_lns.models.olmo import open_olmo
 
         checkpoint = OLMoCheckpoint.open(folder)
         scheme, layers = checkpoint.record.scheme, checkpoint.architecture.n_layers
-        if checkpoint.record.active and fold_schemes.obstacle(scheme, layers):
+        if checkpoint.record.active and fold.obstacle(scheme, layers):
             # No stock software runs it: what there is to compare is our own model of its weights.
             loaded: Any = open_olmo(folder).to(next(iter(checkpoint.tensors.values())).dtype)
             return loaded, checkpoint.architecture.vocab_size, checkpoint.architecture.max_sequence_length

@@ -1,19 +1,17 @@
 """Run an OLMo checkpoint in stock OLMo: the program of a process of its own (see :mod:`olmo_lns.export.stock`).
 
 It imports nothing of this package, and keeps the plugin out also of an OLMo that was patched to load it. Arguments:
-folder, dtype. It reads one JSON list of token ids a line and answers with one JSON line and, where that says a
-shape, the logits' bytes (float32).
+folder, dtype, a file of token ids, (count, length), and the file to write: for each prompt its logits and the first
+module that is not finite, or what went wrong.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
 import sys
 import types
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 from unittest import mock
 
 __all__ = ["logits_of"]
@@ -25,6 +23,7 @@ def logits_of(model: Any, ids: Any) -> tuple[Any, str | None]:
     Modules are looked at only when the logits are not finite: then the model runs again.
     """
     import torch
+    from torch.utils._pytree import tree_leaves
 
     found_logits = model(ids)
     logits = getattr(found_logits, "logits", found_logits).float()  # OLMo-core returns the logits themselves
@@ -34,7 +33,8 @@ def logits_of(model: Any, ids: Any) -> tuple[Any, str | None]:
 
     def look(name: str) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            if not found and not all(bool(torch.isfinite(t).all()) for t in _tensors(output)):
+            leaves = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+            if not found and not all(bool(torch.isfinite(leaf).all()) for leaf in leaves):
                 found.append(name or "the logits")
 
         return hook
@@ -46,18 +46,6 @@ def logits_of(model: Any, ids: Any) -> tuple[Any, str | None]:
         for handle in handles:
             handle.remove()
     return logits, found[0] if found else "the logits"
-
-
-def _tensors(output: Any) -> Iterator[Any]:
-    """The floating-point tensors in a module's output."""
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, (list, tuple, dict)):
-        for item in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(item)
 
 
 def _without_plugins() -> Any:
@@ -103,24 +91,17 @@ def _load(folder: Path) -> Any:
 
 
 def main() -> None:
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what OLMo prints must not come between the answers
+    import torch
 
-    def answer(data: bytes = b"", **header: Any) -> None:
-        output.write(json.dumps(header).encode() + b"\n" + data)
-        output.flush()
-
+    folder, dtype, asked, answer = sys.argv[1:]
     try:
-        import torch
-
-        model = _load(Path(sys.argv[1])).to(getattr(torch, sys.argv[2])).eval()
-        answer(ready=True)
+        model = _load(Path(folder)).to(getattr(torch, dtype)).eval()
         with torch.inference_mode():
-            for line in sys.stdin:
-                logits, first = logits_of(model, torch.tensor([json.loads(line)]))
-                answer(logits.numpy().tobytes(), shape=list(logits.shape), not_finite=first)
+            found: Any = [logits_of(model, ids) for ids in torch.load(asked, weights_only=True).split(1)]
     except Exception as error:  # whatever stock OLMo raises is the answer
-        answer(error=f"{type(error).__name__}: {error}")
+        found = f"{type(error).__name__}: {error}"
+    torch.save(found, f"{answer}.partial")
+    Path(f"{answer}.partial").rename(answer)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,31 @@ import contextlib
 import importlib.resources
 import json
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Iterable, Mapping
 
 from olmo_lns import hub
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export.atomic import copy_unread
 
-__all__ = ["NONE", "write_tokenizer"]
+__all__ = ["NONE", "identifier_in", "write_tokenizer"]
 
 #: Given as the tokenizer: leave it out.
 NONE = "none"
 _FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template.jinja")
+
+
+def identifier_in(config: Mapping[str, Any], source: object) -> str | None:
+    """``tokenizer.identifier`` of a config of OLMo's, or of the dataset of an OLMo-core config; None without one.
+
+    :raises LNSConfigError: another kind of value stands there.
+    """
+    section = config.get("tokenizer") or {}
+    if not isinstance(section, Mapping):
+        raise LNSConfigError(f"{source}: tokenizer must be a section with an identifier, found {section!r:.80}")
+    identifier = section.get("identifier")
+    if identifier is not None and not isinstance(identifier, str):
+        raise LNSConfigError(f"{source}: tokenizer.identifier must be a name or path, found {identifier!r:.80}")
+    return identifier
 
 
 def write_tokenizer(out: Path, identifier: str | None, *, config: dict[str, Any], beside: Path) -> str:

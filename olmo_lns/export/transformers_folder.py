@@ -1,4 +1,4 @@
-"""A model folder of ours (``lns_llama``, …) folded into the stock class of its family."""
+"""A model folder of ours (``lns_llama``, …) folded into the stock class of its family, a weight at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import tokenizer
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.options import Options, Target
+from olmo_lns.export.options import HF, Options, Source, Target
+from olmo_lns.record import Record
 
-__all__ = ["is_ours", "load", "target"]
+__all__ = ["ModelFolder", "is_ours", "load"]
 
 GENERATION = "generation_config.json"
 
@@ -32,40 +33,51 @@ def is_ours(folder: Path) -> bool:
     return isinstance(values, dict) and str(values.get("model_type", "")).startswith(PREFIX)
 
 
-def target(source: Path, options: Options) -> Target:
-    """``olmo-lns export <folder> <output> --format hf``; a weight is read when its turn to be written comes.
+class ModelFolder(Source):
+    name = "transformers"
+    kind = "a transformers model"
+    formats = (HF,)
 
-    :raises LNSConfigError: another exponent than the folder's, or weights that are not those of its config.
-    """
-    from olmo_lns.integrations.transformers.configs import record_of
-    from olmo_lns.integrations.transformers.folding import fold
+    def recognises(self, folder: Path) -> bool:
+        return is_ours(folder)
 
-    model = _skeleton(source)
-    options.require_exponent(record_of(model.config), source)
-    kind, record, weights = type(model).__name__, model.config.lns_record, read_weights(source)
-    _check(model, weights, source)
-    factors: dict[str, Factor] = {}
+    def fold(self, folder: Path, options: Options) -> Target:
+        from olmo_lns.integrations.transformers.configs import record_of
+        from olmo_lns.integrations.transformers.folding import fold
 
-    def note(name: str, parameter: torch.Tensor, factor: float, _: torch.dtype) -> torch.Tensor:
-        factors[name] = factor
-        return parameter
+        model = _skeleton(folder)
+        options.require_exponent(record_of(model.config), folder)
+        kind, record, weights = type(model).__name__, model.config.lns_record, read_weights(folder)
+        _check(model, weights, folder)
+        factors: dict[str, Factor] = {}
 
-    config = fold(model, note).config
-    folded = scaled(weights, factors, options.rounding, options.dtype)
-    config.architectures = [type(model).__name__]
-    if options.dtype is not None:
-        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", options.dtype)  # (since 4.56, before)
+        def note(name: str, parameter: torch.Tensor, factor: float, _: torch.dtype) -> torch.Tensor:
+            factors[name] = factor
+            return parameter
 
-    def write(out: Path) -> list[str]:
-        lines = [f"{kind} -> {type(model).__name__}: {record['scheme']} folded into the weights"]
-        lines.append(_tokenizer(source, out, options.tokenizer, config.to_dict()))
-        write_safetensors(out, folded, options.max_shard_size)
-        if (source / GENERATION).is_file():
-            copy_unread(source / GENERATION, out / GENERATION)
-        config.save_pretrained(out)
-        return lines
+        config = fold(model, note).config
+        folded = scaled(weights, factors, options.rounding, options.dtype)
+        config.architectures = [type(model).__name__]
+        if options.dtype is not None:
+            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", options.dtype)  # since 4.56
 
-    return write
+        def write(out: Path) -> list[str]:
+            lines = [f"{kind} -> {type(model).__name__}: {record['scheme']} folded into the weights"]
+            lines.append("adapters trained on the unfolded model do not fit this one: merge them first, then export")
+            lines.append(_tokenizer(folder, out, options.tokenizer, config.to_dict()))
+            write_safetensors(out, folded, options.max_shard_size)
+            if (folder / GENERATION).is_file():
+                copy_unread(folder / GENERATION, out / GENERATION)
+            config.save_pretrained(out)
+            return lines
+
+        return Target(write, folded, config.to_dict())
+
+    def train(self, folder: Path, options: Options) -> Target:
+        raise LNSConfigError(f"{folder} is a transformers folder of ours already: train on it as it is")
+
+    def model(self, folder: Path, exported: Record | None = None) -> Any:
+        return load(folder).float().eval()
 
 
 def _skeleton(source: Path) -> Any:

@@ -35,6 +35,9 @@ PLUGIN_GROUPS = {
     "transformers.models.olmo.configuration_olmo": "transformers.plugins",
     # The auto classes, by which a model type of ours is found.
     "transformers.models.auto.configuration_auto": "transformers.plugins",
+    # What loads and resumes; the trainer imports the auto classes while it is being imported.
+    "transformers.modeling_utils": "transformers.plugins",
+    "transformers.trainer": "transformers.plugins",
 }
 #: The same, loaded before the module is executed: it holds what is to be guarded, or imports it while it runs.
 EARLY_GROUPS = {
@@ -42,6 +45,8 @@ EARLY_GROUPS = {
     "convert_olmo_to_hf_new": "converters.plugins",
     "scripts.convert_olmo_to_hf_new": "converters.plugins",
 }
+#: Groups of which only this package's own entry points are run.
+OWN_GROUPS = ("transformers.plugins", "converters.plugins")
 #: What the start-up finder looks for, in ``olmo_lns_autoload.pth`` by the same names.
 WATCHED = ("olmo", "olmo_core", "megatron", "transformers", *EARLY_GROUPS)
 
@@ -127,7 +132,9 @@ def activate() -> None:
 
 
 def load_plugins(group: str) -> None:
-    """Load and call every entry point of ``group``, once per process.
+    """Load and call every entry point of ``group``, once per process; of transformers' and the converters' our own.
+
+    Those two groups are names that others may use for something else.
 
     :raises PluginError: a plugin cannot be loaded or raised; it names the plugin.
     """
@@ -135,7 +142,10 @@ def load_plugins(group: str) -> None:
         return
     check()
     _loaded_groups.add(group)
-    for entry in {e.value: e for e in importlib.metadata.entry_points(group=group)}.values():
+    found = {entry.value: entry for entry in importlib.metadata.entry_points(group=group)}
+    for entry in found.values():
+        if group in OWN_GROUPS and not _is_ours(entry):
+            continue
         try:
             entry.load()()
         except Exception as error:
@@ -144,6 +154,10 @@ def load_plugins(group: str) -> None:
                 f"plugin {entry.name!r} ({entry.value}, group {group}) failed: {error} "
                 f"[{DISABLE}=1 starts without olmo-lns]"
             ) from error
+
+
+def _is_ours(entry: importlib.metadata.EntryPoint) -> bool:
+    return entry.dist is not None and entry.dist.name.replace("_", "-") == "olmo-lns"
 
 
 def _is_namesake(group: str) -> bool:

@@ -1,8 +1,9 @@
 """Replace one symbol of somebody else's framework, and only the one that was verified.
 
 Every function that this package replaces is listed with the fingerprints of the sources it was
-read and tested against. Anything else is refused: a wrapper around an unknown function can give
-a model that trains and is wrong.
+read and tested against. Nothing else is replaced: a wrapper around an unknown function can give
+a model that trains and is wrong. Where no scheme is selected that costs a warning (:func:`replace_all`
+with a framework); where one is, :func:`require_verified` raises.
 """
 
 from __future__ import annotations
@@ -14,16 +15,31 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
 
-from olmo_lns.environment import ALLOW_UNVERIFIED, is_set
+from olmo_lns.environment import ALLOW_UNVERIFIED, DISABLE, is_set
 from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations.sources import digest
 
-__all__ = ["ALLOW_UNVERIFIED", "MARKER", "Target", "exists", "fingerprint", "is_patched", "replace", "replace_all"]
+__all__ = [
+    "ALLOW_UNVERIFIED",
+    "MARKER",
+    "Target",
+    "check_target",
+    "exists",
+    "fingerprint",
+    "is_patched",
+    "replace",
+    "replace_all",
+    "require_verified",
+    "set_aside",
+]
 
 log = logging.getLogger(__name__)
 
 #: Attribute set on every function that this package puts in an upstream's place.
 MARKER = "__olmo_lns_patched__"
+
+#: Framework -> why it was left untouched.
+_aside: dict[str, UpstreamChangedError] = {}
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,7 @@ class Target:
         except (ImportError, AttributeError) as error:
             raise UpstreamChangedError(
                 f"{self.path} does not exist ({error}); it was verified in {self.versions}. This upstream "
-                "version has moved or renamed it: install a verified version, or a newer olmo-lns."
+                f"version has moved or renamed it: install a verified version or a newer olmo-lns, or set {DISABLE}=1."
             ) from error
         return owner, name
 
@@ -87,16 +103,19 @@ def is_patched(function: Any) -> bool:
     return bool(getattr(getattr(function, "__func__", function), MARKER, False))
 
 
-def replace(target: Target, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+def replace(
+    target: Target, make: Callable[[Callable[..., Any]], Callable[..., Any]], *, only_look: bool = False
+) -> bool:
     """Replace ``target`` by ``make(original function)``.
 
     ``make`` gets the plain function (unwrapped from classmethod/staticmethod) and returns one of
     the same signature. The result keeps name, docstring and ``__wrapped__``.
 
+    :param only_look: ``make`` hands all arguments and the result on as they are: the source need not be known.
     :returns: whether it was; False when this symbol was replaced before (nothing is done then).
     :raises UpstreamChangedError: missing, or its source is not one that was verified.
     """
-    owner, name, original = _checked(target)
+    owner, name, original = _found(target) if only_look else check_target(target)
     if is_patched(original):
         return False
     wrapper_type = type(original) if isinstance(original, (classmethod, staticmethod)) else None
@@ -108,21 +127,61 @@ def replace(target: Target, make: Callable[[Callable[..., Any]], Callable[..., A
     return True
 
 
-def replace_all(pairs: Sequence[tuple[Target, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> None:
-    """:func:`replace` each pair, after all of them were verified: an error leaves upstream untouched."""
-    for target, _ in pairs:
-        _checked(target)
+def replace_all(
+    pairs: Sequence[tuple[Target, Callable[[Callable[..., Any]], Callable[..., Any]]]], *, framework: str = ""
+) -> bool:
+    """:func:`replace` each pair, after all of them were verified: otherwise upstream stays as it is.
+
+    :param framework: its name, where nothing is selected yet: what is not verified is set aside with a warning.
+    :returns: whether they were replaced.
+    :raises UpstreamChangedError: one is not verified and no framework was named.
+
+    Example: ``replace_all(pairs, framework="OLMo")`` on import; ``require_verified("OLMo")`` where a scheme is asked
+    for or a checkpoint names one.
+    """
+    try:
+        for target, _ in pairs:
+            check_target(target)
+    except UpstreamChangedError as error:
+        if not framework:
+            raise
+        set_aside(framework, error)
+        return False
     for target, make in pairs:
         replace(target, make)
+    return True
 
 
-def _checked(target: Target) -> tuple[Any, str, Any]:
-    """Where ``target`` lives and what is there, once verified (a replacement of ours was, earlier)."""
-    owner, name = target.locate()
-    original = inspect.getattr_static(owner, name)
+def set_aside(framework: str, error: UpstreamChangedError) -> None:
+    """Leave ``framework`` as it is, with one warning in a process."""
+    if framework not in _aside:
+        _aside[framework] = error
+        log.warning("olmo-lns leaves this %s untouched, and no scheme can be selected: %s", framework, error)
+
+
+def require_verified(*frameworks: str) -> None:
+    """:raises UpstreamChangedError: one of ``frameworks`` was set aside, and now a scheme is asked of it."""
+    for framework in frameworks:
+        if framework in _aside:
+            raise UpstreamChangedError(
+                f"A scheme was asked for, but this {framework} was left untouched: {_aside[framework]}"
+            )
+
+
+def check_target(target: Target) -> tuple[Any, str, Any]:
+    """Where ``target`` lives, its name there and what it is, once verified (a replacement of ours was, earlier).
+
+    :raises UpstreamChangedError: it is missing, or its source is not one that was verified.
+    """
+    owner, name, original = _found(target)
     if not is_patched(original):
         verify(target, getattr(original, "__func__", original))
     return owner, name, original
+
+
+def _found(target: Target) -> tuple[Any, str, Any]:
+    owner, name = target.locate()
+    return owner, name, inspect.getattr_static(owner, name)
 
 
 def verify(target: Target, function: Callable[..., Any]) -> None:
@@ -138,5 +197,6 @@ def verify(target: Target, function: Callable[..., Any]) -> None:
         log.warning("%s Going on because %s=1.", message, ALLOW_UNVERIFIED)
         return
     raise UpstreamChangedError(
-        f"{message} Install a verified version, or set {ALLOW_UNVERIFIED}=1 to go on with code nobody has checked."
+        f"{message} Install a verified version, set {ALLOW_UNVERIFIED}=1 to go on with code nobody has checked, or "
+        f"{DISABLE}=1 to start without olmo-lns."
     )

@@ -6,7 +6,9 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint
+import torch
+
+from olmo_lns.checkpoints.olmo_core import BUFFER, OLMoCoreCheckpoint
 from olmo_lns.errors import LNSConfigError, LNSError
 
 __all__ = ["open_olmo_core"]
@@ -27,7 +29,12 @@ def open_olmo_core(folder: Path) -> Any:
     checkpoint = OLMoCoreCheckpoint.open(folder)
     try:
         model = TransformerConfig.from_dict(copy.deepcopy(checkpoint.model)).build(init_device="cpu")
-        model.load_state_dict({name: tensor.load().float() for name, tensor in checkpoint._all.items()})
+        state = {name: tensor.load().float() for name, tensor in checkpoint.tensors.items()}
+        for index in range(len(checkpoint.blocks)):
+            # Where OLMo-core keeps the factor in a buffer; those of the checkpoint were compared when it was opened.
+            if (name := f"blocks.{index}.{BUFFER}") in dict(model.named_buffers()):
+                state[name] = torch.tensor((index + 1) ** -0.5)
+        model.load_state_dict(state)
     except LNSError:
         raise
     except Exception as error:  # OLMo-core's and torch's own, of many kinds

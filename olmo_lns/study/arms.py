@@ -1,34 +1,25 @@
-"""The arms that are compared: the one table of them, and the rule that two arms may differ in nothing else.
+"""The arms that are compared: the one table of them.
 
 An arm is a scheme with an initialization; what a framework has to be told follows from the two.
-A new arm is one line of the table, or one :func:`define` at run time.
+A new arm is one line of the table, one :func:`define` at run time, or a scheme's spelling in a description.
 """
 
 from __future__ import annotations
 
-import os.path
 import re
 from dataclasses import dataclass
-from typing import Any, Collection, Mapping
 
 from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme
-from olmo_lns.study.engines import ENGINES, Engine
+from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, names, parse
 
 __all__ = [
     "ARMS",
     "BASELINE",
     "Arm",
     "arm_named",
-    "arm_problems",
     "check_environment",
     "define",
-    "differences",
-    "identity",
-    "init_problems",
-    "settings_of",
-    "start_of",
 ]
 
 #: The arm that the others are compared with.
@@ -84,8 +75,8 @@ def define(arm: Arm) -> Arm:
     :raises ValueError: its name is taken or cannot name a folder, its initialization is unknown, or is not what
         becomes of an ``init_fn`` of OLMo's: a scheme takes the depth factor out of it.
     """
-    if arm.name in ARMS or not re.fullmatch(r"[a-z0-9_]+", arm.name):
-        raise ValueError(f"arm name {arm.name!r}: taken, or not lower-case letters, digits and _")
+    if arm.name in ARMS or not re.fullmatch(r"[a-z0-9_.]+", arm.name):
+        raise ValueError(f"arm name {arm.name!r}: taken, or not lower-case letters, digits, _ and .")
     if arm.initialization not in INITIALIZATIONS:
         raise ValueError(f"arm {arm.name!r}: initialization {arm.initialization!r}, expected one of {INITIALIZATIONS}")
     if arm.init_fn and arm.initialization != ("upstream" if arm.scheme.is_pre_ln else "plain"):
@@ -149,17 +140,38 @@ _STYLES = (
     *(("-", "o"), ("--", "s"), ("-.", "^"), (":", "v"), (":", "D"), ("--", "P")),
     *((line, marker) for marker in "Xhp<>*8d" for line in ("-", "--", "-.", ":")),
 )
-for (_name, _label, _scheme, _init, _isolates, _init_fn), _colour, (_line, _marker) in zip(
-    _TABLE, _COLOURS, _STYLES, strict=False
-):
-    define(Arm(_name, _label, _colour, _line, _marker, _scheme, _init, _isolates, _init_fn))
+
+
+def _style(place: int) -> tuple[str, str, str]:
+    return (_COLOURS[place % len(_COLOURS)], *_STYLES[place % len(_STYLES)])
+
+
+for _place, (_name, _label, _scheme, _init, _isolates, _init_fn) in enumerate(_TABLE):
+    define(Arm(_name, _label, *_style(_place), _scheme, _init, _isolates, _init_fn))
 
 
 def arm_named(name: str) -> Arm:
-    """:raises LNSConfigError: an unknown arm, with the nearest known one."""
-    if name not in ARMS:
-        raise LNSConfigError(f"unknown arm {name!r}{did_you_mean(name, ARMS)}: expected one of {', '.join(ARMS)}")
-    return ARMS[name]
+    """An arm of the table, or a scheme as it is spelled, with plain initialization.
+
+    :raises LNSConfigError: neither, with the nearest known arm, or a parameter that the scheme does not take.
+
+    >>> arm_named("lns:exponent=0.3").name
+    'lns_exponent_0.3'
+    """
+    if name in ARMS:
+        return ARMS[name]
+    if ":" not in name and name not in names():
+        raise LNSConfigError(
+            f"unknown arm {name!r}{did_you_mean(name, ARMS)}: expected a scheme, such as lns:exponent=0.3, or one of "
+            f"{', '.join(ARMS)}"
+        )
+    scheme = parse(name)
+    for arm in ARMS.values():
+        if (arm.scheme, arm.initialization, arm.init_fn) == (scheme, "plain", ""):
+            return arm
+    label = f"{scheme.definition.label} ({scheme.arguments})"
+    slug = re.sub(r"[^a-z0-9.]+", "_", str(scheme).lower())
+    return define(Arm(slug, label, *_style(len(ARMS)), scheme, "plain", label))
 
 
 def check_environment() -> None:
@@ -169,74 +181,3 @@ def check_environment() -> None:
             raise LNSConfigError(
                 f"{name}={value}: an arm says itself which scheme and initialization it has. Unset it."
             )
-
-
-def settings_of(arm: Arm, engine: Engine) -> dict[str, Any]:
-    """What makes a run of ``engine`` this arm.
-
-    :raises LNSConfigError: there is no such arm in this framework.
-    """
-    found = engine.arm(arm)
-    if found is None:
-        others = " and ".join(other.title for other in ENGINES.values() if other.arm(arm) is not None)
-        raise LNSConfigError(f"arm {arm.name!r} exists for {others} only")
-    return found
-
-
-def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list[str]:
-    """What contradicts the arm's definition in flat settings; empty when nothing does."""
-    arm = arm_named(name)
-    try:
-        wanted = engine.defining(settings_of(arm, engine))
-    except LNSConfigError as error:
-        return [str(error)]
-    found = engine.defining(settings)
-    return [
-        f"{key}={found[key]!r}, but arm {name!r} is {key}={value!r}"
-        for key, value in wanted.items()
-        if found[key] != value
-    ]
-
-
-def init_problems(settings: Mapping[str, Any], engine: Engine, arm: str = "") -> list[str]:
-    """A scheme that wants plain initialization with a scaled one, unless that is what the arm is for.
-
-    For LNS the paper (footnote 1, section 6) finds the two together worse.
-    """
-    scheme = engine.scheme(settings)
-    if scheme.definition.initialization != "plain" or (arm in ARMS and ARMS[arm].initialization != "plain"):
-        return []
-    found = engine.scaled(settings)
-    return [f"{scheme.definition.label} with {found}"] if found else []
-
-
-def differences(first: Mapping[str, Any], second: Mapping[str, Any], engine: Engine) -> list[tuple[str, Any, Any]]:
-    """Keys other than the arm's own, the data, names and folders in which two runs differ: ``(key, first, second)``."""
-    keys = sorted(key for key in {*first, *second} if not _aside(key, engine, engine.arm_keys))
-    found = [(engine.start[0], start_of(first, engine), start_of(second, engine))]
-    found += [(key, first.get(key), second.get(key)) for key in keys]
-    return [(key, one, other) for key, one, other in found if one != other]
-
-
-def identity(settings: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
-    """The settings that a run's result follows from: the arm's own among them, names and folders not."""
-    kept = {key: value for key, value in sorted(settings.items()) if not _aside(key, engine)}
-    return kept | {engine.start[0]: start_of(settings, engine)}
-
-
-def _aside(key: str, engine: Engine, more: Collection[str] = ()) -> bool:
-    return key in more or key == engine.data_key or key.startswith(engine.bookkeeping)
-
-
-def start_of(settings: Mapping[str, Any], engine: Engine) -> str | None:
-    """The checkpoint that a run starts from; None where it starts anew or goes on from one of its own.
-
-    A start inside the run's own folders is a restart, any other makes another run.
-    """
-    key, own = engine.start
-    start = settings.get(key)
-    if not start:
-        return None
-    path = os.path.normpath(str(start))
-    folders = [os.path.normpath(str(settings[name])) for name in own if settings.get(name)]
-    return None if any(path == folder or path.startswith(folder + os.sep) for folder in folders) else str(start)

@@ -11,7 +11,8 @@ from typing import Any, Sequence
 from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import check_environment
-from olmo_lns.study.spec import Run, Study
+from olmo_lns.study.plan.compare import compare_planned
+from olmo_lns.study.plan.spec import Run, Study
 
 __all__ = ["main"]
 
@@ -19,8 +20,6 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """:returns: 0, or 1 when a run failed. Errors of the study itself are LNSErrors."""
     args = _parser().parse_args(argv)
-    if args.study.suffix == ".csv":
-        return _table_report(args)
     code: int = args.run_command(Study.load(args.study), args)
     return code
 
@@ -32,10 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, function: object, text: str, *, out: bool = True) -> argparse.ArgumentParser:
         listed: dict[str, Any] = {} if function is _stamp else {"help": text}  # without help it is not listed
         command = commands.add_parser(name, description=text, **listed)
-        command.add_argument("study", type=Path, help="the description, such as configs/study/paper.yaml")
+        command.add_argument("study", help="the description: a file, or one of the pack by its name, such as paper")
         if out:
-            table = name == "report"  # needs no folder where a table is given
-            command.add_argument("--out", type=Path, required=not table, help="folder of the study: one folder per run")
+            command.add_argument("--out", type=Path, required=True, help="folder of the study: one folder per run")
         command.set_defaults(run_command=function)
         return command
 
@@ -58,8 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     stamp = add("stamp", _stamp, "record what a run is started with (the Slurm scripts call it)")
     stamp.add_argument("--only", nargs="+", metavar="RUN")
     collect = add("collect", _collect, "read the logs into <out>/results.csv and check that the arms are comparable")
-    report = add("report", _report, "write <out>/report/: tables and figures; of a table of finished runs (.csv) too")
-    report.add_argument("--page", type=Path, help="also fill the regions <!-- study:NAME --> of this Markdown file")
+    report = add("report", _report, "write <out>/report/: tables and figures")
     everything = add("all", _all, "launch here, collect and report")
     everything.add_argument("--workers", type=at_least(1))
     for command in (collect, everything):
@@ -80,7 +77,7 @@ def _selected(study: Study, only: Sequence[str] | None) -> list[Run]:
 
 
 def _plan(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study import plan
+    from olmo_lns.study.plan import cost as plan
 
     if not 0 < args.mfu <= 1:
         raise LNSConfigError(f"--mfu {args.mfu}: expected a share in (0, 1], such as 0.4")
@@ -93,8 +90,9 @@ def _plan(study: Study, args: argparse.Namespace) -> int:
 
 
 def _launch(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study import collect, launch, slurm
-    from olmo_lns.study.finished import Finished
+    from olmo_lns.study.collect.finished import Finished
+    from olmo_lns.study.launch import slurm
+    from olmo_lns.study.launch import start as launch
 
     check_environment()
     Finished(study)  # a table that cannot be read is an error before anything is made
@@ -102,7 +100,7 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
     if args.run:
         launch.check(study, runs, args.out)
         os.environ.update(launch.environment(study, args.out))  # before the configs that read it are resolved
-    collect.compare_planned(study)
+    compare_planned(study.runs)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out, workers=args.workers))
     if args.slurm:
@@ -111,13 +109,15 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
             print(f"wrote {path}; submit with: sbatch {path}")
         return 0
     lines = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment(study, args.out).items()]
-    lines += [shlex.join(launch.command(study, run, args.out, python="python")) for run in runs]
+    for run in runs:
+        own = [f"{name}={value}" for name, value in run.engine.variables(run).items()]
+        lines.append(shlex.join([*own, *launch.command(study, run, args.out, python="python")]))
     print("\n".join(lines))  # all of them, or none where one cannot be written
     return 0
 
 
 def _status(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study import progress
+    from olmo_lns.study.launch import progress
 
     held, runs = progress.locked(args.out), _selected(study, args.only)
     found = [progress.examine(run, args.out, held=held) for run in runs]
@@ -134,8 +134,8 @@ def _status(study: Study, args: argparse.Namespace) -> int:
 
 def _in_table(study: Study, out: Path, runs: Sequence[Run]) -> set[str]:
     """Names of those that the table of finished runs has; it knows a run by its data too, and says where that lacks."""
-    from olmo_lns.study import launch
-    from olmo_lns.study.finished import Finished
+    from olmo_lns.study.collect.finished import Finished
+    from olmo_lns.study.launch import start as launch
 
     if not study.finished or not runs:
         return set()
@@ -149,7 +149,7 @@ def _in_table(study: Study, out: Path, runs: Sequence[Run]) -> set[str]:
 
 
 def _stamp(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study import launch
+    from olmo_lns.study.launch import start as launch
 
     check_environment()
     for run in _selected(study, args.only):
@@ -158,8 +158,9 @@ def _stamp(study: Study, args: argparse.Namespace) -> int:
 
 
 def _collect(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study import collect, launch
-    from olmo_lns.study.finished import Finished
+    from olmo_lns.study.collect import gather as collect
+    from olmo_lns.study.collect.finished import Finished
+    from olmo_lns.study.launch import start as launch
 
     if Finished(study):
         os.environ.update(launch.environment(study, args.out))  # its runs are known by their data
@@ -177,29 +178,10 @@ def _collect(study: Study, args: argparse.Namespace) -> int:
 
 
 def _report(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study import collect, rates, rates_report, report
+    from olmo_lns.study.collect.results import read_results
+    from olmo_lns.study.report import scaling
 
-    if args.out is None:
-        raise LNSConfigError("--out: the folder of the study is needed; a table (.csv) needs none")
-    results = collect.read_results(args.out / "results.csv")
-    folder, page = args.report or args.out / "report", getattr(args, "page", None)
-    several = rates.is_map(results)
-    if page and not several:
-        raise LNSConfigError(f"--page: the runs of {study.name} have one learning rate a size: its report has no parts")
-    written = rates_report.write(results, folder, page) if several else report.write(study, results, folder)
-    for path in written:
-        print(f"wrote {path}")
-    return 0
-
-
-def _table_report(args: argparse.Namespace) -> int:
-    """The report of a committed table, of which no description and no run is needed."""
-    from olmo_lns.study import finished, rates_report
-
-    if args.run_command is not _report:
-        raise LNSConfigError(f"{args.study}: a table of runs can be reported only; name a description (.yaml)")
-    results = finished.read(args.study)
-    for path in rates_report.write(results, args.report or args.study.parent / "report", args.page):
+    for path in scaling.write(study, read_results(args.out / "results.csv"), args.report or args.out / "report"):
         print(f"wrote {path}")
     return 0
 

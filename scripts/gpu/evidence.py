@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""The main contrast of docs/evidence.md on one GPU that reaches no package registry, in slices.
+"""LNS, Pre-LN and scaled initialization on one GPU that reaches no package registry, in slices.
 
     python scripts/gpu/evidence.py pack FOLDER              with a registry: code and tokens into FOLDER, at most 60 MB
     python scripts/gpu/evidence.py run FOLDER OUT           on the GPU machine, again and again until it says "all done"
-    olmo-lns study report OUT/runs.csv --report OUT/report  anywhere, of what there is
 
-The runs are those of configs/study/evidence-gpu.yaml: first the short ones, at every rate; then, of the long ones, each
-arm at the rate at which its short run had the lowest held-out loss. A slice (--minutes) ends with a checkpoint.
+The runs are those of configs/study/evidence-gpu.yaml. A slice (--minutes) ends with a checkpoint. OUT/runs.csv has what
+is finished; beside docs/evidence/runs.csv, docs/evidence/analysis.py reads it.
 The model is OLMo's under the plugin; the loop is this file's, for OLMo's own needs packages that are not there: AdamW,
 cosine, clipping and bf16 autocast as the config says. The GPU machine needs Python, numpy and torch, nothing else.
 """
@@ -50,12 +49,6 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         path = self.folder / "result.json"
         return json.loads(path.read_text()) if path.is_file() else None
-
-    @property
-    def heldout(self) -> float:
-        """Infinite for a run that is not finished or has diverged: worse than any other."""
-        found = float(self.result["heldout"]) if self.result else math.inf
-        return found if math.isfinite(found) else math.inf
 
     def build(self, device: Any) -> Any:
         """OLMo's model under our integration, drawn from the run's seed: the arms of a seed draw the same numbers."""
@@ -202,21 +195,6 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             writer.writerows(rows)
 
 
-def chosen(runs: Sequence[Run]) -> tuple[list[Run], bool]:
-    """What is to be made, in order, and whether that is all: long runs wait for the short ones of their arm."""
-    short = min(run.steps for run in runs)
-    wanted = [run for run in runs if run.steps == short]
-    whole = True
-    for arm in dict.fromkeys(run.entry["arm"] for run in runs):
-        mine = [run for run in wanted if run.entry["arm"] == arm]
-        if any(run.result is None for run in mine):
-            whole = False
-            continue
-        best = min(mine, key=lambda run: run.heldout)
-        wanted += [r for r in runs if r.steps != short and r.entry["arm"] == arm and r.rate == best.rate]
-    return wanted, whole
-
-
 def table(runs: Sequence[Run], out: Path, study: str) -> None:
     """``runs.csv``: the finished runs as `olmo-lns study report` reads them."""
     rows = []
@@ -253,10 +231,9 @@ def run(folder: Path, out: Path, minutes: float, device_name: str | None) -> int
     runs = [Run(entry, out, place) for entry in known["runs"]]
     tokens, heldout = load(place, "train"), load(place, "heldout")
     while True:
-        wanted, whole = chosen(runs)
-        left = [each for each in wanted if each.result is None]
+        left = [each for each in runs if each.result is None]
         if not left:
-            print("all done" if whole else "nothing left to do")
+            print("all done")
             return 0
         ended = left[0].train(tokens, heldout, device, began + 60 * minutes)
         table(runs, out, known["study"])

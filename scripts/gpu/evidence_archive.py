@@ -35,7 +35,7 @@ def pack(study_path: Path, folder: Path, tokens: int) -> Path:
     """Write the archive. :raises SystemExit: it is larger than 60 MB."""
     sys.path.insert(0, str(ROOT))
     from olmo_lns.study.arms import check_environment
-    from olmo_lns.study.spec import Study
+    from olmo_lns.study.plan.spec import Study
 
     check_environment()
     study = Study.load(study_path)
@@ -90,7 +90,7 @@ def _tokens(count: int) -> Iterator[tuple[str, bytes]]:
 
     import numpy as np
 
-    from olmo_lns.study.corpora import BUILT
+    from olmo_lns.study.data.corpora import BUILT
 
     with tempfile.TemporaryDirectory() as folder:
         text = BUILT["packages"].build(Path(folder))

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from olmo_lns.study import text as demo_data
-from olmo_lns.study.text import Text, build, documents
+from olmo_lns.study.data import text as demo_data
+from olmo_lns.study.data.text import Text, build, documents
 
 
 @pytest.fixture(scope="module")
@@ -23,22 +23,14 @@ def test_two_builds_are_identical(data: Text, tmp_path):
     assert other.heldout.read_bytes() == data.heldout.read_bytes()
 
 
-def test_is_text_and_code_as_bytes_with_ends_of_documents(data: Text):
-    tokens = np.memmap(data.train, dtype=np.uint16, mode="r")
-    assert len(tokens) == data.train_tokens > 5_000_000
-    assert tokens.max() == data.eos_token_id == 256
-    assert tokens[-1] == data.eos_token_id
-    first_name, first_text = next(documents())
-    assert first_name.startswith("pydoc_data/")
-    assert bytes(tokens[: len(first_text)].astype(np.uint8)) == first_text
-
-
 def test_split_is_by_document_and_complete(data: Text):
     everything = [text for _, text in documents()]
     ends = {path: np.flatnonzero(np.fromfile(path, np.uint16) == 256) for path in (data.train, data.heldout)}
     assert len(ends[data.train]) + len(ends[data.heldout]) == len(everything)
     assert len(ends[data.heldout]) == len(everything) // demo_data.HELDOUT_EVERY
     assert data.train_tokens + data.heldout_tokens == sum(map(len, everything)) + len(everything)
+    tokens = np.memmap(data.train, dtype=np.uint16, mode="r")
+    assert len(tokens) == data.train_tokens > 5_000_000 and tokens.max() == data.eos_token_id == tokens[-1] == 256
     # The sixteenth document is the first that is held out.
     held_out = np.fromfile(data.heldout, np.uint16)[: ends[data.heldout][0]]
     assert bytes(held_out.astype(np.uint8)) == everything[15]
@@ -46,11 +38,9 @@ def test_split_is_by_document_and_complete(data: Text):
 
 def test_leaves_out_what_differs_between_machines():
     names = [name for name, _ in documents()]
-    library = [name for name in names if not name.startswith("pydoc_data/")]
-    assert library == sorted(library) and names[-len(library) :] == library
+    assert names[0].startswith("pydoc_data/") and {"ast.py", "json/decoder.py"} <= set(names)
     for part in ("site-packages", "/test/", "_sysconfigdata", "__pycache__"):
         assert not any(part in f"/{name}" for name in names), part
-    assert "ast.py" in names and "json/decoder.py" in names
 
 
 def test_existing_files_are_kept_and_damaged_ones_rebuilt(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -84,15 +74,6 @@ def test_tokenizer_gives_the_bytes(data: Text):
     assert tokenizer.encode("<|endoftext|>").ids == [data.eos_token_id]
 
 
-def test_olmo_reads_it(data: Text):
-    from olmo.data import MemMapDataset
-
-    dataset = MemMapDataset(data.heldout, chunk_size=256, memmap_dtype=np.uint16)
-    assert len(dataset) == data.heldout_tokens // 256
-    expected = np.memmap(data.heldout, dtype=np.uint16, mode="r")[256:512]
-    assert dataset[1]["input_ids"].tolist() == expected.tolist()
-
-
 def test_packages_come_after_python_and_are_part_of_what_the_files_are(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo_data, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
     texts = [text for _, text in demo_data.package_documents(("yaml",))]
@@ -101,6 +82,6 @@ def test_packages_come_after_python_and_are_part_of_what_the_files_are(tmp_path,
     added = sum(map(len, texts)) + len(texts)
     assert more.train_tokens + more.heldout_tokens == plain.train_tokens + plain.heldout_tokens + added
     assert list(more.packages) == ["yaml"] and build(tmp_path / "more", packages=("yaml",)) == more
-    assert build(tmp_path / "more") == build(tmp_path / "more") and build(tmp_path / "more").digest == plain.digest
+    assert build(tmp_path / "more").digest == plain.digest
     with pytest.raises(demo_data.LNSConfigError, match="package no_such_package is not installed"):
         list(demo_data.package_documents(("no_such_package",)))

@@ -83,13 +83,6 @@ def test_an_exponent_that_the_type_contradicts(tmp_path: Path, capsys: Capture) 
     assert export(tmp_path / "quarter", tmp_path / "out", "--exponent", "0.25") == 0
 
 
-def test_no_exponent_is_asked_for_where_there_is_none(tmp_path: Path, capsys: Capture) -> None:
-    save_olmo(tmp_path / "mixln", layer_norm_type="mixln_rms")
-    (tmp_path / "mixln" / "lns.json").unlink()
-    line = refused(capsys, tmp_path / "mixln", tmp_path / "out")
-    assert "its parameters are unknown: copy lns.json" in line and "--exponent" not in line
-
-
 def test_two_norms_of_a_block_with_different_factors_are_no_single_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert norm_factor(LNS, 4)(4) == 0.5
     plan = Scheme.plan

@@ -90,15 +90,6 @@ def test_an_exponent_that_only_the_command_says(
     assert main(["verify", str(folder), str(out), "--source", "authors", "--length", "16"]) == 0
 
 
-def test_unpatched_llama_is_wrong(checkpoint: tuple[Path, torch.Tensor, Any]) -> None:
-    """What stock transformers makes of their files: it loads, and is another model."""
-    folder, expected, _ = checkpoint
-    plain = folder.with_name("plain")
-    shutil.copytree(folder, plain)
-    (plain / "config.json").write_text(json.dumps({**CONFIG, "pad_token_id": None}))
-    assert relative(logits(load_hf(plain), IDS), expected) > 1e-2
-
-
 def test_safetensors_of_a_newer_transformers(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

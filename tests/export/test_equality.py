@@ -12,53 +12,48 @@ import torch
 from support.exports import export, greedy, load_hf, load_olmo, logits, relative, save_olmo
 from support.olmo_models import reference_logits, tokens
 
-#: Name -> model, and the class that its Hugging Face export must have.
-MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "rms": (dict(layer_norm_type="lns_rms"), "LlamaForCausalLM"),
-    "rms_tied": (dict(layer_norm_type="lns_rms", weight_tying=True), "LlamaForCausalLM"),
-    "rms_gqa": (dict(layer_norm_type="lns_rms", n_kv_heads=2), "LlamaForCausalLM"),
-    "rms_multi_query": (dict(layer_norm_type="lns_rms", multi_query_attention=True), "LlamaForCausalLM"),
-    "rms_biases": (dict(layer_norm_type="lns_rms", include_bias=True, weight_tying=True), "LlamaForCausalLM"),
-    "rms_no_gain": (dict(layer_norm_type="lns_rms", layer_norm_with_affine=False), "LlamaForCausalLM"),
-    "rms_no_gain_biases": (
-        dict(layer_norm_type="lns_rms", layer_norm_with_affine=False, include_bias=True, weight_tying=True),
-        "LlamaForCausalLM",
-    ),
-    "rms_llama_block": (dict(layer_norm_type="lns_rms", block_type="llama"), "LlamaForCausalLM"),
-    "rms_llama_block_no_gain": (
-        dict(layer_norm_type="lns_rms", block_type="llama", layer_norm_with_affine=False),
-        "LlamaForCausalLM",
-    ),
-    "rms_groups": (dict(layer_norm_type="lns_rms", block_group_size=2), "LlamaForCausalLM"),
-    "rms_rope_theta": (dict(layer_norm_type="lns_rms", rope_theta=100), "LlamaForCausalLM"),
-    "default_rope_theta": (dict(layer_norm_type="lns_default", rope_theta=100), "StableLmForCausalLM"),
-    "default": (dict(layer_norm_type="lns_default"), "StableLmForCausalLM"),
-    "default_bias": (dict(layer_norm_type="lns_default", bias_for_layer_norm=True), "StableLmForCausalLM"),
-    "default_no_gain": (
-        dict(layer_norm_type="lns_default", layer_norm_with_affine=False, layer_norm_eps=1e-5),
-        "OlmoForCausalLM",
-    ),
-    "default_no_gain_tied_clipped": (
-        dict(
-            layer_norm_type="lns_default",
-            layer_norm_with_affine=False,
-            layer_norm_eps=1e-5,
-            weight_tying=True,
-            clip_qkv=0.5,
-        ),
-        "OlmoForCausalLM",
-    ),
-    "low_precision": (dict(layer_norm_type="lns_low_precision"), "StableLmForCausalLM"),
+NO_GAIN = {"layer_norm_with_affine": False}
+TIED, BIASES = {"weight_tying": True}, {"include_bias": True, "weight_tying": True}
+#: Name, which begins with the base norm -> what is changed of the model.
+CHANGES: dict[str, dict[str, Any]] = {
+    "rms": {},
+    "rms_tied": TIED,
+    "rms_gqa": {"n_kv_heads": 2},
+    "rms_multi_query": {"multi_query_attention": True},
+    "rms_biases": BIASES,
+    "rms_no_gain_biases": NO_GAIN | BIASES,
+    "rms_llama_block_no_gain": {"block_type": "llama"} | NO_GAIN,
+    "rms_groups_llama_block": {"block_group_size": 2, "block_type": "llama"},
+    "default_rope_theta": {"rope_theta": 100},
+    "default_bias": {"bias_for_layer_norm": True},
+    "default_no_gain": NO_GAIN | {"layer_norm_eps": 1e-5},
+    "default_no_gain_tied_clipped": NO_GAIN | TIED | {"layer_norm_eps": 1e-5, "clip_qkv": 0.5},
+    "low_precision": {},
 }
+#: The class that the Hugging Face export of each must have.
+CLASSES = {
+    name: "LlamaForCausalLM"
+    if name.startswith("rms")
+    else "OlmoForCausalLM"
+    if "no_gain" in name
+    else "StableLmForCausalLM"
+    for name in CHANGES
+}
+
+
+def model_of(folder: Path, name: str) -> Any:
+    base = next(base for base in ("rms", "default", "low_precision") if name.startswith(base))
+    return save_olmo(folder, layer_norm_type=f"lns_{base}", **CHANGES[name])
+
+
 IDS = tokens(batch=2, length=16)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=CHANGES)
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
     """(model, its checkpoint, expected class)."""
-    changes, class_name = MODELS[request.param]
     folder = tmp_path_factory.mktemp(request.param) / "checkpoint"
-    return save_olmo(folder, **changes), folder, class_name
+    return model_of(folder, request.param), folder, CLASSES[request.param]
 
 
 def test_stock_olmo_computes_the_same(case: tuple[Any, Path, str]) -> None:
@@ -112,13 +107,13 @@ def test_bf16_is_rounded_once_and_close(case: tuple[Any, Path, str]) -> None:
 
 
 #: The NumPy reference has no clipping, no grouped heads and one rotary base.
-BEYOND_NUMPY = ("rms_gqa", "rms_multi_query", "default_no_gain_tied_clipped", "rms_rope_theta", "default_rope_theta")
+BEYOND_NUMPY = ("rms_gqa", "rms_multi_query", "default_no_gain_tied_clipped", "default_rope_theta")
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - set(BEYOND_NUMPY)))
+@pytest.mark.parametrize("name", sorted(set(CHANGES) - set(BEYOND_NUMPY)))
 def test_the_reference_is_the_papers_formula(name: str, tmp_path: Path) -> None:
     """The model that the exports are compared with is itself compared with fp64 NumPy."""
-    model = save_olmo(tmp_path / "checkpoint", **MODELS[name][0])
+    model = model_of(tmp_path / "checkpoint", name)
     expected = reference_logits(model, IDS)
     assert np.abs(logits(model, IDS).numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
 

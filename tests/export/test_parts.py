@@ -23,6 +23,7 @@ from olmo_lns.export import fold
 from olmo_lns.export.cli import byte_size
 from olmo_lns.export.fold import Rounding
 from olmo_lns.export.huggingface import choose_class
+from olmo_lns.record import Record
 
 Capture = pytest.CaptureFixture[str]
 
@@ -177,12 +178,15 @@ def test_unusual_yaml_is_written_anew(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text()) == config
 
 
-def test_lost_record_needs_the_exponent(tmp_path: Path, capsys: Capture) -> None:
+def test_a_lost_record_is_in_the_config(tmp_path: Path, capsys: Capture) -> None:
+    """As for a resume and for analyze: the type holds every parameter; a bare one may be given another exponent."""
     save_olmo(tmp_path / "checkpoint", layer_norm_type="lns_rms")
     (tmp_path / "checkpoint" / "lns.json").unlink()
-    assert export(tmp_path / "checkpoint", tmp_path / "out") == 1
-    assert "parameters are unknown" in capsys.readouterr().err
-    assert export(tmp_path / "checkpoint", tmp_path / "out", "--exponent", "0.5") == 0
+    for words, exponent in (((), 0.5), (("--exponent", "0.25"), 0.25)):
+        assert export(tmp_path / "checkpoint", tmp_path / f"out{exponent}", *words) == 0
+        found = Record.read(tmp_path / f"out{exponent}")
+        assert found is not None and found.scheme.parameters == {"exponent": exponent}
+    capsys.readouterr()
     save_olmo(tmp_path / "other", layer_norm_type="lns_rms")
     assert export(tmp_path / "other", tmp_path / "out2", "--exponent", "0.7") == 1
     assert "says exponent 0.5" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.exports import export, load_hf, refused
@@ -54,10 +52,10 @@ def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: in
 @pytest.mark.parametrize(
     ("module", "function", "call"),
     [
-        pytest.param("shards", "tensor_bytes", 1, marks=pytest.mark.exhaustive),  # in the first tensor
-        ("shards", "tensor_bytes", 30),  # in a later shard
+        pytest.param("shards", "_write_file", 1, marks=pytest.mark.exhaustive),  # in the first tensor
+        ("shards", "_write_file", 3),  # a later shard
         ("huggingface", "_write_json", 2),  # all weights are there, the config is not
-        pytest.param("atomic", "_digest", 3, marks=pytest.mark.exhaustive),  # complete, not yet renamed
+        pytest.param("atomic", "_sha256", 3, marks=pytest.mark.exhaustive),  # complete, not yet renamed
     ],
 )
 @pytest.mark.slow
@@ -67,7 +65,7 @@ def test_kill_9_leaves_no_export(checkpoint: Path, tmp_path: Path, module: str, 
     assert not out.exists()
     leftovers = list(tmp_path.iterdir())
     assert len(leftovers) == 1 and leftovers[0].name.startswith(".out.")
-    if function != "_digest":
+    if function != "_sha256":
         assert not (leftovers[0] / "config.json").exists()
         with pytest.raises((OSError, ValueError)):
             load_hf(leftovers[0])
@@ -78,7 +76,7 @@ def test_kill_9_leaves_no_export(checkpoint: Path, tmp_path: Path, module: str, 
 
 @pytest.mark.slow
 def test_sigterm_cleans_up(checkpoint: Path, tmp_path: Path) -> None:
-    assert run_killed(checkpoint, tmp_path / "out", "shards", "tensor_bytes", 5, "SIGTERM") == 130
+    assert run_killed(checkpoint, tmp_path / "out", "shards", "_write_file", 3, "SIGTERM") == 130
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,38 +139,6 @@ def test_file_size_limit(sharded: Path, tmp_path: Path, capsys: Capture, form: s
     assert "File too large" in line and "nothing was left behind" in line
 
 
-@pytest.mark.parametrize("call", [1, 20])
-def test_disk_full(
-    checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
-    from olmo_lns.checkpoints import archive
-
-    original, calls = archive._write_record, []
-
-    def full(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == call:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(*args)
-
-    monkeypatch.setattr(archive, "_write_record", full)
-    assert "No space left on device" in refused(capsys, checkpoint, tmp_path / "out")
-
-
-def test_full_device(checkpoint: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A real ENOSPC: the weights go to /dev/full."""
-    from olmo_lns.checkpoints import shards
-
-    monkeypatch.setattr(shards, "_write_file", lambda path, tensors: _to(Path("/dev/full"), tensors))
-
-    def _to(path: Path, tensors: Any) -> Path:
-        with path.open("wb") as file:
-            file.write(b"x" * 100_000)
-        return path
-
-    assert "No space left" in refused(capsys, checkpoint, tmp_path / "out", "--format", "hf", "--tokenizer", "none")
-
-
 def test_no_overwriting(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "out").mkdir()
     assert "never overwrite" in refused(capsys, checkpoint, tmp_path / "out")
@@ -205,6 +171,13 @@ def test_checksums(checkpoint: Path, tmp_path: Path) -> None:
     (out / "lns.json").unlink()
     with pytest.raises(LNSConfigError, match=r"lns\.json is missing"):
         verify_checksums(out)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"no list", b"%s  ../other" % (b"0" * 64)])
+def test_a_list_of_checksums_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / CHECKSUMS).write_bytes(content)
+    with pytest.raises(LNSConfigError, match="is no text|is not a SHA-256 digest"):
+        verify_checksums(tmp_path)
 
 
 def test_lock_is_released(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support.exports import export, load_hf, load_olmo, logits, refused, relativ
 from support.olmo_models import tokens
 
 from olmo_lns.cli import main
-from olmo_lns.export import fold_schemes, gemma2
+from olmo_lns.export import fold, gemma2
 from olmo_lns.record import Record
 from olmo_lns.schemes import names, parse
 
@@ -42,7 +42,7 @@ def saved(folder: Path, name: str, **changes: Any) -> Any:
 def test_every_scheme_folds_or_has_a_reason():
     assert set(REASONS) == set(KEPT)
     for name in (*FOLDS, *KEPT):
-        problem = fold_schemes.obstacle(parse(name), 4)
+        problem = fold.obstacle(parse(name), 4)
         assert (REASONS[name] in problem) if name in REASONS else not problem
         assert parse(name).folds_into_pre_ln(4) is not bool(problem)
         assert gemma2.has_form(parse(name), 4) is (name in GEMMA)

@@ -12,7 +12,7 @@ import torch
 from support.exports import adam_state, export, load_olmo, logits, relative, save_olmo
 from support.olmo_models import tokens
 
-from olmo_lns.export.unfold import MOMENT_POWERS
+from olmo_lns.export.moments import MOMENT_POWERS
 
 Capture = pytest.CaptureFixture[str]
 IDS = tokens(batch=2, length=16)

@@ -6,15 +6,18 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.exports import byte_tokenizer, export, save_olmo
 
+from olmo_lns.checkpoints.records import record_in
 from olmo_lns.cli import main
+from olmo_lns.export.sources import source_of
 from olmo_lns.export.verify import compare
+from olmo_lns.export.verify_files import differences
 
 Capture = pytest.CaptureFixture[str]
 
@@ -55,6 +58,22 @@ def test_prompts_from_text(checkpoint: Path, tmp_path: Path, capsys: Capture) ->
     assert "has 5 tokens" in capsys.readouterr().err
 
 
+def test_a_model_with_a_short_context(tmp_path: Path, capsys: Capture) -> None:
+    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms", max_sequence_length=12)
+    assert export(tmp_path / "lns", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
+    assert main(["verify", str(tmp_path / "lns"), str(tmp_path / "hf"), "--prompts", "2"]) == 0
+    assert "positions compared      24" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "lns"), str(tmp_path / "hf"), "--length", "13"]) == 1
+    assert "the model takes at most 12 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [str(1 << 63), "-1", "x"])
+def test_a_seed_that_torch_does_not_take(checkpoint: Path, capsys: Capture, number: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        verify(checkpoint / "lns", checkpoint / "hf", f"--seed={number}")
+    assert "expected a whole number" in capsys.readouterr().err
+
+
 def test_export_without_the_factor_fails(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     """The same export with the factor taken out of the gains again."""
     wrong = shutil.copytree(checkpoint / "hf", tmp_path / "wrong")
@@ -69,6 +88,80 @@ def test_export_without_the_factor_fails(checkpoint: Path, tmp_path: Path, capsy
     assert verify(checkpoint / "lns", wrong) == 1
     out = capsys.readouterr().out
     assert out.rstrip().endswith("FAIL") and "none in this folder" in out
+
+
+def in_weights(form: str, name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Path], None]:
+    def tamper(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors") if form != "olmo" else torch.load(folder / "model.pt")
+        change(state[name])
+        if form == "olmo":
+            torch.save(state, folder / "model.pt")
+        else:
+            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return tamper
+
+
+def in_config(**changes: Any) -> Callable[[Path], None]:
+    def tamper(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | changes))
+
+    return tamper
+
+
+def in_yaml(old: str, new: str) -> Callable[[Path], None]:
+    def tamper(folder: Path) -> None:
+        text = (folder / "config.yaml").read_text()
+        assert old in text
+        (folder / "config.yaml").write_text(text.replace(old, new))
+
+    return tamper
+
+
+GAIN, MATRIX = "model.layers.2.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
+TAMPERED: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "a weight": ("hf", in_weights("hf", MATRIX, lambda w: w[0, 0].mul_(1.001)), f"{MATRIX}: 1 of"),
+    "a head's NaN": ("hf", in_weights("hf", MATRIX, lambda w: w[0, 0].fill_(torch.nan)), f"{MATRIX}: 1 of"),
+    "bf16 gains": ("bf16", in_weights("bf16", GAIN, lambda w: w.mul_(1.01)), f"{GAIN}: "),
+    "eps": ("hf", in_config(rms_norm_eps=1e-5), "config: rms_norm_eps is 1e-05, expected 1e-06"),
+    "ties": ("hf", in_config(tie_word_embeddings=True), "config: tie_word_embeddings is True, expected False"),
+    "rope": ("hf", in_config(rope_theta=500.0), "rope_theta is 500.0, expected 10000.0"),
+    "dtype": ("hf", in_config(torch_dtype="bfloat16"), "config: dtype is bfloat16, the weights are float32"),
+    "window": ("hf", in_config(max_position_embeddings=32), "max_position_embeddings is 32, expected 16"),
+    "sliding": ("hf", in_config(sliding_window=4), "config: sliding_window is 4, expected 'nothing'"),
+    "olmo weight": (
+        "olmo",
+        in_weights("olmo", "transformer.blocks.1.ff_out.weight", lambda w: w[0, 0].mul_(1.001)),
+        "transformer.blocks.1.ff_out.weight: 1 of",
+    ),
+    "olmo eps": (
+        "olmo",
+        in_yaml("layer_norm_eps: 1.0e-06", "layer_norm_eps: 2.0e-06"),
+        "config: layer_norm_eps is 2e-06",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_changed_export_without_its_checksums_fails(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """Of these most pass by their logits."""
+    form, tamper, expected = TAMPERED[name]
+    copy, source = shutil.copytree(checkpoint / form, tmp_path / form), checkpoint / "lns"
+    assert differences(source_of(source), source, copy, record_in(copy)) == (27 if form == "olmo" else 39, [])
+    tamper(copy)
+    _, found = differences(source_of(source), source, copy, record_in(copy))
+    assert any(expected in line for line in found) and len(found) == 1, found
+
+
+def test_what_logits_do_not_show_fails(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    copy = shutil.copytree(checkpoint / "bf16", tmp_path / "bf16")
+    TAMPERED["bf16 gains"][1](copy)
+    (copy / "SHA256SUMS").unlink()
+    assert verify(checkpoint / "lns", copy) == 1
+    out = capsys.readouterr().out
+    found, allowed = map(float, re.search(r"logit (\S+) \(allowed (\S+)\)", out).groups())  # type: ignore[union-attr]
+    assert found <= allowed and f"differs                 {GAIN}: " in out and out.rstrip().endswith("FAIL")
 
 
 def test_nan_fails() -> None:
@@ -152,10 +245,8 @@ def test_stock_olmo_runs_without_the_plugin(checkpoint: Path, tmp_path: Path) ->
     from olmo_lns.export.stock import StockOLMo
 
     with pytest.raises(LNSConfigError, match="stock OLMo cannot run it: .*lns_rms"):
-        StockOLMo(checkpoint / "lns", torch.float32)
-    ids = torch.arange(8)[None]
-    with StockOLMo(checkpoint / "olmo", torch.float32) as stock:
-        logits, not_finite = stock(ids)
+        StockOLMo(checkpoint / "lns", torch.float32).run(torch.arange(8)[None])
+    ((logits, not_finite),) = StockOLMo(checkpoint / "olmo", torch.float32).run(torch.arange(8)[None])
     assert logits.shape == (1, 8, 128) and not_finite is None
 
 

@@ -67,6 +67,23 @@ def test_a_failing_plugin_fails_the_import_by_name(plugin):
     assert "plugin 'probe' (lns_test_plugin:register, group olmo.plugins) failed: out of order" in done.stderr
 
 
+def test_a_strangers_entry_point_of_a_name_of_ours_is_not_run(plugin):
+    """``transformers.plugins`` and ``converters.plugins``: others may mean something else by these names."""
+    folder = plugin()
+    info = folder / "lns_test_plugin-1.0.dist-info" / "entry_points.txt"
+    groups = ("transformers.plugins", "converters.plugins")
+    info.write_text("".join(f"[{group}]\nprobe = lns_test_plugin:register\n" for group in groups))
+    code = """
+    from olmo_lns.integrations.autoload import load_plugins
+    for group in ("transformers.plugins", "converters.plugins"):
+        assert any(entry.name == "probe" for entry in md.entry_points(group=group))
+        load_plugins(group)
+    from olmo_lns.export import guards
+    print(bool(guards._installed))
+    """
+    assert run("import importlib.metadata as md\n" + textwrap.dedent(code), path=folder).stdout == "True\n"
+
+
 def test_a_namesake_is_left_alone(plugin):
     done = run(ONLY_PROBE + "import olmo", path=plugin(framework=""))
     assert done.stdout == "framework ran\n"

@@ -11,12 +11,12 @@ import pytest
 from support.studies import REPOSITORY, Built
 
 from olmo_lns import schemes
-from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, Scheme, registry
-from olmo_lns.study import arms, cli, olmo_config
-from olmo_lns.study.arms import ARMS, Arm, arm_problems, init_problems, settings_of
-from olmo_lns.study.engines import MEGATRON, OLMO
+from olmo_lns.study import arms, cli
+from olmo_lns.study.arms import ARMS, Arm
+from olmo_lns.study.engines import MEGATRON, OLMO, olmo_config
+from olmo_lns.study.plan.compare import arm_problems, init_problems, settings_of
 
 
 def arm(scheme: Scheme, initialization: str, init_fn: str = "") -> Arm:
@@ -144,15 +144,13 @@ def test_an_added_arm_is_seen_everywhere(
     assert record_of(OLMo(run.loaded.model)) == Record(Scheme.of("toy"), "rms", "scaled")
 
 
-def test_an_added_arm_in_the_demo(added: Arm) -> None:
-    from olmo_lns.demo import cli as demo_cli
-    from olmo_lns.demo import config, report
+def test_an_added_arm_in_the_demo(added: Arm, tmp_path) -> None:
+    from olmo_lns import demo
 
-    assert config.parse_arms("preln,toy_arm") == ["preln", "toy_arm"]
-    assert "toy_arm" in demo_cli.parser().format_help()
-    assert report._arm("toy_arm")["model.layer_norm_type"] == "toy_rms"
-    with pytest.raises(LNSConfigError, match="no arm given"):
-        config.parse_arms(",")
+    assert "toy_arm" in demo.parser().format_help()
+    words = ["--arms", "preln,toy_arm", "--learning-rate", "0.01", "--out", str(tmp_path)]
+    study = demo.describe(demo.parser().parse_args(words))
+    assert [run.overrides["model.layer_norm_type"] for run in study.runs] == ["rms", "toy_rms"]
 
 
 def test_plan_loads_each_config_once(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:

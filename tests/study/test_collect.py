@@ -8,8 +8,11 @@ import pytest
 from support.studies import REPOSITORY, Built, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import cli, collect, fit
-from olmo_lns.study.spec import Study
+from olmo_lns.study import cli
+from olmo_lns.study.collect import gather as collect
+from olmo_lns.study.plan import compare
+from olmo_lns.study.plan.spec import Study
+from olmo_lns.study.report import fit
 
 RUNS = ("a-preln-s1", "a-lns-s1", "a-preln-s2", "a-lns-s2", "b-preln-s1", "b-lns-s1")
 
@@ -164,14 +167,14 @@ def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: 
     built.save()
     study = built.study
     with pytest.raises(LNSConfigError, match="differ in more than the arm: global_train_batch_size is 8 and 16"):
-        collect.compare_planned(study)
+        compare.compare_planned(study.runs)
     for command in (["plan"], ["launch", "--out", str(built.out)]):
         with pytest.raises(LNSConfigError, match="differ in more than the arm"):
             cli.main([command[0], str(built.path), *command[1:]])
 
 
 def loaded(study: Study) -> list[str]:
-    collect.compare_planned(study)
+    compare.compare_planned(study.runs)
     return [run.name for run in study.runs if "settings" in vars(run)]
 
 
@@ -191,7 +194,7 @@ def test_arms_that_differ_under_a_later_seed_are_refused(built: Built) -> None:
     built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
     built.save()
     with pytest.raises(LNSConfigError, match="a-preln-s2 and a-lns-s2 differ in more than the arm"):
-        collect.compare_planned(built.study)
+        compare.compare_planned(built.study.runs)
 
 
 def megatron_study(tmp_path: Path) -> tuple[Study, Path]:

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import config_check, megatron_args
+from olmo_lns.study.engines import megatron_args
+from olmo_lns.study.plan import config_check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -106,15 +107,18 @@ def test_a_wrong_megatron_file(
     assert code == 1 and message in out
 
 
-def test_memory_and_division_are_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_is_a_problem_division_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "1", "--gpu", "A100")
-    assert code == 0 and "is more than A100 has" in text
+    assert code == 1 and "is more than A100 has" in text
     file = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
     code, text = run(capsys, file)
     assert code == 0 and "45 GB distributed_optimizer" in text and "more than" not in text
     (tmp_path / "7B-lns.yaml").write_text(file.read_text().replace("parallel-size: 2", "parallel-size: 1"))
     code, text = run(capsys, tmp_path / "7B-lns.yaml")
-    assert code == 0 and "with tensor-model-parallel-size 1, as the file has it (see its header for this GPU)" in text
+    assert (
+        code == 1 and "parallel-size 1, as the file has it (see its header for this GPU), is more than H100 has" in text
+    )
+    assert run(capsys, tmp_path / "7B-lns.yaml", "--gpu", "H200")[0] == 0
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "3")
     assert code == 0 and "do not divide the batch of 256" in text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from olmo_lns.cli import main
-from olmo_lns.study import config_pack
+from olmo_lns.study.plan import config_pack
 
 
 def test_list_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:

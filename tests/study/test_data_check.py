@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import data_check
+from olmo_lns.study.data import check as data_check
 
 EOS = 50279
 
@@ -31,16 +31,27 @@ def test_good_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         tokens().astype(np.uint16).tofile(tmp_path / name)
     code, text = check(tmp_path, "--sequence", "4096", capsys=capsys)
     assert code == 0 and text.count("10,000 tokens") == 2 and "100 documents" in text
-    assert "2 files, 16,384 usable tokens" in text  # the rest of each file fills no sequence
+    assert "2 files, 16,384 tokens to train on" in text  # the rest of each file fills no sequence
 
 
-def test_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokens(8192).astype(np.uint16).tofile(tmp_path / "a.npy")
+def test_what_is_wanted_is_compared_with_what_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither held-out text nor padding counts; a run that reads rows is compared by rows."""
+    for name in ("a.npy", "validation-00000.npy", "heldout/b.npy"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tokens(8192).astype(np.uint16).tofile(tmp_path / name)
     assert data_check.main(["check", str(tmp_path)]) == 1
-    assert (
-        "budget 20,000,000,000 tokens: short: the run would repeat the data 2.44e+06 times" in capsys.readouterr().out
-    )
+    text = capsys.readouterr().out
+    assert "wanted 20,000,000,000 tokens: short: the run would read the data 2.44e+06 times" in text
     assert data_check.main(["check", str(tmp_path), "--budget", "8192"]) == 0
+    mask = np.arange(8192) % 4 > 0
+    mask.tofile(tmp_path / "a.mask")
+    assert data_check.main(["check", str(tmp_path), "--budget", "8192"]) == 1
+    assert "wanted 8,192 tokens: short: the run would read the data 1.33 times" in capsys.readouterr().out
+    assert data_check.main(["check", str(tmp_path), "--budget", "6144", "--rows", "32", "--sequence", "256"]) == 0
+    assert data_check.main(["check", str(tmp_path), "--rows", "64", "--sequence", "256"]) == 1
+    assert "wanted 64 sequences: short: the run would read the data 2 times" in capsys.readouterr().out
+    mask[:-1].tofile(tmp_path / "a.mask")
+    assert "a.mask has 8,191 positions, the file 8,192 tokens" in check(tmp_path, capsys=capsys)[1]
 
 
 @pytest.mark.parametrize(
@@ -75,18 +86,6 @@ def test_bad_files(
     import re
 
     assert re.search(message, problem) and str(path) in problem
-
-
-def test_a_large_file_is_sampled_to_its_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data_check, "WHOLE", 1000)
-    monkeypatch.setattr(data_check, "CHUNK", 100)
-    monkeypatch.setattr(data_check, "CHUNKS", 8)
-    tokens().astype(np.uint16).tofile(tmp_path / "a.npy")
-    code, text = check(tmp_path, capsys=capsys)
-    assert code == 0 and "% read" in text
-    assert "% read" not in check(tmp_path, "--full", capsys=capsys)[1]
 
 
 def indexed(folder: Path, lengths: list[int], *, code: int = 8, version: int = 1) -> Path:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import data_check, data_prepare, text
+from olmo_lns.study.data import check as data_check
+from olmo_lns.study.data import prepare as data_prepare
+from olmo_lns.study.data import text
 from olmo_lns.study.engines import OLMO
 
 TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exactly.15", "Grüße ✓", "last one"]
@@ -120,6 +122,8 @@ def test_text_files_are_documents_in_order(source: Path) -> None:
         ({"--tokenizer": "./none.json"}, "--tokenizer ./none.json: no such file"),
         ({"--eos": "257", "--dtype": "uint32"}, "--eos 257: the ids of this tokenizer end at 256: give a token"),
         ({"--pad": "70000"}, "--pad 70000: the ids of this tokenizer end at 256"),
+        ({"--name": "../x"}, "--name ../x: expected letters"),
+        ({"--name": "tokenizer"}, "--name tokenizer: expected letters"),
         ({"--field": "body"}, "line 1: no JSON object with 'body'"),
     ],
     ids=lambda value: str(value)[:20],
@@ -171,15 +175,40 @@ def test_olmos_evaluation_of_padded_rows_is_put_right(source: Path) -> None:
         OLMO.padding(settings)
 
 
-def test_another_field_is_refused_and_an_older_record_read(source: Path) -> None:
-    assert data_check.main(words(source)) == 0
+def test_what_is_not_the_same_when_called_again_is_refused(source: Path) -> None:
+    from tokenizers import Tokenizer
+
+    call = words(source, "--shard", "2", "--rows", "4")
+    assert data_check.main(call) == 0
     with pytest.raises(LNSConfigError, match="was begun with field 'text', now 'body': use another --out"):
-        data_check.main(words(source, "--field", "body"))
-    record = source / "out" / "train.json"
-    facts = json.loads(record.read_text())
-    del facts["layout"]["field"]
-    record.write_text(json.dumps(facts))
-    assert data_check.main(words(source)) == 0
+        data_check.main([*call, "--field", "body"])
+    lost = source / "out" / "train-00000.mask"
+    mask = lost.read_bytes()
+    for change, message in (
+        (lambda: lost.write_bytes(mask[:-1]), "mask of train: 63 bytes, 64 were written: use another"),
+        (lost.unlink, "train-00000.mask: written before, and not there now: put it back"),
+    ):
+        change()
+        with pytest.raises(LNSConfigError, match=message):
+            data_check.main(call)
+    lost.write_bytes(mask)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save(str(source / "other.json"))
+    with pytest.raises(LNSConfigError, match="out/tokenizer.json: of another tokenizer than --tokenizer .*other.json"):
+        data_check.main([*call, "--name", "validation", "--tokenizer", str(source / "other.json")])
+    with gzip.open(source / "docs.jsonl.gz", "at") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    with pytest.raises(LNSConfigError, match="docs.jsonl.gz has changed since this was begun: .*use another --out"):
+        data_check.main(call)
+
+
+def test_padding_beyond_the_dtype_is_refused(source: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 70_000}, "a")).save(str(source / "tokenizer.json"))
+    with pytest.raises(LNSConfigError, match="--pad <pad>: 70,000 does not fit uint16: --dtype uint32"):
+        data_check.main([*words(source), "--eos", "</s>", "--pad", "<pad>"])
 
 
 @pytest.mark.parametrize("content", ["", "{}", "no tokenizer"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.documents import documents
+from olmo_lns.study.data.documents import documents
 
 _LINE = b'{"text": "a"}\n'
 

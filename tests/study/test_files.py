@@ -9,8 +9,11 @@ from typing import Iterator
 import pytest
 from support.studies import Built
 
-from olmo_lns.study import collect, launch
-from olmo_lns.study.finished import Finished
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import cli
+from olmo_lns.study.collect import gather as collect
+from olmo_lns.study.collect import stamp as stamps
+from olmo_lns.study.collect.finished import Finished
 
 
 @contextmanager
@@ -27,9 +30,9 @@ def no_file_above(size: int) -> Iterator[None]:
 def test_a_stamp_is_whole_or_not_there(built: Built) -> None:
     run = built.study.runs[0]
     with pytest.raises(OSError, match="File too large"), no_file_above(100):
-        launch.stamp(built.study, run, built.out)
+        stamps.stamp(built.study, run, built.out)
     assert list((built.out / run.name).iterdir()) == []
-    path = launch.stamp(built.study, run, built.out)
+    path = stamps.stamp(built.study, run, built.out)
     assert path.stat().st_size > 100 and list((built.out / run.name).iterdir()) == [path]
 
 
@@ -46,3 +49,20 @@ def test_the_table_of_finished_runs_is_kept(built: Built) -> None:
     with pytest.raises(OSError, match="File too large"), no_file_above(len(before) // 2):
         table.add(built.study, [])
     assert path.read_bytes() == before and sorted(path.parent.iterdir()) == around
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"arm": "lns"}', "[1]", "\udcff"], ids=["empty", "cut", "other", "list", "bytes"]
+)
+@pytest.mark.parametrize("name", ["run.json", "attempt-01.json"])
+def test_a_broken_record_is_one_line_that_names_it(
+    built: Built, name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = built.study.runs[0].name
+    path = built.finish(run, 2.5, until=5 if name != "run.json" else None) / name
+    path.write_text(text, errors="surrogateescape")
+    command = "collect" if name == "run.json" else "status"
+    words = [command, str(built.path), "--out", str(built.out), *(["--allow-missing"] if command == "collect" else [])]
+    with pytest.raises(LNSConfigError, match="damaged: .*: restore it, or remove it") as error:
+        cli.main(words)
+    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)

@@ -8,9 +8,11 @@ import pytest
 from support.studies import Built
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import cli, collect, launch
-from olmo_lns.study.finished import Finished, identity
-from olmo_lns.study.spec import Study
+from olmo_lns.study import cli
+from olmo_lns.study.collect import gather as collect
+from olmo_lns.study.collect.finished import Finished, identity
+from olmo_lns.study.launch import start as launch
+from olmo_lns.study.plan.spec import Study
 
 
 @pytest.fixture

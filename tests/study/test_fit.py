@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from olmo_lns.study.collect import Result
-from olmo_lns.study.fit import PAPER, Point, paired, points, power_law
+from olmo_lns.study.collect.gather import Result
+from olmo_lns.study.report.fit import PAPER, Point, paired, points, power_law
 
 
 def point(parameters: int, loss: float) -> Point:

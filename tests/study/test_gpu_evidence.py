@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from support.studies import REPOSITORY
 
-from olmo_lns.study import cli
-
 SCRIPT = REPOSITORY / "scripts" / "gpu" / "evidence.py"
 SMALL = (
     "model.d_model: 32, model.n_layers: 3, model.n_heads: 2, model.mlp_hidden_size: 128, model.max_sequence_length: 32, "
@@ -25,12 +23,8 @@ SMALL = (
 
 
 def describe(folder: Path) -> Path:
-    """The shipped base at a tiny shape: short and long runs at two rates."""
-    sizes = [
-        f"  3x{rate}{name}: {{{SMALL}, optimizer.learning_rate: {rate}, max_duration: {steps}}}"
-        for name, steps in (("", 6), ("long", 30))
-        for rate in (0.001, 0.01)
-    ]
+    """The shipped base at a tiny shape, at two rates."""
+    sizes = [f"  3x{rate}: {{{SMALL}, optimizer.learning_rate: {rate}, max_duration: 30}}" for rate in (0.001, 0.01)]
     path = folder / "study.yaml"
     path.write_text(
         f"name: dry\nconfig: {REPOSITORY}/configs/study/evidence-gpu-base.yaml\ndata: packages\n"
@@ -47,7 +41,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert (folder / "evidence.tar.xz").stat().st_size < 4_000_000 and "8 runs" in done.stdout
+    assert (folder / "evidence.tar.xz").stat().st_size < 4_000_000 and "4 runs" in done.stdout
     return folder
 
 
@@ -79,22 +73,25 @@ def test_a_dry_run_without_olmo_installed_gives_a_report(packed: Path, tmp_path:
     code, text = bare(packed, out)
     assert code == 0 and "all done" in text, text
     results = {path.parent.name: json.loads(path.read_text()) for path in out.glob("*/result.json")}
-    assert len(results) == 6  # four short ones, and of the long ones each arm at its own rate
-    for arm in ("preln", "lns"):
-        best = min((0.001, 0.01), key=lambda rate: results[f"3x{rate}-{arm}-s1"]["heldout"])
-        assert f"3x{best}long-{arm}-s1" in results
+    assert len(results) == 4
     assert results["3x0.001-preln-s1"]["heldout"] != results["3x0.001-lns-s1"]["heldout"]
-    with (out / "3x0.01long-lns-s1" / "curve.csv").open() as file:
+    with (out / "3x0.01-lns-s1" / "curve.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["10", "20", "30"]
-    assert cli.main(["report", str(out / "runs.csv"), "--report", str(tmp_path / "report")]) == 0
-    assert "3 blocks, width 32" in (tmp_path / "report" / "report.md").read_text()
+    with (out / "runs.csv").open() as file:
+        assert [row["heldout"] for row in csv.DictReader(file)] == [str(each["heldout"]) for each in ordered(out)]
+
+
+def ordered(out: Path) -> list[dict[str, float]]:
+    """The results as the table has them."""
+    runs = [row["run"] for row in csv.DictReader((out / "runs.csv").open())]
+    return [json.loads((out / run / "result.json").read_text()) for run in runs]
 
 
 def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal after the fourth step of six, and a second slice: the loss of a run in one piece."""
+    """A signal after the fourth step of 30, and a second slice: the loss of a run in one piece."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo_lns.study.spec import Study
+    from olmo_lns.study.plan.spec import Study
 
     spec = importlib.util.spec_from_file_location("gpu_evidence", SCRIPT)
     assert spec is not None and spec.loader is not None
@@ -122,19 +119,18 @@ def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch:
     script.STOPPED.clear()
     assert runs[1].train(tokens, tokens, torch.device("cpu"), forever)
     assert runs[1].result["heldout"] == runs[0].result["heldout"] != pytest.approx(5.55, abs=0.05)
-    rates = [runs[0].lr(step) for step in (1, 2, 4, 6)]
+    rates = [runs[0].lr(step) for step in (1, 2, 4, 30)]
     from olmo.optim import build_scheduler
 
     scheduler = build_scheduler(planned.loaded)
-    assert rates == pytest.approx([scheduler.get_lr(0.01, step, 6) for step in (1, 2, 4, 6)])
+    assert rates == pytest.approx([scheduler.get_lr(0.01, step, 30) for step in (1, 2, 4, 30)])
 
 
 def test_the_shipped_description() -> None:
-    """85M parameters, 98M tokens in a long run, all of them in the packed hundred million."""
+    """154M parameters; the tokens of a run are among the packed hundred million."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo_lns.study.spec import Study
+    from olmo_lns.study.plan.spec import Study
 
     study = Study.load(REPOSITORY / "configs" / "study" / "evidence-gpu.yaml")
-    shapes = {run.size: run.shape for run in study.runs}
-    assert [shape.tokens for shape in shapes.values()] == [9_830_400] * 3 + [98_304_000] * 3
-    assert 80e6 < shapes["48x0.001"].parameters < 90e6 and len(study.runs) == 18
+    assert {run.shape.tokens for run in study.runs} == {39_321_600} and len(study.runs) == 6
+    assert all(150e6 < run.shape.parameters < 158e6 for run in study.runs)

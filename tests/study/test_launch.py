@@ -15,8 +15,13 @@ import pytest
 from support.studies import REPOSITORY, Built
 
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.study import cli, launch, logs, processes, slurm
-from olmo_lns.study.spec import Study
+from olmo_lns.study import cli
+from olmo_lns.study.collect import logs
+from olmo_lns.study.collect import stamp as stamps
+from olmo_lns.study.launch import children as processes
+from olmo_lns.study.launch import slurm
+from olmo_lns.study.launch import start as launch
+from olmo_lns.study.plan.spec import Study
 
 
 def test_the_shipped_descriptions() -> None:
@@ -74,6 +79,7 @@ def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
     path_variable = f"{fake}:{os.environ['PATH']}"
     for script, task, name in ((scripts[0], "3", "a-lns-s2"), (scripts[1], "1", "b-lns-s1")):
         env = {**os.environ, "PATH": path_variable, "SLURM_ARRAY_TASK_ID": task, "SLURM_JOB_ID": "7"}
+        env["SLURM_CPUS_ON_NODE"] = "1"
         subprocess.run(["bash", str(script)], env=env, check=True)
         log = (built.out / name / "attempt-01.log").read_text()
         assert f"--run_name={name}" in log and "--nproc-per-node 2" in log
@@ -103,15 +109,15 @@ def test_more_seeds_of_one_arm(built: Built) -> None:
 
 def test_a_folder_of_another_run_is_refused(built: Built, tmp_path: Path) -> None:
     run = built.study.runs[0]
-    launch.stamp(built.study, run, built.out)
-    launch.stamp(built.study, run, built.out)
+    stamps.stamp(built.study, run, built.out)
+    stamps.stamp(built.study, run, built.out)
     (tmp_path / "data" / "train.npy").write_bytes(b"\1\0" * 9)
     with pytest.raises(LNSConfigError, match="was started with other data"):
-        launch.stamp(built.study, run, built.out)
+        stamps.stamp(built.study, run, built.out)
     built.description["sizes"]["a"]["max_duration"] = 21
     built.save()
     with pytest.raises(LNSConfigError, match="was started with other settings: max_duration: 20 then, 21 now"):
-        launch.stamp(built.study, built.study.runs[0], built.out)
+        stamps.stamp(built.study, built.study.runs[0], built.out)
 
 
 def test_missing_data_are_named(built: Built, tmp_path: Path) -> None:
@@ -158,7 +164,7 @@ def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
         ({"arms": None}, "arms None"),
         ({"final_fraction": "some"}, "final_fraction 'some': expected a number"),
         ({"horizons": 100}, "horizons 100: expected rising numbers of steps"),
-        ({"name": None}, "name None: expected a name"),
+        ({"name": None}, "name None: expected letters"),
         ({"framework": 3}, "framework 3"),
         ({"finished": 3}, "finished 3: expected the path of a table"),
         ({"published": ["lns-1"]}, "published .*: expected the name"),
@@ -204,7 +210,7 @@ def micro(tmp_path: Path, steps: int = 12) -> Path:
 
 
 def losses(out: Path, name: str) -> dict[int, float]:
-    return logs.merge(logs.read(path) for path in launch.attempts(out / name)).losses
+    return logs.merge(logs.read(path) for path in stamps.attempts(out / name)).losses
 
 
 def study(path: Path, out: Path, *words: str) -> subprocess.Popen[str]:
@@ -255,4 +261,4 @@ def test_a_killed_study_continues_to_the_same_losses(tmp_path: Path, number: sig
         time.sleep(1)
     assert losses(out, "s-lns-s1") == losses(tmp_path / "whole", "s-lns-s1")
     if number == signal.SIGTERM:
-        assert len(launch.attempts(out / "s-lns-s1")) == 2
+        assert len(stamps.attempts(out / "s-lns-s1")) == 2

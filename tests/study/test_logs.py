@@ -8,7 +8,8 @@ import pytest
 from support.studies import OLMO, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import logs
+from olmo_lns.study.collect import logs
+from olmo_lns.study.collect.stamp import attempts
 from olmo_lns.study.engines.megatron import printed_arguments
 
 
@@ -28,9 +29,18 @@ def test_megatron_console_log_and_its_arguments(tmp_path: Path) -> None:
     head += "  adam_beta2 ...................................... 0.95\n"
     head += "  layernorm_scaling ............................... True\n"
     head += "-------------------- end of arguments ---------------------\n  not_one ..... 3\n"
-    path = write(tmp_path / "a.log", head + megatron_log({10: "1.082000E+01", 20: "9.500000E+00"}))
+    text = head + megatron_log({10: "1.082000E+01", 20: "9.500000E+00"})
+    for step, where in (
+        (10, ""),
+        (20, " on validation set"),
+        (30, " on test set"),
+    ):  # as its evaluate_and_print_results
+        text += (
+            f" validation loss at iteration {step}{where} | lm loss value: 9.{step}0000E+00 | lm loss PPL: 1.0E+04 | \n"
+        )
+    path = write(tmp_path / "a.log", text)
     curve = logs.read(path)
-    assert curve.losses == {10: 10.82, 20: 9.5} and curve.total == 100
+    assert curve.losses == {10: 10.82, 20: 9.5} and curve.total == 100 and curve.heldout == {10: 9.1, 20: 9.2}
     assert printed_arguments(path) == {"adam_beta2": "0.95", "layernorm_scaling": "True"}
 
 
@@ -40,6 +50,22 @@ def test_a_log_cut_by_a_kill_keeps_what_it_has(tmp_path: Path) -> None:
     cut = megatron_log({10: 3.0, 20: 2.5})[:-200]
     assert logs.read(write(tmp_path / "b.log", cut)).last == 10
     assert logs.read(write(tmp_path / "c.log", "Traceback\n")).losses == {}
+
+
+@pytest.mark.parametrize("name", ["olmo.log", "megatron.log", "table.csv"])
+def test_a_log_cut_inside_its_last_number_ends_before_it(tmp_path: Path, name: str) -> None:
+    """2.9876 cut to 2 is no loss of that step."""
+    whole = {"olmo.log": olmo_log({9: "3.1", 10: "2.9876"}), "megatron.log": megatron_log({9: "3.1", 10: "2.9876"})}
+    text = whole.get(name, "step,train/CrossEntropyLoss\n9,3.1\n10,2.9876\n")
+    assert logs.read(write(tmp_path / name, text)).losses == {9: 3.1, 10: 2.9876}
+    cut = logs.read(write(tmp_path / name, text[: text.index("2.9876") + 1]))
+    assert cut.losses == {9: 3.1} and cut.last == 9
+
+
+def test_the_hundredth_attempt_comes_after_the_others(tmp_path: Path) -> None:
+    for number in (2, 10, 99, 100, 101):
+        write(tmp_path / f"attempt-{number:02d}.log", "")
+    assert [path.stem for path in attempts(tmp_path)] == [f"attempt-{n}" for n in ("02", "10", "99", "100", "101")]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +88,7 @@ def test_damage_is_refused_and_named(tmp_path: Path, text: str, message: str) ->
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "bad.log").write_bytes(olmo_log({1: 3.0}).encode() + b"\xff\xfe\x80")
+    (tmp_path / "bad.log").write_bytes(olmo_log({1: 3.0}).encode() + b"\xff\xfe\x80\n")
     with pytest.raises(LNSConfigError, match="not text at byte"):
         logs.read(tmp_path / "bad.log")
 

@@ -10,8 +10,11 @@ import pytest
 from support.studies import REPOSITORY, Built, olmo_log
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import cli, launch, processes, progress, slurm
-from olmo_lns.study.spec import Study
+from olmo_lns.study import cli
+from olmo_lns.study.launch import children as processes
+from olmo_lns.study.launch import progress, slurm
+from olmo_lns.study.launch import start as launch
+from olmo_lns.study.plan.spec import Study
 
 
 def failing_log(tmp_path: Path, body: str, *, torchrun: bool = True) -> Path:

@@ -12,12 +12,13 @@ from support.studies import REPOSITORY, Built
 
 from olmo_lns import schemes
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import cli, fit, published_report, report
 from olmo_lns.study.arms import ARMS
-from olmo_lns.study.collect import collect
-from olmo_lns.study.fit import Point
-from olmo_lns.study.published import PUBLISHED, corrected
-from olmo_lns.study.spec import Study
+from olmo_lns.study.collect.gather import collect
+from olmo_lns.study.plan.published import PUBLISHED, corrected
+from olmo_lns.study.plan.spec import Study
+from olmo_lns.study.report import fit, published_report
+from olmo_lns.study.report import scaling as report
+from olmo_lns.study.report.fit import Point
 
 
 @pytest.fixture
@@ -65,11 +66,6 @@ def test_parameters_saved_follow_the_two_laws() -> None:
     size, needed, outside = fit.saved_parameters(base, other) or (0, 0, False)
     assert (size, needed, outside) == (100_000_000, pytest.approx(2e8), True)
     assert fit.saved_parameters(other, base[:1]) is None
-
-
-def test_a_report_needs_its_folder(tabled: Built) -> None:
-    with pytest.raises(LNSConfigError, match="--out: the folder of the study is needed"):
-        cli.main(["report", str(tabled.path)])
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs" / "study").glob("*.yaml")), ids=lambda path: path.stem)

@@ -10,7 +10,8 @@ import pytest
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.engines import OLMO
-from olmo_lns.study.shape import GPUS, Shape
+from olmo_lns.study.engines.base import shape_of
+from olmo_lns.study.engines.shape import GPUS, Shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = Shape(
@@ -32,10 +33,10 @@ SHAPE = Shape(
 )
 def test_parameters_and_flops_agree_with_olmo(changed: dict[str, Any]) -> None:
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo_lns.study import olmo_config
+    from olmo_lns.study.engines import olmo_config
 
     config = olmo_config.load(REPOSITORY / "configs" / "olmo" / "60M-preln.yaml", changed)
-    shape = Shape.of(olmo_config.flatten(config), OLMO)
+    shape = shape_of(olmo_config.flatten(config), OLMO)
     parameters, per_token = olmo_config.count(config)
     assert shape.parameters == parameters
     # OLMo's backward pass counts the input embedding as a matrix multiplication, and so with tied
@@ -70,13 +71,13 @@ def test_durations() -> None:
         "model.max_sequence_length": 100, "model.weight_tying": False, "model.layer_norm_with_affine": True,
         "global_train_batch_size": 10, "optimizer.learning_rate": 1e-3, "scheduler.t_warmup": 1, "scheduler.alpha_f": 0.1,
     }  # fmt: skip
-    assert Shape.of(settings | {"max_duration": "20e3T"}, OLMO).steps == 20
-    assert Shape.of(settings | {"max_duration": "20001T"}, OLMO).steps == 21
-    assert Shape.of(settings | {"max_duration": 7}, OLMO).steps == 7
+    assert shape_of(settings | {"max_duration": "20e3T"}, OLMO).steps == 20
+    assert shape_of(settings | {"max_duration": "20001T"}, OLMO).steps == 21
+    assert shape_of(settings | {"max_duration": 7}, OLMO).steps == 7
     with pytest.raises(LNSConfigError, match="in epochs"):
-        Shape.of(settings | {"max_duration": "1ep"}, OLMO)
+        shape_of(settings | {"max_duration": "1ep"}, OLMO)
     with pytest.raises(LNSConfigError, match="no 'max_duration'"):
-        Shape.of(settings, OLMO)
+        shape_of(settings, OLMO)
 
 
 def test_gpus_are_the_data_sheets() -> None:

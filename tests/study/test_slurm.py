@@ -51,7 +51,7 @@ SlurmdPidFile={folder}/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
@@ -108,16 +108,21 @@ def _wait(ready, what: str, seconds: float = 60) -> None:
 def test_real_slurm_runs_the_scripts_from_another_folder(cluster: Path, tmp_path: Path) -> None:
     """As a user would: relative paths, out not made yet, jobs submitted from elsewhere; the log is in out."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo_lns.study import text
+    from olmo_lns.study.data import text
 
     text.build(tmp_path / "data")
     work = tmp_path / "work"
     work.mkdir()
     (work / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH" FROM_ACTIVATE=$UNSET_IS_FINE\n')
     sizes = "{s: {model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: 4, scheduler.t_warmup: 2}}"
+    (work / "train.py").write_text(
+        "import os, sys\nfrom olmo_lns import cli\nprint('cores', len(os.sched_getaffinity(0)), flush=True)\n"
+        "sys.exit(cli.main(['train', *sys.argv[1:]]))\n"
+    )
     (work / "study.yaml").write_text(
         f"name: micro\nconfig: {os.path.relpath(REPOSITORY, work)}/configs/study/tiny-base.yaml\nsizes: {sizes}\n"
-        "arms: [preln, lns]\nseeds: [1]\nlaunch: {threads: 1, sbatch: {gpus-per-node: null}}\n"
+        "arms: [preln, lns]\nseeds: [1]\n"
+        "launch: {command: train.py, threads: 1, sbatch: {gpus-per-node: null, cpus-per-task: 2}}\n"
     )
     words = ["launch", "study.yaml", "--out", "runs", "--slurm", "jobs", "--activate", "activate"]
     words += ["--partition", "short", "--time", "10"]
@@ -132,15 +137,8 @@ def test_real_slurm_runs_the_scripts_from_another_folder(cluster: Path, tmp_path
     output = "".join(path.read_text() for path in (work / "runs").glob("slurm-*.out"))
     assert done.returncode == 0, (done.stderr, output)
     assert len(list((work / "runs").glob("slurm-micro-s-*.out"))) == 2
-    status = [
-        sys.executable,
-        "-m",
-        "olmo_lns",
-        "study",
-        "status",
-        str(work / "study.yaml"),
-        "--out",
-        str(work / "runs"),
-    ]
-    shown = subprocess.run(status, env=environment, capture_output=True, text=True)
+    for log in (work / "runs").glob("*/attempt-01.log"):
+        assert "cores 2\n" in log.read_text(), log
+    status = [sys.executable, "-m", "olmo_lns", "study", "status", "study.yaml", "--out", "runs"]
+    shown = subprocess.run(status, cwd=work, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0 and "2 finished" in shown.stdout, shown.stdout + shown.stderr

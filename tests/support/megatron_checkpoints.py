@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, common_bytes, load_common
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint
+from olmo_lns.integrations.megatron import apply
 from support import megatron_tiny as tiny
 from support.megatron_saved import saved_arguments
 
@@ -50,6 +52,13 @@ def perturbed(config: Any) -> Any:
             else:
                 parameter.copy_(0.1 * noise)
     return model.eval()
+
+
+def under_lns(config: Any) -> Any:
+    """A model of the same shape, built under LayerNorm Scaling."""
+    own = replace(config)
+    apply(own)
+    return tiny.build(own)
 
 
 def save(root: Path, model: Any, args: Any, stacked: bool = True) -> Path:

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from olmo_lns.study.launch import stamp
-from olmo_lns.study.spec import Study
+from olmo_lns.study.collect.stamp import stamp
+from olmo_lns.study.plan.spec import Study
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -152,3 +152,40 @@ def schemes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
+
+
+STEPS, RATE = 6, 1e-2
+
+
+def rows(count: int = 12, length: int = 8) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, 97, (count, length), generator=generator)
+    labels = ids.clone()
+    labels[:, 0] = -100  # nothing predicts it, but transformers 4 would count it
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+
+
+def trainer(model, folder, **changes):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'olmo-lns[hf]'")
+    options = dict(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_steps=3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    arguments = transformers.TrainingArguments(**{**options, **changes})
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *args, **kwargs):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    return InOrder(model=model, args=arguments, train_dataset=rows())

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import sys
+import types
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.binding import read_back
-from olmo_lns.integrations.megatron.building import say_left_out, vision_towers
-from olmo_lns.integrations.megatron.initialization import use_plain_initialization
-from olmo_lns.integrations.megatron.install import install_core
+from olmo_lns.integrations.megatron.building import (
+    inside_mtp,
+    say,
+    say_left_out,
+    start_up_line,
+    use_plain_initialization,
+    vision_towers,
+)
 from olmo_lns.integrations.megatron.layers import bind_layer, bound, check_config
-from olmo_lns.integrations.megatron.report import say, start_up_line
-from olmo_lns.integrations.megatron.settings import VISION, Settings
+from olmo_lns.integrations.megatron.settings import VISION, Settings, mark
+from olmo_lns.integrations.megatron.upstream import CORE, LAYER, install_core
+from olmo_lns.integrations.patching import check_target, require_verified
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, parse
 
-__all__ = ["apply"]
+__all__ = ["apply", "layer_spec"]
 
 
 def apply(
@@ -62,13 +72,105 @@ def apply(
             "TransformerConfig, a TransformerLayer, or a module that holds some."
         )
     install_core()
+    require_verified(CORE)
     check_config(config, settings.scheme)
     _check_unused(config, settings, vision)
-    settings.store(config)
-    setattr(config, VISION, vision)
+    mark(config, settings, vision=vision)
     if settings.scaled_init_off:
         use_plain_initialization(config)
     return 0
+
+
+def layer_spec(
+    config: Any,
+    spec: Any = None,
+    *,
+    scheme: str = LNS.name,
+    exponent: float = DEFAULT_EXPONENT,
+    keep_scaled_init: bool = False,
+    vp_stage: int | None = None,
+) -> Any:
+    """The spec of a GPT model's layers under a scheme, for those who hand Megatron Core a spec of their own.
+
+    Each layer is built by Megatron, from the norms, linear layers and attention that the spec names, and then gets the
+    scheme of its number; nothing of Megatron is replaced for it. ``config`` is given the settings as :func:`apply`
+    does, with ``output_layer_init_method`` set to the plain one.
+
+    :param config: the ``TransformerConfig`` that the model is built from.
+    :param spec: a ``ModuleSpec`` of a ``TransformerLayer``, a ``TransformerBlockSubmodules``, or a function of the
+        config (and of ``vp_stage``) that returns one, such as Megatron Bridge's ``transformer_layer_spec``. Default:
+        Megatron's ``get_gpt_decoder_block_spec`` with Transformer Engine where it is installed, else the local layers.
+    :param scheme: and ``exponent``, ``keep_scaled_init``: as of :func:`apply`.
+    :param vp_stage: of a virtual pipeline.
+    :returns: a spec of the same kind, for ``GPTModel(transformer_layer_spec=...)``.
+    :raises LNSConfigError: the config or the spec is not supported, or the config has another scheme.
+    :raises UpstreamChangedError: this Megatron is not one that was verified.
+
+    Example: ``GPTModel(config, layer_spec(config, get_gpt_layer_local_spec()), ...)``
+    """
+    settings = _settings(scheme, exponent, keep_scaled_init)
+    check_target(LAYER)
+    check_config(config, settings.scheme)
+    if (found := Settings.of(config)).active and found != settings.spelled_out():
+        raise LNSConfigError(
+            f"the config has {found.scheme} already ({found.initialization} initialization): {settings.scheme} "
+            f"({settings.initialization}) was asked for."
+        )
+    mark(config, settings, vision=getattr(config, VISION, False))
+    if settings.scaled_init_off:
+        use_plain_initialization(config)
+    if spec is None:
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        spec = functools.partial(
+            get_gpt_decoder_block_spec, use_transformer_engine=HAVE_TE, normalization=config.normalization
+        )
+    if not hasattr(spec, "submodules") and not hasattr(spec, "layer_specs"):
+        knows_stage = "vp_stage" in inspect.signature(spec).parameters
+        spec = spec(config, vp_stage=vp_stage) if knows_stage else spec(config)
+    return _with_scheme(spec, settings)
+
+
+def _with_scheme(spec: Any, settings: Settings) -> Any:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if hasattr(spec, "layer_specs"):
+        return replace(spec, layer_specs=[_with_scheme(each, settings) for each in spec.layer_specs])
+    kind = getattr(spec, "module", None)
+    if isinstance(kind, type) and issubclass(kind, TransformerBlock):
+        return replace(spec, submodules=_with_scheme(spec.submodules, settings))
+    if not (isinstance(kind, type) and issubclass(kind, TransformerLayer)):
+        raise LNSConfigError(
+            f"{getattr(kind, '__name__', spec)!r} is not the spec of a TransformerLayer: layer_spec knows GPT models; "
+            "call apply(config) for others."
+        )
+    return replace(spec, module=_layer_class(kind), params={**spec.params, "lns_settings": settings})
+
+
+class SchemeLayer:
+    """A layer of Megatron's that gives itself the scheme of its spec, in front of its own class."""
+
+    def __init__(self, config: Any, *args: Any, lns_settings: Settings, **kwargs: Any) -> None:
+        if lns_settings.scaled_init_off:
+            use_plain_initialization(config)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        if inside_mtp.get() or bound(self):  # type: ignore[arg-type]
+            return  # by the wrapped constructors, which found the settings on the config
+        if kwargs.get("is_mtp_layer") or getattr(config, "mtp_num_layers", None):
+            raise LNSConfigError(
+                "MTP layers under a layer spec need the plugin, which numbers them: unset OLMO_LNS_DISABLE."
+            )
+        bind_layer(self, lns_settings)
+
+
+@functools.cache
+def _layer_class(base: type) -> type:
+    if issubclass(base, SchemeLayer):
+        return base
+    body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return types.new_class(base.__name__, (SchemeLayer, base), exec_body=lambda space: space.update(body))
 
 
 def _settings(text: str, exponent: float, keep_scaled_init: bool) -> Settings:

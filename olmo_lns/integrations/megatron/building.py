@@ -1,7 +1,14 @@
-"""Wrappers around the constructors of Megatron Core: layer, block, hybrid stack, MTP layer, vision tower."""
+"""What is built: the constructors' wrappers, the initialization that they choose, and what is said of it.
+
+Megatron's scaled initialization gives the residual output projections std/sqrt(2L) through
+``output_layer_init_method``. Every such projection (attention, MLA, MLP, experts, latent MoE, MTP) takes its method
+from there, so the finished config is the one place to change. Under ``use_mup`` the regular ``init_method`` carries
+the width factor 1/sqrt(width_mult) already: only the depth factor goes.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from contextvars import ContextVar
 from typing import Any, Callable
@@ -9,18 +16,24 @@ from typing import Any, Callable
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.initialization import describe, restore_initialization, use_plain_initialization
-from olmo_lns.integrations.megatron.layers import bind_layer, bound, check_config
-from olmo_lns.integrations.megatron.report import say, start_up_line
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.megatron.layers import bind_layer, blocks_of, bound, check_config
 from olmo_lns.integrations.megatron.settings import FLAGS, VISION, Settings
 
 __all__ = [
+    "describe",
+    "forget",
     "hybrid_stack",
+    "inside_mtp",
     "mtp_layer",
+    "restore_initialization",
+    "say",
     "say_left_out",
     "settings_of",
+    "start_up_line",
     "transformer_block",
     "transformer_layer",
+    "use_plain_initialization",
     "vision_tower",
     "vision_towers",
 ]
@@ -28,7 +41,73 @@ __all__ = [
 Init = Callable[..., None]
 
 #: True while an MTP layer builds its inner layers, whose numbers mean something else per version.
-_inside_mtp: ContextVar[bool] = ContextVar("olmo_lns_inside_mtp", default=False)
+inside_mtp: ContextVar[bool] = ContextVar("olmo_lns_inside_mtp", default=False)
+_said: set[str] = set()
+
+
+def say(text: str) -> None:
+    """Print one line, once, as Megatron's ``print_rank_0`` does (its loggers are silent by default)."""
+    if int(os.environ.get("RANK", "0")) != 0 or text in _said:
+        return
+    _said.add(text)
+    print(f"olmo-lns: {text}", flush=True)
+
+
+def forget() -> None:
+    """Let every line be said again."""
+    _said.clear()
+
+
+def start_up_line(model: nn.Module, config: Any, *, initialization: str, hybrid: bool = False) -> str:
+    """The proof that the model has its scheme, read back from its modules.
+
+    :param model: this process's part. :param hybrid: attention and MLP are layers of their own.
+    """
+    found = list(binding.sites(model))
+    numbers = sorted({site.layer_number for _, _, site in found})
+    norms = sum(site.plan.norms for _, _, site in found)
+    here = f"{norms} in this process (blocks {numbers[0]}-{numbers[-1]})" if found else "none in this process"
+    return binding.start_up_line(
+        binding.read_back(model) if found else Settings.of(config).scheme,
+        blocks_of(config, hybrid=hybrid),
+        norm=str(config.normalization),
+        here=here,
+        how=", ".join(dict.fromkeys(str(module.lns_method) for _, module, _ in found)),
+        initialization=initialization,
+    )
+
+
+#: Where a config keeps the method that was taken from it.
+_UPSTREAM = "output_layer_init_method_of_megatron"
+
+
+def use_plain_initialization(config: Any) -> bool:
+    """Let the output projections use ``config.init_method``.
+
+    :returns: False where the config has no ``init_method`` yet (Megatron Bridge finalizes its
+        configs later); call again when it has.
+    """
+    if getattr(config, "init_method", None) is None:
+        return False
+    if not hasattr(config, _UPSTREAM):
+        setattr(config, _UPSTREAM, config.output_layer_init_method)
+    config.output_layer_init_method = config.init_method
+    return True
+
+
+def restore_initialization(config: Any) -> None:
+    """Give ``config``, or a copy of it, the method back that Megatron chose."""
+    if hasattr(config, _UPSTREAM):
+        config.output_layer_init_method = getattr(config, _UPSTREAM)
+        delattr(config, _UPSTREAM)
+
+
+def describe(config: Any, off: bool) -> str:
+    """The policy in words, for the log."""
+    if not off:
+        return "scaled initialization kept (std/sqrt(2L) for output projections)"
+    width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
+    return f"scaled initialization off (output projections: init_method{width})"
 
 
 def settings_of(config: Any) -> Settings:
@@ -62,7 +141,7 @@ def transformer_layer(original: Init) -> Init:
         if settings.scaled_init_off:
             use_plain_initialization(config)
         original(self, *args, **kwargs)
-        if settings.active and not _inside_mtp.get():
+        if settings.active and not inside_mtp.get():
             bind_layer(self, settings)
 
     return __init__
@@ -91,7 +170,7 @@ def hybrid_stack(original: Init) -> Init:
         original(self, *args, **kwargs)
         settings = settings_of(self.config)
         if settings.active:
-            if _inside_mtp.get():
+            if inside_mtp.get():
                 raise LNSConfigError(
                     f"{settings.scheme.definition.title} does not support MTP layers of a hybrid model: drop one."
                 )
@@ -116,11 +195,11 @@ def mtp_layer(original: Init) -> Init:
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        token = _inside_mtp.set(True)
+        token = inside_mtp.set(True)
         try:
             original(self, *args, **kwargs)
         finally:
-            _inside_mtp.reset(token)
+            inside_mtp.reset(token)
         settings = settings_of(self.config)
         if settings.active:
             depth = self.config.num_layers + self.layer_number

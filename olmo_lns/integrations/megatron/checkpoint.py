@@ -1,20 +1,154 @@
-"""Wrappers around ``megatron.training.checkpointing``: restore the settings, refuse a mismatch.
+"""Checkpoints: what is saved says which scheme it has, what is loaded is compared with it.
 
-Megatron saves its whole ``args`` but restores and compares fixed lists of names.
+A launch of Megatron's own saves its whole ``args``, but restores and compares fixed lists of names. What is saved
+without ``args`` (Megatron Bridge, a loop of one's own) gets the record of the built model in the ``content_metadata``
+of Megatron Core's ``dist_checkpointing``.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 from typing import Any, Callable
 
 from olmo_lns import environment
-from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.integrations.megatron.report import say
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.megatron.building import say
 from olmo_lns.integrations.megatron.settings import Settings
-from olmo_lns.record import Record, check_match
+from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
+from olmo_lns.integrations.patching import require_verified
+from olmo_lns.record import Record, accepted, check_match
 
-__all__ = ["load_args", "load_base", "load_modelopt"]
+__all__ = ["load", "load_args", "load_base", "load_modelopt", "look", "save", "tensors"]
+
+#: The key of the record in ``content_metadata``, and the attribute by which a sharded tensor carries it.
+_KEY, _MARK = "olmo_lns", "lns_record"
+_METADATA = "content_metadata"
+
+
+def tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Every tensor of a layer or model to be saved or loaded says which scheme that has, as it was built."""
+
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        record = _record_of(self)
+        for value in result.values():
+            if hasattr(value, "key") and not hasattr(value, _MARK):
+                setattr(value, _MARK, record)
+        return result
+
+    return sharded_state_dict
+
+
+def save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``dist_checkpointing.save``: the built model's record beside what has no arguments to say it."""
+    signature = inspect.signature(original)
+
+    def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        record = _carried(sharded_state_dict)
+        if record is None or not record.active or "args" in sharded_state_dict:
+            return original(sharded_state_dict, *args, **kwargs)
+        # A copy: Megatron would leave the metadata in the caller's.
+        call = signature.bind(dict(sharded_state_dict), *args, **kwargs)
+        call.arguments[_METADATA] = {**(call.arguments.get(_METADATA) or {}), _KEY: record.as_dict()}
+        return original(*call.args, **call.kwargs)
+
+    return save
+
+
+def load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``dist_checkpointing.load``: the weights are those of the model that was built to take them."""
+
+    def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        running = _carried(sharded_state_dict)
+        result = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        state = result[0] if isinstance(result, tuple) else result
+        saved = _saved_record(state, checkpoint_dir)
+        if _KEY in (metadata := state.get(_METADATA) or {}):
+            state[_METADATA] = {key: value for key, value in metadata.items() if key != _KEY}
+            if not state[_METADATA]:
+                del state[_METADATA]
+        if running is not None:
+            _compare_built(saved, running, checkpoint_dir)
+        return result
+
+    return load
+
+
+def look(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader of a Megatron that is not verified: it runs as it is, until a checkpoint names a scheme."""
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        for part in result if isinstance(result, tuple) else (result,):
+            state = part if isinstance(part, dict) else {"args": part}
+            if (saved := _saved_record(state, "the checkpoint")) is not None and saved.active:
+                require_verified(CORE, TRAINING)
+        return result
+
+    return load
+
+
+def _record_of(module: Any) -> Record:
+    """Of a built layer, or of a model; a pipeline stage without a layer has what its config says."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    settings, config = Settings.of(module.config), module.config
+    holds_layers = isinstance(module, TransformerLayer) or any(
+        isinstance(m, TransformerLayer) for m in module.modules()
+    )
+    scheme = binding.read_back(module) if holds_layers else settings.scheme
+    plain = settings.scaled_init_off and config.output_layer_init_method is config.init_method
+    return Record(scheme, scaled_init="plain" if plain else "upstream")
+
+
+def _carried(state: Any) -> Record | None:
+    """The record that the tensors in ``state`` carry; a scheme's before a vision tower's Pre-LN.
+
+    :raises LNSConfigError: two schemes in one checkpoint.
+    """
+    found: dict[Record, None] = {}
+    waiting = [state]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif (record := getattr(value, _MARK, None)) is not None:
+            found[record] = None
+    active = [record for record in found if record.active]
+    if len(active) > 1:
+        raise LNSConfigError(f"one checkpoint with {' and '.join(sorted(map(str, active)))}: it can name one of them.")
+    return next(iter(active or found), None)
+
+
+def _saved_record(state: Any, source: object) -> Record | None:
+    """From the arguments, else from the metadata; None where there is neither."""
+    if isinstance(args := state.get("args"), argparse.Namespace):
+        return Settings.of(args).record(args)
+    metadata = state.get(_METADATA)
+    record = metadata.get(_KEY) if isinstance(metadata, dict) else None
+    return None if record is None else Record.from_dict(record, source=source)
+
+
+def _compare_built(saved: Record | None, running: Record, source: object) -> None:
+    """:raises CheckpointMismatchError: the checkpoint's scheme is not the built model's, or it names none."""
+    if saved is not None:
+        differences = check_match(saved, running, source=source, training=False)
+    elif running.active:
+        if "missing-record" not in accepted():
+            raise CheckpointMismatchError(
+                f"{source} holds neither Megatron's arguments nor a record, but this model has {running}: nobody can "
+                f"tell whether its weights were trained so. Set {environment.ALLOW_MISMATCH}=missing-record if they "
+                "were, or if they are to be."
+            )
+        differences = ["missing-record"]
+    else:
+        differences = []
+    for name in differences:
+        say(f"going on in spite of {name}, allowed by {environment.ALLOW_MISMATCH}")
 
 
 def load_args(original: Callable[..., Any]) -> Callable[..., Any]:

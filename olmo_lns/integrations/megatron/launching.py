@@ -1,4 +1,4 @@
-"""Wrappers around ``megatron.training``: flags, config, YAML."""
+"""Wrappers around ``megatron.training``: flags, config, YAML, the built model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, Callable
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import binding
-from olmo_lns.integrations.megatron.initialization import describe, use_plain_initialization
+from olmo_lns.integrations.megatron.building import describe, say, use_plain_initialization
 from olmo_lns.integrations.megatron.layers import bound, check_scheme
-from olmo_lns.integrations.megatron.report import say
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
+from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
+from olmo_lns.integrations.patching import require_verified
 from olmo_lns.schemes import PRE_LN
 
 __all__ = ["add_arguments", "config_from_args", "load_yaml", "model_built"]
@@ -35,6 +36,8 @@ def config_from_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:
         config = original(args, config_class)
         settings = Settings.of(args).check()
+        if settings != Settings():
+            require_verified(CORE, TRAINING)
         check_scheme(settings.scheme, int(config.num_layers))
         settings.store(config)
         if settings != Settings():

@@ -7,14 +7,17 @@ the two attributes of its own, whichever way it was given; every other scheme in
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+import importlib
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from itertools import pairwise
+from typing import Any, Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale, names, parse
 
-__all__ = ["FLAGS", "VISION", "Settings", "add_flags"]
+__all__ = ["FLAGS", "VISION", "Settings", "add_flags", "config_class", "mark", "variables"]
 
 #: Option strings, in the order of ``Settings``' fields.
 FLAGS = (
@@ -24,6 +27,11 @@ FLAGS = (
     "--no-scaled-init",
     "--norm-scheme",
 )
+
+#: A flag with a number above 1 -> Megatron asserts one connection for it, on GPUs up to Hopper.
+_ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
+#: With these it asserts more than one, or leaves the choice to the user.
+_MORE_CONNECTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm")
 
 #: Mark of a config whose vision tower is to be scaled too.
 VISION = "layernorm_scaling_vision"
@@ -90,6 +98,10 @@ class Settings:
         holder.layernorm_scaling_keep_scaled_init = self.layernorm_scaling_keep_scaled_init
         holder.no_scaled_init = self.no_scaled_init
         holder.norm_scheme = self.norm_scheme
+
+    def spelled_out(self) -> Settings:
+        """As they come back from where :meth:`store` wrote them."""
+        return replace(self, layernorm_scaling_exponent=self.exponent)
 
     @property
     def exponent(self) -> float:
@@ -199,3 +211,50 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         f"works without {FLAGS[0]}.",
     )
     return parser
+
+
+def variables(flags: Sequence[str]) -> dict[str, str]:
+    """What a launch with these flags must have in its environment, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+
+    >>> variables(["--tensor-model-parallel-size", "2"])
+    {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
+    """
+    words = [part for flag in flags for part in flag.split("=", 1)]
+    given = [value for flag, value in pairwise(words) if flag in _ONE_CONNECTION]
+    one = any(value.isdecimal() and int(value) > 1 for value in given) and not set(words) & set(_MORE_CONNECTIONS)
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one else {}
+
+
+def mark(config: Any, settings: Settings, *, vision: bool = False) -> None:
+    """Give ``config`` the settings as dataclass fields, which every copy of it has.
+
+    Its class becomes a subclass of its own, so that ``dataclasses.replace``, a copy made field by field and Megatron
+    Bridge's ``run_config.yaml`` carry them.
+    """
+    kind: type = type(config)
+    config.__class__ = config_class(kind)
+    settings.store(config)
+    setattr(config, VISION, vision)
+
+
+@functools.cache
+def config_class(base: type) -> type:
+    """``base``, a dataclass, and the settings as fields; found again by the name that a saved config has."""
+    if VISION in {each.name for each in fields(base)}:
+        return base
+    own = [(each.name, each.type, field(default=each.default)) for each in fields(Settings)]
+    kind = make_dataclass(base.__name__, [*own, (VISION, bool, field(default=False))], bases=(base,), repr=False)
+    kind.__module__, kind.__doc__ = __name__, base.__doc__
+    kind.__qualname__ = "__".join((_PREFIX, *base.__module__.split("."), base.__qualname__))
+    return kind
+
+
+_PREFIX = "LNS"
+
+
+def __getattr__(name: str) -> Any:
+    """The class that a saved config names: ``LNS__`` and the path of its base, with ``__`` between the parts."""
+    prefix, *module, base = name.split("__")
+    if prefix != _PREFIX or not module:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return config_class(getattr(importlib.import_module(".".join(module)), base))

@@ -1,13 +1,22 @@
-"""The Megatron symbols that are replaced, with the sources they were read and tested against.
+"""The Megatron symbols that are replaced, with the sources they were read and tested against; by what, and when.
 
 The fingerprints are printed by ``scripts/fingerprints.py olmo_lns.integrations.megatron.upstream``.
 """
 
 from __future__ import annotations
 
-from olmo_lns.integrations.patching import Target
+import sys
+from types import ModuleType
+from typing import Any, Callable
 
-__all__ = ["TARGETS", "VERSIONS"]
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.autoload import on_import
+from olmo_lns.integrations.patching import Target, exists, is_patched, replace, replace_all, require_verified
+
+__all__ = ["CORE", "TARGETS", "TRAINING", "VERSIONS", "install", "install_core"]
+
+#: What is set aside where it is not verified (olmo_lns.integrations.patching).
+CORE, TRAINING = "Megatron Core", "Megatron-LM"
 
 #: Verified versions of Megatron Core; "main" is the 0.20.0 of August 2026.
 VERSIONS = ("0.14.0", "0.15.3", "0.16.1", "0.17.0", "0.17.1", "0.18.2", "0.19.0", "0.19.2", "main")
@@ -224,6 +233,37 @@ LOAD_MODELOPT = Target(
         "1c7b5024ca0b9fc6": "0.16.1, 0.17.0, 0.17.1, 0.18.2, 0.19.0, main",
     },
 )
+LAYER_TENSORS = Target(
+    "megatron.core.transformer.transformer_layer:TransformerLayer.sharded_state_dict",
+    {"99ae8fae54e95d6a": "0.14.0, 0.15.3, 0.16.1, 0.17.0, 0.17.1, 0.18.2, 0.19.0, 0.19.2, main"},
+)
+MODEL_TENSORS = Target(
+    "megatron.core.models.common.language_module.language_module:LanguageModule.sharded_state_dict",
+    {
+        "e5dca4b9bf6e82ac": "0.14.0, 0.15.3",
+        "1e8c8e48657c8491": "0.16.1",
+        "09705f526886b266": "0.17.0, 0.17.1, 0.18.2, 0.19.0, 0.19.2, main",
+    },
+)
+DIST_SAVE = Target(
+    "megatron.core.dist_checkpointing.serialization:save",
+    {
+        "6fdff2dca5cc183a": "0.14.0, 0.15.3, 0.16.1",
+        "61cb8990342347ff": "0.17.0",
+        "f31dda8a28618a72": "0.17.1, 0.18.2",
+        "4166c80e4c61aeab": "0.19.0, 0.19.2, main",
+    },
+)
+DIST_LOAD = Target(
+    "megatron.core.dist_checkpointing.serialization:load",
+    {
+        "79b284f8af13b7d6": "0.14.0, 0.15.3, 0.16.1",
+        "e5310a0091b9da5b": "0.17.0",
+        "c304fef8d6541167": "0.17.1, 0.18.2",
+        "410b9603e32a0ffa": "0.19.0, 0.19.2",
+        "3732c3e74f137b12": "main",
+    },
+)
 
 TARGETS = (
     LAYER,
@@ -235,6 +275,10 @@ TARGETS = (
     VIT,
     QWEN_VIT,
     KIMI_VIT,
+    LAYER_TENSORS,
+    MODEL_TENSORS,
+    DIST_SAVE,
+    DIST_LOAD,
     FUSED,
     *ADDITIONS,
     *ADDITION_STEPS,
@@ -248,3 +292,117 @@ TARGETS = (
     LOAD_BASE,
     LOAD_MODELOPT,
 )
+
+_CORE = (
+    "megatron.core.transformer.transformer_layer",
+    "megatron.core.transformer.transformer_block",
+    "megatron.core.transformer.multi_token_prediction",
+    "megatron.core.ssm.mamba_block",
+    "megatron.core.models.hybrid.hybrid_block",
+    "megatron.core.models.common.vision_module.vision_module",
+    "megatron.core.models.vision.vit_model",
+    "megatron.core.models.common.language_module.language_module",
+    "megatron.core.dist_checkpointing.serialization",
+)
+_TRAINING = (
+    "megatron.training.argument_utils",
+    "megatron.training.arguments",
+    "megatron.training.checkpointing",
+    "megatron.training.training",
+    "megatron.post_training.checkpointing",
+    "megatron.training.yaml_arguments",
+)
+_installed: set[str] = set()
+
+
+def install() -> None:
+    """Core and training. Idempotent.
+
+    :raises LNSConfigError: called too late: other modules hold the unextended functions by name.
+    """
+    for name in _TRAINING:
+        if name not in _installed and name in sys.modules:
+            raise LNSConfigError(
+                f"olmo_lns.integrations.megatron.register() came after the import of {name}: call it first, or "
+                "start the script with `python -m olmo_lns <script>`."
+            )
+    install_core()
+    _arrange(_TRAINING)
+
+
+def install_core() -> None:
+    """Only the constructors of Megatron Core, all that ``apply`` needs. Idempotent, never too late."""
+    _arrange(_CORE)
+
+
+def _arrange(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in _installed:
+            on_import(name, _extend)
+            _installed.add(name)  # not before: a module that was refused is refused again
+
+
+def _extend(module: ModuleType) -> None:
+    """:raises UpstreamChangedError: it is not verified, and the command line asks for a scheme."""
+    from olmo_lns.integrations.megatron import checkpoint
+    from olmo_lns.integrations.megatron.settings import FLAGS
+
+    pairs = [(target, wrapper) for target, wrapper in _pairs() if _defines(module, target)]
+    framework = CORE if module.__name__ in _CORE else TRAINING
+    if replace_all(pairs, framework=framework):
+        _rebind(module)
+        return
+    if any(word.split("=")[0] in FLAGS for word in sys.argv[1:]):
+        require_verified(framework)
+    for target, _ in pairs:  # a checkpoint of a scheme is an error all the same
+        if target in (DIST_LOAD, LOAD_ARGS, LOAD_BASE) and exists(target):
+            replace(target, checkpoint.look, only_look=True)
+    _rebind(module)
+
+
+def _rebind(module: ModuleType) -> None:
+    """``megatron.core.dist_checkpointing`` hands on the functions that it imported, perhaps before this."""
+    package = sys.modules.get(module.__name__.rpartition(".")[0])
+    for target in (DIST_SAVE, DIST_LOAD):
+        path, _, name = target.path.partition(":")
+        if path == module.__name__ and hasattr(package, name):
+            setattr(package, name, getattr(module, name))
+
+
+def _pairs() -> tuple[tuple[Target, Callable[[Callable[..., Any]], Callable[..., Any]]], ...]:
+    from olmo_lns.integrations.megatron import building, checkpoint, launching
+
+    return (
+        (LAYER, building.transformer_layer),
+        (BLOCK, building.transformer_block),
+        (MTP, building.mtp_layer),
+        (MAMBA_STACK, building.hybrid_stack),
+        (HYBRID_STACK, building.hybrid_stack),
+        (VISION, building.vision_tower),
+        (VIT, building.vision_tower),
+        (QWEN_VIT, building.vision_tower),
+        (KIMI_VIT, building.vision_tower),
+        (LAYER_TENSORS, checkpoint.tensors),
+        (MODEL_TENSORS, checkpoint.tensors),
+        (DIST_SAVE, checkpoint.save),
+        (DIST_LOAD, checkpoint.load),
+        (FLAGS, launching.add_arguments),
+        (CONFIG_UNTIL_0_17, launching.config_from_args),
+        (CONFIG, launching.config_from_args),
+        (YAML, launching.load_yaml),
+        (GET_MODEL, launching.model_built),
+        (SETUP, launching.model_built),
+        (LOAD_ARGS, checkpoint.load_args),
+        (LOAD_BASE, checkpoint.load_base),
+        (LOAD_MODELOPT, checkpoint.load_modelopt),
+    )
+
+
+def _defines(module: ModuleType, target: Target) -> bool:
+    """Symbols that some versions have elsewhere are skipped where they are only imported."""
+    path, _, qualname = target.path.partition(":")
+    head = qualname.split(".")[0]
+    owner = getattr(module, head, None)
+    if path == module.__name__ and head in ("MambaStack", "core_transformer_config_from_args"):
+        return owner is not None and owner.__module__ == module.__name__ and not is_patched(owner)
+    return path == module.__name__

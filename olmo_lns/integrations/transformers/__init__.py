@@ -1,8 +1,8 @@
 """The schemes in transformers: a model type of ours for each family, and ``apply`` for a model in hand.
 
-``register()`` adds model types such as ``lns_llama`` to the auto classes; nothing else changes. A
-model of such a type has stock parameters and a stock forward; its norms (or branches) carry the
-factors of their block, and a folder that it is saved to says so.
+``register()`` adds model types such as ``lns_llama`` to the auto classes and guards ``from_pretrained`` and a
+resumed ``Trainer``; nothing else changes. A model of such a type has stock parameters and a stock forward; its norms
+(or branches) carry the factors of their block, and a folder that it is saved to says so.
 """
 
 from __future__ import annotations
@@ -16,11 +16,22 @@ __all__ = ["apply", "fold", "register"]
 
 
 def register() -> None:
-    """Teach the installed transformers (and PEFT) our model types. Idempotent; called by the autoload hook."""
+    """Teach the installed transformers (and PEFT) our model types, and guard what it loads.
+
+    Idempotent; called by the autoload hook.
+    """
     from olmo_lns.integrations.autoload import on_import
 
+    on_import("transformers.modeling_utils", lambda module: _checkpoint().guard_loading(module))
+    on_import("transformers.trainer", lambda module: _checkpoint().guard_resuming(module))
     on_import("transformers.models.auto.configuration_auto", _name_configs)
     on_import("peft.utils.constants", _adapter_targets)
+
+
+def _checkpoint() -> Any:
+    from olmo_lns.integrations.transformers import checkpoint
+
+    return checkpoint
 
 
 def _name_configs(module: Any) -> None:

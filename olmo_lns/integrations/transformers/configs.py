@@ -1,9 +1,10 @@
 """Configs that carry a scheme: ``lns_llama`` for ``llama``, and so on.
 
 A saved ``config.json`` names our model type, the record, and the factors in plain numbers for the
-modeling file that is written beside it. Stock transformers stops at the model type. A class that
-is named outright (``LlamaForCausalLM.from_pretrained``) only warns of that, so the activation
-function is written with a preface that no transformers knows: the class stops there and says why.
+modeling file that is written beside it. Stock transformers stops at the model type. A stock class that is
+named outright (``LlamaForCausalLM(config)`` or ``.from_pretrained``) does not look at it, so the activation
+function has a preface that no transformers knows, in the file and in memory: the class stops there and
+the message says why. Only while a class of ours builds a model does its config show the plain name.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from typing import Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Iterator
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations.transformers import remote
 from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, Family, stock_type
 from olmo_lns.record import Record
-from olmo_lns.schemes import LNS
+from olmo_lns.schemes import LNS, parse
 
-__all__ = ["NEEDS", "available", "config_class", "record_of", "stock_config_class", "to_stock"]
+__all__ = ["NEEDS", "SERVERS", "available", "building", "config_class", "record_of", "stock_config_class", "to_stock"]
 
-#: In front of the activation's name in a saved config.
+#: In front of the activation's name in a config of ours.
 NEEDS = "needs olmo-lns and an Auto class, or trust_remote_code: "
+#: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
+SERVERS = ("vllm", "sglang")
+
+_building: ContextVar[bool] = ContextVar("olmo_lns_building", default=False)
 
 
 def available() -> list[Family]:
@@ -50,6 +57,41 @@ def record_of(config: Any) -> Record:
     return Record() if values is None else Record.from_dict(values, source="config.json: lns_record")
 
 
+@contextmanager
+def building(config: Any) -> Iterator[None]:
+    """While a class of ours builds a model of ``config``.
+
+    :raises LNSConfigError: it is built for a server that would drop the factors.
+    """
+    asked = getattr(config, "_attn_implementation", None)
+    if isinstance(asked, str) and asked.startswith(SERVERS):
+        raise LNSConfigError(
+            f"attn_implementation {asked!r}: this server replaces the norms of a transformers model by its own, which "
+            "know no factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
+        )
+    token = _building.set(True)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+class _Activation:
+    """A config's activation function: its plain name while a class of ours builds, else with the preface."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: Any, owner: Any = None) -> Any:
+        if config is None:
+            return self
+        value = vars(config)[self.name]
+        return NEEDS + value if isinstance(value, str) and not _building.get() else value
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config)[self.name] = value.removeprefix(NEEDS) if isinstance(value, str) else value
+
+
 @functools.cache
 def config_class(family: Family) -> Any:
     """The class of ``lns_<model_type>``; one for each family."""
@@ -58,15 +100,26 @@ def config_class(family: Family) -> Any:
     class Config(stock):  # type: ignore[misc, valid-type]
         model_type = PREFIX + family.model_type
 
+        @property
+        def lns(self) -> str:
+            """The scheme of the record."""
+            return str(record_of(self).scheme)
+
+        @lns.setter
+        def lns(self, scheme: str) -> None:
+            if parse(scheme) != record_of(self).scheme:
+                raise CheckpointMismatchError(
+                    f"config.json: lns says {scheme}, lns_record {record_of(self).scheme}. A scheme is not changed by "
+                    "editing either: leave lns_record and lns_factors out for fresh weights, else restore the file."
+                )
+
         def __init__(self, **kwargs: Any) -> None:
-            activation = kwargs.get(family.activation)
-            if isinstance(activation, str):
-                kwargs[family.activation] = activation.removeprefix(NEEDS)
-            written = kwargs.pop("lns_factors", None)
-            kwargs.pop("lns", None)
+            written, scheme = kwargs.pop("lns_factors", None), kwargs.pop("lns", None)
             kwargs.pop("auto_map", None)
-            kwargs.setdefault("lns_record", Record(LNS, "", "plain").as_dict())
+            kwargs.setdefault("lns_record", Record(LNS if scheme is None else parse(scheme), "", "plain").as_dict())
             super().__init__(**kwargs)
+            if scheme is not None:
+                self.lns = scheme
             _check(self, written)
             _register_models(family)
 
@@ -83,6 +136,7 @@ def config_class(family: Family) -> Any:
             super().save_pretrained(save_directory, *args, **kwargs)
             remote.write(save_directory, family)
 
+    setattr(Config, family.activation, _Activation(family.activation))
     Config.__name__ = Config.__qualname__ = f"LNS{family.stem}Config"
     Config.__module__ = "olmo_lns.integrations.transformers.models"  # which resolves the name for pickle
     return Config

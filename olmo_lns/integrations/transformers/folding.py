@@ -35,6 +35,8 @@ def _exactly(name: str, tensor: torch.Tensor, factor: float, dtype: torch.dtype)
 def fold(model: Any, scale: Scale = _exactly) -> Any:
     """Fold a model of ours in place and return it; it is transformers' own class afterwards.
 
+    Merge adapters first: one that was trained on the unfolded model does not fit the folded one.
+
     :param scale: multiplies one tensor, in fp64 and rounded once.
     :raises LNSConfigError: not a model of ours, or weights that two sub-layers share.
     """

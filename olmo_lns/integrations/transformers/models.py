@@ -11,7 +11,8 @@ import sys
 from typing import Any
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.transformers.configs import available, config_class, record_of
+from olmo_lns.integrations.transformers.checkpoint import require_record
+from olmo_lns.integrations.transformers.configs import available, building, config_class, record_of
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, stock_type
 
 __all__ = ["HEADS", "class_of", "convert", "model_class", "register_models", "stock_class"]
@@ -32,21 +33,27 @@ HEADS = {
 def model_class(stock: Any, family: Family) -> Any:
     """The class of ours for one of transformers' model classes of ``family``."""
 
-    from olmo_lns.integrations.binding import read_back
-    from olmo_lns.integrations.transformers.sites import bind_model, redraw  # torch: not before a model is wanted
+    # torch: not before a model is wanted
+    from olmo_lns.integrations.transformers.sites import bind_model, redraw, require_as_recorded
 
     class Model(stock):
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
-            convert(self, family)
-            bind_model(self, record_of(config))
+            with building(config):
+                super().__init__(config, *args, **kwargs)
+                convert(self, family)
+                bind_model(self, record_of(config))
 
         def _init_weights(self, module: Any) -> None:
             super()._init_weights(module)
             redraw(module)
 
+        @classmethod
+        def from_pretrained(cls, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+            require_record(name, None if config is None else record_of(config), kwargs)
+            return super().from_pretrained(name, *args, config=config, **kwargs)
+
         def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-            read_back(self)  # what was trained is what the folder will say
+            require_as_recorded(self, record_of(self.config))
             return super().save_pretrained(*args, **kwargs)
 
     Model.config_class = config_class(family)

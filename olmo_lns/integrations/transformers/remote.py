@@ -34,7 +34,7 @@ def auto_map(family: Family) -> dict[str, str]:
 
 def write(folder: str | os.PathLike[str], family: Family) -> Path:
     """Write the file for ``family`` into ``folder``."""
-    from olmo_lns.integrations.transformers.configs import NEEDS
+    from olmo_lns.integrations.transformers.configs import NEEDS, SERVERS
 
     assert family.sub_layers is not None
     norms = {name: place.norm for name, place in family.sub_layers.items()}
@@ -44,6 +44,9 @@ def write(folder: str | os.PathLike[str], family: Family) -> Path:
         "version": __version__,
         "needs": NEEDS,
         "places": {"norm": norms, "branch": branches if family.form.pre else norms},
+        "outputs": [place.output for place in family.sub_layers.values()],
+        "scaled": family.scaled,
+        "servers": SERVERS,
         "heads": list(_heads(family)),
         "model_type": PREFIX + family.model_type,
         "activation": family.activation,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import binding
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
 from olmo_lns.integrations.transformers.norms import bind_module, how
@@ -18,7 +18,16 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import factor
 
-__all__ = ["ATTRIBUTE", "bind_model", "blocks_of", "factors", "known_family", "redraw", "require_supported"]
+__all__ = [
+    "ATTRIBUTE",
+    "bind_model",
+    "blocks_of",
+    "factors",
+    "known_family",
+    "redraw",
+    "require_as_recorded",
+    "require_supported",
+]
 
 log = logging.getLogger("olmo_lns")
 
@@ -113,6 +122,27 @@ def bind_model(model: Any, record: Record) -> None:
     binding.check(model, record.scheme, n_layers)
     _set_initialization(family, blocks, record, n_layers)
     _report(model, family, record, n_layers)
+
+
+def require_as_recorded(model: Any, record: Record) -> None:
+    """The built model is the one that a folder with ``record`` loads as: each block with its own number's factors.
+
+    :raises CheckpointMismatchError: blocks or norms were removed, moved, doubled or replaced since it was built.
+    """
+    family = known_family(model)
+    blocks, n_layers = blocks_of(model, family), int(model.config.num_hidden_layers)
+    problem = "" if len(blocks) == n_layers else f"it has {len(blocks)} blocks, its config says {n_layers}"
+    for number, block in enumerate(blocks, start=1):
+        try:
+            binding.check(block, record.scheme, n_layers, layer_numbers=[number])
+        except UpstreamChangedError as error:
+            problem = problem or f"block {number}: {error}"
+    if problem:
+        raise CheckpointMismatchError(
+            f"{type(model).__name__} is not what its config says ({record}): {problem} A folder of it would load as "
+            "another model. Fold the model before its blocks or norms are changed "
+            "(olmo_lns.integrations.transformers.fold(model)), and save it then."
+        )
 
 
 def _set_initialization(family: Family, blocks: list[Any], record: Record, n_layers: int) -> None:

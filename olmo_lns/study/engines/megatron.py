@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
+import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import Any, Mapping
+from unittest import mock
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.megatron.settings import Settings, variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme
-from olmo_lns.study.curves import Curve, number, text_of
-from olmo_lns.study.shape import Shape
-
-if TYPE_CHECKING:
-    from olmo_lns.study.arms import Arm
-    from olmo_lns.study.engines import Config
-    from olmo_lns.study.spec import Run
+from olmo_lns.study.arms import Arm
+from olmo_lns.study.engines import megatron_args
+from olmo_lns.study.engines.base import Config, Run, shape_of
+from olmo_lns.study.engines.curves import Curve, number, text_of
+from olmo_lns.study.engines.shape import Shape
 
 __all__ = ["MegatronEngine", "printed_arguments"]
 
 STEP = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 LOSS = re.compile(r"lm loss:\s*(\S+)")
+HELDOUT = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+)")
 ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)?\s{2}([a-z0-9_]+) \.{2,} (.*)$")
 
 
@@ -44,6 +44,7 @@ class MegatronEngine:
     )  # fmt: skip
     start: tuple[str, tuple[str, ...]] = ("load", ("save",))
     save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
+    rate_keys: tuple[str, ...] = ("lr", "min_lr")
     data_key = ""
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
@@ -75,13 +76,15 @@ class MegatronEngine:
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"seed": seed}
 
+    def rate(self, config: Path, rate: float) -> dict[str, Any]:
+        found = megatron_args.read(config)
+        return {"lr": rate, "min_lr": float(f"{rate * float(found['min_lr']) / float(found['lr']):.6g}")}
+
     def settings(self, run: Run) -> dict[str, Any]:
         return {**run.loaded, **{key.replace("-", "_"): value for key, value in run.overrides.items()}}
 
     def load(self, run: Run) -> Any:
         """The keys of the run's file."""
-        from olmo_lns.study import megatron_args
-
         return megatron_args.read(run.config)
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
@@ -117,8 +120,6 @@ class MegatronEngine:
         return f"iter_{step:07d}"
 
     def words(self, run: Run, folder: Path) -> list[str]:
-        from olmo_lns.study import megatron_args
-
         for key, value in run.overrides.items():
             in_file = run.loaded.get(key.replace("-", "_"))
             if _left_out(value) and not _left_out(in_file):
@@ -129,11 +130,16 @@ class MegatronEngine:
         words = ["--lns-config", str(run.config.resolve()), *megatron_args.to_flags(dict(run.overrides))]
         return [*words, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
 
+    def variables(self, run: Run) -> dict[str, str]:
+        from olmo_lns.study.engines import megatron_args
+
+        return variables(megatron_args.to_flags(run.settings, placeholder=True))
+
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
         return []
 
     def heldout(self, settings: Mapping[str, Any]) -> Any:
-        return None
+        return [str(settings.get(key)) for key in ("split", "eval_iters")]
 
     def padding(self, settings: Mapping[str, Any]) -> float:
         return 1.0
@@ -159,14 +165,12 @@ class MegatronEngine:
             if losses and step <= max(losses):
                 raise LNSConfigError(f"{path}: damaged: iteration {step} comes after iteration {max(losses)}")
             losses[step] = number(path, step, loss[1])
-        return None if total is None else Curve(losses, total, str(path))
+        heldout = {int(match[1]): number(path, int(match[1]), match[2]) for match in HELDOUT.finditer(text)}
+        return None if total is None else Curve(losses, total, str(path), heldout)
 
     def config(self, path: Path, gpus: int) -> Config:
-        from olmo_lns.study import megatron_args
-        from olmo_lns.study.engines import Config
-
         settings = megatron_args.read(path)
-        shape = Shape.of(settings, self)
+        shape = shape_of(settings, self)
         result = Config(
             settings=settings,
             shape=shape,
@@ -204,24 +208,34 @@ def printed_arguments(path: Path) -> dict[str, str]:
 
 def _parse(result: Config, gpus: int) -> None:
     """Megatron's own parser and validation, where there is a Megatron; else a note."""
-    from olmo_lns.study import megatron_args
-
     flags = megatron_args.to_flags(result.settings, placeholder=True)
     if not megatron_args.available():
         result.notes.append("not parsed by Megatron: set MEGATRON_LM_SRC to a checkout")
         return
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ.update(RANK="0", WORLD_SIZE=str(gpus))  # validate_args derives data parallelism from them
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            megatron_args.parse(flags)
-    except LNSConfigError as error:
-        lines = [line for line in printed.getvalue().splitlines() if "error:" in line]
-        result.problems.append(lines[-1].strip() if lines else str(error))
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    # validate_args derives data parallelism from them; the rest is what a launch sets.
+    launched = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
+    with tempfile.TemporaryFile("w+") as printed:  # a file: Megatron 0.16 asks stderr for its number
+        try:
+            with (
+                mock.patch.dict(os.environ, launched),
+                _with_gpu(),
+                contextlib.redirect_stdout(printed),
+                contextlib.redirect_stderr(printed),
+            ):
+                megatron_args.parse(flags)
+        except LNSConfigError as error:
+            printed.seek(0)
+            lines = [line for line in printed if "error:" in line]
+            result.problems.append(lines[-1].strip() if lines else str(error))
+
+
+def _with_gpu() -> contextlib.AbstractContextManager[object]:
+    """Megatron's validation asks which GPU it is on: an H100, where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=9, minor=0))
 
 
 def _padded(settings: Mapping[str, Any]) -> int:

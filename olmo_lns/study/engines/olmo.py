@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import Any, Mapping
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import Scheme
-from olmo_lns.study.curves import Curve, number
-from olmo_lns.study.shape import Shape
-
-if TYPE_CHECKING:
-    from olmo_lns.study.arms import Arm
-    from olmo_lns.study.engines import Config
-    from olmo_lns.study.spec import Run
+from olmo_lns.study.arms import Arm
+from olmo_lns.study.engines import olmo_config
+from olmo_lns.study.engines.base import Config, Run, shape_of
+from olmo_lns.study.engines.curves import Curve, number
+from olmo_lns.study.engines.shape import Shape
 
 __all__ = ["OLMoEngine"]
 
@@ -45,6 +43,7 @@ class OLMoEngine:
     )  # fmt: skip
     start: tuple[str, tuple[str, ...]] = ("load_path", ("save_folder", "remote_save_folder"))
     save_variable, data_variable = "OLMO_SAVE_DIR", "OLMO_DATA_DIR"
+    rate_keys: tuple[str, ...] = ("optimizer.learning_rate", "scheduler.warmup_min_lr")
     data_key = "data.paths"
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
@@ -68,15 +67,14 @@ class OLMoEngine:
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"run_name": name, "seed": seed}
 
-    def settings(self, run: Run) -> dict[str, Any]:
-        from olmo_lns.study import olmo_config
+    def rate(self, config: Path, rate: float) -> dict[str, Any]:
+        return {"optimizer.learning_rate": rate}
 
+    def settings(self, run: Run) -> dict[str, Any]:
         return olmo_config.flatten(run.loaded)
 
     def load(self, run: Run) -> Any:
         """OLMo's ``TrainConfig`` of the run."""
-        from olmo_lns.study import olmo_config
-
         return olmo_config.load(run.config, run.overrides)
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
@@ -103,8 +101,6 @@ class OLMoEngine:
         )
 
     def count(self, run: Run) -> tuple[int, float | None]:
-        from olmo_lns.study import olmo_config
-
         return olmo_config.count(run.loaded)
 
     def trunk(self, steps: int, every: int) -> dict[str, Any]:
@@ -128,8 +124,6 @@ class OLMoEngine:
         return f"step{step}-unsharded"
 
     def words(self, run: Run, folder: Path) -> list[str]:
-        from olmo_lns.study.olmo_config import overrides_to_args
-
         start = {"load_path": str(folder.parent / run.start_checkpoint)} if run.start_checkpoint else {}
         settings = {
             **run.overrides,
@@ -138,7 +132,10 @@ class OLMoEngine:
             "try_load_latest_save": True,
             "save_overwrite": True,
         }
-        return [str(run.config.resolve()), *(f"--{word}" for word in overrides_to_args(settings))]
+        return [str(run.config.resolve()), *(f"--{word}" for word in olmo_config.overrides_to_args(settings))]
+
+    def variables(self, run: Run) -> dict[str, str]:
+        return {}
 
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
         heldout = [evaluator["data"] for evaluator in settings.get("evaluators") or []]
@@ -165,8 +162,6 @@ class OLMoEngine:
         return 1.0
 
     def used(self, folder: Path) -> dict[str, Any]:
-        from olmo_lns.study import olmo_config
-
         saved = folder / "config.yaml"
         return olmo_config.flatten(olmo_config.load(saved)) if saved.is_file() else {}
 
@@ -191,12 +186,9 @@ class OLMoEngine:
         return Curve(losses, total, str(path), heldout)
 
     def config(self, path: Path, gpus: int) -> Config:
-        from olmo_lns.study import olmo_config
-        from olmo_lns.study.engines import Config
-
         loaded = olmo_config.load(path)
         settings = olmo_config.flatten(loaded)
-        shape = Shape.of(settings, self)
+        shape = shape_of(settings, self)
         result = Config(
             settings=settings,
             shape=shape,

@@ -6,19 +6,18 @@ import glob
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import Any, Mapping
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo_core.record import CLASS as OURS
 from olmo_lns.integrations.olmo_core.schemes import scheme_of
 from olmo_lns.schemes import PRE_LN, Scheme
-from olmo_lns.study.curves import Curve, number
-from olmo_lns.study.shape import Shape
-
-if TYPE_CHECKING:
-    from olmo_lns.study.arms import Arm
-    from olmo_lns.study.engines import Config
-    from olmo_lns.study.spec import Run
+from olmo_lns.study.arms import Arm
+from olmo_lns.study.engines import olmo_core_config
+from olmo_lns.study.engines.base import Config, Run, shape_of
+from olmo_lns.study.engines.curves import Curve, number
+from olmo_lns.study.engines.olmo_config import flatten
+from olmo_lns.study.engines.shape import Shape
 
 __all__ = ["OURS", "STOCK", "OLMoCoreEngine"]
 
@@ -27,9 +26,12 @@ STOCK = "olmo_core.nn.transformer.TransformerBlockConfig"
 BLOCKS = {"preln": "default", "lns": "default", "branchln_depth": "reordered_norm", "sandwich_depth": "peri_norm"}
 _BLOCK, _SCHEME, _EXPONENT = "model.block._CLASS_", "model.block.scheme", "model.block.exponent"
 _INITIALIZATION, _NAME, _METHOD = "model.block.initialization", "model.block.name", "model.init_method"
+_RESIDUAL = "residual_init"  # of configs/olmo_core/train.py
 LOSS = "train/CE loss"
 STEP = re.compile(r"\[step=(\d+)/(\d+|\?\?\?),epoch=\d+(?:,eta=[^\]]*)?\]\s*$")
-METRIC = re.compile(r"^ {4,}train/CE loss=(\S+)\s*$")
+METRIC = re.compile(r"^ {4,}(train|eval/lm/heldout)/CE loss=(\S+)\s*$")
+#: The held-out text's place in a config.
+HELDOUT = "trainer.callbacks.heldout."
 #: What every line of its own log names; OLMo marks its steps nearly the same.
 _OWN = re.compile(r"\bolmo_core\.|^ {4,}train/CE loss=", re.M)
 
@@ -38,7 +40,9 @@ class OLMoCoreEngine:
     name, title, file_key = "olmo-core", "OLMo-core", "train_module"
     default_seed = 6198
     loss = LOSS
-    arm_keys = frozenset({_BLOCK, _SCHEME, _EXPONENT, _INITIALIZATION, "model.block.scale_router", _NAME, _METHOD})
+    arm_keys = frozenset(
+        {_BLOCK, _SCHEME, _EXPONENT, _INITIALIZATION, "model.block.scale_router", _NAME, _METHOD, _RESIDUAL}
+    )
     bookkeeping: tuple[str, ...] = (
         "_CLASS_", "trainer._CLASS_", "trainer.save_", "trainer.work_dir", "trainer.load_", "trainer.checkpointer",
         "trainer.callbacks", "trainer.metrics_collect_interval", "trainer.cancel_check_interval", "trainer.device",
@@ -53,16 +57,17 @@ class OLMoCoreEngine:
     )  # fmt: skip
     start: tuple[str, tuple[str, ...]] = ("trainer.load_path", ("trainer.save_folder",))
     save_variable, data_variable = "OLMO_SAVE_DIR", "OLMO_DATA_DIR"
+    rate_keys: tuple[str, ...] = ("train_module.optim.lr",)
     data_key = "dataset.paths"
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
-        # Its scaled initializations change the embedding and the head as well: no arm of the table.
+        # Its scaled initializations change the embedding and the head as well; train.py scales the residual outputs.
         block = BLOCKS.get(arm.scheme.name)
-        if block is None or arm.initialization != "plain":
+        if block is None or arm.initialization not in ("plain", "scaled" if arm.scheme.is_pre_ln else "plain"):
             return None
         common = {_NAME: block, _METHOD: "normal"}
         if arm.scheme.is_pre_ln:
-            return {_BLOCK: STOCK, **common}
+            return {_BLOCK: STOCK, **common} | ({} if arm.initialization == "plain" else {_RESIDUAL: "scaled"})
         return {_BLOCK: OURS, _SCHEME: arm.scheme.name, _EXPONENT: arm.scheme.parameters["exponent"], **common}
 
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,6 +76,7 @@ class OLMoCoreEngine:
             _SCHEME: str(scheme),
             _NAME: settings.get(_NAME, "default"),
             _METHOD: settings.get(_METHOD, "normal"),
+            _RESIDUAL: settings.get(_RESIDUAL) or "plain",
             _INITIALIZATION: "plain" if scheme.is_pre_ln else settings.get(_INITIALIZATION) or "plain",
         }
 
@@ -80,6 +86,8 @@ class OLMoCoreEngine:
         return scheme_of(settings.get(_SCHEME) or "lns", exponent=settings.get(_EXPONENT))
 
     def scaled(self, settings: Mapping[str, Any]) -> str | None:
+        if settings.get(_RESIDUAL) == "scaled":
+            return f"{_RESIDUAL}: scaled: expected plain"
         if (method := settings.get(_METHOD, "normal")) in ("normal", "fan_in"):
             return None
         return f"the scaled initialization {method!r}: expected model.init_method: normal or fan_in"
@@ -87,13 +95,14 @@ class OLMoCoreEngine:
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"init_seed": seed, "model.init_seed": seed, "data_loader.seed": seed}
 
+    def rate(self, config: Path, rate: float) -> dict[str, Any]:
+        return {"train_module.optim.lr": rate}
+
     def settings(self, run: Run) -> dict[str, Any]:
         return _flat(run.loaded)
 
     def load(self, run: Run) -> Any:
         """The sections of the run's file, with its overrides."""
-        from olmo_lns.study import olmo_core_config
-
         return olmo_core_config.planned(run.config, run.overrides)
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
@@ -120,8 +129,6 @@ class OLMoCoreEngine:
         )
 
     def count(self, run: Run) -> tuple[int, float | None]:
-        from olmo_lns.study import olmo_core_config
-
         if not olmo_core_config.available():
             return run.shape.parameters, None
         model = olmo_core_config.model_of(run.config, run.loaded)
@@ -137,20 +144,22 @@ class OLMoCoreEngine:
         return f"step{step}"
 
     def words(self, run: Run, folder: Path) -> list[str]:
-        from olmo_lns.study.olmo_core_config import overrides_to_args
-
         settings = {**run.overrides, "trainer.save_folder": str(folder), "trainer.save_overwrite": True}
-        return [str(run.config.resolve()), *overrides_to_args(settings)]
+        return [str(run.config.resolve()), *olmo_core_config.overrides_to_args(settings)]
+
+    def variables(self, run: Run) -> dict[str, str]:
+        return {}
 
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
-        paths = [str(path) for path in settings.get("dataset.paths") or []]
+        keys = ("dataset.paths", f"{HELDOUT}eval_dataset.paths")
+        paths = [str(path) for key in keys for path in settings.get(key) or []]
         if not settings.get("dataset.expand_glob"):
             return paths
         # A pattern without a match stays: the launch then names it as the file that is missing.
         return [path for pattern in paths for path in sorted(glob.glob(pattern)) or [pattern]]
 
     def heldout(self, settings: Mapping[str, Any]) -> Any:
-        return None
+        return settings.get(f"{HELDOUT}eval_dataset.sequence_length")
 
     def padding(self, settings: Mapping[str, Any]) -> float:
         return 1.0
@@ -163,24 +172,25 @@ class OLMoCoreEngine:
         if not _OWN.search(text):
             return None
         losses: dict[int, float] = {}
+        heldout: dict[int, float] = {}
         total = step = None
         for line in text.splitlines():
             if match := STEP.search(line):
                 # A line with the step alone is progress; the losses of several steps follow together.
                 step, total = int(match[1]), None if match[2] == "???" else int(match[2])
             elif step is not None and (match := METRIC.match(line)):
+                if match[1] != "train":
+                    heldout[step] = number(path, step, match[2])
+                    continue
                 if losses and step <= max(losses):
                     raise LNSConfigError(f"{path}: damaged: step {step} comes after step {max(losses)}")
-                losses[step] = number(path, step, match[1])
-        return Curve(losses, total, str(path))
+                losses[step] = number(path, step, match[2])
+        return Curve(losses, total, str(path), heldout)
 
     def config(self, path: Path, gpus: int) -> Config:
-        from olmo_lns.study import olmo_core_config
-        from olmo_lns.study.engines import Config
-
         tree = olmo_core_config.planned(path)
         settings = _flat(tree)
-        shape = Shape.of(settings, self)
+        shape = shape_of(settings, self)
         micro = int(settings["train_module.rank_microbatch_size"])
         tensor = int(settings.get("train_module.tp_config.degree") or 1)
         result = Config(
@@ -208,8 +218,6 @@ class OLMoCoreEngine:
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """``{"model.d_model": 512, …}``."""
-    from olmo_lns.study.olmo_config import flatten
-
     flat = flatten(tree)
     if str(flat.get(_BLOCK, "")).rpartition(".")[2] == STOCK.rpartition(".")[2]:
         flat[_BLOCK] = STOCK  # saved under the module that defines it

@@ -90,7 +90,7 @@ def record() -> tuple[str, dict[str, Any], argparse.Namespace]:
     from support.megatron_saved import names_read
 
     from olmo_lns.errors import LNSConfigError
-    from olmo_lns.study import megatron_args
+    from olmo_lns.study.engines import megatron_args
 
     parsed: dict[str, Any] = {}
     for case in CASES:

@@ -20,6 +20,6 @@ def megatron() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_messages() -> None:
-    from olmo_lns.integrations.megatron import report
+    from olmo_lns.integrations.megatron import building
 
-    report.forget()
+    building.forget()

@@ -13,8 +13,7 @@ from support import megatron_tiny as tiny
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations.megatron import apply, checkpoint, launching
-from olmo_lns.integrations.megatron.initialization import describe, use_plain_initialization
-from olmo_lns.integrations.megatron.report import forget
+from olmo_lns.integrations.megatron.building import describe, forget, use_plain_initialization
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse

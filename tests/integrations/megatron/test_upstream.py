@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,8 +16,10 @@ from support import megatron_tiny as tiny
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import patching, sources
-from olmo_lns.integrations.megatron import apply, install, register, upstream
+from olmo_lns.integrations.megatron import apply, checkpoint, launching, register, upstream
 from olmo_lns.integrations.patching import Target, fingerprint, is_patched
+from olmo_lns.record import Record
+from olmo_lns.schemes import LNS
 
 ROOT = Path(__file__).parents[3]
 VIT = {"VIT", "QWEN_VIT", "KIMI_VIT"}
@@ -28,7 +31,7 @@ def test_every_target_is_in_the_tuple_and_is_used() -> None:
     paths = [target.path for target in upstream.TARGETS]
     assert sorted(target.path for target in TABLE.values()) == sorted(paths)
     only_read = {target.path for target in (upstream.FUSED, *upstream.ADDITIONS, *upstream.ADDITION_STEPS)}
-    assert [target.path for target, _ in install._pairs()] == [path for path in paths if path not in only_read]
+    assert [target.path for target, _ in upstream._pairs()] == [path for path in paths if path not in only_read]
 
 
 def core_targets() -> dict[str, Target]:
@@ -103,50 +106,93 @@ def test_registered_once_and_replaced_once() -> None:
     assert not is_patched(before.__wrapped__)
 
 
-def test_an_unknown_megatron_is_refused_with_the_override_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Megatron's module of layers with a class that nobody verified, imported for the first time."""
     from megatron.core.transformer import transformer_layer
 
     class TransformerLayer:
         def __init__(self, config: object) -> None:
             self.config = config
 
-    monkeypatch.setattr(transformer_layer, "TransformerLayer", TransformerLayer)
-    with pytest.raises(UpstreamChangedError) as caught:
-        install._extend(transformer_layer)
-    message = str(caught.value)
-    assert "transformer_layer:TransformerLayer.__init__" in message
-    assert patching.ALLOW_UNVERIFIED in message and "0.16.1" in message
-    monkeypatch.setenv(patching.ALLOW_UNVERIFIED, "1")
-    install._extend(transformer_layer)
-    assert is_patched(transformer_layer.TransformerLayer.__init__)
-
-
-def test_what_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a second apply would go on without the constructor's part."""
-    from megatron.core.transformer import transformer_layer
-
-    class TransformerLayer:
-        def __init__(self, config: object) -> None:
-            self.config = config
+        def sharded_state_dict(self) -> None: ...
 
     monkeypatch.setattr(transformer_layer, "TransformerLayer", TransformerLayer)
-    monkeypatch.setattr(install, "_installed", install._installed - {transformer_layer.__name__})
+    monkeypatch.setattr(patching, "_aside", {})
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    return transformer_layer
+
+
+def test_an_unknown_megatron_is_left_untouched_with_one_warning(
+    unknown: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = unknown.TransformerLayer.__init__
     for _ in range(2):
-        with pytest.raises(UpstreamChangedError, match="transformer_layer:TransformerLayer.__init__"):
-            apply(tiny.config())
+        upstream._extend(unknown)
+    assert unknown.TransformerLayer.__init__ is init
+    (warning,) = caplog.records
+    assert "leaves this Megatron Core untouched" in warning.getMessage()
+    monkeypatch.setenv(patching.ALLOW_UNVERIFIED, "1")
+    upstream._extend(unknown)
+    assert is_patched(unknown.TransformerLayer.__init__)
 
 
-def test_a_missing_symbol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("word", ["--layernorm-scaling", "--norm-scheme=sandwich", "--no-scaled-init"])
+def test_an_unknown_megatron_is_refused_where_a_flag_asks_for_a_scheme(
+    unknown: ModuleType, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", word])
+    with pytest.raises(UpstreamChangedError) as caught:
+        upstream._extend(unknown)
+    message = str(caught.value)
+    assert "transformer_layer:TransformerLayer.__init__" in message and "0.16.1" in message
+    assert "OLMO_LNS_ALLOW_UNVERIFIED=1" in message and "OLMO_LNS_DISABLE=1" in message
+
+
+def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(unknown: ModuleType) -> None:
+    """By apply, by the arguments of a checkpoint, or by the record in one."""
+    from megatron.core.dist_checkpointing import serialization
+
+    upstream._extend(unknown)
+    for ask in (
+        lambda: apply(tiny.config()),
+        lambda: apply(tiny.config()),
+        lambda: launching.config_from_args(lambda args, kind=None: None)(Namespace(layernorm_scaling=True)),
+        lambda: checkpoint.look(lambda: (object(), Namespace(norm_scheme="lnsafterff")))(),
+        lambda: checkpoint.look(lambda: {"content_metadata": {"olmo_lns": Record(LNS).as_dict()}})(),
+    ):
+        with pytest.raises(UpstreamChangedError, match=r"this Megatron Core was left untouched.*OLMO_LNS_DISABLE=1"):
+            ask()
+    assert checkpoint.look(lambda: ({"args": Namespace(tensor_parallel=1)}, 2))()[1] == 2
+    assert is_patched(serialization.load)
+
+
+def test_the_loaders_of_an_unknown_megatron_are_only_looked_at(
+    unknown: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.dist_checkpointing import serialization
+
+    monkeypatch.setattr(serialization, "load", lambda state, folder: {"args": Namespace(layernorm_scaling=True)})
+    monkeypatch.setattr(serialization, "save", lambda state, folder: None)
+    upstream._extend(serialization)
+    assert not is_patched(serialization.save)
+    with pytest.raises(UpstreamChangedError, match="this Megatron Core was left untouched"):
+        serialization.load({}, "folder")
+
+
+def test_a_missing_symbol_is_no_reason_to_stop(
+    unknown: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from megatron.core.transformer import transformer_block
 
     monkeypatch.delattr(transformer_block, "TransformerBlock")
-    with pytest.raises(UpstreamChangedError, match="TransformerBlock.__init__ does not exist"):
-        install._extend(transformer_block)
+    upstream._extend(transformer_block)
+    assert "TransformerBlock.__init__ does not exist" in caplog.text
 
 
 def test_registration_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "megatron.training.arguments"
-    monkeypatch.setattr(install, "_installed", install._installed - {name})
+    monkeypatch.setattr(upstream, "_installed", upstream._installed - {name})
     late = ModuleType(name)
     late.__spec__ = importlib.util.spec_from_loader(name, None)
     monkeypatch.setitem(sys.modules, name, late)

@@ -106,7 +106,7 @@ def test_cache_and_block_groups(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_compiled_by_block_there_are_at_most_two_graphs(name):
     import torch._dynamo.utils as dynamo
 

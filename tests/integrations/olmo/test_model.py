@@ -145,19 +145,6 @@ def test_kv_cache_generation_equals_full_forward():
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), full, rtol=1e-4, atol=1e-5)
 
 
-def test_compiling_block_by_block_needs_no_graph_per_layer():
-    import torch._dynamo.utils as dynamo
-
-    torch._dynamo.reset()
-    dynamo.counters.clear()
-    model, ids = build(layer_norm_type="lns_rms", n_layers=12), tokens()
-    expected = model(ids).logits
-    for block in blocks_of(model):
-        block.compile(backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
-    assert dynamo.counters["stats"]["unique_graphs"] <= 2
-
-
 def test_meta_device_then_reset_gives_the_same_model():
     on_meta = OLMo(model_config(layer_norm_type="lns_rms", init_device="meta", init_fn="mitchell"))
     assert next(on_meta.parameters()).is_meta

@@ -16,7 +16,7 @@ from support.launch import run as launch
 
 from olmo_lns import cli
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import trainer_mark
+from olmo_lns.export.olmo import mark
 from olmo_lns.integrations.olmo import register, state
 from olmo_lns.processes import process_group
 from olmo_lns.record import Record
@@ -104,7 +104,7 @@ def test_stock_checkpoints_have_no_mark_and_their_state_is_copied_bit_for_bit(tm
     with zipfile.ZipFile(path) as archive:
         assert not any(b"olmo_lns" in archive.read(name) for name in archive.namelist())
     before = path.read_bytes()
-    trainer_mark.mark(path, Record())
+    mark(path, Record())
     assert path.read_bytes() == before
 
 
@@ -169,7 +169,7 @@ def test_the_mark_is_taken_out_put_in_and_taken_out_again(tmp_path: Path) -> Non
     saved(path, LNS)
     plain = {"global_step": 3, "first": ["a", Path("olmo_lns")]}
     for record in (LNS, Record(), LNS, LNS, Record()):
-        trainer_mark.mark(path, record)
+        mark(path, record)
         found = torch.load(path, weights_only=False)
         assert (state.KEY in found) == record.active
         if record.active:
@@ -181,10 +181,10 @@ def test_the_mark_is_taken_out_put_in_and_taken_out_again(tmp_path: Path) -> Non
 def test_an_empty_state_takes_and_gives_the_mark(tmp_path: Path) -> None:
     path = tmp_path / "train.pt"
     torch.save({}, path)
-    trainer_mark.mark(path, LNS)
+    mark(path, LNS)
     assert list(torch.load(path, weights_only=True)) == [state.KEY]
     torch.save({state.KEY: state.Mark(str(LNS))}, path)
-    trainer_mark.mark(path, Record())
+    mark(path, Record())
     assert torch.load(path, weights_only=True) == {}
 
 
@@ -199,7 +199,7 @@ def test_a_loaded_mark_is_saved_again(tmp_path: Path) -> None:
 def test_what_is_no_state_of_torch_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.pt").write_bytes(b"opaque")
     with pytest.raises(LNSConfigError, match=r"train\.pt is truncated or not a file of torch\.save"):
-        trainer_mark.mark(tmp_path / "train.pt", LNS)
+        mark(tmp_path / "train.pt", LNS)
 
 
 def test_the_name_in_saved_checkpoints_never_changes(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from support import olmo_core_models as small
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo_core.record import record_of
 from olmo_lns.schemes import Scheme
-from olmo_lns.study import config_check, olmo_core_config
-from olmo_lns.study.arms import Arm, arm_problems, settings_of
-from olmo_lns.study.engines import OLMO_CORE
+from olmo_lns.study.arms import Arm
+from olmo_lns.study.engines import OLMO_CORE, olmo_core_config
+from olmo_lns.study.plan import config_check
+from olmo_lns.study.plan.compare import arm_problems, settings_of
+from olmo_lns.study.plan.spec import Study
 
 PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
 #: Of configs/olmo (tests/configs).
@@ -109,6 +111,32 @@ def test_what_a_check_finds(old, new, message, tmp_path):
     path.write_text(text.replace(old, new))
     problems = " ".join(_check(path).problems)
     assert re.search(message, problems), problems
+
+
+def test_depthbench_s_shapes_have_the_parameters_of_its_table():
+    """Millions, from its README; 42 and 70 blocks are in no table but the paper's, about 400."""
+    study = Study.load(PACK.parent / "study" / "depthbench.yaml")
+    runs = {run.size: run for run in study.runs if run.arm == "preln"}
+    table = {"L16": 407, "L20": 414, "L24": 405, "L28": 406, "L32": 399}
+    found = {size: olmo_core_config.model_of(run.config, run.loaded).num_params / 1e6 for size, run in runs.items()}
+    assert {size: round(found[size]) for size in table} == table
+    assert found["L42"] == pytest.approx(400, rel=0.03) and found["L70"] == pytest.approx(400, rel=0.03)
+    for run in study.runs:
+        rate = 5e-4 if run.size == "1B" else 1e-2 if "1e2" in run.size else 2e-3
+        assert run.shape.learning_rate == rate and arm_problems(run.arm, run.settings, OLMO_CORE) == []
+    assert sum(run.arm == "preln_scaled_init" for run in study.runs) == 15
+
+
+def test_scaled_initialization_changes_the_residual_outputs_only():
+    scale = runpy.run_path(str(PACK / "train.py"))["scale_residual_outputs"]
+    overrides = {"model.d_model": 64, "model.n_layers": 3, "model.block.sequence_mixer.n_heads": 2}
+    models = [_model(PACK / "60M-preln.yaml", overrides).build(init_device="cpu") for _ in range(2)]
+    for model in models:
+        model.init_weights()
+    scale(models[1])
+    for (name, plain), scaled in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        factor = 6**-0.5 if name.endswith(("attention.w_out.weight", "feed_forward.w2.weight")) else 1.0
+        assert scaled.equal(plain * factor), name
 
 
 def test_a_config_that_a_run_has_saved_is_a_config(tmp_path):

@@ -20,8 +20,13 @@ import yaml
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
-from olmo_lns.study import collect, launch, logs, plan, slurm
-from olmo_lns.study.spec import Study
+from olmo_lns.study.collect import gather as collect
+from olmo_lns.study.collect import logs
+from olmo_lns.study.launch import slurm
+from olmo_lns.study.launch import start as launch
+from olmo_lns.study.plan import compare
+from olmo_lns.study.plan import cost as plan
+from olmo_lns.study.plan.spec import Study
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 LOG = """\
@@ -39,7 +44,7 @@ LOG = """\
 def test_the_shipped_descriptions():
     paper = Study.load(CONFIGS / "study" / "paper-olmo-core.yaml")
     assert len(paper.runs) == 10 and all(run.config.is_file() for run in paper.runs)
-    collect.compare_planned(paper)
+    compare.compare_planned(paper.runs)
     (row,) = plan.rows(Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml"), 0.4)[:1]
     assert row.parameters == Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml").runs[0].shape.parameters
     assert row.steps == 600 and row.flops_olmo
@@ -121,6 +126,7 @@ def test_launched_killed_continued_and_reported(micro, tmp_path):
         ("preln", "lns"), ("complete", 12, 6)
     )
     assert rows["lns"].loss != rows["preln"].loss
+    assert rows["lns"].heldout and rows["preln"].heldout and rows["lns"].heldout != rows["preln"].heldout
     assert Record.read(out / "s-lns-s1" / "step12") == Record(Scheme.of("lns"), "rms", "plain")
     assert Record.read(out / "s-preln-s1" / "step12") is None
     assert (out / "report" / "report.md").is_file()

@@ -6,49 +6,12 @@ import copy
 
 import pytest
 import torch
-from support.transformers_models import hooked, inputs, same, schemes, stock  # noqa: F401
+from support.transformers_models import RATE, STEPS, hooked, inputs, rows, same, schemes, stock, trainer  # noqa: F401
 
 from olmo_lns.integrations import binding
-from olmo_lns.integrations.transformers import apply, register
+from olmo_lns.integrations.transformers import apply, fold, register
 
 register()
-
-STEPS, RATE = 6, 1e-2
-
-
-def rows(count: int = 12, length: int = 8) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(2, 97, (count, length), generator=generator)
-    labels = ids.clone()
-    labels[:, 0] = -100  # nothing predicts it, but transformers 4 would count it
-    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
-
-
-def trainer(model, folder, **changes):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'olmo-lns[hf]'")
-    options = dict(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_steps=3,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    arguments = transformers.TrainingArguments(**{**options, **changes})
-
-    class InOrder(transformers.Trainer):
-        def _get_train_sampler(self, *args, **kwargs):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    return InOrder(model=model, args=arguments, train_dataset=rows())
 
 
 def losses(done) -> list[float]:
@@ -148,3 +111,20 @@ def test_an_adapter_on_the_last_projections_is_scaled_with_the_branch(schemes): 
         expected = tuned(**inputs("llama")).logits
         merged = tuned.merge_and_unload()(**inputs("llama")).logits
     assert (merged - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("kind", "scheme", "kept"), [("llama", "lns", True), ("olmo", "lns", False), ("llama", "lnsafterbranch", False)])  # fmt: skip
+def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind, scheme, kept, schemes, tmp_path):  # noqa: F811
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'olmo-lns[sft]'")
+    model = apply(stock(kind), scheme)
+    base = fold(copy.deepcopy(model))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(model, config).eval()
+    tuned.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = tuned(**inputs(kind)).logits
+        merged_first = fold(tuned.merge_and_unload())(**inputs(kind)).logits
+        on_folded = peft.PeftModel.from_pretrained(base, tmp_path).eval()(**inputs(kind)).logits
+    limit = 1e-5 * expected.abs().max()
+    assert (merged_first - expected).abs().max() <= limit
+    assert ((on_folded - expected).abs().max() <= limit) == kept

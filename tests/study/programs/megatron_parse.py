@@ -13,6 +13,7 @@ import sys
 import typing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import typing_extensions
@@ -20,8 +21,8 @@ import typing_extensions
 if not hasattr(typing, "override"):  # Megatron from 0.18 on declares Python 3.12
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
-os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
-torch.cuda.get_device_properties = lambda device=None: type("H100", (), {"major": 9, "minor": 0})()  # type: ignore
+os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0")  # torchrun's
+os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
 KEYS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size",
     "lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "adam_beta1", "adam_beta2", "adam_eps",
@@ -82,13 +83,19 @@ def parameters(args: Any, vocabulary: int) -> int:
 
 
 def main(files: list[str]) -> None:
-    from olmo_lns.study.megatron_args import parse, read, to_flags
+    from olmo_lns.integrations.megatron.settings import variables
+    from olmo_lns.study.engines.megatron_args import parse, read, to_flags
 
     found = {}
     with contextlib.redirect_stdout(io.StringIO()):
         for name in files:
             path = Path(name)
-            args = parse(to_flags(read(path), placeholder=True))
+            flags = to_flags(read(path), placeholder=True)
+            with mock.patch.dict(os.environ, variables(flags)):
+                for major in (8, 9):  # A100, H100
+                    gpu = type("Gpu", (), {"major": major, "minor": 0})()
+                    with mock.patch.object(torch.cuda, "get_device_properties", lambda device=None, gpu=gpu: gpu):
+                        args = parse(flags)
             record = {key: getattr(args, key, None) for key in KEYS}
             record["epsilon"] = getattr(args, "norm_epsilon", None) or getattr(args, "layernorm_epsilon", None)
             record["padded"] = padded(args)

@@ -20,7 +20,7 @@ if not hasattr(typing, "override"):  # Megatron from 0.18 on declares Python 3.1
 
 
 def main() -> None:
-    from olmo_lns.study.megatron_args import parse
+    from olmo_lns.study.engines.megatron_args import parse
 
     flags = sys.argv[1:]
     for name, major in {"A100": 8, "H100": 9}.items():

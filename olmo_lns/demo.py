@@ -1,0 +1,300 @@
+"""``olmo-lns demo``: a study of three small runs, the variance of their blocks, one figure.
+
+The runs are those of ``configs/study/demo.yaml`` (``--long``: ``demo-long.yaml``), started, resumed and collected as
+every study's; the variances are measured by ``olmo-lns analyze variance`` on the checkpoints before and after training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import sys
+import threading
+import time
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from olmo_lns import extras
+from olmo_lns.arguments import above_zero, at_least
+from olmo_lns.environment import processes, refuse_disabled
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.arms import ARMS, arm_named, check_environment
+from olmo_lns.study.collect import logs
+from olmo_lns.study.collect.results import Result, write_results
+from olmo_lns.study.collect.stamp import attempts
+from olmo_lns.study.engines import OLMO
+from olmo_lns.study.launch.start import environment, run_here
+from olmo_lns.study.plan import config_pack
+from olmo_lns.study.plan.compare import settings_of
+from olmo_lns.study.plan.spec import Run, Study
+
+__all__ = ["describe", "main", "parser", "report"]
+
+TOKENS = 32_768  #: held-out tokens of which a variance is the mean
+START, MEASURE = 8, 4  #: a run's start and the measurement of a checkpoint, in steps of the bar
+LOOK, LINE = 0.5, 10.0  #: seconds between the looks at the logs, and between the lines where there is no terminal
+_STEP, _EVAL = re.compile(r"\[step=(\d+)/"), re.compile(r"\[eval_step=(\d+)/")
+
+
+def parser() -> argparse.ArgumentParser:
+    known = [name for name, arm in ARMS.items() if OLMO.arm(arm) is not None]
+    out = argparse.ArgumentParser(
+        prog="olmo-lns demo",
+        description="Train a small OLMo of 24 blocks as Pre-LN, Pre-LN with scaled initialization and LNS; measure the "
+        "variance of every block's output.",
+        epilog="After Ctrl-C the same command goes on where it stopped.",
+    )
+    out.add_argument("--long", action="store_true", help="16 tokens a parameter, each arm at its best rate there")
+    out.add_argument("--steps", type=at_least(1), help="optimizer steps of each run, instead of the description's")
+    out.add_argument("--layers", type=at_least(2), help="blocks, instead of the description's")
+    out.add_argument("--arms", help=f"with commas between, of {', '.join(known)}")
+    out.add_argument("--learning-rate", type=above_zero, help="one peak rate for all arms, instead of each arm's own")
+    out.add_argument("--seeds", type=at_least(0), nargs="+", help="every arm is trained under each")
+    out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
+    return out
+
+
+def describe(args: argparse.Namespace) -> Study:
+    """The study of the pack with what was asked for; its description lies in the folder as ``.study.yaml``.
+
+    :raises LNSConfigError: an arm that is unknown, that OLMo lacks, or for which the description has no rate.
+    """
+    path = config_pack.folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
+    raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    arms = raw["arms"]
+    if args.arms is not None:
+        arms = list(dict.fromkeys(name.strip() for name in args.arms.split(",") if name.strip()))
+        if not arms:
+            raise LNSConfigError(f"--arms: no arm given; expected some of {', '.join(ARMS)}")
+        for name in arms:
+            settings_of(arm_named(name), OLMO)
+    sizes, only = raw["sizes"], raw["only"]
+    if args.learning_rate is not None:
+        size = next(iter(sizes.values())) | {"optimizer.learning_rate": args.learning_rate}
+        sizes, only = {f"rate{args.learning_rate:.10f}".rstrip("0"): size}, {}
+    elif without := [arm for arm in arms if not any(arm in listed for listed in only.values())]:
+        raise LNSConfigError(f"--arms: no rate was searched for {', '.join(without)}: give one with --learning-rate")
+    changes: dict[str, Any] = {"model.n_layers": args.layers} if args.layers else {}
+    if args.steps:
+        changes |= {"max_duration": args.steps, "scheduler.t_warmup": max(1, min(20, args.steps // 10))}
+    only = {name: [arm for arm in arms if arm in only.get(name, arms)] for name in sizes}
+    sizes = {name: size | changes for name, size in sizes.items() if only[name]}
+    asked = {"config": str(path.with_name(raw["config"])), "sizes": sizes, "arms": arms}
+    asked |= {"only": {name: only[name] for name in sizes}, "seeds": args.seeds or raw["seeds"]}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / ".study.yaml").write_text(yaml.safe_dump(raw | asked, sort_keys=False), encoding="utf-8")
+    return Study.load(args.out / ".study.yaml")
+
+
+def _steps(run: Run) -> int:
+    return int(run.overrides["max_duration"])
+
+
+def _label(run: Run) -> str:
+    return f"{ARMS[run.arm].label}, learning rate {run.overrides['optimizer.learning_rate']:g}, seed {run.seed}"
+
+
+class _Display:
+    """One bar over start, training, evaluation and measurements, by the logs; without a terminal a line now and then.
+
+    When a run starts, its arm is named, with the line by which its scheme proves that it is on.
+    """
+
+    def __init__(self, console: Console, study: Study, out: Path) -> None:
+        self.console, self.study, self.out, self.measured = console, study, out, 0
+        config = yaml.safe_load(study.runs[0].config.read_text(encoding="utf-8"))
+        self.evaluations = int(config["evaluators"][0]["subset_num_batches"])
+        self.total = sum(START + _steps(run) + self.evaluations + 2 * MEASURE for run in study.runs)
+        self.announced: set[str] = set()
+        self.ended = threading.Event()
+        columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("", total=self.total)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._watch, daemon=True)
+        with self.bar:
+            thread.start()
+            try:
+                yield
+            finally:
+                self.ended.set()
+                thread.join()
+
+    def _watch(self) -> None:
+        started = said = time.monotonic()
+        while not self.ended.wait(LOOK):
+            done, where = self.look()
+            self.bar.update(self.task, completed=done, description=where)
+            if not self.console.is_terminal and time.monotonic() - said >= LINE:
+                said = time.monotonic()
+                self.say(f"[{said - started:.0f} s, {done / self.total:.0%}] {where}")
+
+    def look(self) -> tuple[int, str]:
+        """Steps and batches done, and where the runs are."""
+        done, parts = self.measured * MEASURE, []
+        for run in self.study.runs:
+            text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in attempts(self.out / run.name))
+            step, batch = (max((int(n) for n in kind.findall(text)), default=0) for kind in (_STEP, _EVAL))
+            done += step + batch + min(START, text.count("INFO"))
+            if step and run.name not in self.announced:
+                self.announced.add(run.name)
+                self.say(f"{_label(run)}: training has started")
+                if proof := re.search(rf"{re.escape(ARMS[run.arm].scheme.definition.title)} on: .*", text):
+                    self.say(f"  {proof[0]}")
+            if batch < self.evaluations:
+                at = f"evaluating {batch}/{self.evaluations}" if batch else f"{step}/{_steps(run)}"
+                parts.append(f"{run.arm} {at if step else 'starting'}")
+        return done, ", ".join(parts) or "measuring the variances"
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: its result, and the output variance of each block before and after training, block 1 first."""
+
+    run: Run
+    result: Result
+    before: list[float]
+    after: list[float]
+
+    @property
+    def growth(self) -> float:
+        """V: the variance of the last block over that of block L/4."""
+        return self.after[-1] / self.after[max(1, len(self.after) // 4) - 1]
+
+
+def _measure(run: Run, out: Path, step: int) -> list[float]:
+    """The output variance of each block of a checkpoint, by ``olmo-lns analyze variance``."""
+    from olmo_lns.diagnostics.cli import main as analyze
+    from olmo_lns.diagnostics.results import Report
+
+    written = out / run.name / f"variance-step{step}.json"
+    words = ["variance", "--model", str(out / run.name / f"step{step}-unsharded"), "--label", ARMS[run.arm].label]
+    words += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(written), "--quiet"]
+    analyze(words)
+    variance: list[float] = Report.read(written).result.variance
+    return variance
+
+
+def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
+    from olmo_lns.study.collect.gather import collect
+
+    results = collect(study, out)
+    write_results(results, out / "results.csv")
+    rows = []
+    for run, result in zip(study.runs, results, strict=True):
+        rows.append(Row(run, result, _measure(run, out, 0), _measure(run, out, _steps(run))))
+        display.measured += 2
+    return rows
+
+
+def report(rows: Sequence[Row]) -> list[str]:
+    """The table, what the run shows, and what it does not."""
+    first, layers = rows[0].result, len(rows[0].after)
+    quarter = max(1, layers // 4)
+    blocks = sorted({1, quarter, max(1, layers // 2), layers})
+    form = "{:<24}{:>8}{:>8}{:>10}" + "{:>10}" * len(blocks) + "{:>6}"
+    lines = [form.format("arm", "rate", "train", "held-out", *(f"block {block}" for block in blocks), "V")]
+    for row in rows:
+        numbers = [f"{row.result.learning_rate:g}", f"{row.result.loss:.3f}", f"{row.result.heldout:.3f}"]
+        numbers += [f"{row.after[block - 1]:.3g}" for block in blocks]
+        lines.append(form.format(row.run.arm, *numbers, f"{row.growth:.2g}"))
+    growth = ", ".join(f"{row.growth:.2g} ({ARMS[row.run.arm].label})" for row in rows)
+    return [
+        *lines,
+        "",
+        "train, held-out: loss in nats per byte (train: mean of the last tenth of the steps). block n: variance of its "
+        f"output over its features, mean over {TOKENS:,} held-out tokens. V: block {layers} over block {quarter}.",
+        f"Shown: after {first.tokens:,} tokens V is {growth}.",
+        f"Not shown: which arm is better. {first.parameters:,} parameters and {first.tokens:,} tokens are far from any "
+        "training that matters; the order of the losses changes with rate, depth, length and seed.",
+    ]
+
+
+def _draw(rows: Sequence[Row], out: Path) -> Path:
+    """``demo.png``: loss by step, and output variance by block."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    late = []
+    for row in rows:
+        arm = ARMS[row.run.arm]
+        losses = logs.merge(logs.read(path) for path in attempts(out / row.run.name)).losses
+        late += [loss for step, loss in losses.items() if step > len(losses) // 10]
+        style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
+        left.plot(list(losses), list(losses.values()), linewidth=1.2, **style)
+        label = None if row.run.seed != rows[0].run.seed else f"{arm.label} ({row.result.learning_rate:g})"
+        blocks = range(1, len(row.after) + 1)
+        right.plot(blocks, row.after, marker=arm.marker, markersize=4, label=label, **style)
+        right.plot(blocks, row.before, color=arm.colour, linestyle=":", linewidth=1)
+    left.set(xlabel="step", ylabel="training loss (nats per byte)", ylim=(min(late) - 0.1, max(late) + 0.1))
+    right.set(xlabel="block", ylabel="output variance (dotted: before training)", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.25, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    one = rows[0].result
+    sizes = (
+        f"{len(rows[0].after)} blocks, {one.parameters / 1e6:.2f}M parameters, {one.tokens / 1e6:.2f}M bytes of text"
+    )
+    figure.suptitle(f"OLMo, {sizes}; in brackets the learning rate", fontsize=10)
+    figure.savefig(out / "demo.png", dpi=150)
+    return out / "demo.png"
+
+
+def _next(rows: Sequence[Row], out: Path) -> list[str]:
+    run = next((row.run for row in rows if not ARMS[row.run.arm].scheme.is_pre_ln), rows[0].run)
+    model, data = out / run.name / f"step{_steps(run)}-unsharded", f"--data {out}/data/heldout.npy --tokens 16384"
+    lines = [f"analyze angular --model {model} {data} -o {out}/angular.json --plot {out}/angular.png"]
+    if not ARMS[run.arm].scheme.is_pre_ln:
+        lines.append(f"export {model} {out}/{run.arm}-folded    # the factor inside the weights, for stock OLMo")
+    return [f"  {_program()} {line}" for line in lines]
+
+
+def _program() -> str:
+    # After `make demo` the command is in the environment, not on the PATH.
+    return "olmo-lns" if shutil.which("olmo-lns") else f"{sys.executable} -m olmo_lns"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``olmo-lns demo``. Exit code 1 where a run failed, 130 after Ctrl-C."""
+    args = parser().parse_args(argv)
+    refuse_disabled()
+    check_environment()
+    if (world := processes()) > 1:  # each would write the same files
+        raise LNSConfigError(f"the demo runs in one process: found WORLD_SIZE={world}; start it without torchrun")
+    for name, extra in (("olmo", "olmo"), ("matplotlib", "analysis")):
+        if importlib.util.find_spec(name) is None:
+            raise LNSConfigError(f"the demo needs {name} (extra {extra}): {extras.advice('olmo,analysis')}")
+    out, console = args.out, Console(file=sys.stdout)
+    study = describe(args)
+    os.environ.update(environment(study, out))  # what its config reads
+    display = _Display(console, study, out)
+    display.say(f"{len(study.runs)} runs of {_steps(study.runs[0])} steps in {out}; reading text, loading OLMo ...")
+    try:
+        with (out / "demo.log").open("a", encoding="utf-8") as log, display.shown(), redirect_stdout(log):
+            if failed := run_here(study, study.runs, out):
+                return min(1, failed)
+            study.path.replace(out / "study.yaml")  # now that the folder has taken it
+            rows = _rows(study, out, display)
+    except KeyboardInterrupt:
+        display.say(f"Stopped: {display.look()[1]}. To go on: {_program()} {shlex.join(['demo', *argv])}")
+        return 130
+    for line in ("", *report(rows), "", f"figure  {_draw(rows, out)}", "", "next:", *_next(rows, out)):
+        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal or line.startswith("  "))
+    return 0

@@ -1,1 +1,0 @@
-"""The papers' fine-tuning: its data, and the seven tasks it is judged by."""

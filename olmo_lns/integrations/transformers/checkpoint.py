@@ -1,0 +1,129 @@
+"""What a folder says of its weights, compared with the model that they are loaded into.
+
+transformers compares nothing: ``from_pretrained(folder, config=…)`` never reads the folder's config, and a resumed
+``Trainer`` loads whatever weights the checkpoint holds. Both are wrapped by their public signatures. Weights that a
+program loads by hand (``load_state_dict``) are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from olmo_lns import environment
+from olmo_lns.integrations.patching import MARKER, is_patched
+from olmo_lns.integrations.transformers.configs import record_of
+from olmo_lns.integrations.transformers.families import PREFIX
+from olmo_lns.record import RECORD_FILE, Record, check_match
+from olmo_lns.schemes import LNS
+
+__all__ = ["guard_loading", "guard_resuming", "require_record"]
+
+CONFIG_NAME = "config.json"
+
+log = logging.getLogger("olmo_lns")
+
+
+def guard_loading(module: Any) -> None:
+    """``transformers.modeling_utils``: a stock class stops at a folder whose weights need a scheme."""
+
+    def wrap(from_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+            if not str(getattr(cls.config_class, "model_type", "")).startswith(PREFIX):  # ours compare for themselves
+                require_record(name, Record(), {**kwargs, "local_files_only": True})
+            return from_pretrained(cls, name, *args, **kwargs)
+
+        return wrapped
+
+    _replace(module.PreTrainedModel, "from_pretrained", wrap)
+
+
+def guard_resuming(module: Any) -> None:
+    """``transformers.trainer``: a run resumes under the scheme that its checkpoint was trained with."""
+
+    def wrap(train: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            folder = resume_from_checkpoint
+            if folder is True:
+                folder = module.get_last_checkpoint(self.args.output_dir)
+            running = record_of(getattr(self.model, "config", None))
+            if folder:
+                _require_same_run(Path(folder), running)
+            if running.active:
+                self.add_callback(_callback(module, running))
+            return train(self, resume_from_checkpoint, *args, **kwargs)
+
+        return wrapped
+
+    _replace(module.Trainer, "train", wrap)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = vars(owner)[name]
+    if is_patched(original):
+        return
+    function = getattr(original, "__func__", original)
+    replacement: Any = functools.wraps(function)(wrap(function))
+    setattr(replacement, MARKER, True)
+    setattr(owner, name, classmethod(replacement) if isinstance(original, classmethod) else replacement)
+
+
+def require_record(name: Any, running: Record | None, kwargs: Mapping[str, Any]) -> None:
+    """Compare a folder or hub name with the model that is about to be built for it.
+
+    :param running: record of the config that was given; None: the model's config is the folder's.
+    :param kwargs: of ``from_pretrained``, by which the hub is asked.
+    :raises CheckpointMismatchError: the folder's record is another one.
+    """
+    saved = _saved_record(name, kwargs) if name is not None and not kwargs.get("gguf_file") else None
+    if saved is None:
+        return
+    if running is None:
+        running = saved if saved.active else Record(LNS, "", "plain")
+    _compare(saved, running, name)
+
+
+def _saved_record(name: Any, kwargs: Mapping[str, Any]) -> Record | None:
+    """What ``config.json`` says; None where there is none within reach."""
+    from transformers import PretrainedConfig
+
+    known = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    try:
+        values, _ = PretrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in known if key in kwargs})
+    except OSError:
+        return None
+    record = values.get("lns_record") if values else None
+    return Record() if record is None else Record.from_dict(record, source=f"{name}: config.json: lns_record")
+
+
+def _compare(saved: Record, running: Record, source: object) -> None:
+    remedy = (
+        "" if running.active else "load it by an Auto class (AutoModelForCausalLM.from_pretrained), without config="
+    )
+    for difference in check_match(saved, running, source=source, remedy=remedy):
+        log.warning("loading %s although it differs (%s), as %s says", source, difference, environment.ALLOW_MISMATCH)
+
+
+def _require_same_run(folder: Path, running: Record) -> None:
+    """:raises CheckpointMismatchError: the checkpoint of a Trainer is of another scheme than its model."""
+    saved = Record.read(folder)
+    if saved is None and (folder / CONFIG_NAME).is_file():
+        saved = _saved_record(str(folder), {"local_files_only": True})
+    if saved is not None:
+        _compare(saved, running, folder)
+    elif running.active and not (folder / "adapter_config.json").is_file():
+        log.warning("%s has neither %s nor %s: its scheme is not compared", folder, CONFIG_NAME, RECORD_FILE)
+
+
+def _callback(module: Any, record: Record) -> Any:
+    """Beside sharded weights (FSDP), where the Trainer writes no config, the record is written."""
+
+    class KeepRecord(module.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            if state.is_world_process_zero and folder.is_dir() and not (folder / CONFIG_NAME).exists():
+                record.write(folder)
+
+    return KeepRecord()

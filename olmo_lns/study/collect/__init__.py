@@ -1,0 +1,1 @@
+"""What runs leave behind: stamps, logs, and the table of their results."""

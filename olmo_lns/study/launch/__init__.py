@@ -1,0 +1,1 @@
+"""Starting runs, here or under Slurm, and how far they are."""

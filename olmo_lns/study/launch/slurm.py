@@ -1,0 +1,189 @@
+"""Slurm array scripts for a study: one per size, an array over its arms and seeds, requeued runs resume.
+
+Five minutes before its time ends a job asks to be queued again, if it has written a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Sequence
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.launch.start import ENDPOINT, JOB, check, command, environment, make_folder
+from olmo_lns.study.plan.spec import Run, Study
+
+__all__ = ["Site", "write"]
+
+TEMPLATE = """#!/bin/bash
+# {study}: size {size}, one array task per run. Submit with: sbatch {file}
+# A task continues from its last checkpoint when it is submitted again, or queued again: by Slurm after a failure of the
+# machine, by itself before its time ends.
+#SBATCH --job-name={study}-{size}
+#SBATCH --array=0-{last}
+{options}
+{setup}set -euo pipefail
+{checks}
+OUT={out}
+RUNS=({runs})
+RUN=${{RUNS[$SLURM_ARRAY_TASK_ID]}}
+HEAD=${{SLURMD_NODENAME:-$(hostname)}}
+again() {{  # Slurm's signal, before the time ends
+    if find "$OUT/$RUN"/*/ -maxdepth 0 -newermt "-$SECONDS seconds" | grep -Eq '/(step|iter_)'; then
+        scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" || :
+    else
+        echo "$RUN: no checkpoint in this job's $SECONDS s: not queued again; give it more time" >&2
+    fi
+}}
+trap again USR1
+{python} -m olmo_lns study stamp {description} --out "$OUT" --only "$RUN"
+ATTEMPT=$(printf %02d $(($(find "$OUT/$RUN" -maxdepth 1 -name 'attempt-*.log' | wc -l) + 1)))
+case "$RUN" in
+{cases}
+esac
+# srun does not inherit the cores of the job by itself from Slurm 22.05 on.
+export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}
+srun "${{COMMAND[@]}}" >"$OUT/$RUN/attempt-$ATTEMPT.log" 2>&1 &
+STEP=$!
+while CODE=0; wait $STEP || CODE=$?; kill -0 $STEP 2>/dev/null; do :; done
+exit $CODE
+"""
+
+#: Cores of a job for each GPU: as many as the config files have data workers.
+CORES = 8
+#: Planned hours are those of this GPU at this share of its peak, and so much more for evaluation and checkpoints.
+GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a cluster and a user's environment need in the scripts.
+
+    :param activate: a virtual environment's folder, or a file to source. :param modules: for ``module load``.
+    """
+
+    activate: str | None = None
+    modules: tuple[str, ...] = ()
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+
+    def lines(self) -> str:
+        """Shell lines before anything runs; before ``set -u``, under which many such files fail."""
+        text = f"module load {shlex.join(self.modules)} || exit 1\n" if self.modules else ""
+        if self.activate is None:
+            return text
+        path = Path(self.activate).expanduser().resolve()
+        if not (file := path / "bin" / "activate" if path.is_dir() else path).is_file():
+            raise LNSConfigError(f"--activate {self.activate}: {file} does not exist: name an environment or a file")
+        return f"{text}source {shlex.quote(str(file))} || exit 1\n"
+
+
+def write(
+    study: Study, runs: Sequence[Run], out: Path, folder: Path, *, python: str = "python", site: Site | None = None
+) -> list[Path]:
+    """Write ``<folder>/<size>.sbatch`` for every size, and make ``out``, where Slurm writes the tasks' output.
+
+    ``launch.sbatch`` of the description adds ``#SBATCH`` lines or replaces one of ours; null leaves it out. ``time`` is
+    what the plan says for an A100 (:func:`planned_hours`) where nobody gives it; one that is shorter is said.
+
+    The variables of the config files (``OLMO_DATA_DIR``, or ``MEGATRON_DATA``) must be set where it is submitted.
+
+    :raises LNSConfigError: the study's data are built on one machine.
+    """
+    if study.data in BUILT:
+        raise LNSConfigError(
+            f"{study.path}: data: {study.data} is for one machine; name the folder of your data, or none"
+        )
+    check(study, runs, out, slurm=True)
+    make_folder(out)
+    make_folder(folder)
+    written = []
+    for size in dict.fromkeys(run.size for run in runs):
+        path = folder / f"{size}.sbatch"
+        mine = [run for run in runs if run.size == size]
+        path.write_text(_script(study, size, mine, out.resolve(), path.resolve(), python, site or Site()))
+        path.chmod(0o755)
+        written.append(path)
+    return written
+
+
+def planned_hours(study: Study, run: Run) -> float:
+    """Hours of a run on its GPUs: ``study plan``'s for an A100, and a quarter more."""
+    share = 1 - run.first_step / run.shape.steps
+    gpus = study.launch.nproc * study.launch.nodes_of(run.size)
+    return share * run.shape.gpu_hours(GPU, UTILISATION) * MARGIN / gpus
+
+
+def hours_of(time: object) -> float:
+    """Slurm's ``--time``: ``minutes[:seconds]``, ``hours:minutes:seconds`` or ``days-hours[:minutes[:seconds]]``.
+
+    Infinite for what is none of these, such as ``UNLIMITED``.
+    """
+    days, _, rest = str(time).rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
+        return math.inf
+    numbers = [*map(float, parts), 0.0, 0.0]
+    hours, minutes, seconds = numbers[:3] if days or len(parts) == 3 else (0.0, *numbers[:2])
+    return 24 * float(days or 0) + hours + minutes / 60 + seconds / 3600
+
+
+def _options(study: Study, size: str, hours: float, out: Path, site: Site) -> str:
+    options: dict[str, Any] = {
+        "nodes": study.launch.nodes_of(size),
+        "ntasks-per-node": 1,
+        "cpus-per-task": CORES * study.launch.nproc,
+        "gpus-per-node": study.launch.nproc,
+        "exclusive": True,
+        "mem": 0,  # all of the node's
+        "time": f"{math.ceil(hours)}:00:00",
+        "requeue": True,
+        "signal": "B:USR1@300",
+        "output": shlex.quote(f"{out}/slurm-%x-%A_%a.out"),
+        "open-mode": "append",
+        **study.launch.sbatch,
+    }
+    options |= {key: value for key in ("partition", "account", "time") if (value := getattr(site, key)) is not None}
+    if (given := hours_of(options["time"])) < hours:
+        print(
+            f"{size}: a run takes about {hours:.3g} h on A100s by the plan, --time is {options['time']}: about "
+            f"{math.ceil(hours / given) if given else 'no'} jobs one after the other, each from the last checkpoint"
+        )
+    kept = {key: value for key, value in options.items() if value is not None and value is not False}
+    return "\n".join(f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in kept.items())
+
+
+def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path, python: str, site: Site) -> str:
+    needed = study.engine.data_variable
+    exports = environment(study, out)
+    for run in runs:
+        exports |= run.engine.variables(run)
+    cases = []
+    for run in runs:
+        words = command(study, run, out, python=python, slurm=True)
+        # Two words of ours are the shell's to expand; everything else is quoted.
+        quoted = " ".join(f'"{word}"' if word in (JOB, ENDPOINT) else shlex.quote(word) for word in words)
+        cases.append(f"{run.name}) COMMAND=({quoted}) ;;")
+    hours = max(planned_hours(study, run) for run in runs)
+    options = _options(study, size, hours, out, site)
+    if len(options.splitlines()) != options.count("#SBATCH --") or len(study.name.splitlines()) > 1:
+        raise LNSConfigError(f"{study.path}: name and launch.sbatch: expected no line breaks in them")
+    return TEMPLATE.format(
+        study=study.name,
+        size=size,
+        file=shlex.quote(str(path)),
+        last=len(runs) - 1,
+        options=options,
+        setup=site.lines(),
+        out=shlex.quote(str(out)),
+        checks="".join(f"export {name}={shlex.quote(value)}\n" for name, value in exports.items())
+        + f': "${{{needed}:?set it to your tokenised data, see docs/data.md}}"',
+        runs=" ".join(run.name for run in runs),
+        python=shlex.quote(python),
+        description=shlex.quote(str(study.path.resolve())),
+        cases="\n".join(cases),
+    )

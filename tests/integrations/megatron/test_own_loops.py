@@ -1,0 +1,240 @@
+"""Models that are built, saved and loaded without Megatron's launcher: the layer spec, the config, the record."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import megatron_tiny as tiny
+
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.megatron import apply, layer_spec
+from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.record import Record
+from olmo_lns.schemes import parse
+
+TESTS = Path(__file__).parents[2]
+
+
+def applied(scheme: str = "lns", **how: Any) -> Any:
+    cfg = tiny.config()
+    apply(cfg, scheme=scheme, **how)
+    return cfg
+
+
+def field_by_field(cfg: Any) -> Any:
+    return type(cfg)(**{each.name: getattr(cfg, each.name) for each in dataclasses.fields(cfg)})
+
+
+def pickled(cfg: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(cfg, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [dataclasses.replace, field_by_field, copy.deepcopy, pickled])
+@pytest.mark.parametrize("how", [{}, {"scheme": "sandwich_depth:exponent=0.25", "keep_scaled_init": True}])
+def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied: Any, how: Any) -> None:
+    if copied is pickled:  # torch's functools.partial objects alone: Megatron's initializers are closures
+        cfg = dataclasses.replace(
+            tiny.config(), init_method=torch.nn.init.zeros_, output_layer_init_method=torch.nn.init.ones_
+        )
+        apply(cfg, **how)
+    else:
+        cfg = applied(**how)
+    other = copied(cfg)
+    assert Settings.of(other) == Settings.of(cfg) and Settings.of(other).active
+    assert isinstance(other, type(tiny.config()))
+    assert (other.output_layer_init_method is other.init_method) is not how.get("keep_scaled_init", False)
+    binding.check(tiny.build(other), parse(how.get("scheme", "lns")), tiny.LAYERS)
+
+
+def gpt(cfg: Any, spec: Any) -> Any:
+    return tiny.build(cfg, spec)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda cfg: layer_spec(cfg),
+        lambda cfg: layer_spec(cfg, tiny.local_spec(cfg)),
+        lambda cfg: layer_spec(cfg, tiny.local_spec),
+        lambda cfg: functools.partial(layer_spec, scheme="lns")(cfg, tiny.sequence_parallel_spec),
+    ],
+    ids=["Megatron's own", "a layer", "a function", "a block"],
+)
+def test_the_layer_spec_is_the_flag(wrapped: Any) -> None:
+    cfg, other = tiny.config(), applied()
+    one, two = tiny.build(cfg, wrapped(cfg)), tiny.build(other)
+    binding.check(one, parse("lns"), tiny.LAYERS)
+    assert type(one.decoder.layers[0]).__name__ == "TransformerLayer"
+    assert cfg.output_layer_init_method is cfg.init_method and Settings.of(cfg) == Settings.of(other)
+    two.load_state_dict(one.state_dict())
+    assert tiny.gradients(one, tiny.batch())[0] == pytest.approx(tiny.gradients(two, tiny.batch())[0], rel=1e-6)
+
+
+def test_the_layer_spec_of_another_scheme() -> None:
+    cfg, other = tiny.config(), applied("sandwich", keep_scaled_init=True)
+    one = tiny.build(cfg, layer_spec(cfg, tiny.local_spec(cfg), scheme="sandwich", keep_scaled_init=True))
+    two = tiny.build(other)
+    assert list(one.state_dict()) == list(two.state_dict())
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_layer_spec_beside_apply() -> None:
+    cfg = applied()
+    model = tiny.build(cfg, layer_spec(cfg, tiny.local_spec(cfg)))
+    assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
+    with pytest.raises(
+        LNSConfigError, match=r"the config has lns already \(plain initialization\): sandwich .* was asked"
+    ):
+        layer_spec(cfg, scheme="sandwich")
+
+
+def test_a_spec_that_is_no_layers_is_refused() -> None:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    with pytest.raises(LNSConfigError, match="'Linear' is not the spec of a TransformerLayer"):
+        layer_spec(tiny.config(), ModuleSpec(module=torch.nn.Linear))
+
+
+#: In a process where nothing of Megatron is replaced.
+UNPATCHED = """
+from support import megatron_tiny as tiny
+from support.megatron_cpu import single_process
+from olmo_lns.integrations import binding
+from olmo_lns.integrations.megatron import layer_spec
+from olmo_lns.integrations.patching import is_patched
+from olmo_lns.schemes import parse
+with single_process():
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    cfg = tiny.config(init_method_std=0.2)
+    model = tiny.build(cfg, layer_spec(cfg, tiny.local_spec(cfg)))
+    assert not is_patched(TransformerLayer.__init__)
+    binding.check(model, parse("lns"), tiny.LAYERS)
+    plain = tiny.config(init_method_std=0.2)
+    plain.output_layer_init_method = plain.init_method
+    expected = tiny.hook_reference(tiny.build(plain))
+    loss, grads = tiny.gradients(model, tiny.batch())
+    right, right_grads = tiny.gradients(expected, tiny.batch())
+    assert abs(loss - right) < 1e-6 * right
+    tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
+    print("EQUAL")
+"""
+
+
+def test_nothing_of_megatron_is_replaced_for_a_layer_spec() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", UNPATCHED], cwd=TESTS, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+    )  # fmt: skip
+    assert "EQUAL" in done.stdout, done.stderr[-3000:]
+
+
+def save(folder: Path, model: Any, **state: Any) -> str:
+    """A loop of one's own: Megatron Core's save of the model alone."""
+    from megatron.core import dist_checkpointing
+
+    folder.mkdir()
+    content = {"model": model.sharded_state_dict(), **state}
+    before = set(content)
+    dist_checkpointing.save(content, str(folder))
+    assert set(content) == before
+    return str(folder)
+
+
+def load(folder: str, model: Any) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
+    model.load_state_dict(loaded["model"])
+    return loaded
+
+
+@pytest.mark.parametrize("scheme", ["lns:exponent=0.25", "lnsafterbranch", "sandwich"])
+def test_a_checkpoint_of_a_loop_keeps_its_record_and_is_compared(scheme: str, tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    model = tiny.build(applied(scheme))
+    folder = save(tmp_path / "run", model)
+    record = Record.from_dict(dist_checkpointing.load_content_metadata(folder)["olmo_lns"])
+    assert record == Record(parse(scheme), scaled_init="plain")
+    assert load(folder, tiny.build(applied(scheme))).keys() == {"model"}
+    assert load(folder, tiny.build(applied(scheme, keep_scaled_init=True))).keys() == {"model"}  # weights are there
+    with pytest.raises(CheckpointMismatchError, match=f"was saved with {scheme}.*but this run has Pre-LN"):
+        dist_checkpointing.load(
+            {"model": tiny.build(tiny.config()).sharded_state_dict()["decoder.final_layernorm.weight"]}, folder
+        )
+
+
+def test_other_weights_are_refused_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lns, stock = save(tmp_path / "lns", tiny.build(applied())), save(tmp_path / "stock", tiny.build(tiny.config()))
+    with pytest.raises(CheckpointMismatchError, match=r"lns was saved with lns:exponent=0.5 .*this run has Pre-LN"):
+        load(lns, tiny.build(tiny.config()))
+    with pytest.raises(CheckpointMismatchError, match="exponent=0.5 .* this run has lns:exponent=1"):
+        load(lns, tiny.build(applied(exponent=1.0)))
+    with pytest.raises(CheckpointMismatchError, match="holds neither Megatron's arguments nor a record"):
+        load(stock, tiny.build(applied()))
+    assert load(stock, tiny.build(tiny.config())).keys() == {"model"}
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record,lns-to-preln")
+    load(stock, tiny.build(applied()))
+    load(lns, tiny.build(tiny.config()))
+
+
+def test_the_record_is_that_of_the_built_model(tmp_path: Path) -> None:
+    """Not of a config that was changed later."""
+    cfg = applied()
+    model = tiny.build(cfg)
+    Settings().store(cfg)
+    folder = save(tmp_path / "run", model)
+    with pytest.raises(CheckpointMismatchError, match="was saved with lns"):
+        load(folder, tiny.build(tiny.config()))
+    built = tiny.build(tiny.config())
+    apply(built)
+    load(folder, built)
+
+
+def test_the_arguments_of_a_launch_are_compared_and_no_second_record_is_written(tmp_path: Path) -> None:
+    """As Megatron Bridge reads a checkpoint of ``pretrain_gpt.py --layernorm-scaling``."""
+    from megatron.core import dist_checkpointing
+    from support.megatron_checkpoints import arguments
+
+    cfg = applied()
+    folder = save(tmp_path / "run", tiny.build(cfg), args=arguments(cfg, layernorm_scaling=True))
+    assert dist_checkpointing.load_content_metadata(folder) is None
+    load(folder, tiny.build(applied()))
+    with pytest.raises(CheckpointMismatchError, match=r"was saved with lns.*but this run has Pre-LN"):
+        load(folder, tiny.build(tiny.config()))
+
+
+def test_a_checkpoint_is_read_without_a_model(tmp_path: Path) -> None:
+    """Tools that convert or average weights name tensors, and build no model that could be compared."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    model = tiny.build(applied())
+    folder, name = save(tmp_path / "run", model), "decoder.final_layernorm.weight"
+    own = ShardedTensor.from_rank_offsets(name, torch.zeros(tiny.HIDDEN))
+    assert torch.equal(dist_checkpointing.load({name: own}, folder)[name], torch.ones(tiny.HIDDEN))
+    assert set(dist_checkpointing.load_plain_tensors(folder)) >= {name}
+    assert dist_checkpointing.load_common_state_dict(folder) is not None
+
+
+def test_pre_ln_checkpoints_are_megatrons_own(tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    folder = save(tmp_path / "run", tiny.build(tiny.config()))
+    assert set(dist_checkpointing.load_common_state_dict(folder)) <= {"content_metadata"}
+    assert dist_checkpointing.load_content_metadata(folder) is None

@@ -1,0 +1,50 @@
+"""LNS without the plugin in OLMo-core: its own group overrides carry the rates (docs/without-a-plugin.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
+
+from olmo_core.optim import AdamWConfig, OptimGroupOverride
+from support import olmo_core_models as small
+
+from olmo_lns.gains import block_gains, scale_
+
+RATE, DECAY, EPS = 3e-3, 0.1, 1e-8
+NORMS = ("attention_norm", "feed_forward_norm")
+
+
+def overrides() -> list[OptimGroupOverride]:
+    """One group a block: rate s·η, decay λ/s, ε/s. OLMo-core decays its gains unless told otherwise."""
+    return [
+        OptimGroupOverride(
+            params=[f"blocks.{number - 1}.{norm}.weight" for norm in NORMS],
+            opts={"lr": RATE * number**-0.5, "weight_decay": DECAY * number**0.5, "eps": EPS * number**0.5},
+        )
+        for number in range(1, small.LAYERS + 1)
+    ]
+
+
+def losses(model, optimizer) -> list[float]:
+    found = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = small.loss_of(model(small.TOKENS))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_group_overrides_train_lns():
+    made = small.config()
+    lns, stock = small.model(small.with_scheme(made), seed=None), small.model(made, seed=None)
+    scale_(stock, block_gains(stock, *(f"blocks.{{}}.{norm}.weight" for norm in NORMS)))
+    plain = AdamWConfig(lr=RATE, weight_decay=DECAY, eps=EPS)
+    scaled = AdamWConfig(lr=RATE, weight_decay=DECAY, eps=EPS, group_overrides=overrides())
+    first, second = losses(lns, plain.build(lns)), losses(stock, scaled.build(stock))
+    value = max(abs(one - other) for one, other in zip(first, second, strict=True))
+    print(f"the losses differ by {value:.1e}")
+    assert value < 2e-4 and first[-1] < first[0] - 1
+    assert {group["initial_lr"] for group in scaled.build(stock).param_groups} > {RATE, RATE / 2}

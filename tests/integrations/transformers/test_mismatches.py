@@ -1,0 +1,222 @@
+"""A model, its config and its folder that say different things: refused where they meet."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.transformers_models import IN_FRONT, MODELS, inputs, read_config, stock, trainer
+
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.integrations.transformers import apply, fold, register
+
+register()
+transformers = pytest.importorskip("transformers")
+SERVERS = ("vllm", "sglang")
+
+
+def saved(folder, kind="llama", scheme="lns", **options):
+    """A folder of ours; also its config as AutoConfig reads it."""
+    apply(stock(kind), scheme, **options).save_pretrained(folder)
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def remote(folder, kind="llama"):
+    """The config and the model class of the modeling file that lies in the folder."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
+
+    names = (f"LNS{MODELS[kind][1]}", f"LNS{MODELS[kind][0]}")
+    config, model = (get(f"modeling_lns.{name}", str(folder)) for name in names)
+    return config.from_pretrained(folder), model
+
+
+@pytest.mark.parametrize("kind", IN_FRONT)
+def test_a_stock_class_builds_from_no_config_of_ours(kind, tmp_path):
+    config, cls = saved(tmp_path, kind), getattr(transformers, MODELS[kind][0])
+    for given in (config, copy.deepcopy(config), type(config)(**config.to_dict()), remote(tmp_path, kind)[0]):
+        for build in (cls, cls._from_config):
+            with pytest.raises(KeyError, match="needs olmo-lns and an Auto class"):
+                build(given)
+    with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
+        cls.from_pretrained(tmp_path)
+
+
+def test_the_tools_around_read_the_config_as_before(tmp_path):
+    """PEFT and TRL, where they are installed, take a config and a folder of ours."""
+    peft, trl = pytest.importorskip("peft"), pytest.importorskip("trl")
+    config = saved(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+    tuned.save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert peft.PeftModel.from_pretrained(base, tmp_path / "adapter").config.model_type == "lns_llama"
+    assert trl.trainer.utils.get_config_model_id(model.config) == model.config._name_or_path
+
+
+def test_a_config_without_its_model_keeps_the_plain_activation_out_of_sight(tmp_path):
+    config = saved(tmp_path)
+    config.hidden_act = "gelu"
+    assert config.hidden_act.endswith(": gelu") and config.to_dict()["hidden_act"] == config.hidden_act
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert type(model.model.layers[0].mlp.act_fn).__name__ == "GELUActivation"
+    assert fold(model).config.hidden_act == "gelu"
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_server_with_norms_of_its_own_is_refused(server, tmp_path):
+    config = saved(tmp_path)
+    transformers.AttentionInterface.register(server, transformers.AttentionInterface()["sdpa"])
+    config._attn_implementation = server
+    with pytest.raises(LNSConfigError, match=f"'{server}': this server replaces .* Serve the folded export"):
+        transformers.AutoModelForCausalLM.from_config(config)
+    given, cls = remote(tmp_path)
+    given._attn_implementation = server
+    with pytest.raises(ValueError, match=f"'{server}': this server replaces .* Serve the folded export"):
+        cls(given)
+
+
+@pytest.mark.parametrize(("asked", "std"), [("", 0.02), ("scaled", 0.02 / 6**0.5), ("upstream", 0.02 / 6**0.5)])
+def test_remote_code_draws_as_the_record_says(asked, std, tmp_path):
+    model = stock("gpt2", large=False, n_embd=128)
+    apply(model, initialization=asked).save_pretrained(tmp_path)
+    config, cls = remote(tmp_path, "gpt2")
+    for drawn in (cls(config), transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))):  # fmt: skip
+        for block in drawn.transformer.h:
+            for projection in (block.attn.c_proj, block.mlp.c_proj):
+                assert projection.weight.std().item() == pytest.approx(std, rel=0.05)
+    loaded = cls.from_pretrained(tmp_path)
+    assert torch.equal(loaded.transformer.h[1].mlp.c_proj.weight, model.transformer.h[1].mlp.c_proj.weight)
+
+
+def test_a_scheme_beside_a_record_is_compared(tmp_path):
+    saved(tmp_path)
+    made = transformers.AutoConfig.for_model("lns_llama", lns="lns:exponent=0.25")
+    assert made.lns_record["parameters"] == {"exponent": 0.25}
+    values = read_config(tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="lns says lns:exponent=0.25, lns_record lns"):
+        transformers.AutoConfig.for_model("lns_llama", lns="lns:exponent=0.25", lns_record=values["lns_record"])
+    with pytest.raises(CheckpointMismatchError, match="lns says"):
+        transformers.AutoConfig.from_pretrained(tmp_path, lns="lns:exponent=0.25")
+    (tmp_path / "config.json").write_text(json.dumps(values | {"lns": "lns:exponent=0.25"}))
+    with pytest.raises(CheckpointMismatchError, match="lns says"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def _prune(model):
+    del model.model.layers[1]
+
+
+def _prune_and_say_so(model):
+    del model.model.layers[1]
+    model.config.num_hidden_layers -= 1
+
+
+def _scale_up(model):
+    layers = model.model.layers
+    model.model.layers = torch.nn.ModuleList([*layers, copy.deepcopy(layers[-1])])
+    model.config.num_hidden_layers += 1
+
+
+def _swap_a_block(model):
+    model.model.layers[1] = stock("llama", 1).model.layers[1]
+
+
+def _swap_a_norm(model):
+    model.model.layers[1].input_layernorm = stock("llama", 1).model.layers[1].input_layernorm
+
+
+def _swap_all_norms(model):
+    for block, other in zip(model.model.layers, stock("llama", 1).model.layers, strict=True):
+        block.input_layernorm, block.post_attention_layernorm = other.input_layernorm, other.post_attention_layernorm
+
+
+def _edit_the_record(model):
+    model.config.lns_record["parameters"]["exponent"] = 0.25
+
+
+@pytest.mark.parametrize(
+    "change", [_prune, _prune_and_say_so, _scale_up, _swap_a_block, _swap_a_norm, _swap_all_norms, _edit_the_record]
+)
+def test_what_is_saved_is_what_was_built(change, tmp_path):
+    model = apply(stock("llama"))
+    change(model)
+    with pytest.raises(CheckpointMismatchError, match="is not what its config says .* Fold the model before"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folded_first_a_model_may_be_changed(tmp_path):
+    model = fold(apply(stock("llama")))
+    _prune_and_say_so(model)
+    model.save_pretrained(tmp_path)
+    loaded, prompt = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval(), inputs("llama")
+    with torch.no_grad():
+        assert torch.equal(loaded(**prompt, use_cache=False).logits, model(**prompt, use_cache=False).logits)
+
+
+def test_a_folder_and_a_config_given_beside_it(tmp_path, monkeypatch):
+    ours, other = saved(tmp_path / "lns"), saved(tmp_path / "other", scheme="lns:exponent=0.25")
+    stock("llama").save_pretrained(tmp_path / "stock")
+    plain = transformers.LlamaConfig.from_pretrained(tmp_path / "stock")
+    auto, llama = transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM
+    for cls, folder, config, difference in (
+        (llama, "lns", plain, "lns-to-preln"),
+        (auto, "lns", plain, "lns-to-preln"),
+        (auto, "stock", ours, "preln-to-lns"),
+        (auto, "lns", other, "exponent"),
+        (type(auto.from_config(ours)), "stock", None, "preln-to-lns"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=f"OLMO_LNS_ALLOW_MISMATCH={difference}"):
+            cls.from_pretrained(tmp_path / folder, **({} if config is None else {"config": config}))
+    with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
+        llama.from_pretrained(tmp_path / "lns", hidden_act="silu")
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "preln-to-lns")
+    assert type(auto.from_pretrained(tmp_path / "stock", config=ours)).__name__ == "LNSLlamaForCausalLM"
+    fold(auto.from_pretrained(tmp_path / "lns")).save_pretrained(tmp_path / "folded")
+    assert type(llama.from_pretrained(tmp_path / "folded", config=plain)) is llama
+
+
+@pytest.mark.parametrize("resume", [True, "checkpoint-3"])
+def test_a_trainer_resumes_under_the_scheme_of_its_checkpoint(resume, tmp_path):
+    made = {"lns": lambda: apply(stock("llama")), "stock": lambda: stock("llama")}
+    made["other"] = lambda: apply(stock("llama"), "lns:exponent=0.25")
+    for was, now, difference in (
+        ("lns", "stock", "lns-to-preln"),
+        ("stock", "lns", "preln-to-lns"),
+        ("other", "lns", "exponent"),
+    ):
+        folder = tmp_path / was
+        if not folder.exists():
+            trainer(made[was](), folder, max_steps=3).train()
+        with pytest.raises(CheckpointMismatchError, match=difference):
+            trainer(made[now](), folder).train(resume_from_checkpoint=resume if resume is True else str(folder / resume))  # fmt: skip
+    trainer(made["stock"](), tmp_path / "stock").train(resume_from_checkpoint=True)
+
+
+def test_beside_sharded_weights_a_trainer_keeps_the_record(tmp_path):
+    """FSDP's sharded checkpoints have no config.json: a Trainer that saves no model stands for them here."""
+
+    def sharded(model, steps):
+        found = trainer(model, tmp_path, max_steps=steps)
+        found.save_model = lambda folder, **_: os.makedirs(folder, exist_ok=True)
+        return found
+
+    sharded(apply(stock("llama")), 3).train()
+    assert (tmp_path / "checkpoint-3" / "lns.json").is_file()
+    with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
+        sharded(stock("llama"), 6).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("first", ["Trainer", "PreTrainedModel", "AutoConfig"])
+def test_the_guards_are_on_whatever_is_imported_first(first, tmp_path):
+    program = (
+        f"from transformers import {first}; from transformers import Trainer, PreTrainedModel;"
+        "print(hasattr(Trainer.train, '__olmo_lns_patched__'), hasattr(PreTrainedModel.from_pretrained, '__olmo_lns_patched__'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["True", "True"], done.stderr

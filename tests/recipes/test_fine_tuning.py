@@ -1,0 +1,162 @@
+"""The fine-tuning recipe of docs/recipes.md: its data, `trl`, and the seven tasks by `lm_eval`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from olmo_lns.cli import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def examples(count: int = 24) -> list[dict[str, str]]:
+    """In the form of LLM-Adapters' file."""
+    return [
+        {
+            "instruction": f"Please answer the following question with true or false, question: is {i} even?",
+            "input": "",
+            "output": f"the correct answer is {'false' if i % 2 else 'true'}",
+            "answer": "false" if i % 2 else "true",
+        }
+        for i in range(count)
+    ]
+
+
+def converted(tmp_path: Path, content: object) -> list[dict[str, str]]:
+    """The recipe's script as the guide calls it."""
+    (tmp_path / "commonsense_170k.json").write_text(json.dumps(content))
+    script = REPOSITORY / "configs" / "sft" / "commonsense.py"
+    words = [sys.executable, str(script), "commonsense_170k.json", "data"]
+    subprocess.run(words, cwd=tmp_path, env=offline(tmp_path), check=True, capture_output=True)
+    return [json.loads(line) for line in (tmp_path / "data" / "train.jsonl").open()]
+
+
+def offline(folder: Path) -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+
+
+def test_every_example_is_one_line(tmp_path):
+    pytest.importorskip("datasets", reason="datasets is not installed: pip install 'olmo-lns[sft]'")
+    rows = converted(
+        tmp_path, [*examples(), {"instruction": "Sort.", "input": "b a", "output": " a b ", "answer": "x"}]
+    )
+    assert len(rows) == 25 and rows[-1]["completion"] == "a b" and "\nSort.\nb a\n" in rows[-1]["prompt"]
+    for row, example in zip(rows, examples(), strict=False):
+        assert f"\n{example['instruction']}\n" in row["prompt"] and row["prompt"].endswith("### Response:\n")
+        assert row["completion"] == example["output"]
+
+
+def test_published_rows_are_over_seven_tasks():
+    text = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| 250M ", "| 1B "))]
+    assert len(rows) == 11
+    for _, *values in rows:
+        *tasks, average = map(float, values)
+        assert len(tasks) == 7 and sum(tasks) / 7 == pytest.approx(average, abs=0.008)
+
+
+def model_folder(folder: Path) -> Path:
+    """A tiny LNS model with a byte tokenizer, made by `olmo-lns hf init`."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    fast.save_pretrained(folder / "stock")
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, eos_token_id=0)
+    config = transformers.LlamaConfig(vocab_size=257, max_position_embeddings=512, bos_token_id=0, **shape)
+    config.save_pretrained(folder / "stock")
+    assert main(["hf", "init", str(folder / "stock"), "-o", str(folder / "model")]) == 0
+    return folder / "model"
+
+
+@pytest.mark.slow
+def test_the_printed_command_runs_the_seven_tasks(tmp_path):
+    """Stand-ins of the same names, two choices each, by the unmodified program on a real model."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'olmo-lns[sft]'")
+    model, tasks = model_folder(tmp_path), tmp_path / "tasks"
+    tasks.mkdir()
+    rows = [{"question": f"is {i} even?", "choices": ["true", "false"], "answer": i % 2} for i in range(6)]
+    (tasks / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8").replace("\\\n", "")
+    (line,) = [line for line in page.splitlines() if line.startswith("lm_eval ")]
+    words = shlex.split(line.replace("pretrained=tuned", f"pretrained={model}"))
+    names = words[words.index("--tasks") + 1].split(",")
+    for name in names:
+        content = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(tasks / "rows.jsonl")}},
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{answer}}",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+        (tasks / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    words[0] = str(shutil.which("lm_eval", path=str(Path(sys.executable).parent)))
+    words += ["--include_path", str(tasks), "--device", "cpu"]
+    done = subprocess.run(words, cwd=tmp_path, env=offline(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in done.stdout + done.stderr
+    (written,) = (tmp_path / "scores").rglob("results_*.json")
+    results = json.loads(written.read_text())["results"]
+    assert len(names) == 7 and all(0 <= results[name]["acc,none"] <= 1 for name in names)
+
+
+def trl(folder: Path, command: str, model: Path, *more: str) -> subprocess.Popen[str]:
+    """The unmodified program with the shipped config, on a CPU, in a process of its own."""
+    pytest.importorskip("trl", reason="trl is not installed: pip install 'olmo-lns[sft]'")
+    program = shutil.which("trl", path=str(Path(sys.executable).parent))
+    config = REPOSITORY / "configs" / {"sft": "sft/commonsense170k.yaml", "dpo": "dpo/ultrafeedback.yaml"}[command]
+    options = f"--config {config} --dataset_name data --use_cpu true --bf16 false --logging_steps 1 "
+    options += "--per_device_train_batch_size 2"
+    return subprocess.Popen(
+        [str(program), command, "--model_name_or_path", str(model), *options.split(), *more],
+        cwd=folder,
+        env=offline(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # the program starts another: both are killed
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    text, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, text[-3000:]
+    assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in text
+    return text
+
+
+@pytest.mark.trl
+@pytest.mark.slow
+def test_trl_dpo_on_local_pairs(tmp_path):
+    model = model_folder(tmp_path)
+    (tmp_path / "data").mkdir()
+    rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(24)]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finished(trl(tmp_path, "dpo", model, "--max_steps", "3", "--output_dir", "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "lns_llama"
+
+
+@pytest.mark.trl
+@pytest.mark.slow
+def test_trl_sft_saves_an_lns_model(tmp_path):
+    model = model_folder(tmp_path)
+    assert len(converted(tmp_path, examples())) == 24
+    finished(trl(tmp_path, "sft", model, "--max_steps", "3", "--output_dir", "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "lns_llama"

@@ -1,0 +1,144 @@
+"""The vision recipe: what each arm is, the views and mixtures of images, and the script as the guide calls it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'olmo-lns[vision]'")
+pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'olmo-lns[vision]'")
+
+from PIL import Image
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "vision"
+SHAPE = dict(image_size=8, patch_size=2, num_channels=1, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, mlp_ratio=2, num_labels=10)  # fmt: skip
+COLOURS = {"blue": (40, 60, 200), "green": (40, 190, 60), "red": (200, 50, 40)}
+spec = importlib.util.spec_from_file_location("vision_recipe", FOLDER / "train.py")
+recipe: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+spec.loader.exec_module(recipe)  # type: ignore[union-attr]
+
+
+def pictures(folder: Path) -> Path:
+    """Noise around one colour a class, of several sizes."""
+    rng = torch.Generator().manual_seed(0)
+    for split, count in (("train", 24), ("val", 8)):
+        for name, colour in COLOURS.items():
+            place = folder / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                noise = torch.randn(20 + number % 3, 24, 3, generator=rng) * 30
+                values = (torch.tensor(colour) + noise).clamp(0, 255).to(torch.uint8)
+                Image.fromarray(values.numpy()).save(place / f"{number}.png")
+    return folder
+
+
+def small(folder: Path) -> Path:
+    """The shipped recipe with a model and a length for a CPU."""
+    values = yaml.safe_load((FOLDER / "imagenet.yaml").read_text())
+    values["model"] |= {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}  # fmt: skip
+    values["training"] |= {"num_train_epochs": 12, "per_device_train_batch_size": 24, "bf16": False, "use_cpu": True, "disable_tqdm": True, "dataloader_num_workers": 0, "learning_rate": 5e-3, "save_strategy": "no", "eval_strategy": "no"}  # fmt: skip
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def script(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(FOLDER / "train.py"), *map(str, words)], env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["layerscale", "lns"])
+def test_a_folder_of_images(arm: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: pip install 'olmo-lns[vision]'")
+    done = script(
+        small(tmp_path), "--data", pictures(tmp_path / "data"), "--arm", arm, "-o", tmp_path / "out", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{arm}: " in done.stdout and ("LayerNorm Scaling on: 6 norms" in done.stderr) == (arm == "lns")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["accuracy"] > 80 and len(results["variance"]) == 3
+    from transformers import AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert model.config.model_type == ("lns_dinov2" if arm == "lns" else "dinov2")
+    assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
+
+
+@pytest.mark.slow
+def test_the_digits(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'olmo-lns[vision]'")
+    values = yaml.safe_load((FOLDER / "digits.yaml").read_text())
+    values["model"] |= {"num_hidden_layers": 2}
+    values["training"] |= {"num_train_epochs": 8, "learning_rate": 4e-3}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(values))
+    done = script(tmp_path / "two.yaml", "--data", "digits", "--arm", "none", "-o", tmp_path / "out", folder=tmp_path)
+    assert done.returncode == 0 and "of 360 held-out images" in done.stdout and "67.91 %" in done.stdout, done.stderr[
+        -3000:
+    ]
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["accuracy"] > 30
+
+
+def test_arms_differ_in_layer_scale_and_factor_only() -> None:
+    models = {}
+    for name in recipe.ARMS:
+        torch.manual_seed(0)
+        models[name] = recipe.build(name, SHAPE)
+    for name, model in models.items():
+        assert list(model.state_dict()) == list(models["none"].state_dict())
+        for key, parameter in model.named_parameters():
+            if "layer_scale" in key:
+                assert parameter.requires_grad == (name == "layerscale")
+                assert torch.equal(parameter, torch.full_like(parameter, 1e-4 if name == "layerscale" else 1.0))
+            else:
+                assert torch.equal(parameter, models["none"].get_parameter(key)), key
+
+
+def test_variance_is_that_of_the_block_outputs() -> None:
+    torch.manual_seed(0)
+    model, images = recipe.build("none", SHAPE).eval(), torch.randn(5, 1, 8, 8)
+    with torch.no_grad():
+        hidden = model.dinov2(pixel_values=images, output_hidden_states=True).hidden_states
+    expected = [states.double().var(-1, unbiased=False).mean().item() for states in hidden[1:4]]
+    assert recipe.block_variance(model, images)[:-1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_view_has_the_size_and_colours_of_its_image() -> None:
+    random.seed(0)
+    views = [recipe.train_view(Image.new("RGB", (40, 30), COLOURS["red"]), 16, 0.0) for _ in range(30)]
+    gray = round(0.299 * 200 + 0.587 * 50 + 0.114 * 40)
+    assert {view.size for view in views} == {(16, 16)}
+    assert {view.getpixel((8, 8)) for view in views} == {COLOURS["red"], (gray,) * 3, (255 - 200, 50, 40)}
+    tensor = recipe.normalised(Image.new("RGB", (2, 3), (124, 116, 104)))
+    assert tensor.shape == (3, 3, 2) and tensor.abs().max() < 0.02
+
+
+@pytest.mark.parametrize("way", ["mixup", "cutmix"])
+def test_mixtures_have_the_shares_that_their_targets_say(way: str) -> None:
+    random.seed(1)
+    images = torch.stack([torch.full((3, 16, 16), float(value)) for value in (0, 1)])
+    how = {"mixup": 0.0, "cutmix": 0.0, "label_smoothing": 0.0, way: 0.8}
+    for _ in range(20):
+        made, targets = recipe.mixed(images, torch.tensor([0, 1]), 2, how)
+        torch.testing.assert_close(made.mean((1, 2, 3)), targets[:, 1])
+        assert way == "mixup" or set(made.unique().tolist()) <= {0.0, 1.0}
+    _, targets = recipe.mixed(images, torch.tensor([0, 1]), 2, how | {way: 0.0, "label_smoothing": 0.1})
+    torch.testing.assert_close(targets, torch.tensor([[0.95, 0.05], [0.05, 0.95]]))
+
+
+def test_the_recipe_is_of_the_shape_that_is_shipped_beside_it() -> None:
+    shape = yaml.safe_load((FOLDER / "imagenet.yaml").read_text())["model"]
+    beside = json.loads((FOLDER / "deit3-small-36" / "config.json").read_text())
+    assert {name: beside[name] for name in shape} == shape and shape["num_hidden_layers"] == 36

@@ -1,0 +1,131 @@
+"""The public corpus over a local server: what is fetched, what OLMo reads without a copy, what Megatron reads of it."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Iterator
+
+import numpy as np
+import pytest
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.data import check, fetch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EOS = 50279
+
+
+class Ranges(SimpleHTTPRequestHandler):
+    """Python's own server, and byte ranges."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted is None or not path.is_file():
+            return super().do_GET()
+        whole, start, stop = path.read_bytes(), int(wanted[1]), int(wanted[2]) + 1
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{min(stop, len(whole)) - 1}/{len(whole)}")
+        self.end_headers()
+        self.wfile.write(whole[start:stop])
+        return None
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Path]:
+    """``list.txt`` of two training files and a held-out one on a server."""
+    (tmp_path / "www").mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranges, directory=str(tmp_path / "www")))
+    Thread(target=server.serve_forever, daemon=True).start()
+    lines = []
+    for seed, (name, count) in enumerate({"a.npy": 20_000, "b.npy": 9_000, "heldout/c.npy": 5_000}.items()):
+        ids = np.random.default_rng(seed).integers(5, 50_000, count).astype(np.uint16)
+        ids[99::100] = EOS
+        ids.tofile(tmp_path / "www" / f"{seed}.npy")
+        lines.append(f"{name} http://127.0.0.1:{server.server_port}/{seed}.npy  # text\n")
+    (tmp_path / "list.txt").write_text("# a list\n" + "".join(lines))
+    yield tmp_path
+    server.shutdown()
+    server.server_close()
+
+
+def call(served: Path, *more: str) -> int:
+    return check.main(["fetch", str(served / "list.txt"), "--out", str(served / "out"), "--tokens", "16384", *more])
+
+
+def test_equal_shares_are_fetched_and_a_part_is_continued(
+    served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fetch, "REQUEST", 1000)
+    (served / "out").mkdir()
+    (served / "out" / "a.part").write_bytes((served / "www" / "0.npy").read_bytes()[:777])
+    assert call(served) == 0
+    for name, source, count in (("a", 0, 8192), ("b", 1, 8192), ("heldout/c", 2, 5000)):
+        wanted = (served / "www" / f"{source}.npy").read_bytes()[: 2 * count]
+        assert (served / "out" / f"{name}.npy").read_bytes() == wanted
+    assert not list((served / "out").rglob("*.part")) and "export OLMO_DATA_DIR=" in capsys.readouterr().out
+    assert call(served) == 0 and check.main(["check", str(served / "out"), "--budget", "16384"]) == 0
+    with pytest.raises(LNSConfigError, match=r"a.npy: 16,384 bytes, but of http\S+ 8,192 are wanted: remove one"):
+        call(served, "--tokens", "8192")
+
+
+def test_olmo_reads_the_same_first_batch_without_a_copy(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from olmo.data import build_memmap_dataset
+
+    from olmo_lns.study.engines import olmo_config
+
+    assert call(served, "--stream") == 0 and not list((served / "out").glob("*.npy"))
+    (words,) = re.findall(r"--data.paths=\[(.*)\]", capsys.readouterr().out)
+    assert call(served, "--tokens", "1e6") == 0  # whole files
+    sets = []
+    for paths in (words.split(","), [str(served / "out" / name) for name in ("a.npy", "b.npy")]):
+        config = olmo_config.load(REPOSITORY / "configs" / "olmo" / "60M-lns.yaml", {"data.paths": paths})
+        sets.append(build_memmap_dataset(config, config.data))
+    streamed, copied = sets
+    assert len(streamed) == len(copied) == 20_000 // 4096 + 9_000 // 4096
+    for number in range(len(streamed)):
+        assert streamed[number]["input_ids"].equal(copied[number]["input_ids"])
+
+
+def test_megatron_reads_the_same_documents(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    assert call(served) == 0
+    assert check.main(["megatron", str(served / "out"), "--out", str(served / "megatron")]) == 0
+    prefix = served / "megatron" / "a"
+    assert f'export MEGATRON_DATA="8192 {prefix} 8192 {served}/megatron/b"' in capsys.readouterr().out
+    assert not list((served / "megatron").glob("c*"))  # held out
+    data, ids = IndexedDataset(str(prefix)), np.fromfile(served / "out" / "a.npy", np.uint16)
+    assert len(data) == 82 and [len(data[0]), len(data[81])] == [100, 92]
+    assert np.concatenate([data[number] for number in range(82)]).tolist() == ids.tolist()
+    assert check.main(["check", str(served / "megatron"), "--budget", "16384"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a.npy 127.0.0.1/a\n", "line 1: .*expected a name that no line before it has, and an address"),
+        ("../a.npy http://127.0.0.1/a\n", "line 1"),
+        ("a.npy http://127.0.0.1:1/a\n", r"http://127.0.0.1:1/a: .*refused.*called again, this goes on"),
+        ("a.npy {server}/none.npy\n", r"none.npy: the server answers no byte ranges|HTTP 404"),
+    ],
+)
+def test_what_is_wrong_is_named(served: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch.time, "sleep", lambda _: None)
+    server = re.findall(r"http://[\d.:]+", (served / "list.txt").read_text())[0]
+    (served / "list.txt").write_text(text.replace("{server}", server))
+    with pytest.raises(LNSConfigError, match=message):
+        call(served)
+
+
+def test_the_shipped_list() -> None:
+    files = fetch.read_list(REPOSITORY / "configs" / "data" / "dolma.txt")
+    assert sum(name.startswith("heldout/") for name in files) == 2 and len(set(files.values())) == len(files) == 12

@@ -1,0 +1,154 @@
+"""What people write in a description: schemes as arms, rates, names of the pack, and text that must stay text."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Iterator
+
+import pytest
+import yaml
+from support.studies import REPOSITORY
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.schemes import Scheme
+from olmo_lns.study.arms import ARMS
+from olmo_lns.study.engines import megatron_args
+from olmo_lns.study.launch import slurm
+from olmo_lns.study.plan import description
+from olmo_lns.study.plan.compare import compare_planned
+from olmo_lns.study.plan.spec import Study
+
+CONFIGS = REPOSITORY / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _arms() -> Iterator[None]:
+    """A spelled arm joins the table for the life of the process."""
+    before = dict(ARMS)
+    yield
+    for name in {*ARMS} - {*before}:
+        del ARMS[name]
+
+
+def load(folder: Path, **keys: Any) -> Study:
+    raw = {"name": "mine", "config": f"{CONFIGS}/megatron/{{size}}-{{arm}}.yaml", "framework": "megatron"}
+    raw |= {"sizes": ["60M"], "arms": ["preln", "lns"], "seeds": [1]} | keys
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    return Study.load(path)
+
+
+def test_an_arm_is_any_scheme_as_it_is_spelled(tmp_path: Path) -> None:
+    """It has no file in the pack: Pre-LN's with the arm's keys."""
+    study = load(tmp_path, arms=["preln", "lns:exponent=0.3", "lns:exponent=0.5"])
+    assert study.arms == ["preln", "lns_exponent_0.3", "lns"]
+    run = study.runs[1]
+    assert run.name == "60M-lns_exponent_0.3-s1" and run.config.name == "60M-preln.yaml"
+    assert run.engine.scheme(run.settings) == Scheme.of("lns", exponent=0.3)
+    compare_planned(study.runs)
+    assert study.runs[2].config.name == "60M-lns.yaml"
+
+
+def test_in_olmo_too(tmp_path: Path) -> None:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    arms = ["preln", "mixln:alpha=0.5", "mixln:alpha=0.3"]
+    study = load(tmp_path, framework="olmo", config=f"{CONFIGS}/olmo/{{size}}-{{arm}}.yaml", arms=arms)
+    assert study.arms == ["preln", "mixln_50", "mixln_alpha_0.3"]
+    compare_planned(study.runs)
+    assert study.runs[2].settings["model.layer_norm_type"] == "mixln_rms:alpha=0.3"
+
+
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        ("lnss", "unknown arm 'lnss'.*did you mean 'lns'.*expected a scheme, such as lns:exponent=0.3"),
+        ("lns:exponnt=0.3", "unknown parameter 'exponnt'"),
+        ("sandwich", "exists for OLMo only"),
+    ],
+)
+def test_an_arm_that_is_none(tmp_path: Path, arm: str, message: str) -> None:
+    with pytest.raises(LNSConfigError, match=message):
+        load(tmp_path, arms=["preln", arm])
+
+
+@pytest.mark.parametrize(
+    ("rates", "names"),
+    [
+        ([1e-3], ["60Mx0.001-preln-s1", "60Mx0.001-lns-s1"]),
+        ({"lns": [1e-3, "2e-3"]}, ["60M-preln-s1", "60Mx0.001-lns-s1", "60Mx0.002-lns-s1"]),
+        ({"60M": {"preln": [6e-4], "lns": [1e-3]}}, ["60Mx0.0006-preln-s1", "60Mx0.001-lns-s1"]),
+    ],
+)
+def test_rates(tmp_path: Path, rates: Any, names: list[str]) -> None:
+    study = load(tmp_path, rates=rates)
+    assert [run.name for run in study.runs] == names
+    last = study.runs[-1]
+    assert last.shape.learning_rate == float(last.rate or 0) and last.shape.min_learning_rate == last.rate / 10
+    assert {run.group for run in study.runs} == {"60M"}
+    compare_planned(study.runs)
+
+
+def test_nodes_of_a_size_are_those_of_its_rates(tmp_path: Path) -> None:
+    study = load(tmp_path, rates=[1e-3], launch={"nodes": {"60M": 4}})
+    assert [study.launch.nodes_of(run.size) for run in study.runs] == [4, 4]
+    assert study.launch.nodes_of("150Mx0.001") == 1
+
+
+def test_arms_at_their_own_rates_differ_in_nothing_else(tmp_path: Path) -> None:
+    study = load(tmp_path, rates={"preln": [6e-4], "lns": [1e-3]}, arms={"preln": {}, "lns": {"train-iters": 7}})
+    with pytest.raises(LNSConfigError, match="60Mx0.0006-preln-s1 and 60Mx0.001-lns-s1 differ.*train_iters"):
+        compare_planned(study.runs)
+
+
+def test_a_name_of_the_pack_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_DATA", "/data")
+    monkeypatch.setenv("MEGATRON_SAVE_DIR", "/save")
+    assert Study.load("paper-megatron").path == CONFIGS / "study" / "paper-megatron.yaml"
+    assert megatron_args.expand(["--lns-config", "60M-lns"]) == megatron_args.expand(
+        ["--lns-config", str(CONFIGS / "megatron" / "60M-lns.yaml")]
+    )
+    with pytest.raises(LNSConfigError, match="papr: no such file, and .*did you mean 'paper'"):
+        Study.load("papr")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "a\ntouch /tmp/x"}, "expected text without line breaks"),
+        ({"name": "a b"}, "name 'a b': expected letters"),
+        ({"launch": {"sbatch": {"qos": "long\ntouch x"}}}, "launch: sbatch: qos: .* without line breaks"),
+        ({"launch": {"sbatch": {"q os": 1}}}, "expected a mapping of #SBATCH options"),
+        ({"launch": {"args": ["a\nb"]}}, "launch: args: 'a.nb'"),
+        ({"rates": [0]}, "rates .*expected a list of learning rates above 0"),
+        ({"rates": {"deepnorm": [1e-3]}}, "rates names deepnorm, which is not among the arms"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(LNSConfigError, match=message):
+        load(tmp_path, **keys)
+
+
+def test_no_word_of_a_description_runs_in_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bash expands the words of the command as the task does; none of them becomes a command."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pretrain.py").touch()
+    words = ["$(touch ran)", "`touch ran`", "$HOME", "a;touch ran", "it's"]
+    study = load(tmp_path, launch={"command": "pretrain.py", "nproc": 2, "nodes": 2, "args": words})
+    (script,) = slurm.write(study, study.runs, tmp_path / "out", tmp_path / "jobs")
+    cases = re.findall(r"COMMAND=\(.*\) ;;", script.read_text())
+    assert len(cases) == 2 and '"$SLURM_JOB_ID"' in cases[0] and '"$HEAD:29500"' in cases[0]
+    line = cases[0].removesuffix(" ;;") + '; printf "%s\\n" "${COMMAND[@]}"'
+    shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert shown[-len(words) :] == words and not (tmp_path / "ran").exists()
+    with pytest.raises(LNSConfigError, match="no line breaks"):
+        slurm.write(study, study.runs, tmp_path / "out", tmp_path / "jobs", site=slurm.Site(account="a\nb"))
+
+
+def test_the_page_has_every_key() -> None:
+    page = (REPOSITORY / "docs" / "study.md").read_text(encoding="utf-8")
+    keys = [key for key in description.KEYS if key != "launch"]
+    for key in (*keys, *(f"launch.{key}" for key in description.LAUNCH)):
+        assert f"| `{key}` |" in page, key
