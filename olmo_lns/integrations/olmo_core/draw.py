@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.schemes import Scheme
 
 __all__ = ["INITIALIZATIONS", "Census", "guard", "initialization_of", "require_complete", "resolve", "take"]
@@ -112,7 +112,7 @@ def require_complete(blocks: list[Any]) -> None:
     for census in {id(draw.census): draw.census for block in blocks if (draw := _draw_of(block))}.values():
         if census is not None:
             census.require_complete()
-    if stock := [block.block_idx for block in blocks if not any(binding.sites(block))]:
+    if stock := [block.block_idx for block in blocks if not any(norm_sites.sites(block))]:
         raise LNSConfigError(f"blocks {stock} (counted from 0) are OLMo-core's own, the others have a scheme")
 
 
@@ -128,12 +128,12 @@ def take(cache: Any, block: Any, *, block_idx: int, n_layers: int, scheme: Schem
     drawn = initialization_of(block)
     census.add(block_idx, scheme, drawn)
     block.attention.init_weights.census = census
-    binding.check(nn.ModuleList([block]), scheme, n_layers, layer_numbers=[block_idx + 1])
+    norm_sites.check(nn.ModuleList([block]), scheme, n_layers, layer_numbers=[block_idx + 1])
     if block_idx != n_layers - 1:
         return
     census.require_complete()
-    backend = next(module for _, module, _ in binding.sites(block)).lns_backend
-    line = binding.start_up_line(
+    backend = next(module for _, module, _ in norm_sites.sites(block)).lns_backend
+    line = norm_sites.start_up_line(
         scheme,
         n_layers,
         norm=norm,
