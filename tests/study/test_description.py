@@ -86,7 +86,9 @@ def test_rates(tmp_path: Path, rates: Any, names: list[str]) -> None:
     study = load(tmp_path, rates=rates)
     assert [run.name for run in study.runs] == names
     last = study.runs[-1]
-    assert last.shape.learning_rate == float(last.rate or 0) and last.shape.min_learning_rate == pytest.approx(last.rate / 10)
+    assert last.shape.learning_rate == float(last.rate or 0) and last.shape.min_learning_rate == pytest.approx(
+        last.rate / 10
+    )
     assert {run.group for run in study.runs} == {"60M"}
     compare_planned(study.runs)
 

@@ -7,13 +7,14 @@ forward hook) or "off", or several of them with commas, one after the other. All
 initialization, so their weights are equal.
 ``schemes``: a list of others than LayerNorm Scaling; each is run with the plugin, in a folder of its own.
 ``save`` / ``load``: a folder for a distributed checkpoint; after ``load`` only one loss is computed, unless ``steps``
-says how many to train.
+says how many to train. ``allow``: what ``OLMO_LNS_ALLOW_MISMATCH`` accepts while it is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from typing import Any, Iterator
 from unittest import mock
@@ -209,7 +210,8 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     if folder := options.get("load"):
         # All chunks at once, as Megatron does: together they must want every shard.
         state = {f"model{index}": model.sharded_state_dict() for index, model in enumerate(models)}
-        loaded = dist_checkpointing.load(state, folder)
+        with mock.patch.dict(os.environ, OLMO_LNS_ALLOW_MISMATCH=options.get("allow", "")):
+            loaded = dist_checkpointing.load(state, folder)
         for index, model in enumerate(models):
             model.load_state_dict(loaded[f"model{index}"])
     if not folder or options.get("steps"):

@@ -41,8 +41,6 @@ def unsupported(plan: Plan) -> str:
         return "its factor stands in front of a norm that Transformer Engine fuses into the linear layer behind it"
     if plan.stream_scale != 1.0 or plan.alpha != 1.0 or plan.omega is not None:
         return "it multiplies the residual stream, which Megatron's recompute, fusions and exports take as it is"
-    if plan.norm_scale != 1.0:
-        return "it multiplies the norm of one sub-layer and the branch of the other, which only OLMo's blocks do"
     if plan.gains:
         return "it draws the v rows of linear_qkv, which lie between those of q and k, with another gain"
     return ""

@@ -52,20 +52,21 @@ _REFUSED = (
 _CAPTURED = ("cuda_graph_scope", "cuda_graph_modules")
 
 
+def _problem(scheme: Scheme, n_layers: int) -> str:
+    if scheme.definition.olmo_only:
+        return "it is an experiment, which only the OLMo integration builds"
+    if scheme.keeps_forward(n_layers):
+        return ""
+    return next((problem for _, _, plan in scheme.plans(n_layers) if (problem := unsupported(plan))), "")
+
+
 def check_scheme(scheme: Scheme, n_layers: int) -> None:
     """:raises LNSConfigError: Megatron's layers have no slot for what it does; with the reason."""
-    if scheme.keeps_forward(n_layers):
-        return
-    problems = dict.fromkeys(problem for _, _, plan in scheme.plans(n_layers) if (problem := unsupported(plan)))
-    if problems:
-        possible = [
-            name
-            for name in names()
-            if Scheme.of(name).keeps_forward(2) or not any(unsupported(p) for _, _, p in Scheme.of(name).plans(2))
-        ]
+    if problem := _problem(scheme, n_layers):
+        possible = [name for name in names() if not _problem(Scheme.of(name), 2)]
         raise LNSConfigError(
-            f"{scheme} ({scheme.definition.title}) is not available in Megatron: {next(iter(problems))}. Available "
-            f"are {', '.join(possible)}; OLMo runs every scheme."
+            f"{scheme} ({scheme.definition.title}) is not available in Megatron: {problem}. Available are "
+            f"{', '.join(possible)}; OLMo runs every scheme."
         )
 
 

@@ -77,6 +77,7 @@ def form_of(name: Any) -> Form:
 def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
     """:raises LNSConfigError: the block has its norms elsewhere than the scheme wants them."""
     form = form_of(name)
+    scheme.require_built_by("OLMo-core")
     for _, _, plan in scheme.plans(n_layers):
         if not form.fits(plan):
             fitting = [other for other, its in FORMS.items() if its.fits(plan)]

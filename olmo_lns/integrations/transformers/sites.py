@@ -61,12 +61,7 @@ def blocks_of(model: Any, family: Family) -> list[Any]:
 
 def require_supported(family: Family, scheme: Scheme, n_layers: int) -> None:
     """:raises LNSConfigError: the scheme needs another form of block than the family has."""
-    plans = [plan for _, _, plan in scheme.plans(n_layers)]
-    if any(plan.norm_scale != 1.0 for plan in plans) and any(plan.branch_scale != 1.0 for plan in plans):
-        raise LNSConfigError(
-            f"scheme {scheme} ({scheme.definition.title}) multiplies the norm of one sub-layer and the branch of the "
-            "other: only the OLMo integration builds it"
-        )
+    scheme.require_built_by("transformers")
     for number, sub_layer, plan in scheme.plans(n_layers):
         fields = [name for name in ("norm_scale", "branch_scale") if getattr(plan, name) != 1.0]
         fits = replace(plan, norm_scale=1.0, branch_scale=1.0) == family.form and len(fields) < 2

@@ -85,7 +85,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     start = {"schemes": SCHEMES, "load": str(folder), "steps": 3}
     alone = {
         "saved": {"lns": "plugin", "save": str(folder / "lns")},
-        "loaded without": {"lns": "off", **saved},
+        "loaded without": {"lns": "off", "allow": "lns-to-preln", **saved},
         "schemes, saved": {"schemes": SCHEMES, "save": str(folder), "steps": 0},
         "schemes": start,
     }

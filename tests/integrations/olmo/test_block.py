@@ -68,7 +68,7 @@ def test_the_formulas_tell_the_schemes_apart(name):
     model, ids = build(layer_norm_type="rms"), tokens()
     found, stock = (loss_logits_gradients(model, other, "rms", ids)[1] for other in (name, "preln"))
     difference = float((found - stock).abs().max() / stock.abs().max())
-    assert difference < 1e-4 if name == "lnsbefore" else difference > 0.02
+    assert difference < 1e-4 if name in ("lnsbefore", "lnsstart") else difference > 0.02
 
 
 @pytest.mark.parametrize("block", ["sequential", "llama"])
@@ -158,6 +158,53 @@ def test_deepnorm_draws_with_its_gain(block):
         elif "att_proj" in key:
             factor[128:] *= gain
         torch.testing.assert_close(ours[key], value * factor, rtol=1e-6, atol=0)
+
+
+def input_matrices(model):
+    """Key of each matrix that reads a block's norm -> the block's number."""
+    found = {}
+    for key in model.state_dict():
+        *_, number, module, _ = ["", "", *key.split(".")]
+        if module in ("att_proj", "q_proj", "k_proj", "v_proj", "ff_proj"):
+            found[key] = int(number) + 1
+    return found
+
+
+@pytest.mark.parametrize("block", ["sequential", "llama"])
+@pytest.mark.parametrize(("name", "power"), [("lnsrate", 0.5), ("lnsstart", -0.5)])
+def test_input_matrices_are_drawn_times_a_power_of_the_depth(name, power, block):
+    stock = draw(layer_norm_type="rms", block_type=block)
+    ours = draw(layer_norm_type=f"{name}_rms", block_type=block)
+    inputs, weights = input_matrices(stock), ours.state_dict()
+    assert len(inputs) == 4 * (2 if block == "sequential" else 4)
+    for key, value in stock.state_dict().items():
+        torch.testing.assert_close(weights[key], value * inputs.get(key, 1) ** power, rtol=1e-6, atol=0)
+    # One starts as Pre-LN, the other as LNS with that draw.
+    like = stock if name == "lnsrate" else draw(layer_norm_type="lns_rms", block_type=block)
+    torch.testing.assert_close(ours(tokens()).logits, like(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_lnsrate_is_pre_ln_whose_input_matrices_learn_at_a_rate_times_the_factor():
+    """Under AdamW, with eps and decay divided by the factor and no clipping: stock blocks, 20 steps."""
+    rate, decay, ids = 3e-3, 0.1, tokens()
+    ours, stock = (draw(layer_norm_type=kind) for kind in ("lnsrate_rms", "rms"))
+    inputs, groups = input_matrices(stock), []
+    for key, weight in stock.named_parameters():
+        s = inputs.get(key, 1) ** -0.5
+        groups.append(dict(params=[weight], lr=rate * s, weight_decay=decay / s, eps=1e-8 / s))
+    optimizers = [torch.optim.AdamW(groups), torch.optim.AdamW(ours.parameters(), lr=rate, weight_decay=decay)]
+    losses = []
+    for _ in range(20):
+        row = []
+        for model, optimizer in zip((stock, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(model(ids).logits, ids)
+            loss.backward()
+            optimizer.step()
+            row.append(loss.item())
+        losses.append(row)
+    assert losses[-1][0] < losses[0][0] - 0.5
+    assert max(abs(one - other) for one, other in losses) < 1e-4
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -87,6 +87,10 @@ def test_module_looks_like_any_other_to_tools():
             "scheme=branchln_depth with block.name=default: .* the scheme for default is lns",
         ),
         ({"scheme": "sandwich_depth"}, "needs block.name peri_norm"),
+        (
+            {"scheme": "lnsuniform"},
+            "scheme lnsuniform .* only the OLMo integration builds it, the OLMo-core integration",
+        ),
     ],
 )
 def test_what_is_refused(fields, message):

@@ -78,8 +78,9 @@ def test_folded_models_are_stock_and_compute_the_same(kind, schemes):  # noqa: F
 
 
 def test_other_forms_are_refused_by_name(schemes):  # noqa: F811
-    with pytest.raises(LNSConfigError, match="scheme lnsvalue .* only the OLMo integration builds it"):
-        apply(stock("llama"), "lnsvalue")
+    for name in ("lnsvalue", "lnsreversed"):
+        with pytest.raises(LNSConfigError, match=f"scheme {name} .* only the OLMo integration builds it"):
+            apply(stock("llama"), name)
     with pytest.raises(LNSConfigError, match=r"scheme anotherform .* on llama: .* block 1, attn, would need another"):
         apply(stock("llama"), "anotherform")
 
