@@ -28,7 +28,7 @@ MEASURES = {
 }
 #: Those that pool over the ranks of torchrun.
 DISTRIBUTED = ("variance", "angular")
-#: As ``olmo_lns.models.vision_language.BRANCHES``, whose room loads torch: ``--help`` does not.
+#: As ``olmo_lns.models.vision_language.BRANCHES``, whose package loads torch: ``--help`` does not.
 BRANCHES = ("vision", "language")
 #: Sequences of which the Jacobian takes one position each.
 JACOBIAN_SEQUENCES = 64
