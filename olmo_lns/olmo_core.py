@@ -56,7 +56,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         return scheme_of(self.scheme, exponent=self.exponent)
 
     def build(self, *, d_model: int, block_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None) -> Any:
-        """OLMo-core's block with the scheme bound to it. :param block_idx: 0-based, global."""
+        """OLMo-core's block with the scheme attached. :param block_idx: 0-based, global."""
         upstream.require_enabled()
         scheme = self.resolved_scheme
         blocks.require_supported(scheme, self.name, n_layers)
@@ -64,7 +64,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
             d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache
         )
         norm = "" if self.layer_norm is None else str(self.layer_norm.name)
-        blocks.realise(
+        blocks.attach_scheme(
             block,
             scheme,
             name=self.name,

@@ -19,7 +19,7 @@ import benchlib
 import torch
 from olmo_core.nn.transformer import TransformerConfig
 
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.olmo_core import apply
 
 
@@ -71,7 +71,7 @@ def measure(size: str, compiled: bool, options: argparse.Namespace, device: torc
     results = {}
     for arm, values in seconds.items():
         spread = benchlib.spread(values)
-        backends = [module.lns_backend.name for _, module, _ in binding.sites(models[arm])]
+        backends = [module.lns_backend.name for _, module, _ in norm_sites.sites(models[arm])]
         results[arm] = {
             "milliseconds": {key: value * 1e3 for key, value in spread.items()},
             "ratio_to_preln": benchlib.ratio(values, seconds[bench_step.PRELN]),

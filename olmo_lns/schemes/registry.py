@@ -1,4 +1,4 @@
-"""A scheme as a value: a row of the table with its parameters bound, and its one spelling.
+"""A scheme as a value: a row of the table with values for its parameters, and its one spelling.
 
 ``lns``, ``lns:exponent=0.25``, ``name:key=value,key=value``: the same in environment variables,
 flags, configs and records. Parameters at their default are left out when a scheme is written.

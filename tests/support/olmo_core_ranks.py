@@ -13,7 +13,7 @@ from olmo_core.nn.attention import UlyssesContextParallelStyle
 from olmo_core.nn.transformer import TransformerDataParallelWrappingStrategy as Wrapping
 from torch.distributed import init_device_mesh
 
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from support import olmo_core_models as small
 
 
@@ -41,7 +41,7 @@ def _compare(built: Any, made: Any, reference: Any, *, gradients: bool = True) -
     wanted = dict(reference.named_parameters())
     for name, parameter in built.named_parameters():
         torch.testing.assert_close(get_full_tensor(parameter.detach()), wanted[name].detach(), rtol=0, atol=0)
-    binding.check(built, made.block.resolved_scheme, small.LAYERS)
+    norm_sites.check(built, made.block.resolved_scheme, small.LAYERS)
     logits = get_full_tensor(built(small.TOKENS))
     torch.testing.assert_close(logits, reference(small.TOKENS), rtol=1e-5, atol=1e-6)
     small.loss_of(logits).backward()
@@ -103,7 +103,7 @@ def _pipeline(made: Any, reference: Any) -> None:
     whole = reference.state_dict()
     part.load_state_dict({name: whole[name] for name in part.state_dict()})
     scheme = made.block.resolved_scheme
-    binding.check(part, scheme, made.n_layers, layer_numbers=[rank + 1])
+    norm_sites.check(part, scheme, made.n_layers, layer_numbers=[rank + 1])
     h = torch.empty(*small.TOKENS.shape, small.WIDTH)
     if rank:
         dist.recv(h, rank - 1)
@@ -120,7 +120,7 @@ def _context_parallel(made: Any, reference: Any) -> None:
     built = made.build(init_device="meta")
     built.apply_cp(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))["cp"], uly=UlyssesContextParallelStyle())
     built.init_weights(device=torch.device("cpu"), max_seq_len=16)
-    binding.check(built, made.block.resolved_scheme, small.LAYERS)
+    norm_sites.check(built, made.block.resolved_scheme, small.LAYERS)
     rank, length = dist.get_rank(), small.TOKENS.shape[1] // 4
     part = slice(rank * length, (rank + 1) * length)
     expected = reference(small.TOKENS)

@@ -22,14 +22,14 @@ from typing import Any
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import binding
-from olmo_lns.integrations.binding import Site
-from olmo_lns.integrations.megatron.addition import bind_addition, unsupported
-from olmo_lns.integrations.megatron.norms import bind_norm, is_fused_linear
+from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.megatron.addition import attach_addition, unsupported
+from olmo_lns.integrations.megatron.norms import attach_norm, is_fused_linear
 from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.schemes import Scheme, names
 
-__all__ = ["bind_layer", "blocks_of", "bound", "check_config", "check_scheme"]
+__all__ = ["attach_layer", "blocks_of", "check_config", "check_scheme", "count_sites"]
 
 _WORDS = {"attn": "attention", "ff": "MLP"}
 _FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
@@ -87,7 +87,7 @@ def check_config(config: Any, scheme: Scheme) -> None:
                 )
 
 
-def bind_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> int:
+def attach_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> int:
     """Give the sub-layers of one built ``TransformerLayer`` the scheme of ``settings``.
 
     :param depth: 1-based global number of the block; None takes it from the layer.
@@ -115,9 +115,9 @@ def bind_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> i
     for sub_layer, module in found.items():
         site = Site(scheme, depth, n_layers, sub_layer)
         if scheme.keeps_forward(n_layers):
-            bind_norm(module, site)
+            attach_norm(module, site)
         else:
-            bind_addition(layer, site)
+            attach_addition(layer, site)
     return len(found)
 
 
@@ -126,9 +126,9 @@ def blocks_of(config: Any, *, hybrid: bool) -> int:
     return int(config.num_layers) // (2 if hybrid else 1)
 
 
-def bound(model: nn.Module) -> int:
+def count_sites(model: nn.Module) -> int:
     """How many sub-layers of ``model`` have a scheme."""
-    return len(list(binding.sites(model)))
+    return len(list(norm_sites.sites(model)))
 
 
 def _site(layer: Any, sub_layer: str, norm: str, holder: str, names: tuple[str, ...]) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.olmo_core import initialization
 from olmo_lns.schemes import Scheme
 
@@ -61,12 +61,12 @@ def take(cache: Any, block: Any, *, block_idx: int, n_layers: int, scheme: Schem
     drawn = initialization.initialization_of(block)
     census.add(block_idx, scheme, drawn)
     block.attention.init_weights.census = census
-    binding.check(nn.ModuleList([block]), scheme, n_layers, layer_numbers=[block_idx + 1])
+    norm_sites.check(nn.ModuleList([block]), scheme, n_layers, layer_numbers=[block_idx + 1])
     if block_idx != n_layers - 1:
         return
     census.require_complete()
-    backend = next(module for _, module, _ in binding.sites(block)).lns_backend
-    line = binding.start_up_line(
+    backend = next(module for _, module, _ in norm_sites.sites(block)).lns_backend
+    line = norm_sites.start_up_line(
         scheme,
         n_layers,
         norm=norm,

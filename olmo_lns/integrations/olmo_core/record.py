@@ -20,19 +20,19 @@ CONFIG_FILE = "config.json"
 def record_of(model: Any) -> Record:
     """The record of a built model, or of one stage of it.
 
-    :raises UpstreamChangedError: what was bound to its blocks is not there any more.
+    :raises UpstreamChangedError: a site of its blocks is not there any more.
     """
-    from olmo_lns.integrations import binding
+    from olmo_lns.integrations import norm_sites
     from olmo_lns.integrations.olmo_core import blocks, initialization
 
-    scheme = binding.read_back(model)
+    scheme = norm_sites.read_back(model)
     if scheme.is_pre_ln:
         return Record()
     found = _built_blocks(model)
     for block in found:
         blocks.require_one_factor(block)
     drawn = {initialization.initialization_of(block) for block in found}
-    norm = next(module for _, module, _ in binding.sites(model)).lns_base
+    norm = next(module for _, module, _ in norm_sites.sites(model)).lns_base
     return Record(scheme, norm, drawn.pop() if len(drawn) == 1 else "upstream")
 
 

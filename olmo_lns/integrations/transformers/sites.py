@@ -1,4 +1,4 @@
-"""A scheme bound to the blocks of one transformers model, counted, read back and reported."""
+"""A scheme on the blocks of one transformers model: attached, counted, read back and reported."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
-from olmo_lns.integrations.transformers.norms import bind_module, how
+from olmo_lns.integrations.transformers.norms import attach_module, how
 from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import factor
 
 __all__ = [
     "ATTRIBUTE",
-    "bind_model",
+    "attach_model",
     "blocks_of",
     "factors",
     "known_family",
@@ -88,7 +88,7 @@ def _path(family: Family, field: str, sub_layer: str) -> str:
     return place.branch if field == "branch_scale" and family.form.pre else place.norm
 
 
-def bind_model(model: Any, record: Record) -> None:
+def attach_model(model: Any, record: Record) -> None:
     """Give every block of ``model`` the factors of the record's scheme, check them, say so.
 
     Freshly drawn residual output projections get the depth factor of the record's initialization. A model that has
@@ -97,8 +97,8 @@ def bind_model(model: Any, record: Record) -> None:
     family = known_family(model)
     blocks, n_layers = blocks_of(model, family), int(model.config.num_hidden_layers)
     require_supported(family, record.scheme, n_layers)
-    if any(True for _ in binding.sites(model)):
-        binding.check(model, record.scheme, n_layers)
+    if any(True for _ in norm_sites.sites(model)):
+        norm_sites.check(model, record.scheme, n_layers)
         return
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(
@@ -113,8 +113,8 @@ def bind_model(model: Any, record: Record) -> None:
                     f"{type(block).__name__} has no {_path(family, field, sub_layer)}: this transformers builds "
                     f"{family.model_type} in a way that was not verified."
                 )
-            bind_module(module, binding.Site(record.scheme, index + 1, n_layers, sub_layer), field, family.form)
-    binding.check(model, record.scheme, n_layers)
+            attach_module(module, norm_sites.Site(record.scheme, index + 1, n_layers, sub_layer), field, family.form)
+    norm_sites.check(model, record.scheme, n_layers)
     _set_initialization(family, blocks, record, n_layers)
     _report(model, family, record, n_layers)
 
@@ -129,7 +129,7 @@ def require_as_recorded(model: Any, record: Record) -> None:
     problem = "" if len(blocks) == n_layers else f"it has {len(blocks)} blocks, its config says {n_layers}"
     for number, block in enumerate(blocks, start=1):
         try:
-            binding.check(block, record.scheme, n_layers, layer_numbers=[number])
+            norm_sites.check(block, record.scheme, n_layers, layer_numbers=[number])
         except UpstreamChangedError as error:
             problem = problem or f"block {number}: {error}"
     if problem:
@@ -172,7 +172,7 @@ def factors(model: Any, family: Family) -> dict[str, list[float]]:
     """Module path inside a block -> its factor in each block, as the built model has them."""
     found: dict[str, list[float]] = {}
     names = {id(module): name for block in blocks_of(model, family) for name, module in block.named_modules()}
-    for _, module, _ in binding.sites(model):
+    for _, module, _ in norm_sites.sites(model):
         found.setdefault(names[id(module)], []).append(module.lns_scale)
     return found
 
@@ -181,11 +181,11 @@ def _report(model: Any, family: Family, record: Record, n_layers: int) -> None:
     """The start-up line: through the log where somebody listens, else on stderr."""
     if os.environ.get("RANK", "0") != "0":
         return
-    modules = [module for _, module, _ in binding.sites(model)]
+    modules = [module for _, module, _ in norm_sites.sites(model)]
     assert family.sub_layers is not None
     norm = at(blocks_of(model, family)[0], family.sub_layers["attn"].norm)
     state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
-    line = binding.start_up_line(
+    line = norm_sites.start_up_line(
         record.scheme,
         n_layers,
         norm=type(norm).__name__.removeprefix("LNS"),

@@ -14,7 +14,7 @@ from support.olmo_models import build, model_config, tokens
 from support.scheme_reference import NAMES, loss_logits_gradients, loss_of
 
 from olmo_lns.errors import UpstreamChangedError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.olmo import register, upstream
 from olmo_lns.integrations.olmo.block import _check_upstream
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
@@ -273,7 +273,7 @@ def test_the_scheme_is_read_back_from_the_blocks(spelling):
     name, _, arguments = spelling.partition(":")
     model = build(layer_norm_type=f"{name}_default" + (f":{arguments}" if arguments else ""))
     assert record_of(model) == Record(parse(spelling), "default", "plain")
-    assert binding.read_back(copy.deepcopy(model)) == parse(spelling)
+    assert norm_sites.read_back(copy.deepcopy(model)) == parse(spelling)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_a_norm_that_was_replaced_is_found(name, norm, message):
     model = build(layer_norm_type=f"{name}_rms")
     setattr(blocks_of(model)[2], norm, RMSLayerNorm(model.config))
     with pytest.raises(UpstreamChangedError, match=f"block 3, .*{message}"):
-        binding.read_back(model)
+        norm_sites.read_back(model)
 
 
 def test_another_forward_of_olmos_is_refused(monkeypatch):

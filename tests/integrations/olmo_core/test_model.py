@@ -18,7 +18,7 @@ from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as M
 from support import olmo_core_models as small
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.olmo_core import apply
 from olmo_lns.schemes import LNS, Scheme
 
@@ -46,8 +46,8 @@ def test_every_sub_layer_is_a_site(block):
     made = small.with_scheme(small.config(block))
     built = small.model(made)
     scheme = Scheme.of(small.SCHEMES[block][0])
-    binding.check(built, scheme, small.LAYERS)
-    assert len(list(binding.sites(built))) == 2 * small.LAYERS
+    norm_sites.check(built, scheme, small.LAYERS)
+    assert len(list(norm_sites.sites(built))) == 2 * small.LAYERS
     for number, each in enumerate(built.blocks.values(), start=1):
         for name in small.SCHEMES[block][1]:
             assert type(getattr(each, name).lns_scale) is float
@@ -58,7 +58,7 @@ def test_changed_factor_is_found_when_it_is_read_back():
     built = small.model(apply(small.config()))
     built.blocks["2"].feed_forward_norm.lns_scale = 1.0
     with pytest.raises(UpstreamChangedError, match=r"blocks.2.feed_forward_norm .block 3, ff. has norm_scale=1.0 "):
-        binding.read_back(built)
+        norm_sites.read_back(built)
 
 
 def test_start_up_line(caplog):
@@ -98,7 +98,7 @@ def test_meta_to_empty_and_a_second_draw_keep_the_factors():
     built = apply(small.config()).build(init_device="meta")
     for _ in range(2):
         built.init_weights(device=torch.device("cpu"))
-        binding.check(built, LNS, small.LAYERS)
+        norm_sites.check(built, LNS, small.LAYERS)
     assert built(small.TOKENS).isfinite().all()
 
 
@@ -134,7 +134,7 @@ def test_activation_checkpointing(block, mode, arguments):
     built.apply_activation_checkpointing(mode, **arguments)
     found = _gradients(built)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    binding.check(built, made.block.resolved_scheme, small.LAYERS)
+    norm_sites.check(built, made.block.resolved_scheme, small.LAYERS)
     built.init_weights(device=torch.device("cpu"))
 
 
@@ -268,7 +268,7 @@ def _float8(made, device, **how):
 def _float8_equals_folded(device, **how):
     made = small.config("default", {"name": "rms", "bias": False})
     ours, stock = _float8(apply(copy.deepcopy(made)), device, **how), _float8(made, device, **how)
-    binding.check(ours, LNS, small.LAYERS)
+    norm_sites.check(ours, LNS, small.LAYERS)
     small.fold(stock, "default")
     tokens = small.TOKENS.to(device)
     # Float8 rounds by its tensors' largest values: a last bit of bf16 in a gain moves single elements by a step of it.
