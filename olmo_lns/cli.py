@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run", ()),
     "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare", ("olmo", "analysis")),
     "train": ("olmo_lns.runs.train", "run OLMo's Trainer on a config, from the pip package alone", ("olmo",)),
-    "config": ("olmo_lns.study.plan.config_pack", "list and copy the configs of the pack, check anybody's", ("olmo",)),
+    "config": ("olmo_lns.study.pack", "list and copy the configs of the pack, check anybody's", ("olmo",)),
     "data": ("olmo_lns.study.data.check", "make and check tokenised data", ()),
     "megatron-args": ("olmo_lns.study.engines.megatron_args", "expand a Megatron YAML config to flags", ("megatron",)),
     "study": ("olmo_lns.study.cli", "plan, launch, collect and report a scaling study", ("olmo", "study")),

@@ -10,7 +10,7 @@ from olmo_lns.study.collect import logs
 from olmo_lns.study.collect.finished import prepared
 from olmo_lns.study.collect.results import COMPLETE, INCOMPLETE, MISSING, Result, place, read_results, write_results
 from olmo_lns.study.collect.stamp import STAMP, attempts, record
-from olmo_lns.study.engines.curves import Curve
+from olmo_lns.study.engines.base import Curve
 from olmo_lns.study.plan.compare import compare_arms
 from olmo_lns.study.plan.spec import Run, Study
 

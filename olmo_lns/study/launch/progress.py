@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Iterator, Sequence
 
 from olmo_lns.study.collect.stamp import attempts, record
-from olmo_lns.study.engines.curves import ANSI
+from olmo_lns.study.engines.base import ANSI
+from olmo_lns.study.plan.cost import duration
 from olmo_lns.study.plan.spec import Run
 
 __all__ = ["Status", "cause", "describe", "examine", "known", "locked", "reported", "reported_line"]
@@ -111,14 +112,6 @@ def describe(status: Status) -> str:
     left = "" if status.seconds_left is None else f", about {duration(status.seconds_left)} left"
     reason = f": {status.reason}" if status.reason else ""
     return f"{status.run:<32} {status.state:<11} step {status.step:,} of {status.steps:,}{left}{reason}"
-
-
-def duration(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``3.5 h``, ``2.1 days``."""
-    for limit, unit, text in ((90, 1, "s"), (5400, 60, "min")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {text}"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
 
 
 def locked(out: Path) -> bool:
