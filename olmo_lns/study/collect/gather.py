@@ -115,4 +115,5 @@ def _cpu(folder: Path) -> float | None:
     """CPU seconds of all attempts; None if the end of one was not seen (the launcher was killed)."""
     costs = [path.with_suffix(".json") for path in attempts(folder)]
     seconds = [record(path).get("cpu_s") if path.is_file() else None for path in costs]
-    return round(sum(seconds), 1) if seconds and None not in seconds else None
+    known = [float(each) for each in seconds if each is not None]
+    return round(sum(known), 1) if known and len(known) == len(costs) else None

@@ -53,7 +53,7 @@ def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
     :param tokens: of all files together.
     :raises LNSConfigError: an address that cannot be read, or a file that is there with another length.
     """
-    share = -(-int(tokens) // len(files) // SEQUENCE) * SEQUENCE * WIDTH
+    share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * WIDTH
     for name, url in files.items():
         path, total = out / name, _read(url, 0, 1)[1]
         wanted = min(share, total)

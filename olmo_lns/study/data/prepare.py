@@ -72,7 +72,7 @@ class Written:
         other = "use another --out"
         try:
             found = cls(**json.loads(path.read_text()))
-            before = dict(found.layout)
+            before = dict(found.layout.items())
         except (ValueError, TypeError, AttributeError) as error:
             raise LNSConfigError(f"{path}: no record of this command ({one_line(error)}): {other}") from error
         for key, value in asdict(layout).items():
