@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.addition import attach_addition, unsupported
@@ -62,6 +63,8 @@ def _problem(scheme: Scheme, n_layers: int) -> str:
 
 def check_scheme(scheme: Scheme, n_layers: int) -> None:
     """:raises LNSConfigError: Megatron's layers have no slot for what it does; with the reason."""
+    if not scheme.is_pre_ln:
+        environment.check()
     if problem := _problem(scheme, n_layers):
         possible = [name for name in names() if not _problem(Scheme.of(name), 2)]
         raise LNSConfigError(

@@ -12,7 +12,8 @@ from olmo_core.nn.moe.router import MoELinearRouter
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations.norm_sites import Site
-from olmo_lns.integrations.olmo_core import initialization
+from olmo_lns.integrations.olmo_core import draw
+from olmo_lns.integrations.olmo_core.checkpoint import compare_converted
 from olmo_lns.integrations.olmo_core.norms import attach_norm, scale_norm
 from olmo_lns.integrations.scaled import Scaled, give
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
@@ -99,7 +100,7 @@ def attach_scheme(
     norm: str,
     block_idx: int,
     n_layers: int,
-    initialization_: str,
+    initialization: str,
     scale_router: bool,
 ) -> None:
     """Attach ``scheme`` to a block that OLMo-core has just built from a config of type ``name``.
@@ -117,7 +118,8 @@ def attach_scheme(
             scale_norm(getattr(block, other), scale, form=form.plan, field=form.field, base=norm)
     if not scale_router:
         _unscale_router(block, form)
-    initialization.guard(block, initialization_)
+    draw.guard(block, initialization)
+    block.register_load_state_dict_pre_hook(compare_converted)
 
 
 def require_one_factor(block: Any) -> None:

@@ -38,7 +38,8 @@ def fold(model: Any, scale: Scale = _exactly) -> Any:
     Merge adapters first: one that was trained on the unfolded model does not fit the folded one.
 
     :param scale: multiplies one tensor, in fp64 and rounded once.
-    :raises LNSConfigError: not a model of ours, or weights that two sub-layers share.
+    :raises LNSConfigError: not a model of ours, weights that two sub-layers share, or an adapter on a projection that
+        a factor goes into.
     """
     if stock_class(model) is None:
         raise LNSConfigError(f"{type(model).__name__} is no model of ours: there is nothing to fold")
@@ -71,6 +72,11 @@ def _targets(block: Any, family: Family) -> Iterator[tuple[nn.Parameter, float]]
         if not on_branch and getattr(norm, "weight", None) is None:
             into, parts = [at(block, path) for path in place.readers], ("weight",)  # a bias there is added after
         for module in into:
+            if hasattr(module, "base_layer") and carrier.lns_scale != 1.0:
+                raise LNSConfigError(
+                    f"{sub_layer}: a factor goes into a projection that has an adapter, which "
+                    "would stay as it is. Merge adapters first (merge_and_unload())."
+                )
             for part in parts:
                 if (parameter := getattr(module, part, None)) is not None and carrier.lns_scale != 1.0:
                     yield parameter, carrier.lns_scale

@@ -16,7 +16,7 @@ from olmo_core.config import _clean_opts
 from support import olmo_core_models as small
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core.record import record_of
+from olmo_lns.integrations.olmo_core.checkpoint import record_of
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines import OLMO_CORE, olmo_core_config

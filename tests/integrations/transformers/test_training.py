@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.transformers_models import RATE, STEPS, hooked, inputs, rows, same, schemes, stock, trainer  # noqa: F401
 
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers import apply, fold, register
 
@@ -123,6 +124,9 @@ def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind
     tuned.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = tuned(**inputs(kind)).logits
+        if not kept:
+            with pytest.raises(LNSConfigError, match="Merge adapters first"):
+                fold(copy.deepcopy(tuned).base_model.model)
         merged_first = fold(tuned.merge_and_unload())(**inputs(kind)).logits
         on_folded = peft.PeftModel.from_pretrained(base, tmp_path).eval()(**inputs(kind)).logits
     limit = 1e-5 * expected.abs().max()
