@@ -85,7 +85,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LNSConfigError(f"{what}, which is YAML of keys and values: {one_line(error)}") from error
+        raise LNSConfigError(f"{path}: not YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise LNSConfigError(f"{what}, which is YAML of keys and values: found a {type(content).__name__}")
     optimizer = content.get("optimizer", {})  # OLMo looks into it before it compares it with what it knows

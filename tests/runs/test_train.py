@@ -219,7 +219,6 @@ def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(tmp_pat
         ("optimizer: null\n", "optimizer is None, expected keys"),
         ("- run_name\n", "found a list"),
         ("5\n", "found a int"),
-        ("a: [\n", "which is YAML of keys and values: "),
     ],
 )
 def test_a_file_of_something_else_is_one_line(content: str, expected: str, tmp_path: Path, capsys):
