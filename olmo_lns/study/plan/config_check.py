@@ -1,9 +1,12 @@
-"""``olmo-lns config check``: load configs as their frameworks do, and say what they are."""
+"""``olmo-lns config``: list and copy the pack; load configs as their frameworks do, and say what they are."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Iterable, Sequence
 
@@ -13,6 +16,7 @@ from rich.progress import track
 
 from olmo_lns.arguments import above_zero, at_least
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import pack
 from olmo_lns.study.arms import ARMS
 from olmo_lns.study.engines import ENGINES, Engine
 from olmo_lns.study.engines.shape import GPUS, Shape
@@ -150,16 +154,37 @@ def _row(result: Checked) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """:returns: 1 when a file has a problem."""
-    parser = argparse.ArgumentParser(prog="olmo-lns config", description="Check OLMo and Megatron training configs.")
-    command = parser.add_subparsers(required=True, metavar="check").add_parser(
-        "check", help="load, count, estimate; exit code 1 when something is wrong"
+    """``list``, ``copy NAME``, or ``check PATH``. :returns: 1 when a checked file has a problem."""
+    parser = argparse.ArgumentParser(
+        prog="olmo-lns config",
+        description="List and copy the configs that come with the package, check those of anybody.",
     )
-    command.add_argument("paths", nargs="+", type=Path, help="files, or folders searched recursively")
-    command.add_argument("--gpus", type=at_least(1), default=8, help="GPUs of a run (default 8)")
-    command.add_argument("--gpu", choices=sorted(GPUS), default="H100")
-    command.add_argument("--budget", type=above_zero, help="tokens a run must reach in the fewest steps, such as 20e9")
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("list", help="the files of the pack")
+    copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study', to here")
+    copying.add_argument("name")
+    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
+    checking = commands.add_parser("check", help="load, count, estimate; exit code 1 when something is wrong")
+    checking.add_argument("paths", nargs="+", type=Path, help="files, or folders searched recursively")
+    checking.add_argument("--gpus", type=at_least(1), default=8, help="GPUs of a run (default 8)")
+    checking.add_argument("--gpu", choices=sorted(GPUS), default="H100")
+    checking.add_argument("--budget", type=above_zero, help="tokens a run must reach in the fewest steps, such as 20e9")
     args = parser.parse_args(argv)
+    if args.command == "check":
+        return _check_all(args)
+    if args.command == "list":
+        for _, group in groupby(pack.names(), key=lambda name: Path(name).parent):
+            print("\n".join(f"{name:<36} {pack.about(name)}".rstrip() for name in group), end="\n\n")
+        return 0
+    target = pack.copy(args.name, args.out)
+    print(target)
+    for name, place in pack.lacking(target, args.name).items():
+        command = f"olmo-lns config copy {name} -o {os.path.normpath(place)}"
+        print(f"note: what was copied names {name} of the pack: {command}", file=sys.stderr)
+    return 0
+
+
+def _check_all(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     files = track(find(args.paths), "checking", console=console, transient=True, disable=not console.is_terminal)
     results = [check(path, gpus=args.gpus, gpu=args.gpu, budget=args.budget) for path in files]
