@@ -28,13 +28,13 @@ from olmo_lns import extras
 from olmo_lns.arguments import above_zero, at_least
 from olmo_lns.environment import processes, refuse_disabled
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import pack
 from olmo_lns.study.arms import ARMS, arm_named, check_environment
 from olmo_lns.study.collect import logs
 from olmo_lns.study.collect.results import Result, write_results
 from olmo_lns.study.collect.stamp import attempts
 from olmo_lns.study.engines import OLMO
 from olmo_lns.study.launch.start import environment, run_here
-from olmo_lns.study.plan import config_pack
 from olmo_lns.study.plan.compare import settings_of
 from olmo_lns.study.plan.spec import Run, Study
 
@@ -69,7 +69,7 @@ def describe(args: argparse.Namespace) -> Study:
 
     :raises LNSConfigError: an arm that is unknown, that OLMo lacks, or for which the description has no rate.
     """
-    path = config_pack.folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
+    path = pack.folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
     raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     arms = raw["arms"]
     if args.arms is not None:

@@ -12,14 +12,17 @@ from typing import Any, Optional, TypeVar
 
 import olmo_core.nn.transformer.config as _upstream
 
+from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.integrations.olmo_core import blocks, census, initialization, upstream
-from olmo_lns.integrations.olmo_core.schemes import scheme_of
+from olmo_lns.integrations.olmo_core import blocks, draw, register, upstream
+from olmo_lns.integrations.olmo_core.checkpoint import scheme_of
 from olmo_lns.schemes import Scheme
 
 __all__ = ["BlockConfig", "apply"]
 
 upstream.check()
+if not is_set(DISABLE):
+    register()  # also where no start-up hook has done it: who names the class is guarded
 
 C = TypeVar("C")
 
@@ -48,7 +51,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         scheme = scheme_of(self.scheme, exponent=self.exponent)
         # What is saved says everything, also what was left to its default.
         self.scheme, self.exponent = scheme.name, scheme.parameters.get("exponent")
-        self.initialization = initialization.resolve(self.initialization)
+        self.initialization = draw.resolve(self.initialization)
 
     @property
     def resolved_scheme(self) -> Scheme:
@@ -56,7 +59,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         return scheme_of(self.scheme, exponent=self.exponent)
 
     def build(self, *, d_model: int, block_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None) -> Any:
-        """OLMo-core's block with the scheme bound to it. :param block_idx: 0-based, global."""
+        """OLMo-core's block with the scheme attached. :param block_idx: 0-based, global."""
         upstream.require_enabled()
         scheme = self.resolved_scheme
         blocks.require_supported(scheme, self.name, n_layers)
@@ -64,17 +67,17 @@ class BlockConfig(_upstream.TransformerBlockConfig):
             d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache
         )
         norm = "" if self.layer_norm is None else str(self.layer_norm.name)
-        blocks.realise(
+        blocks.attach_scheme(
             block,
             scheme,
             name=self.name,
             norm=norm,
             block_idx=block_idx,
             n_layers=n_layers,
-            initialization_=str(self.initialization),
+            initialization=str(self.initialization),
             scale_router=self.scale_router,
         )
-        census.take(cache, block, block_idx=block_idx, n_layers=n_layers, scheme=scheme, norm=norm)
+        draw.take(cache, block, block_idx=block_idx, n_layers=n_layers, scheme=scheme, norm=norm)
         return block
 
     def stock(self) -> _upstream.TransformerBlockConfig:

@@ -1,4 +1,4 @@
-"""The house of CONTRIBUTING.md: imports run downwards only, modules and functions stay small."""
+"""The map of CONTRIBUTING.md: imports run downwards only, modules and functions stay small."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(olmo_lns.__file__).parent
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
-#: From the top of the house to the ground; a room may use those after it. Rooms of one line are apart.
+#: From the top to the ground; a package may use those after it. Those of one line do not use each other.
 ORDER = [
     ("__main__",),
     ("cli", "doctor"),
@@ -35,7 +35,7 @@ ORDER = [
 ]
 #: The package itself: it names the public things, and loads none of them.
 PACKAGE = "__init__"
-LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(ORDER) for package in packages}
 
 #: What a module and a function may grow to before it is split by meaning.
 LINES_OF_MODULE, LINES_OF_FUNCTION = 500, 80
@@ -54,17 +54,17 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def arrows(tree: ast.AST) -> set[str]:
-    """The rooms and modules of ours that ``tree`` imports: ``"integrations.olmo.types"``."""
+    """The packages and modules of ours that ``tree`` imports: ``"integrations.olmo.types"``."""
     ours = {name.removeprefix("olmo_lns.") for name in imported(tree) if name.startswith("olmo_lns.")}
     return {name for name in ours if name.split(".")[0] in LEVEL}
 
 
 def upwards(module: str, tree: ast.AST) -> set[tuple[str, str]]:
-    room = module.split(".")[0]
-    if room == PACKAGE:
+    package = module.split(".")[0]
+    if package == PACKAGE:
         return set()
-    targets = {name.split(".")[0] for name in arrows(tree)} - {room}
-    return {(module, target) for target in targets if LEVEL[target] <= LEVEL[room]}
+    targets = {name.split(".")[0] for name in arrows(tree)} - {package}
+    return {(module, target) for target in targets if LEVEL[target] <= LEVEL[package]}
 
 
 def test_every_room_has_its_place():
@@ -73,7 +73,7 @@ def test_every_room_has_its_place():
 
 def test_no_import_runs_back_up():
     found = {arrow for module, tree in TREES.items() for arrow in upwards(module, tree)}
-    assert found == set(), "imports against the order of the rooms"
+    assert found == set(), "imports against the order of the packages"
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def draw(found: pd.DataFrame, depth: pd.DataFrame, path: Path) -> None:
     chart, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8), dpi=120)
     ours = found[(found.layers == 24) & (found.variant == "")]
     for base in ("preln", "preln_scaled_init"):
-        arm, named = ARMS[base], False
+        arm, named = ARMS["lns" if base == "preln" else base], False  # LNS − Pre-LN looks the same on both sides
         for _, line in ours[ours.contrast == f"lns − {base}"].groupby(["table", "width"]):
             line = line.sort_values("tokens a parameter")
             left.errorbar(line["tokens a parameter"], line["mean"], line["±"], color=arm.colour, capsize=3,
@@ -186,14 +186,14 @@ def draw(found: pd.DataFrame, depth: pd.DataFrame, path: Path) -> None:
             for several, marks in line.groupby(line.seeds > 1):
                 left.plot(marks["tokens a parameter"], marks["mean"], arm.marker, color=arm.colour, markersize=5,
                           fillstyle="full" if several else "none", linestyle="none",
-                          label=None if named else f"LNS − {arm.label.removeprefix('Pre-LN + ')}")  # fmt: skip
+                          label=None if named else f"LNS − {ARMS[base].label.removeprefix('Pre-LN + ')}")  # fmt: skip
                 named = True
     left.set_xscale("log")
     ticks = [0.2, 0.5, 1, 2, 4, 8, 16]
     left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     left.minorticks_off()
     left.set_ylim(-0.2, 0.2)  # the intervals at 1 and 2 tokens a parameter are wider
-    left.set_xlabel("tokens a parameter (24 blocks; hollow: one seed; bars: 95 %)")
+    left.set_xlabel("tokens a parameter (24 blocks)")
     left.set_ylabel("difference of loss (nats a token)")
     left.set_title("ours: 0.4M to 6M parameters, own rates", fontsize=9)
     for name in ("lns", "sandwich", "deepnorm"):
@@ -201,7 +201,7 @@ def draw(found: pd.DataFrame, depth: pd.DataFrame, path: Path) -> None:
         right.plot(depth.layers, depth[name] - depth.preln, arm.line, marker=arm.marker, color=arm.colour, markersize=5,
                    label=f"{arm.label.removeprefix('Pre-LN + ')} − Pre-LN")  # fmt: skip
     right.set_xticks(depth.layers)
-    right.set_xlabel("blocks (one seed)")
+    right.set_xlabel("blocks")
     right.set_title("DepthBench: 400M parameters, own rates", fontsize=9)
     for axes in (left, right):
         axes.axhline(0, color="black", linewidth=0.8)

@@ -6,11 +6,11 @@ import argparse
 import importlib.util
 import logging
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from olmo_lns.arguments import at_least
-from olmo_lns.diagnostics import everything, show
 from olmo_lns.dtypes import NAMES as DTYPES
 from olmo_lns.environment import processes
 from olmo_lns.errors import LNSError
@@ -26,9 +26,19 @@ MEASURES = {
     "jacobian": ("token-averaged Jacobian of every block", None, 64),
     "gradnorm": ("gradient norm per layer and parameter kind", 65_536, 2048),
 }
+#: Diagnostic -> its title in the report of ``analyze all``.
+TITLES = {
+    "variance": "Output variance of every block",
+    "angular": "Angular distance between layers",
+    "layer-drop": "Performance drop of removing each block",
+    "jacobian": "Token-averaged Jacobian of every block",
+    "gradnorm": "Gradient norm per layer",
+}
+#: Options that every diagnostic takes.
+PASSED_ON = ("tokens", "sequence-length", "batch-size", "dtype", "device", "device-map", "tokenizer", "seed")
 #: Those that pool over the ranks of torchrun.
 DISTRIBUTED = ("variance", "angular")
-#: As ``olmo_lns.models.vision_language.BRANCHES``, whose room loads torch: ``--help`` does not.
+#: As ``olmo_lns.models.vision_language.BRANCHES``, which loads torch: ``--help`` does not.
 BRANCHES = ("vision", "language")
 #: Sequences of which the Jacobian takes one position each.
 JACOBIAN_SEQUENCES = 64
@@ -37,11 +47,25 @@ JACOBIAN_SEQUENCES = 64
 def main(argv: Sequence[str]) -> int:
     """Run one diagnostic. Exit code 0, or 2 for wrong usage; LNSError goes to the caller."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.what in MEASURES:
+        if (measured := _measure(args)) is not None:
+            _say(*measured)
+        return 0
+    from olmo_lns.diagnostics import report
+    from olmo_lns.models.loading import load_model
+
     if args.what == "all":
-        return everything.run_all(args, main)
-    handler = {"plot": show.plot, "compare": show.compare}.get(args.what, _measure)
-    return handler(args)
+        load = lru_cache(maxsize=1)(load_model)  # a model is loaded once for all diagnostics
+
+        def measure(words: Sequence[str]) -> Any:
+            measured = _measure(parser.parse_args(words), load)
+            assert measured is not None  # several ranks are refused
+            return measured[0]
+
+        return report.run_all(args, measure)
+    return report.plot(args) if args.what == "plot" else report.compare(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--sequences", type=at_least(1), default=JACOBIAN_SEQUENCES, help="one position of each"
             )
-    everything.add_command(commands)
+    _add_all(commands)
     plot = commands.add_parser("plot", help="draw the figure of result files (or of the monitor's CSV files)")
     compare = commands.add_parser("compare", help="two or more models on one figure and table")
     for command in (plot, compare):
@@ -72,6 +96,19 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--log", action="store_true", help="logarithmic vertical axis")
     compare.add_argument("--table", type=Path, help="CSV file with the rows of all models")
     return parser
+
+
+def _add_all(commands: Any) -> None:
+    """The arguments of ``olmo-lns analyze all``."""
+    command = commands.add_parser("all", help="every diagnostic on one or more models, one report")
+    command.add_argument("models", nargs="+", help="OLMo checkpoint folders, or Hugging Face folders or names")
+    command.add_argument("--data", required=True, help="as for the single diagnostics")
+    command.add_argument("-o", "--output", type=Path, required=True, help="folder to write report.html and results to")
+    command.add_argument("--pdf", action="store_true", help="also report.pdf, of the same figures and tables")
+    command.add_argument("--labels", type=lambda text: text.split(","), help="comma-separated names of the models")
+    command.add_argument("--only", type=lambda text: text.split(","), default=list(TITLES), help="some of the five")
+    for name in PASSED_ON:
+        command.add_argument(f"--{name}", help="as for the single diagnostics")
 
 
 def _add_common(command: argparse.ArgumentParser, tokens: int | None, length: int) -> None:
@@ -115,23 +152,25 @@ def _add_branch(command: argparse.ArgumentParser) -> None:
     add("--processor", help="for the loss, a folder or name; default: the model's own")
 
 
-def _measure(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace, load: Callable[..., Any] | None = None) -> tuple[Any, list[Path]] | None:
+    """The report of one diagnostic and the files written; None on every rank but the first."""
     from olmo_lns.diagnostics.data import check_source, read_batches, track
     from olmo_lns.diagnostics.images import load_processor, read_images
+    from olmo_lns.diagnostics.report import check_figures
     from olmo_lns.diagnostics.results import Report, check_writable
     from olmo_lns.models.loading import load_model, load_tokenizer
 
     # Before the work: what would be found out after it.
     output = args.output or Path(f"{args.what}.json")
     check_writable(output, [".json"])
-    show.check_figures(args.plot)
+    check_figures(args.plot)
     check_source(args.data, pack=args.pack)
     if getattr(args, "tasks", None) and importlib.util.find_spec("lm_eval") is None:
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
     with _ranks(args.what) as (rank, world):
         names = ("dtype", "device", "device_map", "blocks", "branch")
         how: dict[str, Any] = {name: getattr(args, name, None) for name in names}
-        loaded = load_model(args.model, **how)
+        loaded = (load or load_model)(args.model, **how)
         options = _data_options(args, loaded, rank, world)
 
         def tokenizer() -> Any:
@@ -147,7 +186,7 @@ def _measure(args: argparse.Namespace) -> int:
             batches = track(batches, args.what, expected // world)
         result = _run(args, loaded, batches, tokenizer, world > 1)
         if rank:
-            return 0
+            return None
     settings = {
         "dtype": loaded.dtype,
         "device": str(loaded.device),
@@ -157,14 +196,13 @@ def _measure(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
         **{name: value for name in ("branch", "image_field") if (value := getattr(args, name, None))},
     }
-    report = Report(args.what, args.label or _label(args.model), args.model, args.data, result, settings)
-    written = report.write(output)
+    measured = Report(args.what, args.label or _label(args.model), args.model, args.data, result, settings)
+    written = measured.write(output)
     if args.plot:
         from olmo_lns.diagnostics import plots
 
-        written += [plots.save(plots.draw([report]), path) for path in args.plot]
-    _say(report, written)
-    return 0
+        written += [plots.save(plots.draw([measured]), path) for path in args.plot]
+    return measured, written
 
 
 def _with_images(args: argparse.Namespace, loaded: Any) -> bool:
@@ -267,10 +305,10 @@ def _label(model: str) -> str:
     return "/".join(parts[max(0, first) :])
 
 
-def _say(report: Any, written: Sequence[Path]) -> None:
-    from olmo_lns.diagnostics.compare import summary_table
+def _say(measured: Any, written: Sequence[Path]) -> None:
+    from olmo_lns.diagnostics.report import text_table
 
-    print(summary_table([report]))
-    if report.what == "jacobian":
-        print(f"\n{report.result.method}: {len(report.result.coordinates)} of {report.result.width} rows")
-    print(f"\n{report.result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
+    print(text_table([measured]))
+    if measured.what == "jacobian":
+        print(f"\n{measured.result.method}: {len(measured.result.coordinates)} of {measured.result.width} rows")
+    print(f"\n{measured.result.tokens:,} tokens. Written: {', '.join(map(str, written))}")

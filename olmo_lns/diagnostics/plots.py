@@ -19,15 +19,17 @@ __all__ = ["FIGURES", "SUFFIXES", "draw", "draw_training", "save"]
 #: Formats of figures.
 SUFFIXES = (".png", ".svg", ".pdf")
 
-#: Okabe and Ito's palette without its yellow, which print loses; marker and dash differ as well.
+#: Okabe and Ito's palette without its yellow, which print loses; marker and dash differ as well. The first three are
+#: those of a study's arms Pre-LN, scaled initialization and LNS.
 STYLES = [
-    {"color": "#0072B2", "marker": "o", "linestyle": "-"},
-    {"color": "#D55E00", "marker": "s", "linestyle": "--"},
-    {"color": "#009E73", "marker": "^", "linestyle": "-."},
-    {"color": "#CC79A7", "marker": "D", "linestyle": ":"},
-    {"color": "#56B4E9", "marker": "v", "linestyle": "-"},
-    {"color": "#000000", "marker": "x", "linestyle": "--"},
+    {"color": "#D55E00", "linestyle": "-", "marker": "o"},
+    {"color": "#E69F00", "linestyle": "--", "marker": "s"},
+    {"color": "#0072B2", "linestyle": "-.", "marker": "^"},
+    {"color": "#CC79A7", "linestyle": ":", "marker": "v"},
+    {"color": "#009E73", "linestyle": ":", "marker": "D"},
+    {"color": "#56B4E9", "linestyle": "--", "marker": "P"},
 ]
+LNS_STYLE = 2
 #: Heat maps of a Jacobian that are shown side by side at most.
 SHOWN_BLOCKS = 6
 
@@ -48,8 +50,12 @@ def _pyplot() -> Any:
     return plt
 
 
-def save(figure: Any, path: Path) -> Path:
-    """Write PNG, SVG or PDF, by the suffix."""
+def save(figure: Any, path: Any) -> Any:
+    """Write PNG, SVG or PDF, by the suffix of a path; PNG into an open file."""
+    if not isinstance(path, Path):
+        figure.savefig(path, format="png", bbox_inches="tight", dpi=150)
+        _pyplot().close(figure)
+        return path
     check_writable(path, SUFFIXES)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
     _pyplot().close(figure)
@@ -70,7 +76,7 @@ def draw(reports: Sequence[Report], *, log: bool = False) -> Any:
 
 def _lines(axis: Any, reports: Sequence[Report], values: Callable[[Any], Sequence[float]], label: str) -> None:
     longest = 0
-    for style, report in zip(_styles(len(reports)), reports, strict=True):
+    for style, report in zip(styles(reports), reports, strict=True):
         y = values(report.result)
         longest = max(longest, len(y))
         axis.plot(range(1, len(y) + 1), y, label=report.label, **style)
@@ -78,8 +84,21 @@ def _lines(axis: Any, reports: Sequence[Report], values: Callable[[Any], Sequenc
     axis.set_ylabel(label)
 
 
-def _styles(count: int) -> list[dict[str, Any]]:
-    return [STYLES[i % len(STYLES)] for i in range(count)]
+def styles(reports: Sequence[Report]) -> list[dict[str, Any]]:
+    """A model with LNS has LNS's style in every figure; the others take theirs in order."""
+    rest = [style for number, style in enumerate(STYLES) if number != LNS_STYLE]
+    found: list[dict[str, Any]] = []
+    for report in reports:
+        lns = ((report.settings.get("lns") or {}).get("scheme") == "lns") and STYLES[LNS_STYLE] not in found
+        others = [style for style in found if style != STYLES[LNS_STYLE]]
+        found.append(STYLES[LNS_STYLE] if lns else rest[len(others) % len(rest)])
+    return found
+
+
+def _legend(figure: Any, axis: Any) -> None:
+    """Below the figure, never over the data."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
 
 
 def _layer_axis(axis: Any, layers: int) -> None:
@@ -95,15 +114,16 @@ def _variance(reports: Sequence[Report], log: bool) -> Any:
     _lines(axes[1], reports, lambda r: r.max, "largest |activation|")
     for axis in axes:
         axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
-    axes[0].legend()
+    _legend(figure, axes[0])
     return figure
 
 
 def _angular(reports: Sequence[Report], log: bool) -> Any:
     plt = _pyplot()
     count = len(reports)
-    # One scale for all models, so that colours compare; up to the largest value, for most are far below 1.
-    top = max((value for report in reports for row in report.result.distance for value in row), default=0) or 1.0
+    # One scale for all models, so that colours compare, over what is there: most distances are far below 1.
+    values = [value for report in reports for row in report.result.distance for value in row] or [0.0, 1.0]
+    low, top = min(values), max(values)
     figure, axes = plt.subplots(1, count + 1, figsize=(3 * (count + 1) + 0.6, 3), layout="constrained", squeeze=False)
     for axis, report in zip(axes[0], reports, strict=False):
         rows = report.result.distance
@@ -111,18 +131,18 @@ def _angular(reports: Sequence[Report], log: bool) -> Any:
         for layer, row in enumerate(rows):
             grid[: len(row), layer] = row
         extent = (0.5, len(rows) + 0.5, 0.5, len(rows) + 0.5)
-        image = axis.imshow(grid, origin="lower", extent=extent, vmin=0, vmax=top, cmap="cividis")
+        image = axis.imshow(grid, origin="lower", extent=extent, vmin=low, vmax=top, cmap="cividis")
         axis.set_title(f"{report.label} ({report.result.variant})", fontsize=9)
         axis.grid(False)
         _layer_axis(axis, len(rows))
         axis.set_xlabel("state l (input of block l)")
         axis.yaxis.set_major_locator(plt.MaxNLocator(integer=True, min_n_ticks=1))
         axis.set_ylabel("n (blocks between)")
-    label = f"angular distance d(l, l+n)  [fraction of π]\nscale 0 to {top:.2g}, the largest shown"
+    label = f"angular distance d(l, l+n)  [fraction of π]\nfrom {low:.2g} to {top:.2g}, all that is shown"
     figure.colorbar(image, ax=list(axes[0][:count]), label=label)
     _lines(axes[0][-1], reports, lambda r: r.adjacent, "d(l, l+1)  [fraction of π]")
     axes[0][-1].set_yscale("log") if log else axes[0][-1].set_ylim(bottom=0)
-    axes[0][-1].legend()
+    _legend(figure, axes[0][-1])
     return figure
 
 
@@ -131,7 +151,7 @@ def _layer_drop(reports: Sequence[Report], log: bool) -> Any:
     width = 4 * (1 + len(tasks))
     figure, axes = _pyplot().subplots(1, 1 + len(tasks), figsize=(width, 3), layout="constrained", squeeze=False)
     increase, *others = axes[0]
-    for style, report in zip(_styles(len(reports)), reports, strict=True):
+    for style, report in zip(styles(reports), reports, strict=True):
         result = report.result
         _errorbar(
             increase, [loss - result.baseline_loss for loss in result.loss], result.loss_stderr, report.label, style
@@ -148,8 +168,20 @@ def _layer_drop(reports: Sequence[Report], log: bool) -> Any:
         axis.axhline(0, color="black", linewidth=0.6)
         _layer_axis(axis, max(len(report.result.loss) for report in reports))
         axis.set_xlabel("removed block l")
-    increase.legend(loc="upper center")
+    if not log:
+        _clip_first(increase, [[loss - r.result.baseline_loss for loss in r.result.loss] for r in reports])
+    _legend(figure, increase)
     return figure
+
+
+def _clip_first(axis: Any, increases: Sequence[Sequence[float]]) -> None:
+    """Cut block 1 off where it would flatten all others, and write its numbers instead."""
+    rest = [value for line in increases for value in line[1:]]
+    first = [line[0] for line in increases]
+    if rest and max(first) > 3 * (top := max(*rest, 1e-3)):
+        axis.set_ylim(min(0.0, *rest) - 0.1 * top, 1.25 * top)
+        numbers = " / ".join(f"{value:.2g}" for value in first)
+        axis.annotate(f"block 1: {numbers}", (1, 1.25 * top), (8, -4), textcoords="offset points", va="top", fontsize=8)
 
 
 def _errorbar(axis: Any, y: Sequence[float], errors: Sequence[float | None], label: str, style: dict[str, Any]) -> None:
@@ -185,7 +217,7 @@ def _jacobian(reports: Sequence[Report], log: bool) -> Any:
     _lines(dominance, reports, lambda r: r.diagonal_dominance, "diagonal dominance\n(1 = diagonal)")
     distance.set_yscale("log") if log else distance.set_ylim(bottom=0)
     dominance.set_ylim(0, 1)
-    distance.legend()
+    _legend(bottom, distance)
     return figure
 
 
@@ -205,7 +237,7 @@ def _gradnorm(reports: Sequence[Report], log: bool) -> Any:
         axis.set_title(kind, fontsize=9)
     for axis in axes[0]:
         axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
-    axes[0][0].legend()
+    _legend(figure, axes[0][0])
     return figure
 
 

@@ -1,15 +1,16 @@
-"""Result files: one JSON object per model and diagnostic, from which tables and figures are made."""
+"""Result files, one JSON object per model and diagnostic, and the tables made of them."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import json
+import logging
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Iterable, Mapping, Protocol, Sequence
+from typing import Any, Callable, ClassVar, Iterable, Mapping, Protocol, Sequence
 
 from olmo_lns.diagnostics.angular import AngularResult
 from olmo_lns.diagnostics.gradnorm import GradNormResult
@@ -18,7 +19,9 @@ from olmo_lns.diagnostics.layer_drop import LayerDropResult, TaskScores
 from olmo_lns.diagnostics.variance import VarianceResult
 from olmo_lns.errors import LNSError
 
-__all__ = ["KINDS", "Report", "check_writable", "write_csv"]
+__all__ = ["KINDS", "Report", "check_comparable", "check_writable", "relabelled", "table", "write_csv"]
+
+log = logging.getLogger(__name__)
 
 #: Version of the file layout.
 FORMAT = 1
@@ -62,8 +65,7 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
         content["result"] = dataclasses.asdict(self.result)
-        text = json.dumps(content, indent=1, allow_nan=False)
-        path.write_text(_compact_numbers(text) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
         table = path.with_suffix(".csv")
         write_csv(table, self.result.rows())
         return [path, table]
@@ -110,25 +112,6 @@ def _result(content: Mapping[str, Any]) -> Any:
     return KINDS[content["what"]](**values)
 
 
-def _compact_numbers(text: str) -> str:
-    """Put lists of plain numbers on one line: json's indent would give every number its own."""
-    lines: list[str] = []
-    open_list: list[str] | None = None
-    for line in text.splitlines():
-        if line.endswith("["):
-            if open_list is not None:
-                lines += open_list
-            open_list = [line]
-        elif open_list is not None and line.strip() in ("]", "],"):
-            lines.append(open_list[0] + " ".join(part.strip() for part in open_list[1:]) + line.strip())
-            open_list = None
-        elif open_list is not None:
-            open_list.append(line)
-        else:
-            lines.append(line)
-    return "\n".join(lines)
-
-
 def write_csv(path: Path | None, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
     """Write ``rows`` with floats at 6 significant digits; to standard output when ``path`` is None."""
     table = list(rows)
@@ -142,3 +125,58 @@ def write_csv(path: Path | None, rows: Iterable[Mapping[str, Any]], columns: Seq
     finally:
         if path is not None:
             stream.close()
+
+
+#: Name of a diagnostic -> what its table shows, and that number of every block, block 1 first.
+COLUMNS: dict[str, tuple[str, Callable[[Any], list[float]]]] = {
+    "variance": ("output variance", lambda r: r.variance),
+    "angular": ("angular distance d(l, l+1), fraction of pi", lambda r: r.adjacent),
+    "layer-drop": ("loss increase without the block, nats/token", lambda r: [x - r.baseline_loss for x in r.loss]),
+    "jacobian": ("distance of the Jacobian to the identity", lambda r: r.identity_distance),
+    "gradnorm": ("gradient norm", lambda r: r.total),
+}
+#: Settings that change the numbers: a difference is said, because it is then not only the models that differ.
+MATTERS = ("sequence_length", "pack", "dtype", "seed")
+
+
+def relabelled(reports: Sequence[Report], labels: Sequence[str] | None) -> list[Report]:
+    """The reports under other names, or under their own.
+
+    :raises LNSError: another number of labels than reports, or two equal labels.
+    """
+    names = list(labels) if labels else [report.label for report in reports]
+    if len(names) != len(reports):
+        raise LNSError(f"--labels: found {len(names)} for {len(reports)} results")
+    if len(set(names)) != len(names):
+        raise LNSError(f"two results have one label ({', '.join(names)}): name them with --labels")
+    return [dataclasses.replace(report, label=name) for name, report in zip(names, reports, strict=True)]
+
+
+def check_comparable(reports: Sequence[Report]) -> list[str]:
+    """Names of the settings in which the reports differ, each logged as a warning.
+
+    :raises LNSError: different diagnostics.
+    """
+    kinds = sorted({report.what for report in reports})
+    if len(kinds) != 1:
+        raise LNSError(f"only results of one diagnostic can be compared: found {', '.join(kinds)}")
+    values = {"data": [report.data for report in reports], "tokens": [report.result.tokens for report in reports]}
+    values |= {name: [report.settings.get(name) for report in reports] for name in MATTERS}
+    values |= {name: [getattr(r.result, name, None) for r in reports] for name in ("variant", "method")}
+    different = [name for name, found in values.items() if any(value != found[0] for value in found)]
+    for name in different:
+        log.warning("the results differ in %s: %s", name, ", ".join(map(str, values[name])))
+    return different
+
+
+def table(reports: Sequence[Report]) -> tuple[str, list[list[str]]]:
+    """What the numbers are, and the rows: a header, then a row a block and a column a model.
+
+    A block that a model has not is an empty cell.
+    """
+    name, values = COLUMNS[reports[0].what]
+    columns = [values(report.result) for report in reports]
+    rows = [["block", *(report.label for report in reports)]]
+    for block in range(max(map(len, columns))):
+        rows.append([str(block + 1), *(f"{c[block]:.4g}" if block < len(c) else "" for c in columns)])
+    return name, rows

@@ -36,7 +36,7 @@ from olmo_lns.export.fold import Factor, chunk_scaler, fold_record, scaled, unfo
 from olmo_lns.export.huggingface import Stock
 from olmo_lns.export.moments import moment_functions
 from olmo_lns.export.options import HF, OLMO_CORE, Options, Source, Target
-from olmo_lns.integrations.olmo_core.record import CLASS, CONFIG_FILE
+from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE
 from olmo_lns.record import Record
 
 __all__ = ["OLMoCore", "choose_class", "stock_config"]

@@ -1,1 +1,1 @@
-"""Doors: each folder binds the schemes to one framework, by that framework's own means where it has some."""
+"""Each folder brings the schemes to one framework, by that framework's own means where it has some."""

@@ -30,7 +30,7 @@ class Scaled:
     lns_form: Plan = Plan()
     lns_field: str = "norm_scale"
 
-    def lns_realised(self, sub_layer: str) -> Plan:
+    def lns_plan(self, sub_layer: str) -> Plan:
         """The plan that ``forward`` computes."""
         factor: dict[str, Any] = {self.lns_field: self.lns_scale}
         return replace(self.lns_form, **factor)

@@ -1,6 +1,6 @@
 """Schemes as values, in pure Python: what each one does to a block, and how it is spelled.
 
-:class:`Scheme` maps (layer_number, n_layers, sub_layer) to a :class:`Plan`. An integration realises plans
+:class:`Scheme` maps (layer_number, n_layers, sub_layer) to a :class:`Plan`. An integration builds plans
 in one framework; everything else asks the scheme.
 """
 

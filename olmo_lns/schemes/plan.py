@@ -37,7 +37,7 @@ class Plan:
     :param pre: a norm in front of the sub-layer. :param branch: a norm on its output, before the addition.
     :param post: a norm on the sum.
     :param gate: learned factor of the branch. :param omega: learned factor of the shortcut.
-    :param gains: factors on freshly drawn weights, by role: ``v``, ``o``, ``ff_in``, ``ff_out``.
+    :param gains: factors on freshly drawn weights, by role: ``qkv``, ``v``, ``o``, ``ff_in``, ``ff_out``.
     :param groups: the norm's statistics are taken over hidden_size / groups channels of one token.
     """
 

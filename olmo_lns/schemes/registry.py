@@ -1,4 +1,4 @@
-"""A scheme as a value: a row of the table with its parameters bound, and its one spelling.
+"""A scheme as a value: a row of the table with values for its parameters, and its one spelling.
 
 ``lns``, ``lns:exponent=0.25``, ``name:key=value,key=value``: the same in environment variables,
 flags, configs and records. Parameters at their default are left out when a scheme is written.
@@ -54,6 +54,7 @@ class Definition:
     :param source: paper and equation.
     :param initialization: of the residual output projections when the user says nothing (see
         :mod:`olmo_lns.schemes.initialization`).
+    :param olmo_only: an experiment: the other integrations refuse it, see :meth:`Scheme.require_built_by`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Definition:
     source: str
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     initialization: str = "plain"
+    olmo_only: bool = False
 
 
 _table: dict[str, Definition] = {}
@@ -139,6 +141,14 @@ class Scheme:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.arguments}" if self.arguments else self.name
+
+    def require_built_by(self, integration: str) -> None:
+        """:raises LNSConfigError: an experiment that only the OLMo integration builds, and this is another."""
+        if self.definition.olmo_only:
+            raise LNSConfigError(
+                f"scheme {self} ({self.definition.title}) is an experiment: only the OLMo integration builds it, the "
+                f"{integration} integration does not"
+            )
 
     def plan(self, layer_number: int, n_layers: int, sub_layer: str) -> Plan:
         """:param layer_number: 1-based, global. :param sub_layer: ``attn`` or ``ff``."""

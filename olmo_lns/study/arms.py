@@ -128,13 +128,17 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     ("lnsafterattn", "LNS after Attn", Scheme.of("lnsafterattn"), "plain", "LNS after attention", ""),
     ("lnsafterff", "LNS after FFN", Scheme.of("lnsafterff"), "plain", "LNS after the feed-forward", ""),
     ("lnsvalue", "LNS, logits unscaled", Scheme.of("lnsvalue"), "plain", "LNS but for the logits", ""),
+    ("lnsrate", "LNS, started as Pre-LN", Scheme.of("lnsrate"), "plain", "the factor without its start", ""),
+    ("lnsstart", "Pre-LN, started as LNS", Scheme.of("lnsstart"), "plain", "the start without its factor", ""),
+    ("lnsuniform", "Pre-LN x 0.35", Scheme.of("lnsuniform"), "plain", "one factor for all blocks", ""),
+    ("lnsreversed", "LNS, reversed", Scheme.of("lnsreversed"), "plain", "the factors in reverse order", ""),
     ("lnsafterresidual", "LNS after residual", Scheme.of("lnsafterresidual"), "plain", "LNS after the sum", ""),
 )
 _COLOURS = (
     "#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#B8860B", "#00008B", "#7F7F7F",
     "#8C564B", "#9467BD", "#C5B0D5", "#E377C2", "#F7B6D2", "#AD494A", "#D6616B", "#7B4173", "#17BECF", "#BCBD22",
     "#2CA02C", "#98DF8A", "#637939", "#B5CF6B", "#8C6D31", "#E7BA52", "#1F77B4", "#AEC7E8", "#6B6ECF", "#9C9EDE",
-    "#393B79", "#A55194",
+    "#393B79", "#A55194", "#5254A3", "#843C39", "#3182BD", "#31A354", "#756BB1", "#FD8D3C",
 )  # fmt: skip
 _STYLES = (
     *(("-", "o"), ("--", "s"), ("-.", "^"), (":", "v"), (":", "D"), ("--", "P")),

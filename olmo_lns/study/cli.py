@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Sequence
 
 from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import check_environment
+from olmo_lns.study.engines.shape import GPUS
+from olmo_lns.study.plan import cost
 from olmo_lns.study.plan.compare import compare_planned
+from olmo_lns.study.plan.cost import GPU, UTILISATION
 from olmo_lns.study.plan.spec import Run, Study
 
 __all__ = ["main"]
@@ -37,9 +41,12 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run_command=function)
         return command
 
-    plan = add("plan", _plan, "tokens, steps, FLOPs, GPU-hours and disk, without running anything", out=False)
-    plan.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilisation assumed, 0…1 (default 0.4)")
-    plan.add_argument("--csv", type=Path, help="also write one line per run to this file")
+    plan = add("plan", _plan, "tokens, steps, GPU-hours, days, memory and disk, without running anything", out=False)
+    plan.add_argument(
+        "--mfu", type=float, default=UTILISATION, help="model FLOPs utilisation, 0…1 (default %(default)s)"
+    )
+    plan.add_argument("--gpus", type=at_least(1), help="GPUs of a run, instead of the description's")
+    plan.add_argument("--csv", type=Path, help="also write one line per run to this file, FLOPs among them")
     launch = add("launch", _launch, "print the commands, run them here, or write Slurm array scripts")
     how = launch.add_mutually_exclusive_group()
     how.add_argument("--run", action="store_true", help="run here what is not finished (resumes after a kill)")
@@ -49,8 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     site = launch.add_argument_group("lines of the Slurm scripts")
     site.add_argument("--activate", metavar="PATH", help="virtual environment, or file to source, at the job's start")
     site.add_argument("--modules", nargs="+", default=(), metavar="MODULE", help="for `module load`")
-    for name in ("partition", "account", "time"):
+    for name in ("partition", "account"):
         site.add_argument(f"--{name}", help=f"#SBATCH --{name}")
+    for group in (plan, site):
+        group.add_argument("--gpu", choices=sorted(GPUS), default=GPU, help="by which times are planned (default A100)")
+        group.add_argument("--time", help="#SBATCH --time: where a run takes longer, it is said")
     status = add("status", _status, "what runs, what failed and why, and the time left")
     status.add_argument("--only", nargs="+", metavar="RUN")
     stamp = add("stamp", _stamp, "record what a run is started with (the Slurm scripts call it)")
@@ -77,14 +87,17 @@ def _selected(study: Study, only: Sequence[str] | None) -> list[Run]:
 
 
 def _plan(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study.plan import cost as plan
-
     if not 0 < args.mfu <= 1:
         raise LNSConfigError(f"--mfu {args.mfu}: expected a share in (0, 1], such as 0.4")
-    rows = plan.rows(study, args.mfu)
-    print(plan.table(rows, args.mfu))
+    rows = cost.rows(study, args.mfu, gpu=args.gpu, gpus=args.gpus)
+    print(cost.table(rows, args.mfu, args.gpu))
+    for run in {run.size: run for run in study.runs}.values():
+        hours = cost.planned_hours(study, run, args.gpu, args.mfu, args.gpus)
+        time = args.time or study.launch.sbatch.get("time")
+        if time and (note := cost.time_note(run.size, hours, time, args.gpu)):
+            print(note)
     if args.csv:
-        plan.write_csv(rows, args.csv)
+        cost.write_csv(rows, args.csv)
         print(f"\nwrote {args.csv}")
     return 0
 
@@ -101,10 +114,11 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
         launch.check(study, runs, args.out)
         os.environ.update(launch.environment(study, args.out))  # before the configs that read it are resolved
     compare_planned(study.runs)
+    cost.check_batches(study, runs)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out, workers=args.workers))
     if args.slurm:
-        site = slurm.Site(args.activate, tuple(args.modules), args.partition, args.account, args.time)
+        site = slurm.Site(args.activate, tuple(args.modules), args.partition, args.account, args.time, args.gpu)
         for path in slurm.write(study, runs, args.out, args.slurm, site=site):
             print(f"wrote {path}; submit with: sbatch {path}")
         return 0
@@ -122,9 +136,11 @@ def _status(study: Study, args: argparse.Namespace) -> int:
     held, runs = progress.locked(args.out), _selected(study, args.only)
     found = [progress.examine(run, args.out, held=held) for run in runs]
     elsewhere = _in_table(study, args.out, [r for r, s in zip(runs, found, strict=True) if s.state == "not started"])
-    found = [progress.known(status, study.finished) if status.run in elsewhere else status for status in found]
-    for status in found:
-        print(progress.describe(status))
+    found = [
+        replace(s, state="finished", step=s.steps, reason=f"in {study.finished}") if s.run in elsewhere else s
+        for s in found
+    ]
+    print("\n".join(map(str, found)))
     states = [status.state for status in found]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
     if not args.out.is_dir():

@@ -1,13 +1,16 @@
-"""The config pack: in ``configs/`` of a clone, and inside the installed package."""
+"""The config pack, in ``configs/`` of a clone and inside the installed package."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from pathlib import Path
 
 import olmo_lns
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
-__all__ = ["folder", "located", "names"]
+__all__ = ["about", "copy", "folder", "lacking", "located", "names"]
 
 
 def folder() -> Path:
@@ -37,12 +40,52 @@ def located(name: str | Path, kind: str) -> Path:
     >>> located("paper", "study").name
     'paper.yaml'
     """
-    if (path := Path(name)).is_file():
-        return path
-    for candidate in (folder() / kind / f"{name}.yaml", folder() / kind / name):
-        if len(path.parts) == 1 and candidate.is_file():
-            return candidate
-    known = [Path(found).stem for found in names() if str(Path(found).parent) == kind]
-    raise LNSConfigError(
-        f"{name}: no such file, and none of the pack{did_you_mean(path.stem, known)}: {', '.join(known)}"
-    )
+    if Path(name).is_file():
+        return Path(name)
+    wanted = str(name).removeprefix("configs/")
+    for known in names():
+        short = known.removeprefix(f"{kind}/")
+        if wanted in (known, short, os.path.splitext(known)[0], os.path.splitext(short)[0]):
+            return folder() / known
+    here = [Path(known).stem for known in names() if Path(known).parts[0] == kind]
+    hint = did_you_mean(Path(name).stem, here)
+    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {', '.join(here)}")
+
+
+def copy(name: str, out: Path) -> Path:
+    """Copy one file, or a folder such as ``study`` with all its files, to ``out``; nothing is overwritten.
+
+    :param out: a folder that exists, or the new name.
+    :raises LNSConfigError: no such file in the pack, or there is one at the target already.
+    """
+    source = next((path for path in (folder() / name, folder() / f"{name}.yaml") if path.exists()), folder() / name)
+    if not source.exists() or not source.resolve().is_relative_to(folder().resolve()):
+        known = names() + sorted({str(Path(path).parent) for path in names()})
+        raise LNSConfigError(f"the pack has no {name!r}{did_you_mean(name, known)}: `olmo-lns config list` shows it")
+    target = out / source.name if out.is_dir() else out
+    if target.exists():
+        raise LNSConfigError(f"{target} exists: give another name with -o")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+    except OSError as error:
+        raise LNSConfigError(f"{target} cannot be written: {error.strerror}") from None
+    return target
+
+
+def lacking(target: Path, name: str) -> dict[str, Path]:
+    """What the copied files name, ``config: ../olmo/{size}-{arm}.yaml``, and is not there: in the pack -> its place."""
+    files = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+    here = Path(name) if target.is_dir() else Path(name).parent
+    found = {}
+    for path in files:
+        for named in re.findall(r"^ *config: *([^\s{]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            if not (place := path.parent / named).exists():
+                found[os.path.normpath(here / named)] = place
+    return {name: place for name, place in found.items() if not found.keys() & set(map(str, Path(name).parents))}
+
+
+def about(name: str) -> str:
+    """The first sentence of a file's header."""
+    text = (folder() / name).read_text(encoding="utf-8").lstrip('"#! ')
+    return re.split(r"[.:](?=\s)", text, maxsplit=1)[0].replace("\n# ", " ")[:90] if text[:1] not in "{<" else ""

@@ -128,15 +128,29 @@ def test_compare_says_what_else_differs(results, llama_folder, token_file, tmp_p
     assert "differ in tokens: 600, 64" in caplog.text and "differ in sequence_length: 16, 8" in caplog.text
 
 
+def test_an_arm_looks_the_same_in_every_figure(results):
+    from olmo_lns.diagnostics.plots import STYLES, styles
+    from olmo_lns.study.arms import ARMS
+
+    arms = [ARMS[name] for name in ("preln", "preln_scaled_init", "lns")]
+    for style, arm in zip(STYLES, arms, strict=False):
+        assert (style["color"], style["linestyle"], style["marker"]) == (arm.colour, arm.line, arm.marker)
+    lns, stock = (Report.read(results["variance", name]) for name in ("olmo", "llama"))
+    assert styles([lns, stock]) == [STYLES[2], STYLES[0]] and styles([stock, stock, lns]) == STYLES[:3]
+
+
 def test_angular_figures_share_one_scale(results):
     from olmo_lns.diagnostics.plots import draw
 
     reports = [Report.read(results["angular", name]) for name in ("olmo", "llama")]
     figure = draw(reports)
     maps = [image for axis in figure.axes for image in axis.images]
-    top = max(value for report in reports for row in report.result.distance for value in row)
-    assert len(maps) == 2 and {image.get_clim() for image in maps} == {(0, top)} and top < 1
-    assert f"scale 0 to {top:.2g}, the largest shown" in {axis.get_ylabel().split("\n")[-1] for axis in figure.axes}
+    values = [value for report in reports for row in report.result.distance for value in row]
+    low, top = min(values), max(values)
+    assert len(maps) == 2 and {image.get_clim() for image in maps} == {(low, top)} and top < 1
+    assert f"from {low:.2g} to {top:.2g}, all that is shown" in {
+        axis.get_ylabel().split("\n")[-1] for axis in figure.axes
+    }
     for image, report in zip(maps, reports, strict=True):
         rows = report.result.distance
         assert image.get_array()[0, 0] == pytest.approx(rows[0][0])

@@ -16,7 +16,7 @@ from olmo_lns.checkpoints.megatron import MegatronCheckpoint
 from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import apply, register
-from olmo_lns.schemes import names, parse
+from olmo_lns.schemes import definition, names, parse
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with psutil")
@@ -24,7 +24,11 @@ pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with
 FOLDED = ("lnsafterbranch:exponent=0.75", "lnsafterattn", "layerscale:start=0.5", "skipinit")
 #: Whether layers are stacked.
 STACKED = {"skipinit": False, "lnsafterattn": False}
-STOCK_KEYS = [name for name in names() if name not in ("preln", "lns") and parse(name).stock_keys(4)]
+STOCK_KEYS = [
+    name
+    for name in names()
+    if name not in ("preln", "lns") and parse(name).stock_keys(4) and not definition(name).olmo_only
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 KILLED = textwrap.dedent(
     """
     import os, signal, sys
-    from olmo_lns.{room} import {module}
+    from olmo_lns.{package} import {module}
     original = {module}.{function}
     calls = 0
     def killed(*args, **kwargs):
@@ -43,8 +43,8 @@ KILLED = textwrap.dedent(
 
 
 def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: int, stop: str = "SIGKILL") -> int:
-    room = "checkpoints" if module == "shards" else "export"
-    code = KILLED.format(room=room, module=module, function=function, call=call, signal=stop)
+    package = "checkpoints" if module == "shards" else "export"
+    code = KILLED.format(package=package, module=module, function=function, call=call, signal=stop)
     command = [sys.executable, "-c", code, str(checkpoint), str(out), "--format", "hf", "--tokenizer", "none"]
     return subprocess.run([*command, "--max-shard-size", "60KB"], capture_output=True, timeout=120).returncode
 

@@ -17,7 +17,18 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import names, parse
 
 IDS = tokens(batch=2, length=16)
-FOLDS = ("layerscale", "skipinit", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsvalue")
+FOLDS = (
+    "layerscale",
+    "skipinit",
+    "lnsafterbranch",
+    "lnsafterattn",
+    "lnsafterff",
+    "lnsvalue",
+    "lnsrate",
+    "lnsstart",
+    "lnsuniform",
+    "lnsreversed",
+)
 GEMMA = ("sandwich", "sandwich_depth")
 KEPT = tuple(name for name in names() if name not in ("preln", "lns", *FOLDS))
 #: Name -> part of the reason.

@@ -13,7 +13,7 @@ import torch
 from support.exports import refused, save_olmo
 from support.studies import REPOSITORY, Built
 
-from olmo_lns.integrations import binding, patching, scaled
+from olmo_lns.integrations import norm_sites, patching, scaled
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, Scheme, registry, table
 from olmo_lns.study import arms, cli
@@ -116,19 +116,19 @@ def test_an_integration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     found = patching.fingerprint(toyframe.Block.__init__)
     integration = {
         "Target": patching.Target,
-        "Site": binding.Site,
+        "Site": norm_sites.Site,
         "LNS": LNS,
         "toyframe": toyframe,
         "patching": patching,
     }
-    integration |= {"binding": binding, "ScaledOutput": scaled.ScaledOutput, "give": scaled.give}
+    integration |= {"norm_sites": norm_sites, "ScaledOutput": scaled.ScaledOutput, "give": scaled.give}
     exec(code("Add an integration").replace("FINGERPRINT", found), integration)
     plain = torch.nn.Sequential(*(toyframe.Block(number, 3) for number in (1, 2, 3)))
     integration["register"]()
     model = torch.nn.Sequential(*(toyframe.Block(number, 3) for number in (1, 2, 3)))
     monkeypatch.delitem(sys.modules, "toyframe")
-    binding.check(model, LNS, 3)
-    line = binding.start_up_line(binding.read_back(model), 3, how="toyframe", initialization="plain")
+    norm_sites.check(model, LNS, 3)
+    line = norm_sites.start_up_line(norm_sites.read_back(model), 3, how="toyframe", initialization="plain")
     assert line.startswith("LayerNorm Scaling on: 6 norms; s = 1 (block 1) to 0.5774 (block 3)")
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.equal(model[0](x), plain[0](x))

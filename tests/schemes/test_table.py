@@ -37,6 +37,11 @@ BLOCK_4_OF_16 = {
     "lnsbefore": Plan(pre_scale=0.5),
     "lnsafterbranch": Plan(branch_scale=0.5),
     "lnsafterresidual": Plan(stream_scale=0.5),
+    "lnsrate": Plan(norm_scale=0.5, gains=(("qkv", 2.0), ("ff_in", 2.0))),
+    "lnsstart": Plan(gains=(("qkv", 0.5), ("ff_in", 0.5))),
+    "lnsuniform": Plan(norm_scale=0.35),
+    "lnsuniform:factor=0.5": Plan(norm_scale=0.5),
+    "lnsreversed": Plan(norm_scale=13**-0.5),
 }
 
 
@@ -59,6 +64,17 @@ def test_only_the_named_sub_layers_are_multiplied(name, scaled):
 def test_lnsvalue_leaves_the_logits_alone():
     assert parse("lnsvalue").plan(4, 16, "attn") == Plan(branch_scale=0.5)
     assert parse("lnsvalue").plan(4, 16, "ff") == Plan(norm_scale=0.5)
+
+
+def test_only_olmo_builds_the_experiments():
+    found = {name for name in names() if definition(name).olmo_only}
+    assert found == {"lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"}
+    for name in names():
+        if name not in found:
+            parse(name).require_built_by("Megatron")
+            continue
+        with pytest.raises(LNSConfigError, match=rf"scheme {name} .*only the OLMo integration builds it, the Megatron"):
+            parse(name).require_built_by("Megatron")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +122,7 @@ KINDS = {
     "lnsafterattn": (True, True, 8, 0),
     "lnsafterff": (True, True, 8, 0),
     "lnsafterresidual": (True, False, 8, 0),
-    "lnsvalue": (True, True, 8, 0),
+    **dict.fromkeys(("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"), (True, True, 8, 0)),
 }
 
 
@@ -116,7 +132,7 @@ def test_what_derives_from_the_plans():
         scheme = parse(name)
         found = (scheme.stock_keys(4), scheme.folds_into_pre_ln(4), scheme.sites(4), scheme.extra_parameters(4, 8, 8))
         assert found == (stock, folds, norms, more), name
-        assert not scheme.keeps_forward(4), name
+        assert scheme.keeps_forward(4) is (name in ("lnsuniform", "lnsreversed")), name
 
 
 @pytest.mark.parametrize("name", names())
@@ -133,6 +149,7 @@ def test_every_row_says_what_it_is_and_where_it_is_from(name):
         ("groupln:groups=0", "expected an integer >= 1, found 0"),
         ("groupln:groups=2.5", "expected an integer, found '2.5'"),
         ("layerscale:start=-0.1", "expected a number >= 0, found -0.1"),
+        ("lnsuniform:factor=0", "expected a factor above 0, up to 1, found 0"),
         ("lnsafterff:exponent=-1", "exponent must be a finite number >= 0"),
         ("branchlndepth", "unknown scheme 'branchlndepth' .did you mean 'branchln"),
     ],

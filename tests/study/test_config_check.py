@@ -61,8 +61,8 @@ def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
         ("60M-preln", lambda s: s.replace("max_duration: 38147", "max_duration: 38146"), "expected 38147, the fewest"),
         (
             "60M-preln",
-            lambda s: s.replace("microbatch_size: 8", "microbatch_size: 7"),
-            "not a multiple of the micro-batch",
+            lambda s: s.replace("batch_size: 128", "batch_size: 129"),
+            "8 GPUs do not divide the batch of 129",
         ),
         (
             "60M-preln",
@@ -95,6 +95,8 @@ def test_a_wrong_olmo_file(
         (lambda s: s + "layernorm-scaling-keep-scaled-init: true\n", "expected an unscaled initialization"),
         (lambda s: s.replace("lr-decay-iters: 38147", "lr-decay-iters: 100"), "lr-decay-iters 100 is not train-iters"),
         (lambda s: s.replace("hidden-size: 512\n", ""), "has no 'hidden_size'"),
+        (lambda s: s.replace("micro-batch-size: 8", "micro-batch-size: 7"), "not a multiple of the micro-batch of 7"),
+        (lambda s: s.replace("micro-batch-size: 8", "micro-batch-size: 32"), "8 GPUs × micro-batch 32 do not divide"),
     ],
 )
 def test_a_wrong_megatron_file(
@@ -107,7 +109,9 @@ def test_a_wrong_megatron_file(
     assert code == 1 and message in out
 
 
-def test_too_little_memory_is_a_problem_division_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_and_a_batch_that_the_gpus_do_not_divide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "1", "--gpu", "A100")
     assert code == 1 and "is more than A100 has" in text
     file = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
@@ -120,7 +124,7 @@ def test_too_little_memory_is_a_problem_division_a_note(tmp_path: Path, capsys: 
     )
     assert run(capsys, tmp_path / "7B-lns.yaml", "--gpu", "H200")[0] == 0
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "3")
-    assert code == 0 and "do not divide the batch of 256" in text
+    assert code == 1 and "3 GPUs do not divide the batch of 256" in text
 
 
 def test_nothing_found(tmp_path: Path) -> None:

@@ -7,23 +7,26 @@ from pathlib import Path
 import pytest
 
 from olmo_lns.cli import main
-from olmo_lns.study.plan import config_pack
+from olmo_lns.study import pack
 
 
 def test_list_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "list"]) == 0
-    listed = capsys.readouterr().out.split()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    listed = [line.split()[0] for line in lines]
     repository = Path(__file__).parents[2] / "configs"
     assert listed == sorted(
         str(path.relative_to(repository))
         for path in repository.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     )
+    (about,) = [line.split(maxsplit=1)[1] for line in lines if line.startswith("olmo/60M-lns.yaml")]
+    assert about == "OLMo, 60M, arm lns"
 
 
 def test_copy_a_file_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "copy", "olmo/60M-lns", "-o", str(tmp_path)]) == 0
-    source = config_pack.folder() / "olmo" / "60M-lns.yaml"
+    source = pack.folder() / "olmo" / "60M-lns.yaml"
     assert (tmp_path / "60M-lns.yaml").read_bytes() == source.read_bytes()
     assert main(["config", "copy", "study", "-o", str(tmp_path / "mine")]) == 0
     assert (tmp_path / "mine" / "tiny.yaml").is_file()

@@ -79,13 +79,16 @@ def test_an_arm_that_is_none(tmp_path: Path, arm: str, message: str) -> None:
         ([1e-3], ["60Mx0.001-preln-s1", "60Mx0.001-lns-s1"]),
         ({"lns": [1e-3, "2e-3"]}, ["60M-preln-s1", "60Mx0.001-lns-s1", "60Mx0.002-lns-s1"]),
         ({"60M": {"preln": [6e-4], "lns": [1e-3]}}, ["60Mx0.0006-preln-s1", "60Mx0.001-lns-s1"]),
+        ({"preln": ["1x"], "lns": ["2x", "0.5x"]}, ["60Mx0.0006-preln-s1", "60Mx0.0012-lns-s1", "60Mx0.0003-lns-s1"]),
     ],
 )
 def test_rates(tmp_path: Path, rates: Any, names: list[str]) -> None:
     study = load(tmp_path, rates=rates)
     assert [run.name for run in study.runs] == names
     last = study.runs[-1]
-    assert last.shape.learning_rate == float(last.rate or 0) and last.shape.min_learning_rate == last.rate / 10
+    assert last.shape.learning_rate == float(last.rate or 0) and last.shape.min_learning_rate == pytest.approx(
+        last.rate / 10
+    )
     assert {run.group for run in study.runs} == {"60M"}
     compare_planned(study.runs)
 
@@ -123,6 +126,7 @@ def test_a_name_of_the_pack_in_an_empty_folder(tmp_path: Path, monkeypatch: pyte
         ({"launch": {"sbatch": {"q os": 1}}}, "expected a mapping of #SBATCH options"),
         ({"launch": {"args": ["a\nb"]}}, "launch: args: 'a.nb'"),
         ({"rates": [0]}, "rates .*expected a list of learning rates above 0"),
+        ({"rates": ["xx"]}, "rates .*expected a list of learning rates above 0"),
         ({"rates": {"deepnorm": [1e-3]}}, "rates names deepnorm, which is not among the arms"),
     ],
 )

@@ -17,7 +17,6 @@ from olmo_lns.study.launch import start as launch
 from olmo_lns.study.launch.progress import examine
 from olmo_lns.study.plan import compare
 from olmo_lns.study.plan import cost as plan
-from olmo_lns.study.plan.horizons import Horizons
 from olmo_lns.study.plan.spec import Study
 
 
@@ -68,7 +67,8 @@ def test_a_branch_is_known_by_its_trunk_too(branched: Built) -> None:
     [
         ({"horizons": [16, 8]}, r"horizons \[16, 8\]: expected rising"),
         ({"horizons": []}, "expected rising"),
-        ({"decay": 1}, "decay 1.0: expected a share"),
+        ({"horizons": None}, "horizons None: expected rising"),
+        ({"decay": 1}, "decay 1: expected a share"),
         ({"framework": "megatron", "config": "x.yaml"}, "cannot be branched here"),
     ],
 )
@@ -78,9 +78,10 @@ def test_a_wrong_description_is_named(branched: Built, change: dict[str, object]
         branched.save()
 
 
-def test_decay_alone_is_refused(tmp_path: Path) -> None:
+def test_decay_alone_is_refused(built: Built) -> None:
+    built.description["decay"] = 0.1
     with pytest.raises(LNSConfigError, match="decay belongs to horizons"):
-        Horizons.of({"decay": 0.1}, tmp_path)
+        built.save()
 
 
 def test_a_branch_without_its_trunk_is_named(branched: Built, capsys: pytest.CaptureFixture[str]) -> None:

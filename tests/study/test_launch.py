@@ -18,9 +18,9 @@ from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study import cli
 from olmo_lns.study.collect import logs
 from olmo_lns.study.collect import stamp as stamps
-from olmo_lns.study.launch import children as processes
 from olmo_lns.study.launch import slurm
 from olmo_lns.study.launch import start as launch
+from olmo_lns.study.launch.children import only_one
 from olmo_lns.study.plan.spec import Study
 
 
@@ -128,7 +128,7 @@ def test_missing_data_are_named(built: Built, tmp_path: Path) -> None:
 
 def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
     built.out.mkdir()
-    with processes.only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
+    with only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
         launch.run_here(built.study, built.study.runs, built.out)
 
 
@@ -138,7 +138,8 @@ def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
         ({"size": ["a"]}, "unknown keys size"),
         ({"arms": ["preln", "lnss"]}, "unknown arm 'lnss' .did you mean 'lns'"),
         ({"framework": "jax"}, "framework 'jax'"),
-        ({"final_fraction": 0}, "final_fraction 0"),
+        ({"final_fraction": 0}, "final_fraction 0: expected a number in"),
+        ({"decay": 1.5, "horizons": [9]}, "decay 1.5: expected a share of the steps"),
         ({"more_seeds": {"c": [1]}}, "more_seeds names c"),
         ({"more_seeds": {"a": [1]}}, "a seed is listed twice"),
         ({"more_seeds": {"a": {"mixln": [2]}}}, "more_seeds names mixln, which is not among the arms"),
@@ -149,7 +150,7 @@ def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
         ({"launch": {"nproc": "two"}}, "launch: nproc 'two': expected a number of processes"),
         ({"launch": {"nproc": 0}}, "launch: nproc 0"),
         ({"launch": {"args": "--a"}}, "launch: args '--a': expected a list"),
-        ({"launch": {"nodes": {"B": 4}}}, "launch: nodes names B, which is not among the sizes: a, b"),
+        ({"launch": {"nodes": {"B": 4}}}, "launch: nodes names B, which is not among the sizes: "),
         ({"launch": "train"}, "launch 'train': expected a mapping"),
         ({"seeds": 1}, "seeds 1: expected a list of whole numbers from 0"),
         ({"seeds": [1.5]}, "seeds .1.5."),

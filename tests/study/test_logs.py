@@ -76,7 +76,7 @@ def test_the_hundredth_attempt_comes_after_the_others(tmp_path: Path) -> None:
         (megatron_log({10: "NaN"}), "loss is nan at step 10"),
         (olmo_log({1: 3.0, 2: "2.#5"}), "loss '2.#5' at step 2 is not a number"),
         (olmo_log({2: 3.0, 1: 2.5}), "step 1 comes after step 2"),
-        (megatron_log({20: 3.0, 10: 2.5}), "iteration 10 comes after iteration 20"),
+        (megatron_log({20: 3.0, 10: 2.5}), "step 10 comes after step 20"),
         (olmo_log({1: 3.0}).replace("train/CrossEntropyLoss", "train/Other") + olmo_log({2: 2.0}), "step 1 has no"),
         (olmo_log({1: 3.0}) + "\0\0\0", "NUL bytes"),
     ],

@@ -12,8 +12,8 @@ from support.studies import REPOSITORY
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
 from olmo_lns.study.engines.megatron_args import expand
-from olmo_lns.study.launch import slurm
 from olmo_lns.study.launch import start as launch
+from olmo_lns.study.plan import cost
 from olmo_lns.study.plan.spec import Study
 
 
@@ -45,11 +45,13 @@ def test_values_become_the_words_that_a_file_of_flags_would(tmp_path: Path) -> N
         ("2-0", 48),
         ("1-12:30", 36.5),
         ("1-0:0:36", 24.01),
-        ("UNLIMITED", 1e999),
     ],
 )
 def test_slurm_s_times(time: str, hours: float) -> None:
-    assert slurm.hours_of(time) == pytest.approx(hours)
+    assert cost.time_note("7B", hours * 0.99, time) is None
+    said = cost.time_note("7B", hours * 1.99, time, "H100")
+    assert said and f"h on H100s by the plan, --time is {time}: about 2 jobs one after" in said
+    assert cost.time_note("7B", 1e9, "UNLIMITED") is None
 
 
 @pytest.mark.parametrize("value", [False, None])

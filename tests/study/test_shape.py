@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.engines import OLMO
-from olmo_lns.study.engines.base import shape_of
-from olmo_lns.study.engines.shape import GPUS, Shape
+from olmo_lns.study.engines.shape import GPUS, Machine, Shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = Shape(
@@ -36,7 +34,7 @@ def test_parameters_and_flops_agree_with_olmo(changed: dict[str, Any]) -> None:
     from olmo_lns.study.engines import olmo_config
 
     config = olmo_config.load(REPOSITORY / "configs" / "olmo" / "60M-preln.yaml", changed)
-    shape = shape_of(olmo_config.flatten(config), OLMO)
+    shape = OLMO.shape(olmo_config.flatten(config))
     parameters, per_token = olmo_config.count(config)
     assert shape.parameters == parameters
     # OLMo's backward pass counts the input embedding as a matrix multiplication, and so with tied
@@ -46,23 +44,43 @@ def test_parameters_and_flops_agree_with_olmo(changed: dict[str, Any]) -> None:
     assert per_token * shape.tokens == pytest.approx(shape.flops + (untied + tied) * shape.tokens, rel=1e-12)
 
 
-def test_tokens_hours_and_disk() -> None:
+def test_tokens_flops_and_disk() -> None:
     assert SHAPE.tokens == 256 * 4096 * 19074 and SHAPE.parameters == 85_074_432
     by_hand = (6 * (85_074_432 - 50304 * 512) + 12 * 8 * 512 * 4096) * SHAPE.tokens
-    assert SHAPE.flops == by_hand
-    assert SHAPE.gpu_hours("H100", 0.4) == pytest.approx(by_hand / (989.5e12 * 0.4) / 3600)
-    assert SHAPE.checkpoint_bytes == 12 * 85_074_432
+    assert SHAPE.flops == by_hand and SHAPE.checkpoint_bytes == 12 * 85_074_432
 
 
-def test_memory_by_strategy() -> None:
-    ddp, fsdp = SHAPE.memory("ddp", 8, 8), SHAPE.memory("fsdp", 8, 8)
-    assert ddp["states"] == 16 * SHAPE.parameters and fsdp["states"] < ddp["states"] / 2
-    assert SHAPE.memory("ddp", 8, 16)["activations"] == 2 * ddp["activations"]
-    assert SHAPE.memory("ddp", 8, 8, recompute=True)["activations"] < ddp["activations"] / 10
-    assert SHAPE.memory("distributed_optimizer", 8, 8)["states"] == pytest.approx(7.5 * SHAPE.parameters)
-    assert ddp["total"] == ddp["states"] + ddp["activations"] + ddp["logits"]
-    with pytest.raises(LNSConfigError, match="strategy 'zero9'"):
-        SHAPE.memory("zero9", 8, 8)
+def test_memory_by_hand() -> None:
+    """States, activations of 14 d + 4 inner bf16 numbers a token and block, logits in bf16 and twice in fp32."""
+    tokens = 8 * 4096
+    rest = 2 * tokens * (14 * 512 + 4 * 2048) * 8 + 10 * tokens * 50304
+    assert Machine("ddp", 8).memory(SHAPE, 8) == 16 * SHAPE.parameters + rest
+    sharded = 16 * SHAPE.parameters / 8 + 2 * (2 * (4 * 512**2 + 3 * 512 * 2048) + 50304 * 512)
+    assert Machine("fsdp", 8).memory(SHAPE, 8) == pytest.approx(sharded + rest)
+    kept = 2 * tokens * 512 * 8 + 10 * tokens * 50304
+    assert Machine("ddp", 8, recompute=True).memory(SHAPE, 8) == 16 * SHAPE.parameters + kept
+    # Two GPUs share a model, so that the moments are divided by four.
+    halved = (SHAPE.parameters * (2 + 4 + 12 / 4) + rest) / 2
+    assert Machine("distributed_optimizer", 8, split=2).memory(SHAPE, 8) == pytest.approx(halved)
+    assert Machine("zero9", 8).memory(SHAPE, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "even", "said"),
+    [
+        (Machine("ddp", 8), 32, True, None),
+        (Machine("ddp", 8), 64, True, "64 GPUs × micro-batch 8 do not divide the batch of 256"),
+        (Machine("ddp", 8), 64, False, None),
+        (Machine("ddp", 8), 7, False, "7 GPUs do not divide the batch of 256"),
+        (Machine("ddp", 8, 2, "TP 2"), 64, True, None),
+        (Machine("ddp", 8, 4, "TP 4"), 6, True, "TP 4 is more than 6 GPUs, or does not divide them"),
+        (Machine("ddp", 7), 8, True, "256 is not a multiple of the micro-batch of 7"),
+    ],
+    ids=str,
+)
+def test_a_batch_and_its_gpus(machine: Machine, gpus: int, even: bool, said: str | None) -> None:
+    found = machine.problem(SHAPE, gpus, even=even)
+    assert (found is None) if said is None else said in str(found)
 
 
 def test_durations() -> None:
@@ -71,17 +89,14 @@ def test_durations() -> None:
         "model.max_sequence_length": 100, "model.weight_tying": False, "model.layer_norm_with_affine": True,
         "global_train_batch_size": 10, "optimizer.learning_rate": 1e-3, "scheduler.t_warmup": 1, "scheduler.alpha_f": 0.1,
     }  # fmt: skip
-    assert shape_of(settings | {"max_duration": "20e3T"}, OLMO).steps == 20
-    assert shape_of(settings | {"max_duration": "20001T"}, OLMO).steps == 21
-    assert shape_of(settings | {"max_duration": 7}, OLMO).steps == 7
+    assert OLMO.shape(settings | {"max_duration": "20e3T"}).steps == 20
+    assert OLMO.shape(settings | {"max_duration": "20001T"}).steps == 21
+    assert OLMO.shape(settings | {"max_duration": 7}).steps == 7
     with pytest.raises(LNSConfigError, match="in epochs"):
-        shape_of(settings | {"max_duration": "1ep"}, OLMO)
+        OLMO.shape(settings | {"max_duration": "1ep"})
     with pytest.raises(LNSConfigError, match="no 'max_duration'"):
-        shape_of(settings, OLMO)
+        OLMO.shape(settings)
 
 
 def test_gpus_are_the_data_sheets() -> None:
     assert {name: gpu.peak / 1e12 for name, gpu in GPUS.items()} == {"A100": 312, "H100": 989.5, "H200": 989.5}
-    assert replace(SHAPE, steps=2 * SHAPE.steps).gpu_hours("A100", 0.5) == pytest.approx(
-        4 / 5 * 2 * SHAPE.gpu_hours("A100", 0.4)
-    )

@@ -202,10 +202,10 @@ def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float |
 def run(options: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
-    from olmo_lns.integrations import binding
+    from olmo_lns.integrations import norm_sites
 
     cfg, models = build(options)
-    sites = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in binding.sites(model)]
+    sites = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in norm_sites.sites(model)]
     losses: list[float | None] = []
     if folder := options.get("load"):
         # All chunks at once, as Megatron does: together they must want every shard.

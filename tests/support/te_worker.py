@@ -64,7 +64,7 @@ def perturbed(model: Any, seed: int = 3) -> Any:
 
 def compare(normalization: str = "RMSNorm", scheme: str = "lns", **changes: Any) -> dict[str, Any]:
     """Largest relative error of any gradient, and both losses."""
-    from olmo_lns.integrations import binding
+    from olmo_lns.integrations import norm_sites
     from olmo_lns.integrations.megatron import apply
 
     reference_changes = {k: v for k, v in changes.items() if k not in ("recompute_modules", "recompute_granularity")}
@@ -96,7 +96,7 @@ def compare(normalization: str = "RMSNorm", scheme: str = "lns", **changes: Any)
         "worst": worst,
         "error": errors[worst],
         "norms": sorted({type(m).__module__.split(".")[0] for n, m in model.named_modules() if n.endswith("bda.norm")}),
-        "sites": [(type(m).__name__, site.layer_number, m.lns_method) for _, m, site in binding.sites(model)],
+        "sites": [(type(m).__name__, site.layer_number, m.lns_method) for _, m, site in norm_sites.sites(model)],
     }
 
 
@@ -108,8 +108,8 @@ def naive_standalone() -> dict[str, float]:
     """TE's RMSNorm with its weight swapped for the forward only: what the plugin must not do."""
     import transformer_engine.pytorch as te
 
-    from olmo_lns.integrations.binding import Site
-    from olmo_lns.integrations.megatron.norms import FoldedStandalone, _scaled_class, bind_norm
+    from olmo_lns.integrations.megatron.norms import FoldedStandalone, _scaled_class, attach_norm
+    from olmo_lns.integrations.norm_sites import Site
     from olmo_lns.schemes import LNS
 
     x = torch.randn(8, tiny.HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -128,7 +128,7 @@ def naive_standalone() -> dict[str, float]:
         norm.lns_scale = 0.5
 
     right = run(lambda norm: None, factor=0.5)
-    naive, ours = run(swap), run(lambda norm: bind_norm(norm, Site(LNS, 4, 4, "attn")))
+    naive, ours = run(swap), run(lambda norm: attach_norm(norm, Site(LNS, 4, 4, "attn")))
     found = {}
     for kind, result in (("naive", naive), ("ours", ours)):
         for what, one, other in zip(("y", "dx", "dgain"), result, right, strict=True):

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.binding import Site, bind
 from olmo_lns.integrations.megatron import upstream
 from olmo_lns.integrations.megatron.norms import scale_norm
+from olmo_lns.integrations.norm_sites import Site, attach
 from olmo_lns.integrations.patching import exists, verify
 from olmo_lns.schemes import Learned, Plan
 
-__all__ = ["SLOTS", "SchemeAddition", "bind_addition", "unsupported"]
+__all__ = ["SLOTS", "SchemeAddition", "attach_addition", "unsupported"]
 
 #: Sub-layer -> the layer's attribute that adds its output to the stream.
 SLOTS = {"attn": "self_attn_bda", "ff": "mlp_bda"}
@@ -41,8 +41,6 @@ def unsupported(plan: Plan) -> str:
         return "its factor stands in front of a norm that Transformer Engine fuses into the linear layer behind it"
     if plan.stream_scale != 1.0 or plan.alpha != 1.0 or plan.omega is not None:
         return "it multiplies the residual stream, which Megatron's recompute, fusions and exports take as it is"
-    if plan.norm_scale != 1.0:
-        return "it multiplies the norm of one sub-layer and the branch of the other, which only OLMo's blocks do"
     if plan.gains:
         return "it draws the v rows of linear_qkv, which lie between those of q and k, with another gain"
     return ""
@@ -98,7 +96,7 @@ class SchemeAddition(nn.Module):
             return torch.add(x, h, alpha=self.factor)
         return torch.addcmul(x, self.gate.to(h.dtype), h, value=self.factor)
 
-    def lns_realised(self, sub_layer: str) -> Plan:
+    def lns_plan(self, sub_layer: str) -> Plan:
         """The plan that the addition computes."""
         factor = self.factor * getattr(self.norm, "lns_scale", 1.0)
         return Plan(branch=self.norm is not None, branch_scale=factor, gate=self.learned)
@@ -116,7 +114,7 @@ def _keeps_stream_dtype() -> bool:
     return bool(get_bias_dropout_add(False, False)((branch, None), stream, 0.0).dtype == stream.dtype)
 
 
-def bind_addition(layer: Any, site: Site) -> None:
+def attach_addition(layer: Any, site: Site) -> None:
     """Put ``site``'s plan into its slot of a built ``TransformerLayer``.
 
     :raises LNSConfigError: the slot holds something else than Megatron's bias-dropout-add.
@@ -137,7 +135,7 @@ def bind_addition(layer: Any, site: Site) -> None:
     if norm is not None and plan.branch_scale != 1.0:
         scale_norm(norm, plan.branch_scale)
     addition = SchemeAddition(config, plan, norm, next(layer.parameters()))
-    bind(addition, site)
+    attach(addition, site)
     setattr(layer, slot, addition)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.binding import read_back
 from olmo_lns.integrations.megatron.building import (
     inside_mtp,
     say,
@@ -22,9 +21,10 @@ from olmo_lns.integrations.megatron.building import (
     use_plain_initialization,
     vision_towers,
 )
-from olmo_lns.integrations.megatron.layers import bind_layer, bound, check_config
+from olmo_lns.integrations.megatron.layers import attach_layer, check_config, count_sites
 from olmo_lns.integrations.megatron.settings import VISION, Settings, mark
 from olmo_lns.integrations.megatron.upstream import CORE, LAYER, install_core
+from olmo_lns.integrations.norm_sites import read_back
 from olmo_lns.integrations.patching import check_target, require_verified
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, parse
 
@@ -156,13 +156,13 @@ class SchemeLayer:
         if lns_settings.scaled_init_off:
             use_plain_initialization(config)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        if inside_mtp.get() or bound(self):  # type: ignore[arg-type]
+        if inside_mtp.get() or count_sites(self):  # type: ignore[arg-type]
             return  # by the wrapped constructors, which found the settings on the config
         if kwargs.get("is_mtp_layer") or getattr(config, "mtp_num_layers", None):
             raise LNSConfigError(
                 "MTP layers under a layer spec need the plugin, which numbers them: unset OLMO_LNS_DISABLE."
             )
-        bind_layer(self, lns_settings)
+        attach_layer(self, lns_settings)
 
 
 @functools.cache
@@ -220,7 +220,7 @@ def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int
 
     if settings.layernorm_scaling_keep_scaled_init:
         raise LNSConfigError("keep_scaled_init has no meaning for a built model: its weights are made already.")
-    if bound(module):
+    if count_sites(module):
         title = read_back(module).definition.title
         raise LNSConfigError(f"{title} is on in this {type(module).__name__} already.")
     towers = [] if vision else vision_towers(module)
@@ -240,7 +240,7 @@ def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int
         for inner in mtp.modules()
         if isinstance(inner, TransformerLayer)
     }
-    sites = sum(bind_layer(layer, settings, depth=depths.get(id(layer))) for layer in layers)
+    sites = sum(attach_layer(layer, settings, depth=depths.get(id(layer))) for layer in layers)
     config: Any = layers[0].config
     settings.store(config)
     hybrid = sites == len(layers)

@@ -16,8 +16,8 @@ from typing import Any, Callable
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import binding
-from olmo_lns.integrations.megatron.layers import bind_layer, blocks_of, bound, check_config
+from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.megatron.layers import attach_layer, blocks_of, check_config, count_sites
 from olmo_lns.integrations.megatron.settings import FLAGS, VISION, Settings
 
 __all__ = [
@@ -63,12 +63,12 @@ def start_up_line(model: nn.Module, config: Any, *, initialization: str, hybrid:
 
     :param model: this process's part. :param hybrid: attention and MLP are layers of their own.
     """
-    found = list(binding.sites(model))
+    found = list(norm_sites.sites(model))
     numbers = sorted({site.layer_number for _, _, site in found})
     norms = sum(site.plan.norms for _, _, site in found)
     here = f"{norms} in this process (blocks {numbers[0]}-{numbers[-1]})" if found else "none in this process"
-    return binding.start_up_line(
-        binding.read_back(model) if found else Settings.of(config).scheme,
+    return norm_sites.start_up_line(
+        norm_sites.read_back(model) if found else Settings.of(config).scheme,
         blocks_of(config, hybrid=hybrid),
         norm=str(config.normalization),
         here=here,
@@ -142,7 +142,7 @@ def transformer_layer(original: Init) -> Init:
             use_plain_initialization(config)
         original(self, *args, **kwargs)
         if settings.active and not inside_mtp.get():
-            bind_layer(self, settings)
+            attach_layer(self, settings)
 
     return __init__
 
@@ -204,7 +204,7 @@ def mtp_layer(original: Init) -> Init:
         if settings.active:
             depth = self.config.num_layers + self.layer_number
             inner = _layers_of(self)
-            if len(inner) != 1 or bind_layer(inner[0], settings, depth=depth) != 2:
+            if len(inner) != 1 or attach_layer(inner[0], settings, depth=depth) != 2:
                 raise LNSConfigError(
                     f"MTP layer {self.layer_number} holds {len(inner)} transformer layers, expected 1."
                 )
@@ -260,7 +260,7 @@ def _layers_of(module: nn.Module) -> list[nn.Module]:
 
 def _count(stack: Any, *, per_layer: int) -> None:
     for layer in stack.layers:
-        if (found := bound(layer)) != per_layer:
+        if (found := count_sites(layer)) != per_layer:
             raise LNSConfigError(
                 f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} of {type(stack).__name__} has {found} "
                 f"sub-layers with the scheme, expected {per_layer}: only transformer layers are supported (no Mamba, "

@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.building import say
 from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
@@ -111,7 +111,7 @@ def _record_of(module: Any) -> Record:
     holds_layers = isinstance(module, TransformerLayer) or any(
         isinstance(m, TransformerLayer) for m in module.modules()
     )
-    scheme = binding.read_back(module) if holds_layers else settings.scheme
+    scheme = norm_sites.read_back(module) if holds_layers else settings.scheme
     plain = settings.scaled_init_off and config.output_layer_init_method is config.init_method
     return Record(scheme, scaled_init="plain" if plain else "upstream")
 

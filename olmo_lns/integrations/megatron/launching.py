@@ -8,9 +8,9 @@ import sys
 from typing import Any, Callable
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.building import describe, say, use_plain_initialization
-from olmo_lns.integrations.megatron.layers import bound, check_scheme
+from olmo_lns.integrations.megatron.layers import check_scheme, count_sites
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
 from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
 from olmo_lns.integrations.patching import require_verified
@@ -101,9 +101,9 @@ def _require_sites(chunks: list[Any], settings: Settings) -> None:
     What a checkpoint will say of itself is what the arguments say: here the built model is held to them.
     """
     for chunk in chunks:
-        if (found := binding.read_back(chunk)) not in (settings.scheme, PRE_LN):
+        if (found := norm_sites.read_back(chunk)) not in (settings.scheme, PRE_LN):
             raise LNSConfigError(f"{settings.scheme} was asked for, but the model was built with {found}.")
-    if any(bound(chunk) or _has_empty_stack(chunk) for chunk in chunks):
+    if any(count_sites(chunk) or _has_empty_stack(chunk) for chunk in chunks):
         return
     inner = chunks[0]
     while hasattr(inner, "module"):  # DDP, Float16Module

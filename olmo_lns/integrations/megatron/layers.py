@@ -22,15 +22,16 @@ from typing import Any
 
 from torch import nn
 
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import binding
-from olmo_lns.integrations.binding import Site
-from olmo_lns.integrations.megatron.addition import bind_addition, unsupported
-from olmo_lns.integrations.megatron.norms import bind_norm, is_fused_linear
+from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.megatron.addition import attach_addition, unsupported
+from olmo_lns.integrations.megatron.norms import attach_norm, is_fused_linear
 from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.schemes import Scheme, names
 
-__all__ = ["FirstForward", "bind_layer", "blocks_of", "bound", "check_config", "check_scheme"]
+__all__ = ["FirstForward", "attach_layer", "blocks_of", "check_config", "check_scheme", "count_sites"]
 
 _WORDS = {"attn": "attention", "ff": "MLP"}
 _FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
@@ -53,20 +54,23 @@ _REFUSED = (
 _CAPTURED = ("cuda_graph_scope", "cuda_graph_modules")
 
 
+def _problem(scheme: Scheme, n_layers: int) -> str:
+    if scheme.definition.olmo_only:
+        return "it is an experiment, which only the OLMo integration builds"
+    if scheme.keeps_forward(n_layers):
+        return ""
+    return next((problem for _, _, plan in scheme.plans(n_layers) if (problem := unsupported(plan))), "")
+
+
 def check_scheme(scheme: Scheme, n_layers: int) -> None:
     """:raises LNSConfigError: Megatron's layers have no slot for what it does; with the reason."""
-    if scheme.keeps_forward(n_layers):
-        return
-    problems = dict.fromkeys(problem for _, _, plan in scheme.plans(n_layers) if (problem := unsupported(plan)))
-    if problems:
-        possible = [
-            name
-            for name in names()
-            if Scheme.of(name).keeps_forward(2) or not any(unsupported(p) for _, _, p in Scheme.of(name).plans(2))
-        ]
+    if not scheme.is_pre_ln:
+        environment.check()
+    if problem := _problem(scheme, n_layers):
+        possible = [name for name in names() if not _problem(Scheme.of(name), 2)]
         raise LNSConfigError(
-            f"{scheme} ({scheme.definition.title}) is not available in Megatron: {next(iter(problems))}. Available "
-            f"are {', '.join(possible)}; OLMo runs every scheme."
+            f"{scheme} ({scheme.definition.title}) is not available in Megatron: {problem}. Available are "
+            f"{', '.join(possible)}; OLMo runs every scheme."
         )
 
 
@@ -94,7 +98,7 @@ def check_config(config: Any, scheme: Scheme) -> None:
                 )
 
 
-def bind_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> int:
+def attach_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> int:
     """Give the sub-layers of one built ``TransformerLayer`` the scheme of ``settings``.
 
     :param depth: 1-based global number of the block; None takes it from the layer.
@@ -122,10 +126,10 @@ def bind_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> i
     for sub_layer, module in found.items():
         site = Site(scheme, depth, n_layers, sub_layer)
         if scheme.keeps_forward(n_layers):
-            bind_norm(module, site)
+            attach_norm(module, site)
         else:
-            bind_addition(layer, site)
-    waiting = {name for name, _, _ in binding.sites(layer)}
+            attach_addition(layer, site)
+    waiting = {name for name, _, _ in norm_sites.sites(layer)}
     for name in ("", *waiting):
         FirstForward(layer.get_submodule(name), name, waiting)
     return len(found)
@@ -163,9 +167,9 @@ def blocks_of(config: Any, *, hybrid: bool) -> int:
     return int(config.num_layers) // (2 if hybrid else 1)
 
 
-def bound(model: nn.Module) -> int:
+def count_sites(model: nn.Module) -> int:
     """How many sub-layers of ``model`` have a scheme."""
-    return len(list(binding.sites(model)))
+    return len(list(norm_sites.sites(model)))
 
 
 def _site(layer: Any, sub_layer: str, norm: str, holder: str, names: tuple[str, ...]) -> nn.Module:

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.binding import Site, bind
 from olmo_lns.integrations.megatron.upstream import FUSED
+from olmo_lns.integrations.norm_sites import Site, attach
 from olmo_lns.integrations.patching import verify
 from olmo_lns.integrations.scaled import Scaled
 from olmo_lns.norm import Backend, choose_backend, layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
 
-__all__ = ["bind_norm", "is_fused_linear", "scale_norm"]
+__all__ = ["attach_norm", "is_fused_linear", "scale_norm"]
 
 
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
@@ -131,18 +131,18 @@ class ScaledOutput(_Scaled):
         return y * self.lns_scale
 
 
-def bind_norm(module: Any, site: Site) -> None:
+def attach_norm(module: Any, site: Site) -> None:
     """Multiply the output of ``module`` by its plan's factor, exactly and for good.
 
     :param module: a norm (y = Norm(x)), or TE's LayerNormLinear (y = Linear(Norm(x))).
     :raises LNSConfigError: the module carries a factor already.
     """
-    bind(module, site)
+    attach(module, site)
     scale_norm(module, site.plan.norm_scale)
 
 
 def scale_norm(module: Any, factor: float) -> None:
-    """The factor alone, for a norm that is part of what is bound."""
+    """The factor alone, for a norm inside a module that has the site."""
     module.__class__ = _scaled_class(_mixin_for(module), type(module))
     module.lns_scale = factor
     if isinstance(module, FoldedOp):

@@ -350,17 +350,17 @@ def _extend(module: ModuleType) -> None:
     pairs = [(target, wrapper) for target, wrapper in _pairs() if _defines(module, target)]
     framework = CORE if module.__name__ in _CORE else TRAINING
     if replace_all(pairs, framework=framework):
-        _rebind(module)
+        _refresh(module)
         return
     if any(word.split("=")[0] in FLAGS for word in sys.argv[1:]):
         require_verified(framework)
     for target, _ in pairs:  # a checkpoint of a scheme is an error all the same
         if target in (DIST_LOAD, LOAD_ARGS, LOAD_BASE) and exists(target):
             replace(target, checkpoint.look, only_look=True)
-    _rebind(module)
+    _refresh(module)
 
 
-def _rebind(module: ModuleType) -> None:
+def _refresh(module: ModuleType) -> None:
     """``megatron.core.dist_checkpointing`` hands on the functions that it imported, perhaps before this."""
     package = sys.modules.get(module.__name__.rpartition(".")[0])
     for target in (DIST_SAVE, DIST_LOAD):

@@ -18,12 +18,12 @@ import torch
 from olmo.model import LayerNormBase, OLMoBlock, OLMoLlamaBlock, OLMoSequentialBlock
 from torch import nn
 
-from olmo_lns.integrations import binding, patching
-from olmo_lns.integrations.binding import Site
+from olmo_lns.integrations import norm_sites, patching
+from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.integrations.olmo import initialization, norms, upstream
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 
-__all__ = ["LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "bind_block", "unsupported"]
+__all__ = ["LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "attach_block", "unsupported"]
 
 _Run = Callable[..., Any]
 
@@ -163,7 +163,7 @@ class _SchemeBlock(OLMoBlock):
     def _last_norm(self, sub_layer: str) -> Any:
         return getattr(self, f"{sub_layer}_norm_out", None) or getattr(self, f"{sub_layer}_norm")
 
-    def lns_realised(self, sub_layer: str) -> Plan:
+    def lns_plan(self, sub_layer: str) -> Plan:
         """The plan that ``forward`` computes, from the modules and numbers that it uses."""
         residual: _Residual = getattr(self, f"lns_residual_{sub_layer}")
         first, last = getattr(self, f"{sub_layer}_norm"), self._last_norm(sub_layer)
@@ -226,7 +226,7 @@ def _weighted_sum(plain: torch.Tensor, weighted: torch.Tensor, learned: Any, res
 _CLASSES: dict[type, type] = {OLMoSequentialBlock: SchemeSequentialBlock, OLMoLlamaBlock: SchemeLlamaBlock}
 
 
-def bind_block(block: OLMoBlock, scheme: Scheme) -> None:
+def attach_block(block: OLMoBlock, scheme: Scheme) -> None:
     """Turn a block that OLMo has built into the block of ``scheme``, in place.
 
     :raises UpstreamChangedError: OLMo's own forward is not one that ours was read against.
@@ -239,7 +239,7 @@ def bind_block(block: OLMoBlock, scheme: Scheme) -> None:
         )
     number, config = block.layer_id + 1, block.config
     found = [Site(scheme, number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
-    binding.bind(block, *found)
+    norm_sites.attach(block, *found)
     for site in found:
         plan, sub_layer = site.plan, site.sub_layer
         if plan.norms == 2:

@@ -8,7 +8,7 @@ finds the two together worse than LNS alone (arXiv 2502.05795, footnote 1 and se
 ``normal_scaled`` and ``normal_depth_scaled`` are ours: ``normal``, and the two projections times
 one of those factors. ``full_megatron`` is no such thing: it also draws the head at 1/sqrt(d).
 
-A scheme's own gains on freshly drawn weights (DeepNorm's) are by role: ``v``, ``o``, ``ff_in``, ``ff_out``.
+A scheme's own gains on freshly drawn weights (DeepNorm's) are by role: ``qkv``, ``v``, ``o``, ``ff_in``, ``ff_out``.
 """
 
 from __future__ import annotations
@@ -113,8 +113,14 @@ def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-#: Role -> sub-layer and module; ``v`` is a part of ``att_proj`` in a sequential block.
-_ROLES = {"v": ("attn", "v_proj"), "o": ("attn", "attn_out"), "ff_in": ("ff", "ff_proj"), "ff_out": ("ff", "ff_out")}
+#: Role -> sub-layer and modules, of which a block has some; ``v`` is a part of ``att_proj`` in a sequential block.
+_ROLES = {
+    "qkv": ("attn", ("att_proj", "q_proj", "k_proj", "v_proj")),
+    "v": ("attn", ("v_proj",)),
+    "o": ("attn", ("attn_out",)),
+    "ff_in": ("ff", ("ff_proj",)),
+    "ff_out": ("ff", ("ff_out",)),
+}
 
 
 def keep_gains(block: Any, sub_layer: str, gains: tuple[tuple[str, float], ...]) -> None:
@@ -136,13 +142,14 @@ def apply_gains(block: Any) -> None:
     """
     for sub_layer in ("attn", "ff"):
         for role, gain in gains_of(block, sub_layer):
-            owner, name = _ROLES[role]
+            owner, modules = _ROLES[role]
             if owner != sub_layer:
                 continue
-            if role == "v" and not hasattr(block, name):
+            if role == "v" and not hasattr(block, "v_proj"):
                 _rows_of_v(block).mul_(gain)
-            else:
-                getattr(block, name).weight.mul_(gain)
+            for name in modules:
+                if hasattr(block, name):
+                    getattr(block, name).weight.mul_(gain)
 
 
 def _rows_of_v(block: Any) -> torch.Tensor:

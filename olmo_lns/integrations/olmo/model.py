@@ -1,4 +1,4 @@
-"""Depth, bound where OLMo builds a block; and the promises checked when a model is complete.
+"""Depth, attached where OLMo builds a block; and the promises checked when a model is complete.
 
 ``register`` runs while OLMo is being imported, whoever imports it, so nothing here needs OLMo at import: the classes
 made of OLMo's (:mod:`norms`, :mod:`block`) are imported where they are used.
@@ -10,8 +10,8 @@ import logging
 from typing import Any, Callable
 
 from olmo_lns.errors import UpstreamChangedError
-from olmo_lns.integrations import binding
-from olmo_lns.integrations.binding import Site
+from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.integrations.olmo import initialization, types
 from olmo_lns.integrations.olmo.config import require_supported
 from olmo_lns.record import Record
@@ -40,7 +40,7 @@ _RECORD = "_olmo_lns_record"
 def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``LayerNormBase.build``: a type of ours gives the plain base norm.
 
-    Final, embedding and q/k norms stay that way; a block binds its own two afterwards.
+    Final, embedding and q/k norms stay that way; a block attaches its own two afterwards.
     """
 
     def wrapped(cls: Any, config: Any, size: int | None = None, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_block_init(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``__init__`` of a block class: bind its norms, or the block itself, to ``layer_id + 1``.
+    """Wrap ``__init__`` of a block class: attach number ``layer_id + 1`` to its norms, or to the block itself.
 
     The constructor rather than the factory, so that a block built without ``OLMoBlock.build``
     is scaled too. ``layer_id`` is global, also with ``block_group_size > 1``.
@@ -69,11 +69,11 @@ def wrap_block_init(init: Callable[..., None]) -> Callable[..., None]:
             setattr(self, initialization.ATTRIBUTE, wanted)
         scheme = types.scheme_in_force(config.layer_norm_type)
         if not scheme.keeps_forward(config.n_layers):
-            block.bind_block(self, scheme)
+            block.attach_block(self, scheme)
         elif not scheme.is_pre_ln:
             for sub_layer in SUB_LAYERS:
                 norm = getattr(self, BLOCK_NORMS[sub_layer])
-                norms.bind_norm(norm, Site(scheme, layer_id + 1, config.n_layers, sub_layer))
+                norms.attach_norm(norm, Site(scheme, layer_id + 1, config.n_layers, sub_layer))
 
     return wrapped
 
@@ -92,13 +92,12 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``OLMo.__init__``: refuse what cannot be built, check and report afterwards."""
 
     def wrapped(self: Any, config: Any, init_params: bool = True) -> None:
-        types.check_environment()
         require_supported(config)
         if types.has_scheme(kind := config.layer_norm_type):
             # A parameter from the environment is written down: what is saved with the weights is the config.
             config.layer_norm_type = type(kind)(types.spell(types.scheme_in_force(kind), types.base_type(kind)))
         init(self, config, init_params)
-        binding.check(self, types.scheme_in_force(config.layer_norm_type), config.n_layers)
+        norm_sites.check(self, types.scheme_in_force(config.layer_norm_type), config.n_layers)
         record = record_of(self)
         setattr(config, _RECORD, record.as_dict())
         if record.active:
@@ -127,8 +126,8 @@ def record_of(model: Any) -> Record:
 
     :raises UpstreamChangedError: its blocks do not all have one scheme and one initialization.
     """
-    scheme = binding.read_back(model)
-    binding.check(model, scheme, model.config.n_layers)
+    scheme = norm_sites.read_back(model)
+    norm_sites.check(model, scheme, model.config.n_layers)
     drawn = sorted({initialization.initialization_of(block) for block in blocks_of(model)})
     if len(drawn) > 1:
         raise UpstreamChangedError(f"one model with the initializations {', '.join(drawn)}: expected one.")
@@ -141,7 +140,7 @@ def _report(model: Any, record: Record) -> None:
 
     scaled = (norms.backend_of(module) for block in blocks_of(model) for module in block.children())
     backend = next((found for found in scaled if found is not None), None)
-    line = binding.start_up_line(
+    line = norm_sites.start_up_line(
         record.scheme,
         model.config.n_layers,
         norm=str(model.config.layer_norm_type),

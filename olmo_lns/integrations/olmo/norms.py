@@ -12,7 +12,7 @@ from typing import Any, Callable
 import torch
 from olmo.model import LayerNorm, LayerNormBase, RMSLayerNorm
 
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.scaled import Scaled, give
 from olmo_lns.norm import Backend
 from olmo_lns.norm.dtypes import cast, compute_dtype, output_dtype, without_autocast
@@ -22,9 +22,9 @@ from olmo_lns.schemes import Plan
 __all__ = [
     "LNSLayerNorm",
     "LNSRMSLayerNorm",
+    "attach_norm",
     "backend_of",
     "base_norm",
-    "bind_norm",
     "groups_of",
     "pre_scale_of",
     "scale_norm",
@@ -50,7 +50,7 @@ class _Scaled(Scaled):
             return self.lns_backend, self.eps
         return _FORMULA, self.lns_eps_tensor
 
-    def lns_realised(self, sub_layer: str) -> Plan:
+    def lns_plan(self, sub_layer: str) -> Plan:
         """The plan that ``forward`` computes."""
         return Plan(norm_scale=self.lns_scale, pre_scale=self.lns_pre_scale, groups=self.lns_groups)
 
@@ -128,15 +128,15 @@ def base_norm(kind: str, config: Any, size: int | None, **kwargs: Any) -> LayerN
     return LayerNorm(config, size=size, low_precision=kind == "low_precision", **kwargs)
 
 
-def bind_norm(norm: LayerNormBase, site: binding.Site) -> None:
+def attach_norm(norm: LayerNormBase, site: norm_sites.Site) -> None:
     """Turn the norm in front of a sub-layer into the norm of its plan, in place.
 
     :raises TypeError: ``norm`` is not one of OLMo's norms.
-    :raises LNSConfigError: it is bound already.
+    :raises LNSConfigError: it has a site already.
     """
     if not isinstance(norm, _Scaled):
         _classes(norm)
-    binding.bind(norm, site)
+    norm_sites.attach(norm, site)
     scale_norm(norm, site.layer_number, site.plan.norm_scale)
 
 

@@ -1,58 +1,76 @@
 """The schemes in OLMo-core; the public names are in :mod:`olmo_lns.olmo_core`.
 
-Nothing of OLMo-core is replaced for training. ``register()`` guards its checkpoints and its Hugging Face converter:
-without it a run that is resumed without the flags of its scheme would go on as another model.
+Nothing of OLMo-core is replaced for training. ``register()`` guards its configs, its checkpoints and its Hugging Face
+converter: without it a run that is resumed without the flags of its scheme would go on as another model.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Callable, Iterator
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.olmo_core import checkpoint
+from olmo_lns.integrations.olmo_core.checkpoint import CLASS
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Guard the loading of checkpoints and keep the record in them. Idempotent; called by the autoload hook.
+    """Guard what is loaded and keep the record in what is saved. Idempotent; called by the autoload hook.
 
-    :raises UpstreamChangedError: this OLMo-core is none that was verified.
+    An OLMo-core that was not verified is left untouched, with a warning; a scheme then stops there.
     """
     from olmo_core.version import VERSION
     from packaging.version import Version
 
     from olmo_lns.integrations.autoload import on_import
-    from olmo_lns.integrations.olmo_core import checkpoint, upstream
+    from olmo_lns.integrations.olmo_core import upstream
+    from olmo_lns.integrations.patching import replace_all
 
     if Version(VERSION) < Version(upstream.OLDEST):
         return  # ai2-olmo brings 0.1.0, which has no models
 
-    on_import("olmo_core.distributed.checkpoint", lambda _: _replace((upstream.LOAD_MODEL, checkpoint.wrap_load_model)))
-    on_import(
-        "olmo_core.nn.hf.checkpoint",
-        lambda _: _replace(
-            (upstream.SAVE_HF, checkpoint.wrap_save_hf), (upstream.SAVE_HF_HYBRID, checkpoint.wrap_save_hf)
-        ),
-    )
-    on_import(
-        "olmo_core.train.checkpoint",
-        lambda _: _replace(
+    for module, pairs in {
+        "olmo_core.config": [(upstream.FROM_DICT, _wrap_from_dict)],
+        "olmo_core.distributed.checkpoint": [
+            (upstream.LOAD_MODEL, checkpoint.wrap_load_model),
+            (upstream.SAVE_MODEL, checkpoint.wrap_save_model),
+            (upstream.SAVE_MODEL_ASYNC, checkpoint.wrap_save_model),
+        ],
+        "olmo_core.nn.hf.checkpoint": [
+            (upstream.LOAD_HF, checkpoint.wrap_load_hf),
+            (upstream.SAVE_HF, checkpoint.wrap_save_hf),
+            (upstream.SAVE_HF_HYBRID, checkpoint.wrap_save_hf),
+        ],
+        "olmo_core.train.checkpoint": [
             (upstream.LOAD, checkpoint.wrap_load),
             (upstream.SAVE, checkpoint.wrap_save),
             (upstream.SAVE_ASYNC, checkpoint.wrap_save),
             (upstream.SAVE_TRAIN_STATE, checkpoint.wrap_save_train_state),
-        ),
-    )
+        ],
+    }.items():
+        on_import(module, lambda _, pairs=pairs: replace_all(pairs, framework=upstream.NAME))  # type: ignore[misc]
 
 
-def _replace(*pairs: Any) -> None:
-    from olmo_lns.integrations.patching import replace_all
+def _wrap_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Config.from_dict``, which answers a class that a module does not have by its own, without a word."""
 
-    replace_all(pairs)
+    def wrapped(cls: Any, data: Any, overrides: list[str] | None = None) -> Any:
+        for name in (*_classes(data), *re.findall(r"(?m)_CLASS_=(.*)$", "\n".join(overrides or ()))):
+            if name.startswith("olmo_lns.") and name != CLASS:
+                raise LNSConfigError(f"_CLASS_={name}: the block config of olmo-lns is {CLASS}")
+        return from_dict(cls, data, overrides)
+
+    return wrapped
 
 
-def __getattr__(name: str) -> Any:
-    # OLMo-core takes an AttributeError for "no such class" and builds its own block without a word.
-    if name.endswith("Config"):
-        raise LNSConfigError(f"olmo_lns.integrations.olmo_core has no {name!r}: it is olmo_lns.olmo_core.BlockConfig")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _classes(data: Any) -> Iterator[str]:
+    """What ``_CLASS_`` says, anywhere in a config as a plain dict."""
+    if isinstance(data, dict):
+        name = data.get("_CLASS_")
+        yield from [name] if isinstance(name, str) else []
+        data = list(data.values())
+    if isinstance(data, (list, tuple)):
+        for each in data:
+            yield from _classes(each)

@@ -1,4 +1,4 @@
-"""What a scheme is in each of OLMo-core's blocks, and binding it to a block that was just built.
+"""What a scheme is in each of OLMo-core's blocks, and how a block that was just built gets it.
 
 The forward of a block stays OLMo-core's: only norms that it already has are multiplied.
 """
@@ -11,13 +11,14 @@ from typing import Any, Mapping
 from olmo_core.nn.moe.router import MoELinearRouter
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations.binding import Site
-from olmo_lns.integrations.olmo_core import initialization
-from olmo_lns.integrations.olmo_core.norms import bind_norm, scale_norm
+from olmo_lns.integrations.norm_sites import Site
+from olmo_lns.integrations.olmo_core import draw
+from olmo_lns.integrations.olmo_core.checkpoint import compare_converted
+from olmo_lns.integrations.olmo_core.norms import attach_norm, scale_norm
 from olmo_lns.integrations.scaled import Scaled, give
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 
-__all__ = ["FORMS", "Form", "form_of", "realise", "require_one_factor", "require_supported", "sees_factor"]
+__all__ = ["FORMS", "Form", "attach_scheme", "form_of", "require_one_factor", "require_supported", "sees_factor"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def form_of(name: Any) -> Form:
 def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
     """:raises LNSConfigError: the block has its norms elsewhere than the scheme wants them."""
     form = form_of(name)
+    scheme.require_built_by("OLMo-core")
     for _, _, plan in scheme.plans(n_layers):
         if not form.fits(plan):
             fitting = [other for other, its in FORMS.items() if its.fits(plan)]
@@ -90,7 +92,7 @@ def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
     return form
 
 
-def realise(
+def attach_scheme(
     block: Any,
     scheme: Scheme,
     *,
@@ -98,10 +100,10 @@ def realise(
     norm: str,
     block_idx: int,
     n_layers: int,
-    initialization_: str,
+    initialization: str,
     scale_router: bool,
 ) -> None:
-    """Bind ``scheme`` to a block that OLMo-core has just built from a config of type ``name``.
+    """Attach ``scheme`` to a block that OLMo-core has just built from a config of type ``name``.
 
     :param norm: name of its layer norms. :param block_idx: 0-based, global, as OLMo-core counts.
     :param scale_router: whether a router sees the scaled norm, as the experts do.
@@ -110,13 +112,14 @@ def realise(
     for sub_layer in SUB_LAYERS:
         site = Site(scheme, block_idx + 1, n_layers, sub_layer)
         first, *others = form.norms[sub_layer]
-        bind_norm(getattr(block, first), site, form=form.plan, field=form.field, base=norm)
+        attach_norm(getattr(block, first), site, form=form.plan, field=form.field, base=norm)
         for other in others:
             scale = getattr(site.plan, form.field)
             scale_norm(getattr(block, other), scale, form=form.plan, field=form.field, base=norm)
     if not scale_router:
         _unscale_router(block, form)
-    initialization.guard(block, initialization_)
+    draw.guard(block, initialization)
+    block.register_load_state_dict_pre_hook(compare_converted)
 
 
 def require_one_factor(block: Any) -> None:
@@ -125,7 +128,7 @@ def require_one_factor(block: Any) -> None:
     if experts is not None and getattr(dense, "lns_scale", 1.0) != getattr(experts, "lns_scale", 1.0):
         raise UpstreamChangedError(
             f"block {block.block_idx}: feed_forward_norm and feed_forward_moe_norm have different factors: something "
-            "has replaced what was bound when the block was built."
+            "has replaced a module since the block was built."
         )
 
 

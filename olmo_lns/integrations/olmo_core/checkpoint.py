@@ -1,27 +1,207 @@
-"""The record beside OLMo-core's checkpoints: written on save, compared before a weight is loaded.
+"""The record of OLMo-core's checkpoints: read from the built model, written with its weights, compared on load.
 
-OLMo-core's own ``Checkpointer.load`` compares no config: a run resumed without the flags would go on as Pre-LN.
+OLMo-core compares no config: a run that is resumed without the flags would go on as Pre-LN. Its Hugging Face
+converter copies tensors and knows no factor. Both are guarded; weights that a program loads by hand are its own.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable
+from tempfile import TemporaryDirectory
+from typing import Any, Callable, Iterator
 
 from olmo_lns import environment
-from olmo_lns.errors import CheckpointMismatchError, LNSError
-from olmo_lns.integrations.olmo_core.record import CONFIG_FILE, record_of, routers_of, saved_record, saved_routers
-from olmo_lns.record import RECORD_FILE, Record, check_match
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
+from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
-__all__ = ["check", "wrap_load", "wrap_load_model", "wrap_save", "wrap_save_hf", "wrap_save_train_state"]
+__all__ = [
+    "CLASS",
+    "CONFIG_FILE",
+    "check",
+    "compare_converted",
+    "from_config",
+    "record_of",
+    "routers_of",
+    "saved_record",
+    "saved_routers",
+    "scheme_of",
+    "wrap_load",
+    "wrap_load_hf",
+    "wrap_load_model",
+    "wrap_save",
+    "wrap_save_hf",
+    "wrap_save_model",
+    "wrap_save_train_state",
+]
 
 log = logging.getLogger("olmo_lns")
 
+#: The block config's name in saved configs.
+CLASS = "olmo_lns.olmo_core.BlockConfig"
+#: Where OLMo-core's ConfigSaverCallback writes a run's config, inside each checkpoint.
+CONFIG_FILE = "config.json"
+#: The weights' own folder in a checkpoint of OLMo-core's trainer.
+WEIGHTS = "model_and_optim"
 _RECORD = "_olmo_lns_record"
 _UNREADABLE = (
     f"{RECORD_FILE} and {CONFIG_FILE} cannot be looked for; expected a folder or URL that this process can read"
 )
+
+
+def record_of(model: Any) -> Record:
+    """The record of a built model, or of one stage of it.
+
+    :raises UpstreamChangedError: a site of its blocks is not there any more.
+    :raises LNSConfigError: some of its blocks have no scheme, and others have.
+    """
+    from olmo_lns.integrations import norm_sites
+    from olmo_lns.integrations.olmo_core import blocks, draw
+
+    scheme = norm_sites.read_back(model)
+    if scheme.is_pre_ln:
+        return Record()
+    found = _built_blocks(model) or [model]  # a block alone
+    draw.require_complete(found)
+    for block in found:
+        blocks.require_one_factor(block)
+    drawn = {draw.initialization_of(block) for block in found}
+    norm = next(module for _, module, _ in norm_sites.sites(model)).lns_base
+    return Record(scheme, norm, drawn.pop() if len(drawn) == 1 else "upstream")
+
+
+def routers_of(model: Any) -> dict[int, bool]:
+    """``scale_router`` of each block (from 0) of a built model that has a router."""
+    from olmo_lns.integrations.olmo_core.blocks import sees_factor
+
+    routers = {b.block_idx: getattr(getattr(b, "feed_forward_moe", None), "router", None) for b in _built_blocks(model)}
+    return {index: sees_factor(router) for index, router in routers.items() if router is not None}
+
+
+def _built_blocks(model: Any) -> list[Any]:
+    return [each for name, each in model.named_modules() if name.split(".")[-2:-1] == ["blocks"]]
+
+
+def from_config(config: Any, *, source: object) -> Record:
+    """The record of a run's config, as a plain dict (``model`` inside it, or the model's own).
+
+    :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not know.
+    """
+    from olmo_lns.schemes.initialization import INITIALIZATIONS
+
+    records = set()
+    for block in _blocks(_model(config)):
+        if block.get("_CLASS_") != CLASS:
+            records.add(Record())
+            continue
+        try:
+            scheme = scheme_of(block.get("scheme", "lns"), exponent=block.get("exponent"))
+        except LNSError as error:
+            raise CheckpointMismatchError(f"{source}: {error}") from None
+        norm = (block.get("layer_norm") or {}).get("name", "default")
+        drawn = block.get("initialization") or "plain"
+        records.add(Record(scheme, str(norm), drawn if drawn in INITIALIZATIONS else "upstream"))
+    if len(records) > 1:
+        raise CheckpointMismatchError(f"{source}: blocks of one model with different schemes: {records}")
+    return records.pop() if records else Record()
+
+
+def scheme_of(text: Any, **fields: Any) -> Any:
+    """The scheme that a block config's fields say: ``text`` is a name or its full spelling, a field a parameter.
+
+    :raises LNSConfigError: an unknown scheme or value, a parameter said twice and differently, or stock Pre-LN.
+    """
+    from olmo_lns.schemes import Scheme, parse
+
+    scheme = parse(str(text))
+    if scheme.is_pre_ln:
+        raise LNSConfigError("scheme=preln is OLMo-core's own block: leave _CLASS_ away")
+    given = {key: value for key, value in fields.items() if value is not None}
+    spelled = ":" in str(text)  # also where it spells a parameter's default
+    for key, value in given.items():
+        written = scheme.parameters.get(key)
+        if spelled and written is not None and written != float(value):
+            raise LNSConfigError(f"scheme={text} and {key}={value} contradict each other")
+    return Scheme.of(scheme.name, **{**scheme.parameters, **given})
+
+
+def _model(config: Any) -> dict[str, Any]:
+    model = config.get("model", config) if isinstance(config, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _blocks(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    block = model.get("block")
+    if not isinstance(block, dict):
+        return
+    named = "sequence_mixer" not in block and "attention" not in block
+    yield from (each for each in (block.values() if named else [block]) if isinstance(each, dict))
+    yield from (each for each in (model.get("block_overrides") or {}).values() if isinstance(each, dict))
+
+
+def saved_record(folder: Any) -> Record | None:
+    """The record of a checkpoint folder, local or remote: ``lns.json``, else what ``config.json`` says.
+
+    None where there is neither, as beside weights that were saved alone without this package.
+
+    :raises CheckpointMismatchError: either of them cannot be read.
+    """
+    if (path := _find(folder, RECORD_FILE)) is not None:
+        return Record.from_json(path)
+    if (path := _find(folder, CONFIG_FILE)) is not None:
+        return from_config(_json(path), source=f"{folder}: {CONFIG_FILE}")
+    return None
+
+
+def saved_routers(folder: Any) -> dict[int, bool]:
+    """``scale_router`` of each block (from 0) with a scheme, of which ``lns.json`` knows nothing.
+
+    Empty where the checkpoint has no ``config.json``.
+
+    :raises CheckpointMismatchError: it cannot be read.
+    """
+    if (path := _find(folder, CONFIG_FILE)) is None:
+        return {}
+    configs = _blocks_in_order(_model(_json(path)))
+    return {i: bool(b.get("scale_router", True)) for i, b in enumerate(configs) if b.get("_CLASS_") == CLASS}
+
+
+def _blocks_in_order(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config of every block, as OLMo-core resolves it."""
+    block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
+    for index in range(model.get("n_layers", 0)):
+        yield block[pattern[index % len(pattern)]] if pattern else overrides.get(str(index), block)
+
+
+def _find(folder: Any, name: str) -> Path | None:
+    """A file of a checkpoint: in its folder, or beside the weights alone, whichever of the two was named."""
+    base = str(folder).rstrip("/")
+    whole = base.removesuffix(f"/{WEIGHTS}")
+    for place in (base, whole if whole != base else f"{base}/{WEIGHTS}"):
+        if (path := _local(f"{place}/{name}")) is not None:
+            return path
+    return None
+
+
+def _local(path: str) -> Path | None:
+    if "://" not in path:
+        return Path(path) if Path(path).is_file() else None
+    from olmo_core.io import file_exists
+
+    if not file_exists(path):
+        return None
+    from cached_path import cached_path
+
+    return Path(cached_path(path, quiet=True))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointMismatchError(f"{path} cannot be read: {error}") from None
 
 
 def check(folder: Any, parts: list[Any], *, training: bool, group: Any = None) -> None:
@@ -31,11 +211,23 @@ def check(folder: Any, parts: list[Any], *, training: bool, group: Any = None) -
     """
     saved, routers = _read_once(folder, group)
     running = _record_of(parts)
-    for difference in check_match(saved, running, source=folder, training=training):
-        log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
-    if saved.active and running.active:
+    if saved is not None:
+        _compare(saved, running, folder, training=training)
+    elif running.active and not {"missing-record", f"preln-to-{running.running}"} & accepted():
+        raise CheckpointMismatchError(
+            f"{folder} has neither {RECORD_FILE} nor {CONFIG_FILE}: what its weights were trained with is unknown, and "
+            f"this model has {running}. Set {environment.ALLOW_MISMATCH}=missing-record if they were trained so, or "
+            "are to be from here on."
+        )
+    if saved is not None and saved.active and running.active:
         for part in parts:
             _require_routers(folder, routers, routers_of(part))
+
+
+def _compare(saved: Record, running: Record, source: Any, *, training: bool = False) -> None:
+    remedy = f"--model.block._CLASS_={CLASS} --model.block.scheme={saved.scheme}" if saved.active else ""
+    for difference in check_match(saved, running, source=source, training=training, remedy=remedy):
+        log.warning("loading %s although it differs (%s), as %s says", source, difference, environment.ALLOW_MISMATCH)
 
 
 def _require_routers(folder: Any, saved: dict[int, bool], running: dict[int, bool]) -> None:
@@ -48,7 +240,7 @@ def _require_routers(folder: Any, saved: dict[int, bool], running: dict[int, boo
             )
 
 
-def _read_once(folder: Any, group: Any) -> tuple[Record, dict[int, bool]]:
+def _read_once(folder: Any, group: Any) -> tuple[Record | None, dict[int, bool]]:
     """The group's first rank reads and tells the others: a remote folder is asked once, and all stop together."""
     from olmo_core.distributed.utils import broadcast_object, get_global_rank, get_rank
 
@@ -57,7 +249,7 @@ def _read_once(folder: Any, group: Any) -> tuple[Record, dict[int, bool]]:
     if get_rank(group) == 0:
         try:
             record = saved_record(folder)
-            found = record, saved_routers(folder) if record.active else {}
+            found = record, saved_routers(folder) if record is not None and record.active else {}
         except LNSError as error:
             found = str(error)
         except Exception as error:  # of any kind: the others wait for an answer
@@ -65,7 +257,7 @@ def _read_once(folder: Any, group: Any) -> tuple[Record, dict[int, bool]]:
     found = broadcast_object(found, src=get_global_rank(0, group), group=group)
     if isinstance(found, str):
         raise CheckpointMismatchError(found) from cause
-    result: tuple[Record, dict[int, bool]] = found
+    result: tuple[Record | None, dict[int, bool]] = found
     return result
 
 
@@ -102,24 +294,6 @@ def wrap_load_model(load: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def wrap_save_hf(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``save_hf_model`` and ``save_hf_hybrid_model``, which copy the gains and know of no factor."""
-
-    def wrapped(save_dir: Any, model_state_dict: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        record = record_of(model)
-        try:
-            allowed = check_match(record, Record(scaled_init=record.scaled_init), source="this model", training=False)
-        except CheckpointMismatchError as error:
-            raise CheckpointMismatchError(
-                f"OLMo-core's converter drops the factor. {error} Or: olmo-lns export CHECKPOINT OUT --format hf"
-            ) from None
-        for difference in allowed:
-            log.warning("converting to %s although the factor is lost (%s was allowed)", save_dir, difference)
-        return save(save_dir, model_state_dict, model, *args, **kwargs)
-
-    return wrapped
-
-
 def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Checkpointer.save`` and ``save_async``: what is saved is read from the model."""
 
@@ -142,3 +316,89 @@ def wrap_save_train_state(save: Callable[..., None]) -> Callable[..., None]:
             record.write(Path(wd))
 
     return wrapped
+
+
+def wrap_save_model(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``save_model_and_optim_state`` and its async form: the record goes into the weights' own folder."""
+
+    def wrapped(dir: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from olmo_core.distributed.utils import get_fs_local_rank, get_rank
+        from olmo_core.io import copy_file, is_url, normalize_path
+
+        record, group = record_of(model), kwargs.get("process_group")
+        result = save(dir, model, *args, **kwargs)
+        folder = normalize_path(dir)
+        if record.active and not is_url(folder) and get_fs_local_rank(group) == 0:
+            record.write(folder)
+        elif record.active and is_url(folder) and get_rank(group) == 0:
+            with TemporaryDirectory() as here:
+                copy_file(record.write(here), f"{folder}/{RECORD_FILE}", save_overwrite=True)
+        return result
+
+    return wrapped
+
+
+def wrap_save_hf(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``save_hf_model`` and ``save_hf_hybrid_model``, which copy the gains and know of no factor."""
+
+    def wrapped(save_dir: Any, model_state_dict: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        record = record_of(model)
+        try:
+            allowed = check_match(record, Record(scaled_init=record.scaled_init), source="this model", training=False)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"OLMo-core's converter drops the factor. {error} Or: olmo-lns export CHECKPOINT OUT --format hf"
+            ) from None
+        for difference in allowed:
+            log.warning("converting to %s although the factor is lost (%s was allowed)", save_dir, difference)
+        return save(save_dir, model_state_dict, model, *args, **kwargs)
+
+    return wrapped
+
+
+def wrap_load_hf(load: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``load_hf_model``: a folder whose weights need a scheme is refused, and others' tensors are marked.
+
+    It fills a plain dict, of which nobody knows the model. A block with a scheme looks for the mark
+    (:func:`compare_converted`) when the dict is loaded into it.
+    """
+
+    def wrapped(model_name_or_path: Any, model_state_dict: Any, **kwargs: Any) -> None:
+        saved = _converted_record(model_name_or_path, kwargs.get("revision", "main"))
+        try:
+            _compare(saved, Record(), model_name_or_path)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"OLMo-core's converter copies tensors and knows no factor, whatever model they are for. {error} Or "
+                f"fold it first: olmo-lns export {model_name_or_path} OUT --format hf"
+            ) from None
+        before = dict(model_state_dict)
+        load(model_name_or_path, model_state_dict, **kwargs)
+        for name, tensor in model_state_dict.items():
+            if tensor is not before.get(name):
+                setattr(tensor, _RECORD, saved)
+
+    return wrapped
+
+
+def _converted_record(name: Any, revision: str) -> Record:
+    """Of a Hugging Face folder, URL or hub name."""
+    if (path := _local(f"{name}/{CONFIG_FILE}")) is not None:
+        values = _json(path)
+    else:
+        from transformers import PretrainedConfig
+
+        values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+    record = values.get("lns_record")
+    return Record() if record is None else Record.from_dict(record, source=f"{name}: {CONFIG_FILE}: lns_record")
+
+
+def compare_converted(block: Any, state_dict: dict[str, Any], *_: Any) -> None:
+    """Before ``load_state_dict`` of a block with a scheme.
+
+    :raises CheckpointMismatchError: the weights came through :func:`wrap_load_hf` and are of another model.
+    """
+    for tensor in state_dict.values():
+        if (saved := getattr(tensor, _RECORD, None)) is not None:
+            _compare(saved, replace(record_of(block), norm=saved.norm), "what load_hf_model read")
+            return

@@ -13,12 +13,12 @@ from olmo_core.nn import layer_norm as stock
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.scaled import Scaled, give
 from olmo_lns.norm.dtypes import fold
 from olmo_lns.schemes import Plan
 
-__all__ = ["bind_norm", "scale_norm"]
+__all__ = ["attach_norm", "scale_norm"]
 
 
 class _Scaled(Scaled):
@@ -121,10 +121,10 @@ def scale_norm(norm: Any, scale: float, *, form: Plan, field: str, base: str) ->
     norm.lns_base = base
 
 
-def bind_norm(norm: Any, site: binding.Site, *, form: Plan, field: str, base: str) -> None:
+def attach_norm(norm: Any, site: norm_sites.Site, *, form: Plan, field: str, base: str) -> None:
     """:func:`scale_norm` with the factor of a site's plan, and the site noted on the norm."""
     scale_norm(norm, getattr(site.plan, field), form=form, field=field, base=base)
-    binding.bind(norm, site)
+    norm_sites.attach(norm, site)
 
 
 def _locally(

@@ -8,10 +8,11 @@ from typing import Any
 from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.environment import check as check_environment
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations.patching import Target
+from olmo_lns.integrations.patching import Target, require_verified
 
-__all__ = ["OLDEST", "TARGETS", "VERIFIED", "check", "require_enabled"]
+__all__ = ["NAME", "OLDEST", "TARGETS", "VERIFIED", "check", "require_enabled"]
 
+NAME = "OLMo-core"
 VERIFIED = "2.5.0, 2.6.0 and 3.0.0"
 #: Block configs have had a ``sequence_mixer`` since then, and their blocks the global index.
 OLDEST = "2.5.0"
@@ -27,13 +28,22 @@ LOAD_MODEL = Target(
     "olmo_core.distributed.checkpoint:load_model_and_optim_state",
     {"e347742cf7631ccd": "2.5.0", "137538cff38be7f5": "2.6.0, 3.0.0"},
 )
+SAVE_MODEL = Target("olmo_core.distributed.checkpoint:save_model_and_optim_state", {"1d89a4a0c73c08e2": _ALL})
+SAVE_MODEL_ASYNC = Target(
+    "olmo_core.distributed.checkpoint:async_save_model_and_optim_state", {"36e5208ef9c66d30": _ALL}
+)
+FROM_DICT = Target("olmo_core.config:Config.from_dict", {"90baf9ead6b3e2d6": _ALL})
 _CONVERTER = "olmo_core.nn.hf.checkpoint"
 SAVE_HF = Target(f"{_CONVERTER}:save_hf_model", {"fa7a882c11c8e556": "2.5.0, 2.6.0", "664612431660a675": "3.0.0"})
+LOAD_HF = Target(f"{_CONVERTER}:load_hf_model", {"2374a780c7cddb42": "2.5.0, 2.6.0", "5525d2fc4309e6e0": "3.0.0"})
 SAVE_HF_HYBRID = Target(
     f"{_CONVERTER}:save_hf_hybrid_model", {"99af662b7e361c50": "2.5.0, 2.6.0", "de6296738e31a421": "3.0.0"}
 )
 
-TARGETS = (LOAD, SAVE, SAVE_ASYNC, SAVE_TRAIN_STATE, LOAD_MODEL, SAVE_HF, SAVE_HF_HYBRID)
+TARGETS = (
+    LOAD, SAVE, SAVE_ASYNC, SAVE_TRAIN_STATE, LOAD_MODEL, SAVE_MODEL, SAVE_MODEL_ASYNC,
+    SAVE_HF, SAVE_HF_HYBRID, LOAD_HF, FROM_DICT,
+)  # fmt: skip
 
 
 def check() -> None:
@@ -67,8 +77,12 @@ def _parameters(function: Any) -> set[str]:
 
 
 def require_enabled() -> None:
-    """:raises LNSConfigError: a block with a scheme is to be built although the package was switched off."""
+    """:raises LNSConfigError: a block with a scheme is to be built although the package was switched off.
+
+    :raises UpstreamChangedError: this OLMo-core was left untouched, since it is none that was verified.
+    """
     check_environment()
+    require_verified(NAME)
     if is_set(DISABLE):
         raise LNSConfigError(
             f"{DISABLE}=1, but the config names olmo_lns.olmo_core.BlockConfig: the stock block would be another "

@@ -72,7 +72,7 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     :param trained: True: the weights come from a training run, and stay as they are. The model then computes
         something else than it was trained to, so this is asked for by name. False: they were drawn just now. None:
         drawn, if neither model nor config came from a folder or a hub; which of the two did, transformers does not say.
-    :raises LNSConfigError: an unknown family, a scheme that its blocks cannot realise, or a model that has one.
+    :raises LNSConfigError: an unknown family, a scheme that its blocks cannot have, or a model that has one.
     :raises CheckpointMismatchError: the model may have been loaded, or its factors are folded into its weights.
     """
     from transformers import PreTrainedModel
@@ -103,7 +103,7 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     model.config.__class__ = configs.config_class(family)
     model.config.lns_record = record.as_dict()
     models.convert(model, family)
-    sites.bind_model(model, record)
+    sites.attach_model(model, record)
     return model
 
 

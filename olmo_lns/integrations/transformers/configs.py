@@ -33,7 +33,7 @@ _building: ContextVar[bool] = ContextVar("olmo_lns_building", default=False)
 
 
 def available() -> list[Family]:
-    """The families of the installed transformers that the integration realises."""
+    """The families of the installed transformers that the integration knows."""
     return [family for family in FAMILIES.values() if family.sub_layers is not None and _module(family) is not None]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from olmo_lns import __version__
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers.configs import record_of, to_stock
 from olmo_lns.integrations.transformers.families import Family, at
 from olmo_lns.integrations.transformers.models import stock_class
@@ -38,12 +38,13 @@ def fold(model: Any, scale: Scale = _exactly) -> Any:
     Merge adapters first: one that was trained on the unfolded model does not fit the folded one.
 
     :param scale: multiplies one tensor, in fp64 and rounded once.
-    :raises LNSConfigError: not a model of ours, or weights that two sub-layers share.
+    :raises LNSConfigError: not a model of ours, weights that two sub-layers share, or an adapter on a projection that
+        a factor goes into.
     """
     if stock_class(model) is None:
         raise LNSConfigError(f"{type(model).__name__} is no model of ours: there is nothing to fold")
     family, record = known_family(model), record_of(model.config)
-    binding.check(model, record.scheme, int(model.config.num_hidden_layers))
+    norm_sites.check(model, record.scheme, int(model.config.num_hidden_layers))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
     for block in blocks_of(model, family):
@@ -52,7 +53,7 @@ def fold(model: Any, scale: Scale = _exactly) -> Any:
                 raise LNSConfigError(f"{names[id(parameter)]} belongs to two sub-layers: its factor has no one place")
             seen.add(id(parameter))
             parameter.copy_(scale(names[id(parameter)], parameter.detach(), factor, parameter.dtype))
-    _unbind(model, family)
+    _detach(model, family)
     model.config.lns = "folded"
     model.config.lns_record = replace(record, folded=True, plugin_version=__version__).as_dict()
     return model
@@ -64,21 +65,26 @@ def _targets(block: Any, family: Family) -> Iterator[tuple[nn.Parameter, float]]
     for sub_layer in SUB_LAYERS:
         place = family.sub_layers[sub_layer]
         norm, branch = at(block, place.norm), at(block, place.branch)
-        on_branch = next((True for _, module, _ in binding.sites(branch) if module is branch), False)
+        on_branch = next((True for _, module, _ in norm_sites.sites(branch) if module is branch), False)
         carrier = branch if on_branch else norm
         into = [at(block, place.output)] if on_branch else [norm]
         parts: tuple[str, ...] = ("weight", "bias")
         if not on_branch and getattr(norm, "weight", None) is None:
             into, parts = [at(block, path) for path in place.readers], ("weight",)  # a bias there is added after
         for module in into:
+            if hasattr(module, "base_layer") and carrier.lns_scale != 1.0:
+                raise LNSConfigError(
+                    f"{sub_layer}: a factor goes into a projection that has an adapter, which "
+                    "would stay as it is. Merge adapters first (merge_and_unload())."
+                )
             for part in parts:
                 if (parameter := getattr(module, part, None)) is not None and carrier.lns_scale != 1.0:
                     yield parameter, carrier.lns_scale
 
 
-def _unbind(model: Any, family: Family) -> None:
+def _detach(model: Any, family: Family) -> None:
     """Give every module and the config their stock classes back."""
-    for _, module, _ in list(binding.sites(model)):
+    for _, module, _ in list(norm_sites.sites(model)):
         module.__class__ = type(module).__bases__[1]  # (the kind of scaling, the stock class)
         for name in [name for name in vars(module) if name.startswith("lns_")]:
             delattr(module, name)

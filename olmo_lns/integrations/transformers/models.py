@@ -34,14 +34,14 @@ def model_class(stock: Any, family: Family) -> Any:
     """The class of ours for one of transformers' model classes of ``family``."""
 
     # torch: not before a model is wanted
-    from olmo_lns.integrations.transformers.sites import bind_model, redraw, require_as_recorded
+    from olmo_lns.integrations.transformers.sites import attach_model, redraw, require_as_recorded
 
     class Model(stock):
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             with building(config):
                 super().__init__(config, *args, **kwargs)
                 convert(self, family)
-                bind_model(self, record_of(config))
+                attach_model(self, record_of(config))
 
         def _init_weights(self, module: Any) -> None:
             super()._init_weights(module)

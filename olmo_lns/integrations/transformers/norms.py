@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.scaled import Scaled, ScaledOutput, give
 from olmo_lns.schemes import Plan
 
-__all__ = ["bind_module", "how"]
+__all__ = ["attach_module", "how"]
 
 
 class _Replaceable(Scaled):
@@ -26,10 +26,10 @@ class _Replaceable(Scaled):
     # `kernelize` would replace the forward by a kernel that knows no factor.
     kernel_layer_name = "LNSScaled"
 
-    def lns_realised(self, sub_layer: str) -> Plan:
+    def lns_plan(self, sub_layer: str) -> Plan:
         """The plan that ``forward`` computes; without its factor where somebody put another forward in its place."""
         replaced = "forward" in vars(self) and "_old_forward" not in vars(self)  # accelerate's hooks keep the old one
-        return self.lns_form if replaced else super().lns_realised(sub_layer)
+        return self.lns_form if replaced else super().lns_plan(sub_layer)
 
 
 class _RMSNorm(_Replaceable):
@@ -79,13 +79,13 @@ _EXACT: dict[tuple[str, str], type] = {
 }
 
 
-def bind_module(module: nn.Module, site: binding.Site, field: str, form: Plan) -> None:
+def attach_module(module: nn.Module, site: norm_sites.Site, field: str, form: Plan) -> None:
     """Turn a norm or a branch into one with the factor of its plan, in place.
 
     :param field: of the plan, ``norm_scale`` or ``branch_scale``. :param form: the family's block without a scheme.
     :raises LNSConfigError: it has a scheme already.
     """
-    binding.bind(module, site)
+    norm_sites.attach(module, site)
     give(module, _class(type(module)), getattr(site.plan, field), form=form, field=field)
 
 

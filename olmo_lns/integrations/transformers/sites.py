@@ -1,4 +1,4 @@
-"""A scheme bound to the blocks of one transformers model, counted, read back and reported."""
+"""A scheme on the blocks of one transformers model: attached, counted, read back and reported."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
-from olmo_lns.integrations.transformers.norms import bind_module, how
+from olmo_lns.integrations.transformers.norms import attach_module, how
 from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import factor
 
 __all__ = [
     "ATTRIBUTE",
-    "bind_model",
+    "attach_model",
     "blocks_of",
     "factors",
     "known_family",
@@ -61,12 +61,7 @@ def blocks_of(model: Any, family: Family) -> list[Any]:
 
 def require_supported(family: Family, scheme: Scheme, n_layers: int) -> None:
     """:raises LNSConfigError: the scheme needs another form of block than the family has."""
-    plans = [plan for _, _, plan in scheme.plans(n_layers)]
-    if any(plan.norm_scale != 1.0 for plan in plans) and any(plan.branch_scale != 1.0 for plan in plans):
-        raise LNSConfigError(
-            f"scheme {scheme} ({scheme.definition.title}) multiplies the norm of one sub-layer and the branch of the "
-            "other: only the OLMo integration builds it"
-        )
+    scheme.require_built_by("transformers")
     for number, sub_layer, plan in scheme.plans(n_layers):
         fields = [name for name in ("norm_scale", "branch_scale") if getattr(plan, name) != 1.0]
         fits = replace(plan, norm_scale=1.0, branch_scale=1.0) == family.form and len(fields) < 2
@@ -93,7 +88,7 @@ def _path(family: Family, field: str, sub_layer: str) -> str:
     return place.branch if field == "branch_scale" and family.form.pre else place.norm
 
 
-def bind_model(model: Any, record: Record) -> None:
+def attach_model(model: Any, record: Record) -> None:
     """Give every block of ``model`` the factors of the record's scheme, check them, say so.
 
     Freshly drawn residual output projections get the depth factor of the record's initialization. A model that has
@@ -102,8 +97,8 @@ def bind_model(model: Any, record: Record) -> None:
     family = known_family(model)
     blocks, n_layers = blocks_of(model, family), int(model.config.num_hidden_layers)
     require_supported(family, record.scheme, n_layers)
-    if any(True for _ in binding.sites(model)):
-        binding.check(model, record.scheme, n_layers)
+    if any(True for _ in norm_sites.sites(model)):
+        norm_sites.check(model, record.scheme, n_layers)
         return
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(
@@ -118,8 +113,8 @@ def bind_model(model: Any, record: Record) -> None:
                     f"{type(block).__name__} has no {_path(family, field, sub_layer)}: this transformers builds "
                     f"{family.model_type} in a way that was not verified."
                 )
-            bind_module(module, binding.Site(record.scheme, index + 1, n_layers, sub_layer), field, family.form)
-    binding.check(model, record.scheme, n_layers)
+            attach_module(module, norm_sites.Site(record.scheme, index + 1, n_layers, sub_layer), field, family.form)
+    norm_sites.check(model, record.scheme, n_layers)
     _set_initialization(family, blocks, record, n_layers)
     _report(model, family, record, n_layers)
 
@@ -134,7 +129,7 @@ def require_as_recorded(model: Any, record: Record) -> None:
     problem = "" if len(blocks) == n_layers else f"it has {len(blocks)} blocks, its config says {n_layers}"
     for number, block in enumerate(blocks, start=1):
         try:
-            binding.check(block, record.scheme, n_layers, layer_numbers=[number])
+            norm_sites.check(block, record.scheme, n_layers, layer_numbers=[number])
         except UpstreamChangedError as error:
             problem = problem or f"block {number}: {error}"
     if problem:
@@ -177,7 +172,7 @@ def factors(model: Any, family: Family) -> dict[str, list[float]]:
     """Module path inside a block -> its factor in each block, as the built model has them."""
     found: dict[str, list[float]] = {}
     names = {id(module): name for block in blocks_of(model, family) for name, module in block.named_modules()}
-    for _, module, _ in binding.sites(model):
+    for _, module, _ in norm_sites.sites(model):
         found.setdefault(names[id(module)], []).append(module.lns_scale)
     return found
 
@@ -186,11 +181,11 @@ def _report(model: Any, family: Family, record: Record, n_layers: int) -> None:
     """The start-up line: through the log where somebody listens, else on stderr."""
     if os.environ.get("RANK", "0") != "0":
         return
-    modules = [module for _, module, _ in binding.sites(model)]
+    modules = [module for _, module, _ in norm_sites.sites(model)]
     assert family.sub_layers is not None
     norm = at(blocks_of(model, family)[0], family.sub_layers["attn"].norm)
     state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
-    line = binding.start_up_line(
+    line = norm_sites.start_up_line(
         record.scheme,
         n_layers,
         norm=type(norm).__name__.removeprefix("LNS"),

@@ -12,7 +12,7 @@ from typing import Iterable
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.engines import ENGINES, OLMO
-from olmo_lns.study.engines.curves import Curve, number, text_of
+from olmo_lns.study.engines.base import Curve, number, text_of
 
 __all__ = ["merge", "read", "read_wandb_export"]
 

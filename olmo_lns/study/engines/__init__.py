@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.study.engines.base import Config, Engine, Run
+from olmo_lns.study.engines.base import Engine, Run
 from olmo_lns.study.engines.megatron import MegatronEngine
 from olmo_lns.study.engines.olmo import OLMoEngine
 from olmo_lns.study.engines.olmo_core import OLMoCoreEngine
 
-__all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Config", "Engine", "Run", "engine_named"]
+__all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "engine_named"]
 
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()

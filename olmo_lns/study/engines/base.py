@@ -6,46 +6,82 @@ Settings are *flat*: ``{"model.d_model": 512, …}`` for OLMo and OLMo-core (dot
 
 from __future__ import annotations
 
+import re
+import statistics
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Mapping, Protocol
+from typing import Any, Mapping
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.curves import Curve
-from olmo_lns.study.engines.shape import Shape
+from olmo_lns.study.engines.shape import Machine, Shape
 
-__all__ = ["Config", "Engine", "Run", "shape_of"]
+__all__ = ["Curve", "Engine", "Run", "number", "text_of"]
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass
-class Config:
-    """One config file as its framework takes it.
+@dataclass(frozen=True)
+class Curve:
+    """Loss (nats per token) by optimizer step. :param total: the steps the run was to make, None where unknown.
 
-    :param settings: flat. :param parameters: by the framework's own count where it can be asked.
-    :param strategy: how weights and optimizer state are split; ``""`` or an unknown one has no memory estimate.
-    :param micro_batch: sequences a GPU takes at once.
-    :param split: GPUs that share one model, by the setting ``split_by``.
-    :param recompute: activations are computed again in the backward pass.
+    :param heldout: loss on held-out data, at the steps after which it was measured.
     """
 
-    settings: dict[str, Any]
-    shape: Shape
-    parameters: int
-    strategy: str
-    micro_batch: int
-    split: int = 1
-    split_by: str = ""
-    recompute: bool = False
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    losses: dict[int, float]
+    total: int | None
+    source: str
+    heldout: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        return max(self.losses, default=0)
+
+    def final(self, fraction: float, steps: int) -> tuple[float, float, int]:
+        """``(mean, standard deviation, number of points)`` of the losses in the last ``fraction`` of ``steps``."""
+        tail = [loss for step, loss in self.losses.items() if step > steps - max(1, round(fraction * steps))]
+        if not tail:
+            raise LNSConfigError(f"{self.source}: no loss in the last {fraction:.0%} of {steps} steps: log more often")
+        return statistics.fmean(tail), statistics.stdev(tail) if len(tail) > 1 else 0.0, len(tail)
+
+    def add(self, step: int, text: str) -> None:
+        """The loss that a log has for a step.
+
+        :raises LNSConfigError: ``text`` is no number, or the log has a later step before this one.
+        """
+        if step <= self.last:
+            raise LNSConfigError(f"{self.source}: damaged: step {step} comes after step {self.last}")
+        self.losses[step] = number(self.source, step, text)
 
 
-class Engine(Protocol):
-    """:param name: as ``framework:`` of a description. :param title: in sentences.
+def number(path: Path | str, step: int, text: str) -> float:
+    """:raises LNSConfigError: ``text`` is no number; the file and the step are named."""
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        raise LNSConfigError(f"{path}: damaged: loss {text!r} at step {step} is not a number") from None
 
+
+def text_of(path: Path) -> str:
+    """A log without its colours, up to its last whole line: a kill may cut one inside a number.
+
+    :raises LNSConfigError: damaged.
+    """
+    raw = path.read_bytes()
+    if b"\0" in raw:
+        raise LNSConfigError(f"{path}: damaged: NUL bytes at offset {raw.index(0)}; restore it or rerun the run")
+    try:
+        return ANSI.sub("", raw[: raw.rfind(b"\n") + 1].decode())
+    except UnicodeDecodeError as error:
+        raise LNSConfigError(f"{path}: damaged: not text at byte {error.start}; restore it or rerun the run") from error
+
+
+class Engine:
+    """A framework. A method that is not defined here is each framework's own.
+
+    :param name: as ``framework:`` of a description. :param title: in sentences.
     :param file_key: a key that only this framework's config files have at the top.
     :param default_seed: the framework's own. :param loss: its name for the training loss.
     :param arm_keys: what defines an arm, and so may differ between two arms of one size.
@@ -55,100 +91,122 @@ class Engine(Protocol):
     :param rate_keys: the settings that follow the learning rate.
     :param data_key: the setting that lists the data files, compared by their content; ``""`` where the paths are
         settings like any other.
+    :param even: GPUs × micro-batch must divide the batch; False where the GPUs alone must.
     """
 
     name: str
     title: str
     file_key: str
-    default_seed: int
+    default_seed = 6198
     loss: str
     arm_keys: frozenset[str]
     bookkeeping: tuple[str, ...]
     start: tuple[str, tuple[str, ...]]
-    save_variable: str
-    data_variable: str
+    save_variable = "OLMO_SAVE_DIR"
+    data_variable = "OLMO_DATA_DIR"
     rate_keys: tuple[str, ...]
-    data_key: str
+    data_key = ""
+    even = True
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         """The settings that make a run this arm; None where there is no such arm."""
+        raise NotImplementedError
 
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that define an arm, those that are left out at their default."""
+        raise NotImplementedError
 
     def scheme(self, settings: Mapping[str, Any]) -> Scheme:
         """The scheme that flat settings select."""
+        raise NotImplementedError
 
     def scaled(self, settings: Mapping[str, Any]) -> str | None:
         """How the settings ask for a scaled initialization, and what to write instead; None when they do not."""
+        raise NotImplementedError
 
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         """Overrides that name a run and set its seed."""
+        raise NotImplementedError
 
     def rate(self, config: Path, rate: float) -> dict[str, Any]:
         """Overrides that set the peak learning rate; the lowest keeps its share of it."""
+        return {self.rate_keys[0]: rate}
 
-    def load(self, run: Run) -> Any:
-        """The run's config as the framework takes it; a run keeps it, for it costs half a second."""
+    def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
+        """A file with overrides as the framework takes it.
 
-    def settings(self, run: Run) -> dict[str, Any]:
-        """Flat settings of a planned run: its file with its overrides."""
+        :raises LNSConfigError: the framework refuses it.
+        """
+        raise NotImplementedError
+
+    def settings(self, loaded: Any) -> dict[str, Any]:
+        """Flat settings of what :meth:`load` gave."""
+        raise NotImplementedError
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
-        """:raises KeyError: a setting that is missing (:func:`shape_of` says which in words)."""
+        """:raises LNSConfigError: a key that is missing, or a duration not given in steps or tokens."""
+        try:
+            return self._shape(settings)
+        except KeyError as error:
+            raise LNSConfigError(f"the config has no {error.args[0]!r}: it must be complete") from error
 
-    def count(self, run: Run) -> tuple[int, float | None]:
-        """``(parameters, training FLOPs a token by the framework's own counter)``."""
+    def _shape(self, settings: Mapping[str, Any]) -> Shape:
+        raise NotImplementedError
+
+    def machine(self, settings: Mapping[str, Any]) -> Machine:
+        """How a run is laid over its GPUs."""
+        raise NotImplementedError
+
+    def count(self, path: Path, loaded: Any) -> tuple[int, float | None]:
+        """``(parameters, training FLOPs a token)`` by the framework's own counters where it can be asked."""
+        return self.shape(self.settings(loaded)).parameters, None
+
+    def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
+        """What is wrong in a file that the framework loads, and what could not be asked."""
+        raise NotImplementedError
 
     def trunk(self, steps: int, every: int) -> dict[str, Any]:
         """Overrides of a run at a constant rate, with a checkpoint kept at every multiple of ``every`` steps.
 
         :raises LNSConfigError: a run of this framework cannot be branched.
         """
+        raise LNSConfigError(f"horizons: runs of {self.title} cannot be branched here; expected framework: olmo")
 
     def branch(self, start: int, stop: int) -> dict[str, Any]:
         """Overrides of a run that goes on from a trunk at ``start`` with a falling rate, to ``stop`` steps in all."""
+        return self.trunk(start, stop)
 
     def checkpoint(self, step: int) -> str:
         """The name of the folder in which a run keeps its state after ``step``."""
+        return f"step{step}"
 
     def words(self, run: Run, folder: Path) -> list[str]:
         """Config and flags of a run in ``folder``, started or resumed, for the training script."""
+        raise NotImplementedError
 
     def variables(self, run: Run) -> dict[str, str]:
         """What the framework wants in the environment of this run, beyond what its config file reads."""
+        return {}
 
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
         """Files that the run reads, held-out ones too; empty where only the framework can tell."""
+        return []
 
     def heldout(self, settings: Mapping[str, Any]) -> Any:
         """What is measured on held-out data, without its files."""
+        raise NotImplementedError
 
     def padding(self, settings: Mapping[str, Any]) -> float:
         """What a held-out loss is multiplied by, for positions without a label that the framework averages over."""
+        return 1.0
 
     def used(self, folder: Path) -> dict[str, Any]:
         """Flat settings that a run in ``folder`` left as those it really used; empty when it left none."""
+        raise NotImplementedError
 
     def curve(self, path: Path, text: str) -> Curve | None:
         """The losses in a console log; None when ``text`` is not this framework's."""
-
-    def config(self, path: Path, gpus: int) -> Config:
-        """Read and check one config file.
-
-        :raises LNSConfigError: the framework refuses it.
-        """
-
-
-def shape_of(settings: Mapping[str, Any], engine: Engine) -> Shape:
-    """The numbers of an engine's flat settings.
-
-    :raises LNSConfigError: a key that is missing, or a duration not given in steps or tokens.
-    """
-    try:
-        return engine.shape(settings)
-    except KeyError as error:
-        raise LNSConfigError(f"the config has no {error.args[0]!r}: it must be complete") from error
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -180,16 +238,16 @@ class Run:
     @cached_property
     def loaded(self) -> Any:
         """The config as its framework takes it, loaded once."""
-        return self.engine.load(self)
+        return self.engine.load(self.config, self.overrides)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Flat settings, all of them."""
-        return self.engine.settings(self)
+        return self.engine.settings(self.loaded)
 
     @property
     def shape(self) -> Shape:
-        return shape_of(self.settings, self.engine)
+        return self.engine.shape(self.settings)
 
     @property
     def first_step(self) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Mapping
@@ -17,9 +17,8 @@ from olmo_lns.integrations.megatron.settings import Settings, variables
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines import megatron_args
-from olmo_lns.study.engines.base import Config, Run, shape_of
-from olmo_lns.study.engines.curves import Curve, number, text_of
-from olmo_lns.study.engines.shape import Shape
+from olmo_lns.study.engines.base import Curve, Engine, Run, number, text_of
+from olmo_lns.study.engines.shape import Machine, Shape
 
 __all__ = ["MegatronEngine", "printed_arguments"]
 
@@ -29,7 +28,7 @@ HELDOUT = re.compile(r"validation loss at iteration (\d+)(?: on validation set)?
 ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)?\s{2}([a-z0-9_]+) \.{2,} (.*)$")
 
 
-class MegatronEngine:
+class MegatronEngine(Engine):
     name, title, file_key = "megatron", "Megatron", "num-layers"
     default_seed = 1234
     loss = "lm loss"
@@ -45,7 +44,6 @@ class MegatronEngine:
     start: tuple[str, tuple[str, ...]] = ("load", ("save",))
     save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
     rate_keys: tuple[str, ...] = ("lr", "min_lr")
-    data_key = ""
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         """Its arguments that are not at their default."""
@@ -80,14 +78,14 @@ class MegatronEngine:
         found = megatron_args.read(config)
         return {"lr": rate, "min_lr": float(f"{rate * float(found['min_lr']) / float(found['lr']):.6g}")}
 
-    def settings(self, run: Run) -> dict[str, Any]:
-        return {**run.loaded, **{key.replace("-", "_"): value for key, value in run.overrides.items()}}
+    def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
+        """The keys of the file with the overrides."""
+        return megatron_args.read(path) | {key.replace("-", "_"): value for key, value in overrides.items()}
 
-    def load(self, run: Run) -> Any:
-        """The keys of the run's file."""
-        return megatron_args.read(run.config)
+    def settings(self, loaded: Any) -> dict[str, Any]:
+        return dict(loaded)
 
-    def shape(self, settings: Mapping[str, Any]) -> Shape:
+    def _shape(self, settings: Mapping[str, Any]) -> Shape:
         heads, width = int(settings["num_attention_heads"]), int(settings["hidden_size"])
         groups = settings.get("num_query_groups") if settings.get("group_query_attention") else heads
         return Shape(
@@ -107,21 +105,31 @@ class MegatronEngine:
             min_learning_rate=float(settings["min_lr"]),
         )
 
-    def count(self, run: Run) -> tuple[int, float | None]:
-        return run.shape.parameters, None
+    def machine(self, settings: Mapping[str, Any]) -> Machine:
+        tensor = int(settings.get("tensor_model_parallel_size") or 1)
+        pipeline = int(settings.get("pipeline_model_parallel_size") or 1)
+        named = f"tensor-model-parallel-size {tensor}" + (f" and pipeline {pipeline}" if pipeline > 1 else "")
+        return Machine(
+            strategy="distributed_optimizer" if settings.get("use_distributed_optimizer") else "ddp",
+            micro_batch=int(settings.get("micro_batch_size") or 1),
+            split=tensor * pipeline,
+            split_by=named,
+        )
 
-    def trunk(self, steps: int, every: int) -> dict[str, Any]:
-        raise LNSConfigError("horizons: runs of Megatron cannot be branched here; expected framework: olmo")
-
-    def branch(self, start: int, stop: int) -> dict[str, Any]:
-        return self.trunk(start, stop)
+    def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
+        decay, steps = settings.get("lr_decay_iters"), self.shape(settings).steps
+        found = [] if decay in (None, steps) else [f"lr-decay-iters {decay} is not train-iters {steps}"]
+        if not megatron_args.available():
+            return found, ["not parsed by Megatron: set MEGATRON_LM_SRC to a checkout"]
+        return found + _parse(settings, gpus), []
 
     def checkpoint(self, step: int) -> str:
         return f"iter_{step:07d}"
 
     def words(self, run: Run, folder: Path) -> list[str]:
+        own = megatron_args.read(run.config)
         for key, value in run.overrides.items():
-            in_file = run.loaded.get(key.replace("-", "_"))
+            in_file = own.get(key.replace("-", "_"))
             if _left_out(value) and not _left_out(in_file):
                 raise LNSConfigError(
                     f"run {run.name}: {key}: {value} cannot be said on Megatron's command line, and {run.config} has "
@@ -131,18 +139,10 @@ class MegatronEngine:
         return [*words, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
 
     def variables(self, run: Run) -> dict[str, str]:
-        from olmo_lns.study.engines import megatron_args
-
         return variables(megatron_args.to_flags(run.settings, placeholder=True))
-
-    def data_files(self, settings: Mapping[str, Any]) -> list[str]:
-        return []
 
     def heldout(self, settings: Mapping[str, Any]) -> Any:
         return [str(settings.get(key)) for key in ("split", "eval_iters")]
-
-    def padding(self, settings: Mapping[str, Any]) -> float:
-        return 1.0
 
     def used(self, folder: Path) -> dict[str, Any]:
         found: dict[str, str] = {}
@@ -153,38 +153,16 @@ class MegatronEngine:
         return {key: words.get(value, value) for key, value in found.items()}
 
     def curve(self, path: Path, text: str) -> Curve | None:
-        losses: dict[int, float] = {}
-        total = None
+        curve, total = Curve({}, None, str(path)), None
         for match in STEP.finditer(text):
             step, total = int(match[1]), int(match[2])
-            loss = LOSS.search(match[3])
-            if loss is None:
-                if text.endswith(match[0]):
-                    break  # cut by a kill
+            if (loss := LOSS.search(match[3])) is not None:
+                curve.add(step, loss[1])
+            elif not text.endswith(match[0]):  # cut by a kill
                 raise LNSConfigError(f"{path}: damaged: iteration {step} has no 'lm loss'")
-            if losses and step <= max(losses):
-                raise LNSConfigError(f"{path}: damaged: iteration {step} comes after iteration {max(losses)}")
-            losses[step] = number(path, step, loss[1])
-        heldout = {int(match[1]): number(path, int(match[1]), match[2]) for match in HELDOUT.finditer(text)}
-        return None if total is None else Curve(losses, total, str(path), heldout)
-
-    def config(self, path: Path, gpus: int) -> Config:
-        settings = megatron_args.read(path)
-        shape = shape_of(settings, self)
-        result = Config(
-            settings=settings,
-            shape=shape,
-            parameters=shape.parameters,
-            strategy="distributed_optimizer" if settings.get("use_distributed_optimizer") else "ddp",
-            micro_batch=int(settings.get("micro_batch_size") or 1),
-            split=int(settings.get("tensor_model_parallel_size") or 1),
-        )
-        result.split_by = f"tensor-model-parallel-size {result.split}"
-        decay = settings.get("lr_decay_iters")
-        if decay not in (None, shape.steps):
-            result.problems.append(f"lr-decay-iters {decay} is not train-iters {shape.steps}")
-        _parse(result, gpus)
-        return result
+        for match in HELDOUT.finditer(text):
+            curve.heldout[int(match[1])] = number(path, int(match[1]), match[2])
+        return None if total is None else replace(curve, total=total)
 
 
 def _left_out(value: Any) -> bool:
@@ -206,12 +184,9 @@ def printed_arguments(path: Path) -> dict[str, str]:
     return found
 
 
-def _parse(result: Config, gpus: int) -> None:
-    """Megatron's own parser and validation, where there is a Megatron; else a note."""
-    flags = megatron_args.to_flags(result.settings, placeholder=True)
-    if not megatron_args.available():
-        result.notes.append("not parsed by Megatron: set MEGATRON_LM_SRC to a checkout")
-        return
+def _parse(settings: Mapping[str, Any], gpus: int) -> list[str]:
+    """What Megatron's own parser and validation say against the flags."""
+    flags = megatron_args.to_flags(dict(settings), placeholder=True)
     # validate_args derives data parallelism from them; the rest is what a launch sets.
     launched = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
     with tempfile.TemporaryFile("w+") as printed:  # a file: Megatron 0.16 asks stderr for its number
@@ -226,7 +201,8 @@ def _parse(result: Config, gpus: int) -> None:
         except LNSConfigError as error:
             printed.seek(0)
             lines = [line for line in printed if "error:" in line]
-            result.problems.append(lines[-1].strip() if lines else str(error))
+            return [lines[-1].strip() if lines else str(error)]
+    return []
 
 
 def _with_gpu() -> contextlib.AbstractContextManager[object]:

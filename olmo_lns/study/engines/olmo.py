@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -11,9 +12,8 @@ from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines import olmo_config
-from olmo_lns.study.engines.base import Config, Run, shape_of
-from olmo_lns.study.engines.curves import Curve, number
-from olmo_lns.study.engines.shape import Shape
+from olmo_lns.study.engines.base import Curve, Engine, Run, number
+from olmo_lns.study.engines.shape import Machine, Shape
 
 __all__ = ["OLMoEngine"]
 
@@ -26,9 +26,8 @@ METRIC = re.compile(r"^ {4,}(\S+)=(\S+)\s*$")
 HELDOUT = "eval/heldout/CrossEntropyLoss"
 
 
-class OLMoEngine:
+class OLMoEngine(Engine):
     name, title, file_key = "olmo", "OLMo", "model"
-    default_seed = 6198
     loss = LOSS
     arm_keys = frozenset({"model.layer_norm_type", "model.init_fn"})
     bookkeeping: tuple[str, ...] = (
@@ -42,9 +41,9 @@ class OLMoEngine:
         "compile", "optimizer.metrics_log_interval", "tokenizer",
     )  # fmt: skip
     start: tuple[str, tuple[str, ...]] = ("load_path", ("save_folder", "remote_save_folder"))
-    save_variable, data_variable = "OLMO_SAVE_DIR", "OLMO_DATA_DIR"
     rate_keys: tuple[str, ...] = ("optimizer.learning_rate", "scheduler.warmup_min_lr")
     data_key = "data.paths"
+    even = False
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         init_fn = arm.init_fn or INIT_FNS.get(arm.initialization)
@@ -67,17 +66,14 @@ class OLMoEngine:
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"run_name": name, "seed": seed}
 
-    def rate(self, config: Path, rate: float) -> dict[str, Any]:
-        return {"optimizer.learning_rate": rate}
+    def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
+        """OLMo's ``TrainConfig``."""
+        return olmo_config.load(path, overrides)
 
-    def settings(self, run: Run) -> dict[str, Any]:
-        return olmo_config.flatten(run.loaded)
+    def settings(self, loaded: Any) -> dict[str, Any]:
+        return olmo_config.flatten(loaded)
 
-    def load(self, run: Run) -> Any:
-        """OLMo's ``TrainConfig`` of the run."""
-        return olmo_config.load(run.config, run.overrides)
-
-    def shape(self, settings: Mapping[str, Any]) -> Shape:
+    def _shape(self, settings: Mapping[str, Any]) -> Shape:
         width, heads = int(settings["model.d_model"]), int(settings["model.n_heads"])
         hidden = settings.get("model.mlp_hidden_size") or int(settings["model.mlp_ratio"]) * width
         batch, sequence = int(settings["global_train_batch_size"]), int(settings["model.max_sequence_length"])
@@ -100,8 +96,26 @@ class OLMoEngine:
             min_learning_rate=rate * float(settings["scheduler.alpha_f"]),
         )
 
-    def count(self, run: Run) -> tuple[int, float | None]:
-        return olmo_config.count(run.loaded)
+    def machine(self, settings: Mapping[str, Any]) -> Machine:
+        return Machine(
+            strategy=str(settings["distributed_strategy"]),
+            micro_batch=int(settings["device_train_microbatch_size"]),
+            recompute=settings["activation_checkpointing"] is not None,
+        )
+
+    def count(self, path: Path, loaded: Any) -> tuple[int, float | None]:
+        return olmo_config.count(loaded)
+
+    def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
+        found = []
+        stop, steps = settings["stop_at"], self.shape(settings).steps
+        if stop is None:
+            found.append(f"stop_at is not set: OLMo would run {steps + 10} steps; expected {steps}")
+        elif stop != steps:
+            found.append(f"stop_at {stop} is not max_duration {steps}: the schedule would be cut or idle")
+        if settings["distributed_strategy"] == "ddp" and settings["model.init_device"] == "meta":
+            found.append("distributed_strategy ddp needs model.init_device cuda, found meta")
+        return found, []
 
     def trunk(self, steps: int, every: int) -> dict[str, Any]:
         return {
@@ -134,9 +148,6 @@ class OLMoEngine:
         }
         return [str(run.config.resolve()), *(f"--{word}" for word in olmo_config.overrides_to_args(settings))]
 
-    def variables(self, run: Run) -> dict[str, str]:
-        return {}
-
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
         heldout = [evaluator["data"] for evaluator in settings.get("evaluators") or []]
         training = {key: settings.get(f"data.{key}") for key in ("paths", "label_mask_paths")}
@@ -168,43 +179,19 @@ class OLMoEngine:
     def curve(self, path: Path, text: str) -> Curve | None:
         if "[step=" not in text:
             return None
-        losses: dict[int, float] = {}
-        heldout: dict[int, float] = {}
-        total = step = None
+        curve, total, step = Curve({}, None, str(path)), None, None
         for line in text.splitlines():
             if match := STEP.search(line):
-                _in_order(path, losses, step)
+                if step is not None and step not in curve.losses:
+                    raise LNSConfigError(f"{path}: damaged: step {step} has no {LOSS}")
                 step, total = int(match[1]), int(match[2])
             elif step is not None and (match := METRIC.match(line)):
                 if match[1] == HELDOUT:
-                    heldout[step] = number(path, step, match[2])
+                    curve.heldout[step] = number(path, step, match[2])
                 elif match[1] == LOSS:
-                    if losses and step <= max(losses):
-                        raise LNSConfigError(f"{path}: damaged: step {step} comes after step {max(losses)}")
-                    losses[step] = number(path, step, match[2])
-        # The last step may have been cut by a kill: only an earlier one without a loss is damage (_in_order).
-        return Curve(losses, total, str(path), heldout)
-
-    def config(self, path: Path, gpus: int) -> Config:
-        loaded = olmo_config.load(path)
-        settings = olmo_config.flatten(loaded)
-        shape = shape_of(settings, self)
-        result = Config(
-            settings=settings,
-            shape=shape,
-            parameters=olmo_config.count(loaded)[0],
-            strategy=str(settings["distributed_strategy"]),
-            micro_batch=int(settings["device_train_microbatch_size"]),
-            recompute=settings["activation_checkpointing"] is not None,
-        )
-        stop, steps = settings["stop_at"], shape.steps
-        if stop is None:
-            result.problems.append(f"stop_at is not set: OLMo would run {steps + 10} steps; expected {steps}")
-        elif stop != steps:
-            result.problems.append(f"stop_at {stop} is not max_duration {steps}: the schedule would be cut or idle")
-        if result.strategy == "ddp" and settings["model.init_device"] == "meta":
-            result.problems.append("distributed_strategy ddp needs model.init_device cuda, found meta")
-        return result
+                    curve.add(step, match[2])
+        # The last step may have been cut by a kill: only an earlier one without a loss is damage.
+        return replace(curve, total=total)
 
 
 def _positions_per_label(masks: list[str], length: int) -> float:
@@ -218,11 +205,6 @@ def _positions_per_label(masks: list[str], length: int) -> float:
         mask = mask[: len(mask) // length * length].reshape(-1, length)
         rows, labels = rows + len(mask), labels + int(mask[:, 1:].sum())
     return rows * (length - 1) / labels
-
-
-def _in_order(path: Path, losses: dict[int, float], step: int | None) -> None:
-    if step is not None and step not in losses:
-        raise LNSConfigError(f"{path}: damaged: step {step} has no {LOSS}")
 
 
 def _steps(duration: Any, tokens_per_step: int) -> int:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
+import json
 import os
-import pickle
 import re
 import warnings
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Mapping
 
 from olmo_lns.errors import LNSConfigError, one_line
 
-__all__ = ["count", "flatten", "load", "overrides_to_args"]
+__all__ = ["count", "flatten", "load", "overrides_to_args", "placeholders"]
 
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -46,7 +44,6 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     from olmo_lns.integrations.olmo import register
-    from olmo_lns.integrations.olmo.config import wrap_load
 
     register()
     from olmo.config import TrainConfig
@@ -57,63 +54,25 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     with placeholders(path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo's, at every load
         try:
-            return wrap_load(_load)(TrainConfig, str(path), overrides_to_args(overrides or {}), None, False)
+            return TrainConfig.load(str(path), overrides_to_args(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
             raise LNSConfigError(f"{path}: OLMo refuses it: {one_line(error)}") from error
 
 
-def _load(cls: Any, path: str, overrides: list[str], _key: None, validate_paths: bool) -> Any:
-    """OLMo's ``BaseConfig.load``, but what all runs of one file share is made once (a study loads it for each run)."""
-    from omegaconf import OmegaConf
-
-    cls._register_resolvers(validate_paths=validate_paths)
-    own = pickle.loads(_schema_and_file(cls, Path(path).read_text(encoding="utf-8")))
-    return OmegaConf.to_object(OmegaConf.unsafe_merge(own, OmegaConf.from_dotlist(overrides)))
-
-
-@lru_cache(maxsize=64)
-def _schema_and_file(cls: Any, text: str) -> bytes:
-    """Pickled, since OmegaConf's own copies take eight times as long."""
-    from omegaconf import OmegaConf
-
-    from olmo_lns.integrations.olmo.config import written
-
-    raw = cls.update_legacy_settings(written(text))  # a copy
-    return pickle.dumps(OmegaConf.unsafe_merge(pickle.loads(_schema(cls)), raw))
-
-
-@lru_cache
-def _schema(cls: Any) -> bytes:
-    from omegaconf import OmegaConf
-
-    return pickle.dumps(OmegaConf.structured(cls))
-
-
 def flatten(config: Any) -> dict[str, Any]:
-    """A ``TrainConfig`` (or nested mapping) as ``{"model.d_model": 512, …}``; enums as their values."""
+    """A ``TrainConfig`` (or nested mapping) as ``{"model.d_model": 512, …}``, with the values that JSON has."""
+    tree = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config  # type: ignore[arg-type]
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, node: Any) -> None:
-        if dataclasses.is_dataclass(node):
-            node = vars(node)  # dataclasses.asdict copies every value
         if isinstance(node, Mapping):
             for key, value in node.items():
                 walk(f"{prefix}.{key}" if prefix else str(key), value)
         else:
-            flat[prefix] = _plain(node)
+            flat[prefix] = node
 
-    walk("", config)
+    walk("", json.loads(json.dumps(tree, default=str)))
     return flat
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return value
 
 
 def count(config: Any) -> tuple[int, float]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import glob
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core.record import CLASS as OURS
-from olmo_lns.integrations.olmo_core.schemes import scheme_of
+from olmo_lns.integrations.olmo_core.checkpoint import CLASS as OURS
+from olmo_lns.integrations.olmo_core.checkpoint import scheme_of
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines import olmo_core_config
-from olmo_lns.study.engines.base import Config, Run, shape_of
-from olmo_lns.study.engines.curves import Curve, number
+from olmo_lns.study.engines.base import Curve, Engine, Run, number
 from olmo_lns.study.engines.olmo_config import flatten
-from olmo_lns.study.engines.shape import Shape
+from olmo_lns.study.engines.shape import Machine, Shape
 
 __all__ = ["OURS", "STOCK", "OLMoCoreEngine"]
 
@@ -36,9 +36,8 @@ HELDOUT = "trainer.callbacks.heldout."
 _OWN = re.compile(r"\bolmo_core\.|^ {4,}train/CE loss=", re.M)
 
 
-class OLMoCoreEngine:
+class OLMoCoreEngine(Engine):
     name, title, file_key = "olmo-core", "OLMo-core", "train_module"
-    default_seed = 6198
     loss = LOSS
     arm_keys = frozenset(
         {_BLOCK, _SCHEME, _EXPONENT, _INITIALIZATION, "model.block.scale_router", _NAME, _METHOD, _RESIDUAL}
@@ -56,7 +55,6 @@ class OLMoCoreEngine:
         "model.block.sequence_mixer.use_flash", "launch", "run_name",
     )  # fmt: skip
     start: tuple[str, tuple[str, ...]] = ("trainer.load_path", ("trainer.save_folder",))
-    save_variable, data_variable = "OLMO_SAVE_DIR", "OLMO_DATA_DIR"
     rate_keys: tuple[str, ...] = ("train_module.optim.lr",)
     data_key = "dataset.paths"
 
@@ -95,17 +93,14 @@ class OLMoCoreEngine:
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"init_seed": seed, "model.init_seed": seed, "data_loader.seed": seed}
 
-    def rate(self, config: Path, rate: float) -> dict[str, Any]:
-        return {"train_module.optim.lr": rate}
+    def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
+        """The sections of the file, with its overrides."""
+        return olmo_core_config.planned(path, overrides)
 
-    def settings(self, run: Run) -> dict[str, Any]:
-        return _flat(run.loaded)
+    def settings(self, loaded: Any) -> dict[str, Any]:
+        return _flat(loaded)
 
-    def load(self, run: Run) -> Any:
-        """The sections of the run's file, with its overrides."""
-        return olmo_core_config.planned(run.config, run.overrides)
-
-    def shape(self, settings: Mapping[str, Any]) -> Shape:
+    def _shape(self, settings: Mapping[str, Any]) -> Shape:
         mixer, sequence = "model.block.sequence_mixer", int(settings["train_module.max_sequence_length"])
         heads, rate = int(settings[f"{mixer}.n_heads"]), float(settings["train_module.optim.lr"])
         batch, rest = divmod(int(settings["data_loader.global_batch_size"]), sequence)
@@ -128,27 +123,34 @@ class OLMoCoreEngine:
             min_learning_rate=rate * float(settings.get("train_module.scheduler.alpha_f") or 0.0),
         )
 
-    def count(self, run: Run) -> tuple[int, float | None]:
+    def machine(self, settings: Mapping[str, Any]) -> Machine:
+        tensor = int(settings.get("train_module.tp_config.degree") or 1)
+        return Machine(
+            strategy=str(settings.get("train_module.dp_config.name") or "ddp"),
+            micro_batch=max(1, int(settings["train_module.rank_microbatch_size"]) // self.shape(settings).sequence),
+            split=tensor,
+            split_by=f"tp_config.degree {tensor}" if tensor > 1 else "",
+            recompute="train_module.ac_config.mode" in settings,
+        )
+
+    def count(self, path: Path, loaded: Any) -> tuple[int, float | None]:
         if not olmo_core_config.available():
-            return run.shape.parameters, None
-        model = olmo_core_config.model_of(run.config, run.loaded)
-        return int(model.num_params), float(model.num_flops_per_token(run.shape.sequence))
+            return super().count(path, loaded)
+        model, sequence = olmo_core_config.model_of(path, loaded), self.shape(_flat(loaded)).sequence
+        return int(model.num_params), float(model.num_flops_per_token(sequence))
 
-    def trunk(self, steps: int, every: int) -> dict[str, Any]:
-        raise LNSConfigError("horizons: runs of OLMo-core cannot be branched here; expected framework: olmo")
-
-    def branch(self, start: int, stop: int) -> dict[str, Any]:
-        return self.trunk(start, stop)
-
-    def checkpoint(self, step: int) -> str:
-        return f"step{step}"
+    def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
+        found, sequence = [], self.shape(settings).sequence
+        if (micro := int(settings["train_module.rank_microbatch_size"])) % sequence:
+            found.append(f"train_module.rank_microbatch_size {micro} is in tokens: expected a multiple of {sequence}")
+        if (data := settings.get("dataset.sequence_length")) != sequence:
+            found.append(f"dataset.sequence_length {data} is not max_sequence_length {sequence}")
+        absent = "not loaded by OLMo-core, which is not in this environment"
+        return found, [] if olmo_core_config.available() else [absent]
 
     def words(self, run: Run, folder: Path) -> list[str]:
         settings = {**run.overrides, "trainer.save_folder": str(folder), "trainer.save_overwrite": True}
         return [str(run.config.resolve()), *olmo_core_config.overrides_to_args(settings)]
-
-    def variables(self, run: Run) -> dict[str, str]:
-        return {}
 
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
         keys = ("dataset.paths", f"{HELDOUT}eval_dataset.paths")
@@ -161,9 +163,6 @@ class OLMoCoreEngine:
     def heldout(self, settings: Mapping[str, Any]) -> Any:
         return settings.get(f"{HELDOUT}eval_dataset.sequence_length")
 
-    def padding(self, settings: Mapping[str, Any]) -> float:
-        return 1.0
-
     def used(self, folder: Path) -> dict[str, Any]:
         saved = sorted(folder.glob("step*/config.json"), key=lambda path: int(path.parent.name.removeprefix("step")))
         return _flat(json.loads(saved[-1].read_text(encoding="utf-8"))) if saved else {}
@@ -171,49 +170,17 @@ class OLMoCoreEngine:
     def curve(self, path: Path, text: str) -> Curve | None:
         if not _OWN.search(text):
             return None
-        losses: dict[int, float] = {}
-        heldout: dict[int, float] = {}
-        total = step = None
+        curve, total, step = Curve({}, None, str(path)), None, None
         for line in text.splitlines():
             if match := STEP.search(line):
                 # A line with the step alone is progress; the losses of several steps follow together.
                 step, total = int(match[1]), None if match[2] == "???" else int(match[2])
             elif step is not None and (match := METRIC.match(line)):
-                if match[1] != "train":
-                    heldout[step] = number(path, step, match[2])
-                    continue
-                if losses and step <= max(losses):
-                    raise LNSConfigError(f"{path}: damaged: step {step} comes after step {max(losses)}")
-                losses[step] = number(path, step, match[2])
-        return Curve(losses, total, str(path), heldout)
-
-    def config(self, path: Path, gpus: int) -> Config:
-        tree = olmo_core_config.planned(path)
-        settings = _flat(tree)
-        shape = shape_of(settings, self)
-        micro = int(settings["train_module.rank_microbatch_size"])
-        tensor = int(settings.get("train_module.tp_config.degree") or 1)
-        result = Config(
-            settings=settings,
-            shape=shape,
-            parameters=shape.parameters,
-            strategy=str(settings.get("train_module.dp_config.name") or "ddp"),
-            micro_batch=max(1, micro // shape.sequence),
-            split=tensor,
-            split_by=f"tp_config.degree {tensor}" if tensor > 1 else "",
-            recompute="train_module.ac_config.mode" in settings,
-        )
-        if olmo_core_config.available():
-            result.parameters = int(olmo_core_config.model_of(path, tree).num_params)
-        else:
-            result.notes.append("not loaded by OLMo-core, which is not in this environment")
-        if micro % shape.sequence:
-            result.problems.append(
-                f"train_module.rank_microbatch_size {micro} is in tokens: expected a multiple of {shape.sequence}"
-            )
-        if (data := settings.get("dataset.sequence_length")) != shape.sequence:
-            result.problems.append(f"dataset.sequence_length {data} is not max_sequence_length {shape.sequence}")
-        return result
+                if match[1] == "train":
+                    curve.add(step, match[2])
+                else:
+                    curve.heldout[step] = number(path, step, match[2])
+        return replace(curve, total=total)
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from olmo_lns.errors import LNSConfigError
-
-__all__ = ["GPUS", "STRATEGIES", "Gpu", "Shape"]
+__all__ = ["GPUS", "Gpu", "Machine", "Shape"]
 
 ADAM_BYTES = 16  # per parameter, mixed precision: fp32 weight, fp32 gradient, two fp32 moments
 CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 BF16 = 2
-STRATEGIES = ("ddp", "fsdp", "distributed_optimizer")
 
 
 @dataclass(frozen=True)
@@ -58,24 +55,24 @@ class Shape:
         return self.vocabulary * self.width
 
     @property
-    def parameters(self) -> int:
-        """All parameters, the output projection counted unless tied."""
+    def block(self) -> int:
+        """Parameters of a block, without its norms."""
         kv = self.width * self.kv_heads // self.heads
-        block = 2 * self.width**2 + 2 * self.width * kv + 3 * self.width * self.inner
-        norms = (2 * self.layers + 1) * self.width if self.gain else 0
-        return self.embedding * (1 if self.tied else 2) + self.layers * block + norms
+        return 2 * self.width**2 + 2 * self.width * kv + 3 * self.width * self.inner
 
     @property
-    def tokens(self) -> int:
-        return self.tokens_per_step * self.steps
+    def parameters(self) -> int:
+        """All parameters, the output projection counted unless tied."""
+        norms = (2 * self.layers + 1) * self.width if self.gain else 0
+        return self.embedding * (1 if self.tied else 2) + self.layers * self.block + norms
 
     @property
     def tokens_per_step(self) -> int:
         return self.sequence * self.batch
 
     @property
-    def warmup_share(self) -> float:
-        return self.warmup / self.steps
+    def tokens(self) -> int:
+        return self.tokens_per_step * self.steps
 
     @property
     def flops(self) -> float:
@@ -85,40 +82,64 @@ class Shape:
         n = self.parameters if self.tied else self.parameters - self.embedding
         return (6 * n + 12 * self.layers * self.width * self.sequence) * float(self.tokens)
 
-    def gpu_hours(self, gpu: str, mfu: float) -> float:
-        return self.flops / (GPUS[gpu].peak * mfu) / 3600
-
     @property
     def checkpoint_bytes(self) -> float:
         """One checkpoint with optimizer state."""
         return float(CHECKPOINT_BYTES * self.parameters)
 
-    def memory(self, strategy: str, gpus: int, micro_batch: int, *, recompute: bool = False) -> dict[str, float]:
-        """Estimated bytes per GPU: ``states``, ``activations``, ``logits`` and their ``total``.
 
-        States are 16 bytes a parameter, divided by ``gpus`` under fsdp, to which one gathered block and the
+@dataclass(frozen=True)
+class Machine:
+    """How a run is laid over its GPUs.
+
+    :param strategy: how weights and optimizer state are split: ``ddp``, ``fsdp``, or ``distributed_optimizer``
+        (Megatron's: bf16 weights and fp32 gradients on every GPU, the fp32 weights and moments divided).
+    :param micro_batch: sequences a GPU takes at once.
+    :param split: GPUs that share one model, by the setting ``split_by``.
+    :param recompute: activations are computed again in the backward pass.
+    """
+
+    strategy: str
+    micro_batch: int
+    split: int = 1
+    split_by: str = ""
+    recompute: bool = False
+
+    def memory(self, shape: Shape, gpus: int) -> float | None:
+        """Estimated bytes on each of ``gpus``; None for a strategy without an estimate.
+
+        States are 16 bytes a parameter, divided by the GPUs under fsdp, to which one gathered block and the
         embedding are added. Activations are the bf16 tensors autograd keeps in a block (with a fused attention
         kernel): 34 s b d with a 4 d MLP, in SwiGLU's terms 10 d + 4 inner per token times two bytes, plus norms in
         fp32; ``recompute`` keeps a block's input only. An estimate: allow 20 % for fragmentation and buffers.
-
-        :param strategy: ``ddp``, ``fsdp``, or ``distributed_optimizer`` (Megatron's: bf16 weights and fp32
-            gradients on every GPU, the fp32 weights and moments divided by ``gpus``).
         """
-        if strategy not in STRATEGIES:
-            raise LNSConfigError(f"strategy {strategy!r}: expected ddp, fsdp or distributed_optimizer")
-        tokens = micro_batch * self.sequence
-        block = (self.parameters - self.embedding * (1 if self.tied else 2)) / self.layers
-        states = float(ADAM_BYTES * self.parameters)
-        if strategy == "fsdp":
-            states = states / gpus + BF16 * (2 * block + self.embedding)
-        elif strategy == "distributed_optimizer":
-            states = self.parameters * (BF16 + 4 + CHECKPOINT_BYTES / gpus)
-        kept = self.width if recompute else 10 * self.width + 4 * self.inner + 4 * self.width
-        activations = float(BF16 * tokens * kept * self.layers)
-        logits = float(tokens * self.vocabulary * (BF16 + 4 + 4))  # bf16 logits, fp32 copy, fp32 gradient
-        return {
-            "states": states,
-            "activations": activations,
-            "logits": logits,
-            "total": states + activations + logits,
-        }
+        copies, tokens = max(1, gpus // self.split), self.micro_batch * shape.sequence
+        states = {
+            "ddp": ADAM_BYTES * shape.parameters,
+            "fsdp": ADAM_BYTES * shape.parameters / copies + BF16 * (2 * shape.block + shape.embedding),
+            "distributed_optimizer": shape.parameters * (BF16 + 4 + CHECKPOINT_BYTES / copies),
+        }.get(self.strategy)
+        if states is None:
+            return None
+        kept = shape.width if self.recompute else 10 * shape.width + 4 * shape.inner + 4 * shape.width
+        activations = BF16 * tokens * kept * shape.layers
+        logits = tokens * shape.vocabulary * (BF16 + 4 + 4)  # bf16 logits, fp32 copy, fp32 gradient
+        return (states + activations + logits) / self.split
+
+    def problem(self, shape: Shape, gpus: int, *, even: bool) -> str | None:
+        """Why the batch cannot be laid over the GPUs; None when it can.
+
+        :param even: each GPU takes whole micro-batches.
+        """
+        if gpus % self.split:
+            return f"{self.split_by} is more than {gpus} GPUs, or does not divide them"
+        if even and shape.batch % self.micro_batch:
+            return f"the batch of {shape.batch} is not a multiple of the micro-batch of {self.micro_batch}"
+        copies, each = gpus // self.split, self.micro_batch if even else 1
+        if shape.batch % (copies * each):
+            by = f" with {self.split_by}" if self.split > 1 else ""
+            times = f" × micro-batch {each}" if even else ""
+            return f"{gpus} GPUs{by}{times} do not divide the batch of {shape.batch}: take another number of GPUs" + (
+                " or a smaller micro-batch" if even else ""
+            )
+        return None

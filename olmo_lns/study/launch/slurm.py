@@ -14,6 +14,7 @@ from typing import Any, Sequence
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.launch.start import ENDPOINT, JOB, check, command, environment, make_folder
+from olmo_lns.study.plan.cost import GPU, planned_hours, time_note
 from olmo_lns.study.plan.spec import Run, Study
 
 __all__ = ["Site", "write"]
@@ -30,7 +31,7 @@ TEMPLATE = """#!/bin/bash
 OUT={out}
 RUNS=({runs})
 RUN=${{RUNS[$SLURM_ARRAY_TASK_ID]}}
-HEAD=${{SLURMD_NODENAME:-$(hostname)}}
+HEAD=$(hostname)
 again() {{  # Slurm's signal, before the time ends
     if find "$OUT/$RUN"/*/ -maxdepth 0 -newermt "-$SECONDS seconds" | grep -Eq '/(step|iter_)'; then
         scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" || :
@@ -54,8 +55,6 @@ exit $CODE
 
 #: Cores of a job for each GPU: as many as the config files have data workers.
 CORES = 8
-#: Planned hours are those of this GPU at this share of its peak, and so much more for evaluation and checkpoints.
-GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,7 @@ class Site:
     """What a cluster and a user's environment need in the scripts.
 
     :param activate: a virtual environment's folder, or a file to source. :param modules: for ``module load``.
+    :param gpu: by which a job's time is planned.
     """
 
     activate: str | None = None
@@ -70,6 +70,7 @@ class Site:
     partition: str | None = None
     account: str | None = None
     time: str | None = None
+    gpu: str = GPU
 
     def lines(self) -> str:
         """Shell lines before anything runs; before ``set -u``, under which many such files fail."""
@@ -88,7 +89,7 @@ def write(
     """Write ``<folder>/<size>.sbatch`` for every size, and make ``out``, where Slurm writes the tasks' output.
 
     ``launch.sbatch`` of the description adds ``#SBATCH`` lines or replaces one of ours; null leaves it out. ``time`` is
-    what the plan says for an A100 (:func:`planned_hours`) where nobody gives it; one that is shorter is said.
+    what the plan says (:func:`planned_hours`) where nobody gives it; one that is shorter is said.
 
     The variables of the config files (``OLMO_DATA_DIR``, or ``MEGATRON_DATA``) must be set where it is submitted.
 
@@ -111,27 +112,6 @@ def write(
     return written
 
 
-def planned_hours(study: Study, run: Run) -> float:
-    """Hours of a run on its GPUs: ``study plan``'s for an A100, and a quarter more."""
-    share = 1 - run.first_step / run.shape.steps
-    gpus = study.launch.nproc * study.launch.nodes_of(run.size)
-    return share * run.shape.gpu_hours(GPU, UTILISATION) * MARGIN / gpus
-
-
-def hours_of(time: object) -> float:
-    """Slurm's ``--time``: ``minutes[:seconds]``, ``hours:minutes:seconds`` or ``days-hours[:minutes[:seconds]]``.
-
-    Infinite for what is none of these, such as ``UNLIMITED``.
-    """
-    days, _, rest = str(time).rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
-        return math.inf
-    numbers = [*map(float, parts), 0.0, 0.0]
-    hours, minutes, seconds = numbers[:3] if days or len(parts) == 3 else (0.0, *numbers[:2])
-    return 24 * float(days or 0) + hours + minutes / 60 + seconds / 3600
-
-
 def _options(study: Study, size: str, hours: float, out: Path, site: Site) -> str:
     options: dict[str, Any] = {
         "nodes": study.launch.nodes_of(size),
@@ -148,11 +128,8 @@ def _options(study: Study, size: str, hours: float, out: Path, site: Site) -> st
         **study.launch.sbatch,
     }
     options |= {key: value for key in ("partition", "account", "time") if (value := getattr(site, key)) is not None}
-    if (given := hours_of(options["time"])) < hours:
-        print(
-            f"{size}: a run takes about {hours:.3g} h on A100s by the plan, --time is {options['time']}: about "
-            f"{math.ceil(hours / given) if given else 'no'} jobs one after the other, each from the last checkpoint"
-        )
+    if note := time_note(size, hours, options["time"], site.gpu):
+        print(note)
     kept = {key: value for key, value in options.items() if value is not None and value is not False}
     return "\n".join(f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in kept.items())
 
@@ -168,7 +145,7 @@ def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path,
         # Two words of ours are the shell's to expand; everything else is quoted.
         quoted = " ".join(f'"{word}"' if word in (JOB, ENDPOINT) else shlex.quote(word) for word in words)
         cases.append(f"{run.name}) COMMAND=({quoted}) ;;")
-    hours = max(planned_hours(study, run) for run in runs)
+    hours = max(planned_hours(study, run, site.gpu) for run in runs)
     options = _options(study, size, hours, out, site)
     if len(options.splitlines()) != options.count("#SBATCH --") or len(study.name.splitlines()) > 1:
         raise LNSConfigError(f"{study.path}: name and launch.sbatch: expected no line breaks in them")

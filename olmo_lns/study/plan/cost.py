@@ -1,26 +1,44 @@
-"""What a study costs: tokens, steps, FLOPs counted two ways, GPU-hours, checkpoint disk."""
+"""What a study costs: FLOPs counted two ways, GPU-hours, days, memory, checkpoint disk."""
 
 from __future__ import annotations
 
 import csv
+import math
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Sequence
 
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS
 from olmo_lns.study.engines.shape import GPUS
 from olmo_lns.study.plan.compare import compare_planned
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = ["Row", "rows", "table", "write_csv"]
+__all__ = [
+    "GPU",
+    "UTILISATION",
+    "Row",
+    "check_batches",
+    "duration",
+    "planned_hours",
+    "rows",
+    "table",
+    "time_note",
+    "write_csv",
+]
+
+#: Hours of a job are those of this GPU at this share of its peak, and so much more for evaluation and checkpoints.
+GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
 
 
 @dataclass(frozen=True)
 class Row:
     """:param flops: 6 N D plus attention (:attr:`Shape.flops`).
 
-    :param flops_olmo: by OLMo's own counter, None for Megatron.
-    :param checkpoint_gb: one checkpoint with optimizer state. GPU-hours are of ``flops``.
+    :param flops_counted: by the framework's own counter, None where it has none. GPU-hours are of ``flops``.
+    :param days: of the run on its GPUs. :param memory_gb: of each, estimated; None where nothing is known of it.
+    :param checkpoint_gb: one checkpoint with optimizer state.
     """
 
     run: str
@@ -32,27 +50,48 @@ class Row:
     tokens: int
     warmup_share: float
     flops: float
-    flops_olmo: float | None
+    flops_counted: float | None
     hours_a100: float
     hours_h100: float
     hours_h200: float
+    gpus: int
+    days: float
+    memory_gb: float | None
     checkpoint_gb: float
 
+    def hours(self, gpu: str) -> float:
+        return float(getattr(self, f"hours_{gpu.lower()}"))
 
-def rows(study: Study, mfu: float) -> list[Row]:
-    """One row per run, at a model FLOPs utilisation of ``mfu`` (0…1).
 
-    :raises LNSConfigError: the arms differ in more than the arm.
+def _gpu_hours(run: Run, gpu: str, mfu: float) -> float:
+    share = 1 - run.first_step / run.shape.steps  # a branch makes its own steps only
+    return share * run.shape.flops / (GPUS[gpu].peak * mfu) / 3600
+
+
+def rows(study: Study, mfu: float = UTILISATION, *, gpu: str = GPU, gpus: int | None = None) -> list[Row]:
+    """One row per run.
+
+    :param mfu: model FLOPs utilisation, 0…1. :param gpus: of a run, instead of the description's.
+    :raises LNSConfigError: the arms differ in more than the arm, or the GPUs do not divide a batch.
     """
     compare_planned(study.runs)
-    return [_row(run, mfu) for run in study.runs]
+    check_batches(study, study.runs, gpus)
+    return [_row(run, mfu, gpu, gpus or study.gpus(run)) for run in study.runs]
 
 
-def _row(run: Run, mfu: float) -> Row:
+def check_batches(study: Study, runs: Sequence[Run], gpus: int | None = None) -> None:
+    """:raises LNSConfigError: a run whose GPUs do not divide its batch."""
+    for run in runs:
+        machine = run.engine.machine(run.settings)
+        if problem := machine.problem(run.shape, gpus or study.gpus(run), even=run.engine.even):
+            raise LNSConfigError(f"run {run.name}: {problem}")
+
+
+def _row(run: Run, mfu: float, gpu: str, gpus: int) -> Row:
     shape = run.shape
-    parameters, per_token = run.engine.count(run)
-    share = 1 - run.first_step / shape.steps  # a branch makes its own steps only
-    hours = {f"hours_{name.lower()}": share * shape.gpu_hours(name, mfu) for name in GPUS}
+    parameters, per_token = run.engine.count(run.config, run.loaded)
+    share = 1 - run.first_step / shape.steps
+    memory = run.engine.machine(run.settings).memory(shape, gpus)
     return Row(
         run=run.name,
         size=run.size,
@@ -61,40 +100,65 @@ def _row(run: Run, mfu: float) -> Row:
         parameters=parameters,
         steps=shape.steps,
         tokens=shape.tokens,
-        warmup_share=shape.warmup_share,
+        warmup_share=shape.warmup / shape.steps,
         flops=share * shape.flops,
-        flops_olmo=None if per_token is None else share * per_token * shape.tokens,
+        flops_counted=None if per_token is None else share * per_token * shape.tokens,
+        hours_a100=_gpu_hours(run, "A100", mfu),
+        hours_h100=_gpu_hours(run, "H100", mfu),
+        hours_h200=_gpu_hours(run, "H200", mfu),
+        gpus=gpus,
+        days=_gpu_hours(run, gpu, mfu) / gpus / 24,
+        memory_gb=None if memory is None else memory / 1e9,
         checkpoint_gb=shape.checkpoint_bytes / 1e9,
-        **hours,
     )
 
 
-def table(planned: Sequence[Row], mfu: float) -> str:
-    """A Markdown table, one line per size, and the study's totals."""
-    head = "| size | runs | parameters | steps | tokens | warm-up | FLOPs a run (6ND + attention) | by OLMo's counter "
-    head += "| A100 h | H100 h | H200 h | checkpoint |\n" + "|---" * 12 + "|\n"
-    body = ""
+def table(planned: Sequence[Row], mfu: float, gpu: str) -> str:
+    """One line per size, in 80 columns where its name is short; and the study's totals."""
+    width = max(len(row.size) for row in planned)
+    lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run GB/GPU checkpoint"]
     for size in dict.fromkeys(row.size for row in planned):
         mine = [row for row in planned if row.size == size]
         row = mine[0]
-        counted = "–" if row.flops_olmo is None else f"{row.flops_olmo:.2e}"
-        body += (
-            f"| {size} | {len(mine)} | {row.parameters:,} | {row.steps:,} | {row.tokens / 1e9:.3g}B "
-            f"| {row.warmup_share:.1%} | {row.flops:.2e} | {counted} | {_hours(row.hours_a100)} "
-            f"| {_hours(row.hours_h100)} | {_hours(row.hours_h200)} | {row.checkpoint_gb:.3g} GB |\n"
+        memory = "–" if row.memory_gb is None else f"{row.memory_gb:.0f}"
+        lines.append(
+            f"{size:<{width}} {len(mine):>4} {_short(row.parameters):>6} {_short(row.tokens):>6} {row.steps:>7,} "
+            f"{_hours(row.hours(gpu)):>7} {row.gpus:>4} {duration(86400 * row.days):>9} {memory:>6} "
+            f"{row.checkpoint_gb:>7.3g} GB"
         )
-    totals = [sum(getattr(row, key) for row in planned) for key in ("hours_a100", "hours_h100", "hours_h200")]
-    disk = sum(row.checkpoint_gb for row in planned)
     arms = ", ".join(ARMS[arm].label for arm in dict.fromkeys(row.arm for row in planned))
-    return (
-        f"{head}{body}\nHours are GPU-hours of one run at {mfu:.0%} of the dense bf16 peak. All {len(planned)} runs "
-        f"({arms}): {sum(row.flops for row in planned):.2e} FLOPs; {totals[0]:,.4g} A100, {totals[1]:,.4g} H100 or "
-        f"{totals[2]:,.4g} H200 hours; {disk:,.4g} GB for one checkpoint of each."
+    hours = " or ".join(f"{_hours(sum(row.hours(name) for row in planned))} {name}" for name in ("A100", "H100"))
+    days, disk = duration(86400 * sum(row.days for row in planned)), sum(row.checkpoint_gb for row in planned)
+    text = (
+        f"All {len(planned)} runs ({arms}): {sum(row.flops for row in planned):.2e} FLOPs, {hours} hours; one after "
+        f"the other {days} on {gpu}s; {disk:,.4g} GB for one checkpoint of each. Estimates at {mfu:.0%} of the dense "
+        "bf16 peak, without evaluation, checkpoints and queues."
     )
+    full = dict.fromkeys(
+        f"{row.size}: {row.memory_gb:.0f} GB by the estimate, more than {gpu} has"
+        for row in planned
+        if row.memory_gb is not None and row.memory_gb * 1e9 > GPUS[gpu].memory
+    )
+    return "\n".join([*lines, "", textwrap.fill(text, 80), *full])
 
 
-def _hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+def duration(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3.5 h``, ``2.1 days``."""
+    for limit, unit, text in ((90, 1, "s"), (5400, 60, "min")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {text}"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def write_csv(planned: Sequence[Row], path: Path) -> None:
@@ -102,3 +166,34 @@ def write_csv(planned: Sequence[Row], path: Path) -> None:
         writer = csv.DictWriter(file, list(asdict(planned[0])))
         writer.writeheader()
         writer.writerows(asdict(row) for row in planned)
+
+
+def planned_hours(study: Study, run: Run, gpu: str = GPU, mfu: float = UTILISATION, gpus: int | None = None) -> float:
+    """Hours of a run on its GPUs: the plan's, and a quarter more."""
+    return _gpu_hours(run, gpu, mfu) * MARGIN / (gpus or study.gpus(run))
+
+
+def time_note(size: str, hours: float, time: object, gpu: str = GPU) -> str | None:
+    """What to know where ``--time`` is shorter than a run; None where it is not."""
+    given = _hours_of(time)
+    if given >= hours:
+        return None
+    jobs = f"about {math.ceil(hours / given)} jobs one after the other" if given else "no time at all"
+    return (
+        f"{size}: a run takes about {hours:.3g} h on {gpu}s by the plan, --time is {time}: {jobs}, each from the last "
+        "checkpoint"
+    )
+
+
+def _hours_of(time: object) -> float:
+    """Slurm's ``--time``: ``minutes[:seconds]``, ``hours:minutes:seconds`` or ``days-hours[:minutes[:seconds]]``.
+
+    Infinite for what is none of these, such as ``UNLIMITED``.
+    """
+    days, _, rest = str(time).rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
+        return math.inf
+    numbers = [*map(float, parts), 0.0, 0.0]
+    hours, minutes, seconds = numbers[:3] if days or len(parts) == 3 else (0.0, *numbers[:2])
+    return 24 * float(days or 0) + hours + minutes / 60 + seconds / 3600

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterable, Mapping
 
 import yaml
 
-from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.arms import ARMS, BASELINE, arm_named
-from olmo_lns.study.engines import OLMO, Engine, Run, engine_named
+from olmo_lns.study.engines import Engine, Run, engine_named
 from olmo_lns.study.pack import located
 from olmo_lns.study.plan import description
 from olmo_lns.study.plan.compare import settings_of
-from olmo_lns.study.plan.horizons import Horizons
-from olmo_lns.study.plan.published import PUBLISHED
 
-__all__ = ["Launch", "Run", "Study"]
+__all__ = ["Horizons", "Launch", "Run", "Study"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,45 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Horizons:
+    """Several budgets from one run: a trunk at a constant rate, and branches from its checkpoints whose rate falls.
+
+    :param steps: optimizer steps of each budget, rising.
+    :param decay: the last part of each, in which the rate falls: in (0, 1).
+    """
+
+    steps: tuple[int, ...]
+    decay: float
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The step of the trunk at which each branch leaves it."""
+        return tuple(round(step * (1 - self.decay)) for step in self.steps)
+
+    @property
+    def every(self) -> int:
+        """Steps between the trunk's checkpoints, so that there is one at every start."""
+        return math.gcd(*self.starts)
+
+    def runs(self, run: Run) -> list[Run]:
+        """The trunk ``<size>_trunk`` and its branches ``<size>to<steps>``."""
+
+        def part(size: str, own: dict[str, Any]) -> Run:
+            named = run.engine.identity(f"{size}-{run.arm}-s{run.seed}", run.seed)
+            return replace(run, size=size, overrides={**run.overrides, **own, **named})
+
+        trunk = part(f"{run.size}_trunk", run.engine.trunk(self.starts[-1], self.every))
+        pairs = zip(self.starts, self.steps, strict=True)
+        ends = [(part(f"{run.size}to{stop}", run.engine.branch(start, stop)), start) for start, stop in pairs]
+        return [trunk, *(replace(end, start=(trunk, start)) for end, start in ends)]
+
+
+@dataclass(frozen=True)
 class Study:
     """:param final_fraction: a run's loss is the mean over this last part of its steps.
 
     :param finished: a committed table of finished runs (:mod:`olmo_lns.study.collect.finished`).
-    :param published: the name of the papers' table that it is to be set beside (:mod:`olmo_lns.study.plan.published`).
+    :param published: the name of the papers' table that it is to be set beside.
     """
 
     name: str
@@ -69,8 +102,16 @@ class Study:
         return list(dict.fromkeys(run.size for run in self.runs))
 
     @property
+    def groups(self) -> list[str]:
+        """The sizes without their learning rates."""
+        return list(dict.fromkeys(run.group for run in self.runs))
+
+    @property
     def arms(self) -> list[str]:
         return list(dict.fromkeys(run.arm for run in self.runs))
+
+    def gpus(self, run: Run) -> int:
+        return self.launch.nproc * self.launch.nodes_of(run.size)
 
     @classmethod
     def load(cls, path: str | Path) -> Study:
@@ -84,125 +125,102 @@ class Study:
             raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise LNSConfigError(f"{path}: not YAML: {one_line(error)}") from error
-        if not isinstance(raw, dict) or not {"name", "config", "sizes", "arms"} <= set(raw):
-            raise LNSConfigError(f"{path}: a study description needs name, config, sizes and arms")
+        needed = {key for key, (*_, default) in description.KEYS.items() if default is description.NEEDED}
+        if not isinstance(raw, dict) or not needed <= set(raw):
+            raise LNSConfigError(f"{path}: a study description needs {', '.join(sorted(needed))}")
         description.check(raw, path)
-        try:
-            engine = engine_named(raw.get("framework", OLMO.name))
-        except LNSConfigError as error:
-            raise LNSConfigError(f"{path}: {error}") from None
-        fraction = float(raw.get("final_fraction", 0.01))
-        if not 0 < fraction <= 1:
-            raise LNSConfigError(f"{path}: final_fraction {fraction}: expected a number in (0, 1]")
         options = dict(raw.get("launch", {}))
         launch = Launch(**options | {"args": tuple(map(str, options.get("args", ())))})
+        try:
+            engine = engine_named(raw.get("framework", "olmo"))
+            runs = tuple(_runs(raw, path, engine))
+            if isinstance(launch.nodes, Mapping):
+                _known("launch: nodes", launch.nodes, {name for run in runs for name in (run.size, run.group)}, "sizes")
+        except LNSConfigError as error:
+            raise LNSConfigError(f"{path}: {error}") from None
         table = path.parent / raw["finished"] if raw.get("finished") else None
-        published = raw.get("published")
-        if published is not None and published not in PUBLISHED:
-            known = ", ".join(PUBLISHED)
-            raise LNSConfigError(
-                f"{path}: published {published!r}{did_you_mean(published, PUBLISHED)}: expected one of {known}"
-            )
-        runs = _runs(raw, path, engine)
-        if isinstance(launch.nodes, Mapping) and (
-            unknown := {*launch.nodes} - {name for run in runs for name in (run.size, run.group)}
-        ):
-            raise LNSConfigError(
-                f"{path}: launch: nodes names {', '.join(sorted(map(str, unknown)))}, which is not among the sizes: "
-                f"{', '.join(dict.fromkeys(run.size for run in runs))}"
-            )
-        return cls(raw["name"], engine, path, runs, fraction, raw.get("data"), launch, table, published)
+        fraction = float(raw.get("final_fraction", 0.01))
+        return cls(raw["name"], engine, path, runs, fraction, raw.get("data"), launch, table, raw.get("published"))
 
 
-def _runs(raw: Mapping[str, Any], path: Path, engine: Engine) -> tuple[Run, ...]:
+def _runs(raw: Mapping[str, Any], path: Path, engine: Engine) -> Iterable[Run]:
     """Size by size, smallest first as listed, the arms of a seed together: a study cut short still compares arms."""
-    sizes, arms = _table(raw["sizes"]), {_arm(name, path): own for name, own in _table(raw["arms"]).items()}
-    only = _by_size(raw, "only", sizes, path)
-    more = _by_size(raw, "more_seeds", sizes, path)
-    for name in sizes:
-        if not re.fullmatch(r"[A-Za-z0-9._]+", name):
-            raise LNSConfigError(f"{path}: size {name!r}: letters, digits, '.' and '_' only (it names folders)")
-    horizons = Horizons.of(raw, path)
-    runs: list[Run] = []
-    for size in sizes:
-        here = [_arm(name, path) for name in only.get(size, arms)]
-        seeds = _by_arm(more.get(size, []), arms, "more_seeds", path)
+    sizes = _table(raw["sizes"])
+    arms = {arm_named(name).name: own for name, own in _table(raw["arms"]).items()}
+    only = {
+        size: [arm_named(str(name)).name for name in listed] for size, listed in _by_size(raw, "only", sizes).items()
+    }
+    more, horizons = _by_size(raw, "more_seeds", sizes), _horizons(raw)
+    rates = raw.get("rates", {})
+    by_size = isinstance(rates, Mapping) and any(str(name) in sizes for name in rates)
+    rates_of = _by_size(raw, "rates", sizes) if by_size else dict.fromkeys(sizes, rates)
+    for size, own in sizes.items():
+        if not re.fullmatch(r"[A-Za-z0-9._]+", size):
+            raise LNSConfigError(f"size {size!r}: letters, digits, '.' and '_' only (it names folders)")
+        here = _known("only", only.get(size, arms), arms, "arms")
+        seeds = _by_arm(more.get(size, []), arms, "more_seeds")
         wanted = {arm: [*raw.get("seeds", [engine.default_seed]), *seeds.get(arm, [])] for arm in arms if arm in here}
-        if unknown := sorted(set(here) - set(arms)):
-            raise LNSConfigError(f"{path}: only names {', '.join(unknown)}, which is not among the arms")
         if any(len(set(found)) != len(found) for found in wanted.values()):
-            raise LNSConfigError(f"{path}: a seed is listed twice for one size")
-        rates = raw.get("rates", {})
-        if isinstance(rates, Mapping) and any(str(name) in sizes for name in rates):
-            rates = _by_size(raw, "rates", sizes, path).get(size, {})
-        tried = _by_arm(rates or {}, arms, "rates", path)
+            raise LNSConfigError("a seed is listed twice for one size")
+        tried = _by_arm(rates_of.get(size) or {}, arms, "rates")
         for seed in dict.fromkeys(chain.from_iterable(wanted.values())):
             for arm in (arm for arm in wanted if seed in wanted[arm]):
                 for rate in tried.get(arm, [None]):
-                    run = _run(raw, path, engine, size, arm, seed, {**sizes[size], **arms[arm]}, rate)
-                    runs += [run] if horizons is None else _branched(run, horizons)
-    return tuple(runs)
+                    run = _run(path, str(raw["config"]), engine, size, arm, seed, {**own, **arms[arm]}, rate)
+                    yield from [run] if horizons is None else horizons.runs(run)
 
 
-def _arm(name: str, path: Path) -> str:
-    try:
-        return arm_named(name).name
-    except LNSConfigError as error:
-        raise LNSConfigError(f"{path}: {error}") from None
-
-
-def _by_size(raw: Mapping[str, Any], key: str, sizes: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    found = {str(size): value for size, value in raw.get(key, {}).items()}
-    if unknown := sorted(set(found) - set(sizes)):
-        raise LNSConfigError(f"{path}: {key} names {', '.join(unknown)}, which is not among the sizes")
+def _known(key: str, names: Iterable[Any], known: Iterable[str], what: str) -> list[str]:
+    found, known = [str(name) for name in names], list(known)
+    if unknown := sorted(set(found) - set(known)):
+        raise LNSConfigError(f"{key} names {', '.join(unknown)}, which is not among the {what}: {', '.join(known)}")
     return found
 
 
-def _by_arm(value: Any, arms: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
+def _by_size(raw: Mapping[str, Any], key: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    _known(key, raw.get(key, {}), sizes, "sizes")
+    return {str(size): value for size, value in raw.get(key, {}).items()}
+
+
+def _by_arm(value: Any, arms: Mapping[str, Any], key: str) -> dict[str, Any]:
     """A list is for every arm."""
     if not isinstance(value, Mapping):
         return dict.fromkeys(arms, value)
-    found = {_arm(str(name), path): item for name, item in value.items()}
-    if unknown := sorted(set(found) - set(arms)):
-        raise LNSConfigError(f"{path}: {key} names {', '.join(unknown)}, which is not among the arms")
+    found = {arm_named(str(name)).name: item for name, item in value.items()}
+    _known(key, found, arms, "arms")
+    return found
+
+
+def _horizons(raw: Mapping[str, Any]) -> Horizons | None:
+    if "horizons" not in raw:
+        if "decay" in raw:
+            raise LNSConfigError("decay belongs to horizons: list their steps, or remove it")
+        return None
+    found = Horizons(tuple(raw["horizons"]), float(raw.get("decay", 0.1)))
+    if not found.steps or any(later <= earlier for earlier, later in pairwise((0, *found.starts))):
+        raise LNSConfigError(f"horizons {list(found.steps)}: expected rising numbers of steps, such as [100, 200]")
     return found
 
 
 def _run(
-    raw: Mapping[str, Any], path: Path, engine: Engine, size: str, arm: str, seed: int, extra: dict, rate: float | None
+    path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, extra: dict[str, Any], rate: Any
 ) -> Run:
     """The file of the arm, or where it has none the baseline's with the arm's keys."""
-    pattern = str(raw["config"])
-    config = path.parent / pattern.format(size=size, arm=arm)
-    overrides = dict(extra)
-    try:
-        own = settings_of(ARMS[arm], engine)
-        if "{arm}" not in pattern:
-            overrides |= own
-        elif not config.is_file() and (stock := path.parent / pattern.format(size=size, arm=BASELINE)).is_file():
-            config = stock
-            overrides |= dict.fromkeys(settings_of(ARMS[BASELINE], engine)) | own
-    except LNSConfigError as error:
-        raise LNSConfigError(f"{path}: {error}") from None
+    config, overrides = path.parent / pattern.format(size=size, arm=arm), dict(extra)
+    own = settings_of(ARMS[arm], engine)
+    if "{arm}" not in pattern:
+        overrides |= own
+    elif not config.is_file() and (stock := path.parent / pattern.format(size=size, arm=BASELINE)).is_file():
+        config = stock
+        overrides |= dict.fromkeys(settings_of(ARMS[BASELINE], engine)) | own
     if rate is not None:
-        rate = float(rate)
+        times = float(rate[:-1]) if str(rate).endswith("x") else None
+        own_rate = Run(size, arm, seed, engine, config, overrides).shape.learning_rate if times else 0.0
+        rate = float(f"{times * own_rate:.6g}") if times else float(rate)
         overrides |= engine.rate(config, rate)
         size = f"{size}x{rate:g}"
     overrides |= engine.identity(f"{size}-{arm}-s{seed}", seed)
     return Run(size, arm, seed, engine, config, overrides, rate=rate)
-
-
-def _branched(run: Run, horizons: Horizons) -> list[Run]:
-    """The trunk ``<size>_trunk`` and its branches ``<size>to<steps>``."""
-
-    def part(size: str, own: dict[str, Any]) -> Run:
-        named = run.engine.identity(f"{size}-{run.arm}-s{run.seed}", run.seed)
-        return replace(run, size=size, overrides={**run.overrides, **own, **named})
-
-    trunk = part(f"{run.size}_trunk", run.engine.trunk(horizons.starts[-1], horizons.every))
-    pairs = zip(horizons.starts, horizons.steps, strict=True)
-    ends = [(part(f"{run.size}to{stop}", run.engine.branch(start, stop)), start) for start, stop in pairs]
-    return [trunk, *(replace(end, start=(trunk, start)) for end, start in ends)]
 
 
 def _table(value: Any) -> dict[str, dict[str, Any]]:

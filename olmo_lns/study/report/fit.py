@@ -1,85 +1,83 @@
-"""Loss against parameters: seeds summed up, a power law, and its uncertainty where the points allow one."""
+"""The numbers of a report: seeds summed up, each arm at its best rate, a power law with its uncertainty."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Sequence
 
+import pandas as pd
+from scipy import stats
+
 from olmo_lns.study.arms import BASELINE
-from olmo_lns.study.collect.gather import COMPLETE, Result
+from olmo_lns.study.collect.results import COMPLETE, Result
+from olmo_lns.study.plan.spec import Study
 
-__all__ = ["PAPER", "Point", "PowerLaw", "paired", "points", "power_law", "saved_parameters"]
-
-#: Final training losses published in the paper (arXiv 2502.05795): 20B tokens, OLMo. (label, parameters, arm, loss).
-PAPER = (
-    ("paper, v1: 1B, The Pile", 1.0e9, "preln", 3.13),
-    ("paper, v1: 1B, The Pile", 1.0e9, "lns", 2.89),
-    ("paper: 7B", 7.0e9, "preln", 2.69),
-    ("paper: 7B", 7.0e9, "lns", 2.50),
-)
+__all__ = ["PowerLaw", "best", "complete", "difference", "power_law", "saved_parameters", "summary"]
 
 
-@dataclass(frozen=True)
-class Point:
-    """One size of one arm. :param std: over the seeds (n - 1), None for one seed: one run has no spread."""
+def complete(study: Study, results: Sequence[Result]) -> pd.DataFrame:
+    """The complete runs, a row each. ``group`` is the size without its rate; ``rate`` is NaN where none is tried."""
+    runs = {run.name: run for run in study.runs}
+    found = pd.DataFrame([asdict(result) for result in results], columns=[field.name for field in fields(Result)])
+    found = found.assign(
+        group=[runs[name].group for name in found.run],
+        rate=pd.Series([runs[name].rate for name in found.run], index=found.index, dtype="float64"),
+    )
+    return found[(found.status == COMPLETE) & found.loss.notna()].astype({"loss": float, "heldout": float})
 
-    size: str
-    parameters: int
-    seeds: int
-    loss: float
-    std: float | None
+
+def best(found: pd.DataFrame) -> pd.DataFrame:
+    """Of each size and arm the runs at the rate whose mean loss is lowest."""
+    mean = found.groupby(["group", "arm", "size"]).loss.transform("mean")
+    return found[mean == mean.groupby([found.group, found.arm]).transform("min")]
+
+
+def summary(found: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
+    """By size, smallest first: ``parameters``, ``seeds``, ``mean``, ``std`` (n - 1; NaN for one seed) and ``rate``."""
+    mine = found[(found.arm == arm) & found[column].notna()].groupby("group", sort=False)
+    table = mine.agg(
+        parameters=("parameters", "first"),
+        seeds=(column, "size"),
+        mean=(column, "mean"),
+        std=(column, "std"),
+        rate=("rate", "first"),
+    )
+    return table.sort_values("parameters")
+
+
+def difference(found: pd.DataFrame, group: str, arm: str, base: str = BASELINE) -> pd.Series:
+    """``loss(arm) - loss(base)`` of each seed that both have."""
+    by = found[found.group == group].pivot_table(index="seed", columns="arm", values="loss")
+    return (by[arm] - by[base]).dropna() if {arm, base} <= set(by) else pd.Series(dtype=float)
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """``loss = scale * parameters ** -alpha``. :param alpha_error: standard error, None where it cannot be known.
+    """``loss = scale * parameters ** -alpha``. :param error: standard error of alpha, None where it cannot be known.
 
     :param points: sizes fitted; two points define the line exactly and say nothing of its error.
     """
 
     scale: float
     alpha: float
-    alpha_error: float | None
+    error: float | None
     points: int
 
     def __call__(self, parameters: float) -> float:
         return float(self.scale * parameters**-self.alpha)
 
 
-def points(results: Sequence[Result], arm: str) -> list[Point]:
-    """The complete runs of an arm, by size; incomplete and missing runs take no part."""
-    found = []
-    for size in dict.fromkeys(result.size for result in results):
-        mine = [r for r in results if r.size == size and r.arm == arm and r.status == COMPLETE and r.loss is not None]
-        if mine:
-            losses = [r.loss for r in mine if r.loss is not None]
-            std = statistics.stdev(losses) if len(losses) > 1 else None
-            found.append(Point(size, mine[0].parameters, len(losses), statistics.fmean(losses), std))
-    return sorted(found, key=lambda point: point.parameters)
-
-
-def power_law(found: Sequence[Point]) -> PowerLaw | None:
-    """Least squares of log loss on log parameters, each size once. None for fewer than two sizes.
-
-    The error of the exponent is the usual one, from the residuals with n - 2 degrees of freedom.
-    """
-    n = len(found)
-    if n < 2:
+def power_law(points: pd.DataFrame) -> PowerLaw | None:
+    """Least squares of log loss on log parameters, each size once. None for fewer than two sizes."""
+    if len(points) < 2:
         return None
-    x = [math.log(point.parameters) for point in found]
-    y = [math.log(point.loss) for point in found]
-    slope, intercept = statistics.linear_regression(x, y)
-    error = None
-    if n > 2:
-        residuals = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
-        spread = sum((a - statistics.fmean(x)) ** 2 for a in x)
-        error = math.sqrt(residuals / (n - 2) / spread)
-    return PowerLaw(math.exp(intercept), -slope, error, n)
+    line = stats.linregress(*(points[name].map(math.log) for name in ("parameters", "mean")))
+    error = float(line.stderr) if len(points) > 2 else None
+    return PowerLaw(math.exp(line.intercept), float(-line.slope), error, len(points))
 
 
-def saved_parameters(arm: Sequence[Point], base: Sequence[Point]) -> tuple[float, float, bool] | None:
+def saved_parameters(arm: pd.DataFrame, base: pd.DataFrame) -> tuple[float, float, bool] | None:
     """``(N, needed, outside)``: the largest size of ``base``, and how many parameters ``arm`` needs for its loss.
 
     Both by their power laws; ``outside`` says that ``needed`` lies outside the sizes of ``arm``. None without two fits.
@@ -87,17 +85,6 @@ def saved_parameters(arm: Sequence[Point], base: Sequence[Point]) -> tuple[float
     law, other = power_law(arm), power_law(base)
     if law is None or other is None or law.alpha <= 0:
         return None
-    size = float(base[-1].parameters)
+    size = float(base.parameters.max())
     needed = (law.scale / other(size)) ** (1 / law.alpha)
-    return size, needed, not arm[0].parameters <= needed <= arm[-1].parameters
-
-
-def paired(
-    results: Sequence[Result], size: str, arm: str, base: str = BASELINE
-) -> tuple[float, float | None, int] | None:
-    """``loss(arm) - loss(base)`` over the seeds that both have: mean, standard deviation (None for one) and count."""
-    by = {(r.arm, r.seed): r.loss for r in results if r.size == size and r.status == COMPLETE and r.loss is not None}
-    gaps = [by[arm, seed] - by[base, seed] for (name, seed) in by if name == arm and (base, seed) in by]
-    if not gaps:
-        return None
-    return statistics.fmean(gaps), statistics.stdev(gaps) if len(gaps) > 1 else None, len(gaps)
+    return size, needed, not arm.parameters.min() <= needed <= arm.parameters.max()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from support import megatron_tiny as tiny
 
-from olmo_lns.integrations.binding import Site
 from olmo_lns.integrations.megatron import apply
-from olmo_lns.integrations.megatron.norms import bind_norm
+from olmo_lns.integrations.megatron.norms import attach_norm
+from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.schemes import LNS
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def test_te_norm_against_fp32_torch(te: Any, dtype: torch.dtype) -> None:
     norm = te.RMSNorm(WIDTH, eps=EPS, params_dtype=dtype)
     with torch.no_grad():
         norm.weight.copy_(gain)
-    bind_norm(norm, Site(LNS, 7, 12, "attn"))
+    attach_norm(norm, Site(LNS, 7, 12, "attn"))
     leaf = x.clone().requires_grad_()
     y = norm(leaf)
     y.backward(upstream)
@@ -77,7 +77,7 @@ def test_fused_linear_against_fp32_torch(te: Any, fp8: bool) -> None:
     with torch.no_grad():
         fused.layer_norm_weight.copy_(gain)
     scale = 5**-0.5
-    bind_norm(fused, Site(LNS, 5, 12, "attn"))
+    attach_norm(fused, Site(LNS, 5, 12, "attn"))
     leaf = x.clone().requires_grad_()
     with te.fp8_autocast(enabled=fp8):
         y, _ = fused(leaf)

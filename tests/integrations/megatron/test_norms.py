@@ -11,8 +11,8 @@ import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.binding import Site
-from olmo_lns.integrations.megatron.norms import bind_norm
+from olmo_lns.integrations.megatron.norms import attach_norm
+from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.schemes import LNS
 
 WIDTH, SCALE, EPS = 24, 3**-0.5, 1e-5
@@ -76,7 +76,7 @@ def test_values_and_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
             parameter.add_(torch.randn(WIDTH, generator=generator) * 0.3)
     x, upstream = (torch.randn(7, WIDTH, generator=generator) for _ in range(2))
     names = list(norm.state_dict())
-    bind_norm(norm, SITE)
+    attach_norm(norm, SITE)
     leaf = x.clone().requires_grad_()
     y = norm(leaf)
     y.backward(upstream)
@@ -91,7 +91,7 @@ def test_values_and_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_parameters_are_seen_again_after_a_failing_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = apex(monkeypatch, centered=True)
-    bind_norm(norm, SITE)
+    attach_norm(norm, SITE)
     with pytest.raises(Exception, match="must match"):
         norm(torch.randn(2, WIDTH + 1))
     assert norm.weight is norm._parameters["weight"]
@@ -106,7 +106,7 @@ def test_a_norm_that_hands_the_residual_on() -> None:
     norm: Any = TEFusedResidualRMSNorm(WIDTH, eps=EPS)
     x = torch.randn(4, WIDTH)
     plain = torch.nn.functional.rms_norm(x, (WIDTH,), None, EPS)
-    bind_norm(norm, SITE)
+    attach_norm(norm, SITE)
     y, residual = norm(x)
     assert residual is x
     torch.testing.assert_close(y, plain * SCALE)
@@ -114,11 +114,11 @@ def test_a_norm_that_hands_the_residual_on() -> None:
 
 def test_twice_is_refused_and_names_stay() -> None:
     norm: Any = torch.nn.RMSNorm(WIDTH)
-    bind_norm(norm, SITE)
+    attach_norm(norm, SITE)
     assert norm.lns_scale == SCALE and isinstance(norm, torch.nn.RMSNorm)
     assert type(norm).__name__ == "RMSNorm" and "lns_scale=0.57735" in repr(norm)
     with pytest.raises(LNSConfigError, match="scheme lns already"):
-        bind_norm(norm, SITE)
+        attach_norm(norm, SITE)
 
 
 def test_a_fused_linear_that_is_not_megatrons_is_refused() -> None:
@@ -126,7 +126,7 @@ def test_a_fused_linear_that_is_not_megatrons_is_refused() -> None:
         layer_norm_weight = torch.ones(WIDTH)
 
     with pytest.raises(LNSConfigError, match="is not Megatron's TELayerNormColumnParallelLinear"):
-        bind_norm(LayerNormLinear(WIDTH, 2), SITE)
+        attach_norm(LayerNormLinear(WIDTH, 2), SITE)
 
 
 def test_an_unknown_module_that_returns_no_tensor_is_refused() -> None:
@@ -135,7 +135,7 @@ def test_an_unknown_module_that_returns_no_tensor_is_refused() -> None:
             return x, x
 
     odd = Odd()
-    bind_norm(odd, SITE)
+    attach_norm(odd, SITE)
     with pytest.raises(LNSConfigError, match="returned tuple, expected a tensor"):
         odd(torch.ones(2))
 
@@ -144,7 +144,7 @@ def test_an_unknown_module_that_returns_no_tensor_is_refused() -> None:
 def test_a_scaled_norm_is_saved_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.save(module)`` and ``copy.deepcopy``, as the unscaled norm allows."""
     norm: Any = apex(monkeypatch, centered=False) if kind == "Apex" else torch.nn.RMSNorm(WIDTH, eps=EPS)
-    bind_norm(norm, SITE)
+    attach_norm(norm, SITE)
     file = io.BytesIO()
     torch.save(torch.nn.Sequential(norm), file)
     file.seek(0)

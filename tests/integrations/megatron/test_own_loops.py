@@ -17,7 +17,7 @@ import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron import apply, layer_spec
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record
@@ -57,7 +57,7 @@ def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied: Any, h
     assert Settings.of(other) == Settings.of(cfg) and Settings.of(other).active
     assert isinstance(other, type(tiny.config()))
     assert (other.output_layer_init_method is other.init_method) is not how.get("keep_scaled_init", False)
-    binding.check(tiny.build(other), parse(how.get("scheme", "lns")), tiny.LAYERS)
+    norm_sites.check(tiny.build(other), parse(how.get("scheme", "lns")), tiny.LAYERS)
 
 
 def gpt(cfg: Any, spec: Any) -> Any:
@@ -77,7 +77,7 @@ def gpt(cfg: Any, spec: Any) -> Any:
 def test_the_layer_spec_is_the_flag(wrapped: Any) -> None:
     cfg, other = tiny.config(), applied()
     one, two = tiny.build(cfg, wrapped(cfg)), tiny.build(other)
-    binding.check(one, parse("lns"), tiny.LAYERS)
+    norm_sites.check(one, parse("lns"), tiny.LAYERS)
     assert type(one.decoder.layers[0]).__name__ == "TransformerLayer"
     assert cfg.output_layer_init_method is cfg.init_method and Settings.of(cfg) == Settings.of(other)
     two.load_state_dict(one.state_dict())
@@ -114,7 +114,7 @@ def test_a_spec_that_is_no_layers_is_refused() -> None:
 UNPATCHED = """
 from support import megatron_tiny as tiny
 from support.megatron_cpu import single_process
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron import layer_spec
 from olmo_lns.integrations.patching import is_patched
 from olmo_lns.schemes import parse
@@ -123,7 +123,7 @@ with single_process():
     cfg = tiny.config(init_method_std=0.2)
     model = tiny.build(cfg, layer_spec(cfg, tiny.local_spec(cfg)))
     assert not is_patched(TransformerLayer.__init__)
-    binding.check(model, parse("lns"), tiny.LAYERS)
+    norm_sites.check(model, parse("lns"), tiny.LAYERS)
     plain = tiny.config(init_method_std=0.2)
     plain.output_layer_init_method = plain.init_method
     expected = tiny.hook_reference(tiny.build(plain))

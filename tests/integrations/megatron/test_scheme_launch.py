@@ -14,13 +14,13 @@ from support import megatron_launch
 from olmo_lns.schemes import names, parse
 
 #: What each start-up line says beside the scheme's name, in a model of four blocks.
-REALISED = {
+BUILT = {
     "lnsafterbranch": "8 norms (RMSNorm), 8 in this process (blocks 1-4); branch_scale = 1 (block 1) to 0.5 (block 4)",
     "sandwich_depth:exponent=0.25": "16 norms (RMSNorm), 16 in this process (blocks 1-4); branch_scale = 1 (block 1)",
     "layerscale": "8 norms (RMSNorm), 8 in this process (blocks 1-4); learned gate from 0.1 to 0.1",
     "skipinit": "8 norms (RMSNorm), 8 in this process (blocks 1-4); learned gate from 0.5 to 0.5",
 }
-POSSIBLE = ("preln", "lns", "sandwich", "lnsafterattn", "lnsafterff", *(name.split(":")[0] for name in REALISED))
+POSSIBLE = ("preln", "lns", "sandwich", "lnsafterattn", "lnsafterff", *(name.split(":")[0] for name in BUILT))
 
 
 @pytest.mark.slow
@@ -40,14 +40,14 @@ def test_two_schemes_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", REALISED)
+@pytest.mark.parametrize("scheme", BUILT)
 def test_trains_saves_resumes_and_refuses(scheme: str, tmp_path: Path) -> None:
     tree, flag = megatron_launch.checkout(), ("--norm-scheme", scheme)
     megatron_launch.build_helpers(tree)
     folder = str(tmp_path / "run")
     first = megatron_launch.pretrain(tree, *flag, "--save", folder, "--save-interval", "3", "--exit-interval", "3")
     title = parse(scheme).definition.title
-    assert f"olmo-lns: {title} on: {REALISED[scheme]}" in first.stdout, first.stderr[-3000:]
+    assert f"olmo-lns: {title} on: {BUILT[scheme]}" in first.stdout, first.stderr[-3000:]
     assert "scaled initialization off" in first.stdout
     proj, fc2, qkv = (
         float(re.search(rf"probe: std {kind} ([0-9.]+)", first.stdout)[1])  # type: ignore[index]

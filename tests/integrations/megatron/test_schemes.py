@@ -9,13 +9,13 @@ import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron import apply
 from olmo_lns.schemes import names, parse
 
 CONSTANT = ("lnsafterbranch", "lnsafterattn", "lnsafterff")
-REALISED = (*CONSTANT, "sandwich", "sandwich_depth", "layerscale", "skipinit")
-REFUSED = tuple(name for name in names() if name not in (*REALISED, "lns", "preln"))
+BUILT = (*CONSTANT, "sandwich", "sandwich_depth", "layerscale", "skipinit")
+REFUSED = tuple(name for name in names() if name not in (*BUILT, "lns", "preln"))
 
 
 def model_of(scheme: str, **changes: Any) -> Any:
@@ -46,7 +46,7 @@ def reference(model: Any, scheme: str, **changes: Any) -> tuple[float, dict[str,
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("scheme", REALISED)
+@pytest.mark.parametrize("scheme", BUILT)
 def test_loss_and_all_gradients_are_those_of_the_equation(scheme: str, normalization: str) -> None:
     model = model_of(scheme, normalization=normalization)
     loss, grads = tiny.gradients(model, tiny.batch())
@@ -105,7 +105,7 @@ def test_dtypes_are_stocks(fp32_stream: bool) -> None:
     assert addition(True, False)((branch, None), stream, 0.0).dtype == stock.dtype
 
 
-@pytest.mark.parametrize("scheme", REALISED)
+@pytest.mark.parametrize("scheme", BUILT)
 def test_names_in_a_checkpoint(scheme: str) -> None:
     model, stock = model_of(scheme), tiny.build(tiny.config())
     own = {
@@ -161,7 +161,7 @@ def test_what_megatron_has_no_slot_for_is_refused_by_name_with_the_reason(name: 
         apply(tiny.config(), scheme=name)
     text = str(refusal.value)
     assert text.startswith(f"{name} ({title}) is not available in Megatron: it")
-    assert f"Available are preln, lns, {', '.join(x for x in names() if x in REALISED)}" in text
+    assert f"Available are preln, lns, {', '.join(x for x in names() if x in BUILT)}" in text
 
 
 def test_the_start_up_line_is_read_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,14 +172,14 @@ def test_the_start_up_line_is_read_back(capsys: pytest.CaptureFixture[str]) -> N
     ) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("scheme", REALISED)
+@pytest.mark.parametrize("scheme", BUILT)
 def test_the_built_model_says_which_scheme_it_has(scheme: str) -> None:
     model = model_of(scheme)
-    binding.check(model, parse(scheme), tiny.LAYERS)
+    norm_sites.check(model, parse(scheme), tiny.LAYERS)
     addition = model.decoder.layers[2].mlp_bda
     addition.factor *= 2
     with pytest.raises(UpstreamChangedError, match=r"layers\.2\.mlp_bda \(block 3, ff\) has branch_scale="):
-        binding.read_back(model)
+        norm_sites.read_back(model)
 
 
 def test_apply_to_a_built_model() -> None:

@@ -14,7 +14,7 @@ from support.olmo_models import build, model_config, tokens
 from support.scheme_reference import NAMES, loss_logits_gradients, loss_of
 
 from olmo_lns.errors import UpstreamChangedError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.olmo import register, upstream
 from olmo_lns.integrations.olmo.block import _check_upstream
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
@@ -68,7 +68,7 @@ def test_the_formulas_tell_the_schemes_apart(name):
     model, ids = build(layer_norm_type="rms"), tokens()
     found, stock = (loss_logits_gradients(model, other, "rms", ids)[1] for other in (name, "preln"))
     difference = float((found - stock).abs().max() / stock.abs().max())
-    assert difference < 1e-4 if name == "lnsbefore" else difference > 0.02
+    assert difference < 1e-4 if name in ("lnsbefore", "lnsstart") else difference > 0.02
 
 
 @pytest.mark.parametrize("block", ["sequential", "llama"])
@@ -160,6 +160,53 @@ def test_deepnorm_draws_with_its_gain(block):
         torch.testing.assert_close(ours[key], value * factor, rtol=1e-6, atol=0)
 
 
+def input_matrices(model):
+    """Key of each matrix that reads a block's norm -> the block's number."""
+    found = {}
+    for key in model.state_dict():
+        *_, number, module, _ = ["", "", *key.split(".")]
+        if module in ("att_proj", "q_proj", "k_proj", "v_proj", "ff_proj"):
+            found[key] = int(number) + 1
+    return found
+
+
+@pytest.mark.parametrize("block", ["sequential", "llama"])
+@pytest.mark.parametrize(("name", "power"), [("lnsrate", 0.5), ("lnsstart", -0.5)])
+def test_input_matrices_are_drawn_times_a_power_of_the_depth(name, power, block):
+    stock = draw(layer_norm_type="rms", block_type=block)
+    ours = draw(layer_norm_type=f"{name}_rms", block_type=block)
+    inputs, weights = input_matrices(stock), ours.state_dict()
+    assert len(inputs) == 4 * (2 if block == "sequential" else 4)
+    for key, value in stock.state_dict().items():
+        torch.testing.assert_close(weights[key], value * inputs.get(key, 1) ** power, rtol=1e-6, atol=0)
+    # One starts as Pre-LN, the other as LNS with that draw.
+    like = stock if name == "lnsrate" else draw(layer_norm_type="lns_rms", block_type=block)
+    torch.testing.assert_close(ours(tokens()).logits, like(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_lnsrate_is_pre_ln_whose_input_matrices_learn_at_a_rate_times_the_factor():
+    """Under AdamW, with eps and decay divided by the factor and no clipping: stock blocks, 20 steps."""
+    rate, decay, ids = 3e-3, 0.1, tokens()
+    ours, stock = (draw(layer_norm_type=kind) for kind in ("lnsrate_rms", "rms"))
+    inputs, groups = input_matrices(stock), []
+    for key, weight in stock.named_parameters():
+        s = inputs.get(key, 1) ** -0.5
+        groups.append(dict(params=[weight], lr=rate * s, weight_decay=decay / s, eps=1e-8 / s))
+    optimizers = [torch.optim.AdamW(groups), torch.optim.AdamW(ours.parameters(), lr=rate, weight_decay=decay)]
+    losses = []
+    for _ in range(20):
+        row = []
+        for model, optimizer in zip((stock, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(model(ids).logits, ids)
+            loss.backward()
+            optimizer.step()
+            row.append(loss.item())
+        losses.append(row)
+    assert losses[-1][0] < losses[0][0] - 0.5
+    assert max(abs(one - other) for one, other in losses) < 1e-4
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(
     ("init_fn", "factor"),
@@ -226,7 +273,7 @@ def test_the_scheme_is_read_back_from_the_blocks(spelling):
     name, _, arguments = spelling.partition(":")
     model = build(layer_norm_type=f"{name}_default" + (f":{arguments}" if arguments else ""))
     assert record_of(model) == Record(parse(spelling), "default", "plain")
-    assert binding.read_back(copy.deepcopy(model)) == parse(spelling)
+    assert norm_sites.read_back(copy.deepcopy(model)) == parse(spelling)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +288,7 @@ def test_a_norm_that_was_replaced_is_found(name, norm, message):
     model = build(layer_norm_type=f"{name}_rms")
     setattr(blocks_of(model)[2], norm, RMSLayerNorm(model.config))
     with pytest.raises(UpstreamChangedError, match=f"block 3, .*{message}"):
-        binding.read_back(model)
+        norm_sites.read_back(model)
 
 
 def test_another_forward_of_olmos_is_refused(monkeypatch):

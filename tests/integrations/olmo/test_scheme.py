@@ -1,4 +1,4 @@
-"""A scheme in the OLMo integration: what is bound is read back, and a new row of the table is enough for a new one."""
+"""A scheme in the OLMo integration: what is attached is read back, and a new row of the table is enough for a new one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.olmo_models import TINY, build, model_config
 
 from olmo_lns import schemes
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import binding
-from olmo_lns.integrations.binding import Site
+from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.integrations.olmo import checkpoint, norms, register
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
 from olmo_lns.record import Record
@@ -101,55 +101,55 @@ def site(number=1, sub_layer="ff"):
     return Site(LNS, number, 4, sub_layer)
 
 
-def test_binding_twice_is_refused():
+def test_a_second_scheme_is_refused():
     norm = RMSLayerNorm(model_config())
-    norms.bind_norm(norm, site(2))
+    norms.attach_norm(norm, site(2))
     before = dict(norm.__dict__)
     with pytest.raises(
-        LNSConfigError, match=r"LNSRMSLayerNorm of block 2 has scheme lns already: a scheme is bound once"
+        LNSConfigError, match=r"LNSRMSLayerNorm of block 2 has scheme lns already: a block gets its scheme once"
     ):
-        norms.bind_norm(norm, site(3))
+        norms.attach_norm(norm, site(3))
     assert norm.__dict__ == before and norm.lns_scale == 2**-0.5
 
 
 def test_what_is_no_norm_of_olmos_is_refused_and_left_alone():
     module = torch.nn.LayerNorm(8)
     with pytest.raises(TypeError, match="cannot scale a LayerNorm; expected OLMo's RMSLayerNorm or LayerNorm"):
-        norms.bind_norm(module, site())
-    assert list(binding.sites(module)) == []
+        norms.attach_norm(module, site())
+    assert list(norm_sites.sites(module)) == []
 
 
 def test_sites_in_order_and_scheme_read_back():
     model = build(layer_norm_type="lns_rms:exponent=0.25", block_group_size=2)
-    found = [(name.split(".", 1)[1], s.layer_number, s.sub_layer, s.n_layers) for name, _, s in binding.sites(model)]
+    found = [(name.split(".", 1)[1], s.layer_number, s.sub_layer, s.n_layers) for name, _, s in norm_sites.sites(model)]
     assert found[:3] == [
         ("block_groups.0.0.attn_norm", 1, "attn", 4),
         ("block_groups.0.0.ff_norm", 1, "ff", 4),
         ("block_groups.0.1.attn_norm", 2, "attn", 4),
     ]
-    assert len(found) == 8 and binding.read_back(model) == parse("lns:exponent=0.25")
-    binding.check(model, parse("lns:exponent=0.25"), 4)
-    assert binding.read_back(copy.deepcopy(model)) == parse("lns:exponent=0.25")
-    assert binding.read_back(build(layer_norm_type="rms")) == PRE_LN
+    assert len(found) == 8 and norm_sites.read_back(model) == parse("lns:exponent=0.25")
+    norm_sites.check(model, parse("lns:exponent=0.25"), 4)
+    assert norm_sites.read_back(copy.deepcopy(model)) == parse("lns:exponent=0.25")
+    assert norm_sites.read_back(build(layer_norm_type="rms")) == PRE_LN
 
 
 @pytest.mark.parametrize("asked", [LNS, PRE_LN, parse("lns:exponent=0")])
 def test_another_scheme_than_the_one_asked_for_is_found(asked):
     with pytest.raises(UpstreamChangedError, match="was asked for .*, but lns:exponent=0.25 is on 8 sub-layers"):
-        binding.check(build(layer_norm_type="lns_rms:exponent=0.25"), asked, 4)
+        norm_sites.check(build(layer_norm_type="lns_rms:exponent=0.25"), asked, 4)
 
 
 def test_a_part_of_the_blocks_is_counted_as_a_part():
     blocks = torch.nn.ModuleList(blocks_of(build(layer_norm_type="lns_rms"))[2:])
-    binding.check(blocks, LNS, 4, layer_numbers=[3, 4])
+    norm_sites.check(blocks, LNS, 4, layer_numbers=[3, 4])
     with pytest.raises(UpstreamChangedError, match="is on 4 sub-layers .*expected the 8 sub-layers of 4 blocks"):
-        binding.check(blocks, LNS, 4)
+        norm_sites.check(blocks, LNS, 4)
 
 
 def test_two_schemes_in_one_model_are_found():
     both = torch.nn.ModuleList([build(layer_norm_type=kind) for kind in ("lns_rms", "lns_rms:exponent=0.25")])
     with pytest.raises(UpstreamChangedError, match="one model with the schemes lns, lns:exponent=0.25: expected one"):
-        binding.read_back(both)
+        norm_sites.read_back(both)
 
 
 def test_a_wrapper_that_answers_for_its_module_is_not_counted():
@@ -167,10 +167,10 @@ def test_a_wrapper_that_answers_for_its_module_is_not_counted():
     block = blocks_of(build(layer_norm_type="lns_rms"))[0]
     block.ff_norm = Wrapper(block.ff_norm)
     assert block.ff_norm.lns_scale == 1.0
-    assert [s.sub_layer for _, _, s in binding.sites(block)] == ["attn", "ff"]
+    assert [s.sub_layer for _, _, s in norm_sites.sites(block)] == ["attn", "ff"]
 
 
-def test_a_model_none_of_whose_norms_was_bound_is_refused(monkeypatch):
+def test_a_model_none_of_whose_norms_has_a_site_is_refused(monkeypatch):
     """It would train as Pre-LN under the name of LNS."""
     monkeypatch.setattr(OLMoSequentialBlock, "__init__", OLMoSequentialBlock.__init__.__wrapped__)
     with pytest.raises(
@@ -180,9 +180,9 @@ def test_a_model_none_of_whose_norms_was_bound_is_refused(monkeypatch):
 
 
 def test_the_start_up_line_says_every_factor():
-    assert binding.factors_in_words(PRE_LN, 4) == []
-    assert binding.factors_in_words(LNS, 16) == ["s = 1 (block 1) to 0.25 (block 16)"]
-    line = binding.start_up_line(
+    assert norm_sites.factors_in_words(PRE_LN, 4) == []
+    assert norm_sites.factors_in_words(LNS, 16) == ["s = 1 (block 1) to 0.25 (block 16)"]
+    line = norm_sites.start_up_line(
         parse("lns:exponent=0.25"), 16, norm="RMSNorm", here="here blocks 5-8", how="torch", initialization="plain"
     )
     assert line == (
@@ -198,7 +198,7 @@ def test_the_start_up_line_of_other_forms(monkeypatch):
         return Plan(pre=layer_number > 2, post=layer_number <= 2, alpha=2.0, gate=schemes.Learned(True, 0.1))
 
     schemes.define(Definition("form", "Form", "Form", plan, "a test"))
-    assert binding.factors_in_words(parse("form"), 4) == [
+    assert norm_sites.factors_in_words(parse("form"), 4) == [
         "alpha = 2 (block 1) to 2 (block 4)",
         "learned gate from 0.1 to 0.1",
         "norm after the addition in blocks 1 to 2",
@@ -208,4 +208,4 @@ def test_the_start_up_line_of_other_forms(monkeypatch):
 def test_a_model_from_a_plain_dict_config(toy):
     """As hf_olmo and tests make one: no file was loaded."""
     model = OLMo(type(model_config()).new(**{**TINY, "layer_norm_type": "toy_rms"}))
-    assert binding.read_back(model) == parse("toy")
+    assert norm_sites.read_back(model) == parse("toy")

@@ -1,7 +1,8 @@
-"""OLMo-core's own checkpointer under the guard: what is written, what is refused, what is let through."""
+"""OLMo-core's own functions that save and load under the guards: what is written, refused, and let through."""
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,15 +10,22 @@ import pytest
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
 import torch
-from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
+from olmo_core.distributed.checkpoint import (
+    async_save_model_and_optim_state,
+    load_model_and_optim_state,
+    save_model_and_optim_state,
+)
+from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 from olmo_core.optim import AdamWConfig
+from olmo_core.testing import run_distributed_test
 from olmo_core.train.checkpoint import Checkpointer
 from olmo_core.train.train_module import TransformerTrainModuleConfig
 from support import olmo_core_models as small
+from support import olmo_core_ranks
 
-from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations.olmo_core import register
-from olmo_lns.integrations.olmo_core.record import from_config, record_of, saved_record
+from olmo_lns.integrations.olmo_core.checkpoint import from_config, record_of, routers_of, saved_record, saved_routers
 from olmo_lns.integrations.patching import is_patched
 from olmo_lns.olmo_core import apply
 from olmo_lns.record import Record
@@ -47,53 +55,135 @@ def test_guards_are_on_in_an_interpreter_nobody_told():
     register()  # idempotent
 
 
-def test_record_lies_in_the_checkpoint_from_its_first_moment(tmp_path):
-    made = apply(small.config(), exponent=0.25)
-    _, folder = _save(tmp_path, made, config=False)
+def test_the_record_lies_in_the_checkpoint_from_its_first_moment(tmp_path):
+    _, folder = _save(tmp_path, apply(small.config(), exponent=0.25), config=False)
     assert Record.read(folder) == Record(Scheme.of("lns", exponent=0.25), "rms", "plain")
     assert Checkpointer.dir_is_checkpoint(folder)
+    (folder / "lns.json").write_text("{")
+    with pytest.raises(CheckpointMismatchError, match="lns.json: not valid JSON"):
+        saved_record(folder)
 
 
-def test_nothing_is_added_to_a_stock_checkpoint(tmp_path):
-    _, folder = _save(tmp_path, small.config(), config=False)
+def test_a_stock_run_is_left_alone(tmp_path):
+    checkpointer, folder = _save(tmp_path, small.config(), config=False)
     assert sorted(path.name for path in folder.iterdir()) == [".metadata.json", "model_and_optim", "train"]
-
-
-@pytest.mark.parametrize("record", [True, False])
-def test_resumed_without_the_flags_it_is_refused(tmp_path, record):
-    checkpointer, folder = _save(tmp_path, apply(small.config()), record=record)
-    with pytest.raises(CheckpointMismatchError, match="its blocks would run without the scheme it was trained with"):
-        checkpointer.load(folder, _train_module(small.config()))
-    checkpointer.load(folder, _train_module(apply(small.config())))
-
-
-def test_stock_checkpoint_under_the_flags_is_refused_unless_it_is_allowed(tmp_path, monkeypatch):
-    checkpointer, folder = _save(tmp_path, small.config())
-    with pytest.raises(CheckpointMismatchError, match="preln-to-lns"):
-        checkpointer.load(folder, _train_module(apply(small.config())))
-    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "preln-to-lns")
-    checkpointer.load(folder, _train_module(apply(small.config())))
-
-
-def test_another_exponent_is_refused(tmp_path):
-    checkpointer, folder = _save(tmp_path, apply(small.config()))
-    with pytest.raises(CheckpointMismatchError, match="every block would run with another exponent"):
-        checkpointer.load(folder, _train_module(apply(small.config(), exponent=0.25)))
-
-
-def test_stock_resume_is_left_alone(tmp_path):
-    checkpointer, folder = _save(tmp_path, small.config())
     assert checkpointer.load(folder, _train_module(small.config()))["step"] == 1
 
 
-def test_weights_alone(tmp_path):
-    _, folder = _save(tmp_path, apply(small.config()))
+@pytest.mark.parametrize("record", [True, False])
+def test_a_run_resumes_under_the_scheme_of_its_checkpoint(record, tmp_path, monkeypatch):
+    made = {"preln": small.config(), "lns": apply(small.config()), "other": apply(small.config(), exponent=0.25)}
+    saved = {name: _save(tmp_path / name, config, record=record) for name, config in made.items() if name != "other"}
+    flags = (
+        "The checkpoint's setting is:\n--model.block._CLASS_=olmo_lns.olmo_core.BlockConfig --model.block.scheme=lns$"
+    )
+    for was, now, message in (
+        ("lns", "preln", f"(?s)would run without the scheme it was trained with.*{flags}"),
+        ("preln", "lns", "preln-to-lns"),
+        ("lns", "other", "every block would run with another exponent"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            saved[was][0].load(saved[was][1], _train_module(made[now]))
+    saved["lns"][0].load(saved["lns"][1], _train_module(made["lns"]))
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "preln-to-lns")
+    saved["preln"][0].load(saved["preln"][1], _train_module(made["lns"]))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_weights_that_are_saved_alone_keep_their_record(asynchronous, tmp_path):
+    folder = tmp_path / "step1" / "model_and_optim"
+    if asynchronous:
+        async_save_model_and_optim_state(folder, apply(small.config()).build()).result()
+    else:
+        save_model_and_optim_state(folder, apply(small.config()).build())
     with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
-        load_model_and_optim_state(folder / "model_and_optim", small.config().build())
-    model = apply(small.config()).build()
-    load_model_and_optim_state(folder / "model_and_optim", model)
+        load_model_and_optim_state(folder, small.config().build())
+    load_model_and_optim_state(folder, apply(small.config()).build())
+    for named in (folder, folder.parent):  # a trainer starts from either
+        checkpointer = Checkpointer(work_dir=tmp_path / "work")
+        with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
+            checkpointer.load(named, _train_module(small.config()), load_optim_state=False)
+        checkpointer.load(named, _train_module(apply(small.config())), load_optim_state=False)
+    save_model_and_optim_state(folder, small.config().build(), save_overwrite=True)
+    load_model_and_optim_state(folder, small.config().build())
+    with pytest.raises(CheckpointMismatchError, match="neither lns.json nor config.json: .* is unknown"):
+        load_model_and_optim_state(folder, apply(small.config()).build())
+
+
+@pytest.mark.parametrize("allowed", ["missing-record", "preln-to-lns"])
+def test_weights_of_which_nothing_is_known_are_loaded_knowingly(allowed, tmp_path, monkeypatch):
     save_model_and_optim_state(tmp_path / "plain", small.config().build())
-    load_model_and_optim_state(tmp_path / "plain", small.config().build())
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", allowed)
+    load_model_and_optim_state(tmp_path / "plain", apply(small.config()).build())
+
+
+def test_a_block_that_stayed_stock_is_seen_wherever_the_model_goes(tmp_path):
+    """Of the last block nobody hears while the model is built, nor of one that was put in later."""
+    whole, made = apply(small.config()), apply(small.config())
+    save_model_and_optim_state(tmp_path / "weights", whole.build())
+    made.block_overrides = {small.LAYERS - 1: small.config().block}
+    swapped = whole.build()
+    swapped.blocks["1"] = small.config().build().blocks["1"]
+    for model, words in ((made.build(), r"blocks \[3\] of 4"), (swapped, r"blocks \[1\] .* OLMo-core's own")):
+        for act in (load_model_and_optim_state, save_model_and_optim_state):
+            with pytest.raises(LNSConfigError, match=words):
+                act(tmp_path / ("weights" if act is load_model_and_optim_state else "out"), model)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """Of blocks that OLMo-core's converter takes: their config, a stock Hugging Face folder, and one of ours."""
+    transformers = pytest.importorskip("transformers")
+    from olmo_core.nn.hf import save_hf_model
+
+    from olmo_lns.integrations.transformers import apply as apply_hf
+
+    made = small.config("reordered_norm", qk_norm=True)
+    stock = small.model(made)
+    save_hf_model(tmp_path / "stock", stock.state_dict(), stock)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    apply_hf(model, "branchln_depth", trained=True).save_pretrained(tmp_path / "ours")
+    return made, tmp_path
+
+
+def test_the_converter_out_is_stopped_where_it_would_drop_the_factor(converted, monkeypatch):
+    from olmo_core.nn.hf import save_hf_model
+
+    made, folder = converted
+    for config in (made, small.config()):
+        built = small.model(small.with_scheme(config))
+        with pytest.raises(CheckpointMismatchError, match="OLMo-core's converter drops the factor.*olmo-lns export"):
+            save_hf_model(folder / "hf", built.state_dict(), built)
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "branchln_depth-to-preln")
+    built = small.model(small.with_scheme(made))
+    save_hf_model(folder / "hf", built.state_dict(), built)
+
+
+def test_the_converter_in_is_stopped_both_ways(converted, monkeypatch):
+    import transformers
+    from olmo_core.nn.hf import load_hf_model
+
+    made, folder = converted
+    load_hf_model(folder / "stock", state := made.build().state_dict())
+    made.build().load_state_dict(state)
+    scaled = small.with_scheme(made).build()
+    for model in (scaled, copy.deepcopy(scaled)):
+        with pytest.raises(
+            CheckpointMismatchError, match="what load_hf_model read was saved with .*=preln-to-branchln"
+        ):
+            model.load_state_dict(state)
+    scaled.load_state_dict(scaled.state_dict())
+    with pytest.raises(CheckpointMismatchError, match="(?s)knows no factor.*=branchln_depth-to-preln.*olmo-lns export"):
+        load_hf_model(folder / "ours", {})
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "branchln_depth-to-preln")
+    load_hf_model(folder / "ours", state := made.build().state_dict())
+    scaled.load_state_dict(state)
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours")(small.TOKENS).logits
+        torch.testing.assert_close(scaled(small.TOKENS), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(CheckpointMismatchError, match="another exponent"):
+        small.with_scheme(made, exponent=0.25).build().load_state_dict(state)
 
 
 @pytest.mark.parametrize("block", small.SCHEMES)
@@ -101,55 +191,45 @@ def test_record_of_config_and_of_model_agree(block):
     made = small.with_scheme(small.config(block), exponent=0.25)
     expected = Record(Scheme.of(small.SCHEMES[block][0], exponent=0.25), "rms", "plain")
     assert from_config({"model": made.as_config_dict()}, source="x") == expected
-    assert record_of(made.build(init_device="meta")) == expected
-
-
-def test_record_of_overrides_that_have_lost_the_scheme():
-    made = apply(small.config()).as_config_dict()
-    made["block_overrides"] = {"1": small.config().block.as_config_dict()}
+    built = made.build(init_device="meta")
+    assert record_of(built) == expected
+    if "hybrid" in block:
+        built.blocks["1"].feed_forward_moe_norm.lns_scale = 1.0
+        with pytest.raises(ImportError, match="block 1: feed_forward_norm and feed_forward_moe_norm have different"):
+            record_of(built)
+    lost = made.as_config_dict() | {"block_overrides": {"1": small.config(block).block.as_config_dict()}}
     with pytest.raises(CheckpointMismatchError, match="different schemes"):
-        from_config(made, source="x")
+        from_config(lost, source="x")
 
 
-def test_factors_of_one_sub_layer_that_disagree_are_found():
-    built = small.with_scheme(small.config("moe_hybrid")).build(init_device="meta")
-    built.blocks["1"].feed_forward_moe_norm.lns_scale = 1.0
-    with pytest.raises(
-        ImportError, match="block 1: feed_forward_norm and feed_forward_moe_norm have different factors"
+@pytest.mark.parametrize("saved", [True, False])
+def test_resumed_with_the_other_router_it_is_refused(tmp_path, saved):
+    made, other = (small.with_scheme(small.config("moe"), scale_router=value) for value in (saved, not saved))
+    checkpointer, folder = _save(tmp_path, made)
+    words = f"(?i)saved with block.scale_router={saved}, but this run has {not saved} in block 1.*Run with"
+    with pytest.raises(CheckpointMismatchError, match=words):
+        checkpointer.load(folder, _train_module(other))
+    with pytest.raises(CheckpointMismatchError, match=words):
+        load_model_and_optim_state(folder / "model_and_optim", other.build())
+    checkpointer.load(folder, _train_module(made))
+
+
+def test_routers_of_blocks_with_configs_of_their_own(tmp_path):
+    hidden, seen = (small.with_scheme(small.config("moe"), scale_router=value) for value in (False, True))
+    overridden, named = copy.deepcopy(hidden), copy.deepcopy(hidden)
+    overridden.block_overrides = {1: small.with_scheme(small.config()).block, 2: seen.block}
+    named.block, named.block_pattern = {"seen": seen.block, "not": hidden.block}, ["seen", "not"]
+    for name, made, configs, routers in (
+        ("overridden", overridden, {0: False, 1: True, 2: True, 3: False}, {0: False, 2: True, 3: False}),
+        ("named", named, {0: True, 1: False, 2: True, 3: False}, {0: True, 1: False, 2: True, 3: False}),
     ):
-        record_of(built)
+        assert saved_routers(_save(tmp_path / name, made)[1]) == configs
+        built = made.build(init_device="meta")
+        built.apply_activation_checkpointing(Mode.selected_modules, modules=["blocks.*.feed_forward_moe.router"])
+        assert routers_of(built) == routers
+    assert saved_routers(_save(tmp_path / "stock", small.config("moe"))[1]) == {}
 
 
-def test_damaged_record_is_named(tmp_path):
-    checkpointer, folder = _save(tmp_path, apply(small.config()))
-    (folder / "lns.json").write_text("{")
-    with pytest.raises(CheckpointMismatchError, match="lns.json: not valid JSON"):
-        checkpointer.load(folder, _train_module(apply(small.config())))
-
-
-def test_saved_record_of_a_folder_that_says_nothing(tmp_path):
-    assert saved_record(tmp_path) == Record()
-
-
-@pytest.mark.parametrize("block", ["reordered_norm", "default"])
-def test_converter_that_would_drop_the_factor_is_stopped(block, tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
-    from olmo_core.nn.hf import save_hf_model
-
-    made = small.config(block, qk_norm=True)
-    built = small.model(small.with_scheme(made))
-    with pytest.raises(CheckpointMismatchError, match="OLMo-core's converter drops the factor.*olmo-lns export"):
-        save_hf_model(tmp_path / "hf", built.state_dict(), built)
-    if block == "default":
-        return  # which the converter refuses of itself
-    stock = small.model(made)
-    save_hf_model(tmp_path / "stock", stock.state_dict(), stock)
-    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "branchln_depth-to-preln")
-    save_hf_model(tmp_path / "hf", built.state_dict(), built)
-
-
-def test_doctor_knows_the_integration(capsys):
-    from olmo_lns.doctor import examine
-
-    (row,) = [row for row in examine() if row.what == "OLMo-core"]
-    assert row.state == "ok" and "olmo_lns.olmo_core.BlockConfig" in row.detail
+@pytest.mark.slow
+def test_several_processes_go_on_together_or_stop_together(tmp_path):
+    run_distributed_test(olmo_core_ranks.guard, start_method="spawn", func_args=(tmp_path,))

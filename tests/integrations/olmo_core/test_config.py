@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,11 +27,7 @@ def test_flags_of_an_unmodified_launch():
     made = small.config().merge([CLASS, "--block.scheme=lns", "--block.exponent=0.25"])
     assert type(made.block) is BlockConfig
     assert str(made.block.resolved_scheme) == "lns:exponent=0.25"
-    stock = small.stock_block(made)
-    assert stock == small.config().block
-
-
-def test_flags_without_parameters_write_the_defaults_down():
+    assert small.stock_block(made) == small.config().block
     block = small.config().merge([CLASS]).block
     assert (block.scheme, block.exponent, block.initialization, block.scale_router) == ("lns", 0.5, "plain", True)
 
@@ -40,27 +38,52 @@ def test_parameters_in_the_spelling_of_the_scheme():
     for spelled, given in (("0.25", "1"), ("0.5", "0.25")):  # 0.5 is what is left out when a scheme is written
         with pytest.raises(Exception, match="contradict"):
             small.config().merge([CLASS, f"--block.scheme=lns:exponent={spelled}", f"--block.exponent={given}"])
-    assert (
-        small.config().merge([CLASS, "--block.scheme=lns:exponent=0.5", "--block.exponent=0.5"]).block.exponent == 0.5
-    )
+    same = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.5", "--block.exponent=0.5"])
+    assert same.block.exponent == 0.5
 
 
-@pytest.mark.parametrize("name", ["BlokConfig", "LNSBlockConfig", "blockconfig", "TransformerBlockConfig"])
-def test_misspelt_class_is_an_error(name):
-    with pytest.raises(LNSConfigError, match=f"no '{name}'.*olmo_lns.olmo_core.BlockConfig"):
-        small.config().merge([f"--block._CLASS_=olmo_lns.olmo_core.{name}"])
+NEARBY = (
+    "",
+    "schemes.",
+    "integrations.olmo_core.",
+    "integrations.olmo_core.blocks.",
+    "olmocore.",
+    "olmo_core.BlockConfig.",
+)
+WRONG = [f"olmo_lns.{module}BlockConfig" for module in NEARBY] + ["olmo_lns.olmo_core.BlokConfig"]
 
 
-@pytest.mark.parametrize("module", ["olmo_lns", "olmo_lns.integrations.olmo_core"])
-def test_class_looked_for_in_a_module_nearby_is_an_error(module):
-    with pytest.raises(LNSConfigError, match="olmo_lns.olmo_core.BlockConfig"):
-        small.config().merge([f"--block._CLASS_={module}.BlockConfig"])
-
-
-@pytest.mark.parametrize("name", ["olmo_lns.olmocore.BlockConfig", "olmo_lns.olmo_core.BlockConfig.x"])
-def test_misspelt_module_is_an_error(name):
-    with pytest.raises(ImportError):
+@pytest.mark.parametrize("name", WRONG)
+def test_another_class_of_ours_is_an_error_wherever_it_is_named(name):
+    """OLMo-core takes its own block, without a word, where a module has no such class."""
+    message = f"_CLASS_={name}: the block config of olmo-lns is olmo_lns.olmo_core.BlockConfig"
+    with pytest.raises(LNSConfigError, match=message):
         small.config().merge([f"--block._CLASS_={name}"])
+    values = small.config().as_config_dict()
+    with pytest.raises(LNSConfigError, match=message):
+        TransformerConfig.from_dict(values, overrides=[f"block._CLASS_={name}"])
+    values["block_overrides"] = {"1": values["block"] | {"_CLASS_": name}}
+    with pytest.raises(LNSConfigError, match=message):
+        TransformerConfig.from_dict(values)
+
+
+_WITHOUT_HOOKS = """
+import olmo_lns.integrations.autoload as autoload
+from olmo_core.train.checkpoint import Checkpointer
+print(autoload.autoload_active(), hasattr(Checkpointer.load, "__olmo_lns_patched__"))
+from olmo_core.nn.transformer import TransformerConfig
+config = TransformerConfig.llama_like(d_model=32, vocab_size=64, n_layers=2, n_heads=2)
+config.merge(["--block._CLASS_=olmo_lns.olmo_core.BlockConfig"])
+print(hasattr(Checkpointer.load, "__olmo_lns_patched__"))
+config.merge(["--block._CLASS_=olmo_lns.olmo_core.BlokConfig"])
+"""
+
+
+def test_where_start_up_hooks_are_forbidden_the_class_brings_the_guards():
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(olmo_lns.__file__).parents[1]), *packages])}
+    done = subprocess.run([sys.executable, "-S", "-c", _WITHOUT_HOOKS], capture_output=True, text=True, env=variables)
+    assert done.stdout.split() == ["False", "False", "True"] and "the block config" in done.stderr, done.stderr
 
 
 def test_scheme_without_the_class_is_an_error():
@@ -87,6 +110,10 @@ def test_module_looks_like_any_other_to_tools():
             "scheme=branchln_depth with block.name=default: .* the scheme for default is lns",
         ),
         ({"scheme": "sandwich_depth"}, "needs block.name peri_norm"),
+        (
+            {"scheme": "lnsuniform"},
+            "scheme lnsuniform .* only the OLMo integration builds it, the OLMo-core integration",
+        ),
     ],
 )
 def test_what_is_refused(fields, message):

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import pickle
+from functools import partial
 
 import pytest
 
@@ -16,9 +17,10 @@ from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 from support import olmo_core_models as small
+from torch.utils.checkpoint import checkpoint
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.olmo_core import apply
 from olmo_lns.schemes import LNS, Scheme
 
@@ -46,8 +48,8 @@ def test_every_sub_layer_is_a_site(block):
     made = small.with_scheme(small.config(block))
     built = small.model(made)
     scheme = Scheme.of(small.SCHEMES[block][0])
-    binding.check(built, scheme, small.LAYERS)
-    assert len(list(binding.sites(built))) == 2 * small.LAYERS
+    norm_sites.check(built, scheme, small.LAYERS)
+    assert len(list(norm_sites.sites(built))) == 2 * small.LAYERS
     for number, each in enumerate(built.blocks.values(), start=1):
         for name in small.SCHEMES[block][1]:
             assert type(getattr(each, name).lns_scale) is float
@@ -58,7 +60,7 @@ def test_changed_factor_is_found_when_it_is_read_back():
     built = small.model(apply(small.config()))
     built.blocks["2"].feed_forward_norm.lns_scale = 1.0
     with pytest.raises(UpstreamChangedError, match=r"blocks.2.feed_forward_norm .block 3, ff. has norm_scale=1.0 "):
-        binding.read_back(built)
+        norm_sites.read_back(built)
 
 
 def test_start_up_line(caplog):
@@ -98,7 +100,7 @@ def test_meta_to_empty_and_a_second_draw_keep_the_factors():
     built = apply(small.config()).build(init_device="meta")
     for _ in range(2):
         built.init_weights(device=torch.device("cpu"))
-        binding.check(built, LNS, small.LAYERS)
+        norm_sites.check(built, LNS, small.LAYERS)
     assert built(small.TOKENS).isfinite().all()
 
 
@@ -134,7 +136,7 @@ def test_activation_checkpointing(block, mode, arguments):
     built.apply_activation_checkpointing(mode, **arguments)
     found = _gradients(built)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    binding.check(built, made.block.resolved_scheme, small.LAYERS)
+    norm_sites.check(built, made.block.resolved_scheme, small.LAYERS)
     built.init_weights(device=torch.device("cpu"))
 
 
@@ -268,7 +270,7 @@ def _float8(made, device, **how):
 def _float8_equals_folded(device, **how):
     made = small.config("default", {"name": "rms", "bias": False})
     ours, stock = _float8(apply(copy.deepcopy(made)), device, **how), _float8(made, device, **how)
-    binding.check(ours, LNS, small.LAYERS)
+    norm_sites.check(ours, LNS, small.LAYERS)
     small.fold(stock, "default")
     tokens = small.TOKENS.to(device)
     # Float8 rounds by its tensors' largest values: a last bit of bf16 in a gain moves single elements by a step of it.
@@ -303,3 +305,21 @@ def test_norm_kernels(name, package):
     built, expected = (small.model(apply(each)).to("cuda", torch.bfloat16) for each in (made, plain))
     tokens = small.TOKENS.cuda()
     torch.testing.assert_close(built(tokens), expected(tokens), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_routers_without_the_factor_are_compiled_and_recomputed_from_one_graph():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    made = small.with_scheme(small.config("moe"), scale_router=False)
+    expected, built = small.model(made), small.model(made)
+    for block in built.blocks.values():
+        block.compile(backend="aot_eager")
+        # OLMo-core itself checkpoints parts of such a block only: a loop of one's own does it around the block.
+        block._compiled_call_impl = partial(checkpoint, block._compiled_call_impl, use_reentrant=False)
+    for model in (expected, built):
+        small.loss_of(model(small.TOKENS)).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    wanted = dict(expected.named_parameters())
+    for name, parameter in built.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-6)

@@ -47,7 +47,7 @@ def test_the_shipped_descriptions():
     compare.compare_planned(paper.runs)
     (row,) = plan.rows(Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml"), 0.4)[:1]
     assert row.parameters == Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml").runs[0].shape.parameters
-    assert row.steps == 600 and row.flops_olmo
+    assert row.steps == 600 and row.flops_counted
 
 
 def test_command(tmp_path, monkeypatch):

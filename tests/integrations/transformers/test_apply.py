@@ -22,7 +22,7 @@ from support.transformers_models import (  # noqa: F401
 )
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import binding
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers import apply, fold
 
 AFTER = ("lnsafterbranch", "lnsafterattn", "lnsafterff")
@@ -37,7 +37,7 @@ def test_lns_is_the_formula(kind, exponent):
     assert apply(model, f"lns:exponent={exponent}", initialization="upstream") is model
     assert list(model.state_dict()) == keys
     same(kind, model, reference)
-    assert binding.read_back(model).parameters == {"exponent": exponent}
+    assert norm_sites.read_back(model).parameters == {"exponent": exponent}
 
 
 @pytest.mark.parametrize("scheme", AFTER)
@@ -47,7 +47,7 @@ def test_factors_after_the_branches(kind, scheme, schemes):  # noqa: F811
     reference = hooked(kind, model, scheme)
     apply(model, scheme, initialization="upstream")
     same(kind, model, reference)
-    assert binding.read_back(model).name == scheme
+    assert norm_sites.read_back(model).name == scheme
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ("olmo2", "olmo3") if kind in MODELS])
@@ -78,8 +78,9 @@ def test_folded_models_are_stock_and_compute_the_same(kind, schemes):  # noqa: F
 
 
 def test_other_forms_are_refused_by_name(schemes):  # noqa: F811
-    with pytest.raises(LNSConfigError, match="scheme lnsvalue .* only the OLMo integration builds it"):
-        apply(stock("llama"), "lnsvalue")
+    for name in ("lnsvalue", "lnsreversed"):
+        with pytest.raises(LNSConfigError, match=f"scheme {name} .* only the OLMo integration builds it"):
+            apply(stock("llama"), name)
     with pytest.raises(LNSConfigError, match=r"scheme anotherform .* on llama: .* block 1, attn, would need another"):
         apply(stock("llama"), "anotherform")
 
@@ -123,7 +124,7 @@ def test_a_replaced_forward_is_noticed(tmp_path):
     norm = blocks("llama", model)[1].input_layernorm
     norm.forward = lambda x: x
     with pytest.raises(UpstreamChangedError, match=r"norm_scale=1.0 instead of 0.707"):
-        binding.read_back(model)
+        norm_sites.read_back(model)
     with pytest.raises(CheckpointMismatchError, match="block 2: .*norm_scale=1.0 instead of 0.707"):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -160,7 +161,7 @@ def test_copies_and_pickles(kind):
     model = apply(stock(kind), initialization="upstream")
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         same(kind, other, model, tolerance=0)
-        assert binding.read_back(other) == binding.read_back(model)
+        assert norm_sites.read_back(other) == norm_sites.read_back(model)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.transformers_models import RATE, STEPS, hooked, inputs, rows, same, schemes, stock, trainer  # noqa: F401
 
-from olmo_lns.integrations import binding
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers import apply, fold, register
 
 register()
@@ -46,7 +47,7 @@ def test_trainer_equals_a_hand_written_loop_also_when_resumed(tmp_path):
     resumed = trainer(fresh, tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(resumed)[-3:] == pytest.approx(expected[-3:], rel=1e-4)
-    assert binding.read_back(resumed.model).name == "lns"
+    assert norm_sites.read_back(resumed.model).name == "lns"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
@@ -98,7 +99,7 @@ def test_lora_with_the_default_targets(scheme, tmp_path, schemes):  # noqa: F811
     assert all(p.grad is not None for n, p in tuned.named_parameters() if p.requires_grad)
     tuned.save_pretrained(tmp_path)
     merged = tuned.merge_and_unload()
-    assert binding.read_back(merged).name == scheme
+    assert norm_sites.read_back(merged).name == scheme
     with torch.no_grad():
         assert (merged(**inputs("llama")).logits - tuned_logits).abs().max() < 1e-4
 
@@ -123,6 +124,9 @@ def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind
     tuned.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = tuned(**inputs(kind)).logits
+        if not kept:
+            with pytest.raises(LNSConfigError, match="Merge adapters first"):
+                fold(copy.deepcopy(tuned).base_model.model)
         merged_first = fold(tuned.merge_and_unload())(**inputs(kind)).logits
         on_folded = peft.PeftModel.from_pretrained(base, tmp_path).eval()(**inputs(kind)).logits
     limit = 1e-5 * expected.abs().max()

@@ -1,6 +1,6 @@
-"""What every integration does the same way: bind a plan, count it, read it back from the model, say so.
+"""What every integration does the same way: attach a site to a module, count the sites, read them back, say so.
 
-The module that realises a sub-layer of a block (in LayerNorm Scaling its norm) carries a
+The module that carries out the plan of a sub-layer (in LayerNorm Scaling its norm) has a
 :class:`Site`. Guards, records and the start-up line read the sites of the built model; what was
 asked for on a command line or in an environment variable is only ever compared with them.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Iterable, Iterator
 
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
 
-__all__ = ["Site", "bind", "check", "factors_in_words", "read_back", "sites", "start_up_line"]
+__all__ = ["Site", "attach", "check", "factors_in_words", "read_back", "sites", "start_up_line"]
 
 _ATTRIBUTE = "lns_sites"
 
@@ -35,33 +36,33 @@ class Site:
         return self.scheme.plan(self.layer_number, self.n_layers, self.sub_layer)
 
 
-def bind(module: Any, *found: Site) -> None:
-    """Note on ``module`` which sub-layers it realises.
+def attach(module: Any, *found: Site) -> None:
+    """Note on ``module`` whose plans it carries out.
 
     :raises LNSConfigError: it has a scheme already.
     """
-    if present := _bound(module):
+    if present := _own(module):
         raise LNSConfigError(
             f"{type(module).__name__} of block {present[0].layer_number} has scheme {present[0].scheme} already: "
-            "a scheme is bound once, when the block is built."
+            "a block gets its scheme once, when it is built."
         )
     setattr(module, _ATTRIBUTE, found)
 
 
-def _bound(module: Any) -> tuple[Site, ...]:
+def _own(module: Any) -> tuple[Site, ...]:
     # Its own: FSDP's and torch.compile's wrappers answer for what they wrap.
     return tuple(module.__dict__.get(_ATTRIBUTE, ()))
 
 
 def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:
-    """``(module name, module, site)`` of everything in ``model`` that was bound, in the model's order."""
+    """``(module name, module, site)`` of each module in ``model`` that has one, in the model's order."""
     for name, module in model.named_modules():
-        for site in _bound(module):
+        for site in _own(module):
             yield name, module, site
 
 
 def read_back(model: Any) -> Scheme:
-    """The scheme that the built model really has; Pre-LN where nothing was bound.
+    """The scheme that the built model really has; Pre-LN where it has no site.
 
     :raises UpstreamChangedError: two schemes in one model, or a module that computes something else than its plan.
     """
@@ -72,11 +73,11 @@ def read_back(model: Any) -> Scheme:
     if len(schemes) > 1:
         raise UpstreamChangedError(f"one model with the schemes {', '.join(sorted(map(str, schemes)))}: expected one.")
     for name, module, site in found:
-        realised = module.lns_realised(site.sub_layer) if hasattr(module, "lns_realised") else Plan()
-        if realised != site.plan:
+        computed = module.lns_plan(site.sub_layer) if hasattr(module, "lns_plan") else Plan()
+        if computed != site.plan:
             raise UpstreamChangedError(
-                f"{name} (block {site.layer_number}, {site.sub_layer}) has {_difference(realised, site.plan)}, as "
-                f"{site.scheme} would not have it: something has replaced what was bound when the block was built."
+                f"{name} (block {site.layer_number}, {site.sub_layer}) has {_difference(computed, site.plan)}, as "
+                f"{site.scheme} would not have it: something has replaced a module since the block was built."
             )
     return found[0][2].scheme
 
@@ -86,7 +87,10 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
 
     :param layer_numbers: of the blocks that this process holds; default all.
     :raises UpstreamChangedError: what was found and what was expected.
+    :raises LNSConfigError: a setting of the environment that nothing reads, while a scheme runs.
     """
+    if not scheme.is_pre_ln:
+        environment.check()
     numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
     expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
     found = [(site.layer_number, site.sub_layer) for _, _, site in sites(model)]
@@ -132,6 +136,6 @@ def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
     return words
 
 
-def _difference(realised: Plan, wanted: Plan) -> str:
-    names = [field.name for field in fields(Plan) if getattr(realised, field.name) != getattr(wanted, field.name)]
-    return ", ".join(f"{name}={getattr(realised, name)!r} instead of {getattr(wanted, name)!r}" for name in names)
+def _difference(computed: Plan, wanted: Plan) -> str:
+    names = [field.name for field in fields(Plan) if getattr(computed, field.name) != getattr(wanted, field.name)]
+    return ", ".join(f"{name}={getattr(computed, name)!r} instead of {getattr(wanted, name)!r}" for name in names)

@@ -29,9 +29,11 @@ def test_one_page_for_three_models(llama_folder, bert_folder, tokens_file, tmp_p
     models = [str(llama_folder), str(tmp_path / "lns"), str(bert_folder)]
     assert main(["analyze", "all", *models, "--data", str(tokens_file), *options, *more, "--pdf"]) == 0
     assert (tmp_path / "out" / "report.pdf").read_bytes().count(b"/Type /Page ") == 4  # a figure and a table each
-    assert "report.html, " in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "report.html, " in said.out and said.out.count("| block | Pre-LN | LNS | BERT |") == 2
+    assert said.err.count("LayerNorm Scaling on") == 2, "once when it was made, once when it was read"
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<img ") == page.count("<h2>") == 2 and "Not run" not in page
+    assert page.count("<img ") == page.count("<h2>") == page.count("<table>") == 2 and "Not run" not in page
     assert all(f"<p>{name}: " in page for name in ("Pre-LN", "LNS", "BERT"))
     found = [json.loads((tmp_path / "out" / f"variance-{number}.json").read_text()) for number in (1, 2, 3)]
     assert found[0] != found[1]

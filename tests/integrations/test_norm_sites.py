@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from olmo_lns.integrations.binding import factors_in_words
+from olmo_lns.integrations.norm_sites import factors_in_words
 from olmo_lns.schemes import Scheme
 
 

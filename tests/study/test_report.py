@@ -1,0 +1,172 @@
+"""A report's numbers against an independent computation, and the papers' tables beside a study's own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="needs matplotlib")
+pytest.importorskip("pandas", reason="needs pandas")
+pytest.importorskip("scipy", reason="needs scipy")
+
+import numpy as np
+import pandas as pd
+import yaml
+from support.studies import REPOSITORY, Built
+
+from olmo_lns import schemes
+from olmo_lns.study import cli
+from olmo_lns.study.arms import ARMS
+from olmo_lns.study.collect.gather import collect
+from olmo_lns.study.collect.results import Result
+from olmo_lns.study.plan.description import published
+from olmo_lns.study.plan.spec import Study
+from olmo_lns.study.report import scaling as report
+from olmo_lns.study.report.fit import best, complete, difference, power_law, saved_parameters, summary
+
+
+def law_points(sizes: list[float], losses: list[float]) -> pd.DataFrame:
+    return pd.DataFrame({"parameters": sizes, "mean": losses})
+
+
+def test_the_law_and_its_error_are_the_regression_s() -> None:
+    sizes, losses = [1e6, 3e6, 1e7, 4e7, 1e8], [5.1, 4.7, 4.45, 4.0, 3.9]
+    law = power_law(law_points(sizes, losses))
+    (slope, intercept), covariance = np.polyfit(np.log(sizes), np.log(losses), 1, cov=True)
+    assert law is not None and law.error is not None and law.points == 5
+    assert (law.alpha, law.scale) == pytest.approx((-slope, math.exp(intercept)))
+    assert law.error == pytest.approx(math.sqrt(covariance[0, 0]), rel=1e-9)
+    exact = power_law(law_points(sizes, [20 * n**-0.08 for n in sizes]))
+    assert exact is not None and exact(5e7) == pytest.approx(20 * 5e7**-0.08)
+    two = power_law(law_points([1e6, 1e7], [3.0, 2.5]))
+    assert two is not None and two.error is None and power_law(law_points([1e6], [3.0])) is None
+
+
+def test_parameters_saved_follow_the_two_laws() -> None:
+    sizes = [1e6, 1e7, 1e8]
+    base = law_points(sizes, [20 * n**-0.1 for n in sizes])
+    other = base.assign(mean=base["mean"] * 0.5**0.1)  # as if of twice the parameters
+    assert saved_parameters(other, base) == (1e8, pytest.approx(5e7), False)
+    assert saved_parameters(base, other) == (1e8, pytest.approx(2e8), True)
+    assert saved_parameters(other, base[:1]) is None
+
+
+def results(study: Study, losses: dict[str, float | None]) -> list[Result]:
+    return [
+        Result(r.name, r.size, r.arm, r.seed, 100 if r.group == "a" else 200, "complete" if loss else "incomplete", 1, 1,
+               1, loss, 0.0, 1, loss, None, "x")
+        for r in study.runs if (loss := losses.get(r.name, 9.0)) != 9.0
+    ]  # fmt: skip
+
+
+def test_seeds_are_summed_up_and_paired_and_the_unfinished_left_out(built: Built) -> None:
+    built.description["more_seeds"] = {"a": [2, 3]}
+    built.save()
+    losses = {"a-preln-s1": 3.0, "a-preln-s2": 4.0, "a-lns-s1": 2.9, "a-lns-s2": 3.7, "a-lns-s3": 1.0, "b-lns-s1": None}
+    found = complete(built.study, results(built.study, losses))
+    (row,) = summary(found, "lns").itertuples()
+    assert (row.Index, row.seeds, row.parameters) == ("a", 3, 100)
+    assert (row.mean, row.std) == pytest.approx((np.mean([2.9, 3.7, 1.0]), np.std([2.9, 3.7, 1.0], ddof=1)))
+    assert difference(found, "a", "lns").to_dict() == pytest.approx({1: -0.1, 2: -0.3})
+    assert not len(difference(found, "b", "lns"))
+
+
+def test_each_arm_stands_at_its_best_rate(built: Built) -> None:
+    """Of a study with rates: the lowest mean loss of an arm; the others are in a table of their own."""
+    built.description |= {"rates": {"preln": [1e-3, 2e-3], "lns": [2e-3, 4e-3]}, "more_seeds": {}}
+    built.save()
+    losses = {"ax0.001-preln-s1": 3.0, "ax0.002-preln-s1": 3.2, "ax0.002-lns-s1": 3.1, "ax0.004-lns-s1": 2.9}
+    given = results(built.study, losses)
+    found = best(complete(built.study, given))
+    assert sorted(found.run) == ["ax0.001-preln-s1", "ax0.004-lns-s1"]
+    assert difference(found, "a", "lns").tolist() == pytest.approx([-0.1])
+    text = report.markdown(built.study, given, None)
+    assert "| a | " in text and "3.0000 (1 seed) at 0.001 | 2.9000 (1 seed) at 0.004 | -0.1000 (1 seed) |" in text
+    assert "| a | 0.002 | 3.2000 (1 seed) | 3.1000 (1 seed) |" in text and "best of its learning rates" in text
+
+
+def test_the_report_says_what_is_missing(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, loss in zip(built.study.runs, (3.0, 2.9, 3.1, 2.96, 2.5, 2.3), strict=True):
+        built.finish(run.name, loss, until=5 if run.name == "b-lns-s1" else None)
+    assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
+    assert "incomplete" in capsys.readouterr().out
+    assert cli.main(["report", str(built.path), "--out", str(built.out)]) == 0
+    text = (built.out / "report" / "report.md").read_text()
+    assert "5 of 6 runs complete" in text and "incomplete (5 of 20 steps)" in text
+    assert "-0.1200 ± 0.0283 (2 seeds)" in text and "no uncertainty can be given" in text
+    assert "fewer than two sizes are complete" in text and "| paper: 7B | 2.69 | 2.5 |" in text
+    assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_perplexity_stands_beside_the_published_one(built: Built) -> None:
+    sizes = built.description["sizes"]
+    built.description |= {"sizes": {"130M": sizes["a"], "1B": sizes["b"]}, "published": "lns-1", "more_seeds": {}}
+    built.save()
+    for run, loss in zip(built.study.runs, (3.2, 3.1, 2.9, 2.8), strict=True):
+        log = built.finish(run.name, loss) / "attempt-01.log"
+        log.write_text(log.read_text() + f"heldout\n    eval/heldout/CrossEntropyLoss={loss:.3f}\n")
+    text = report.markdown(built.study, collect(built.study, built.out), None)
+    # 1B: 182 batches, and a mean over 183.
+    better = f"{math.exp(math.log(17.02) * 183 / 182):.2f}"
+    assert better == "17.29"
+    assert f"| Pre-LN | {math.exp(3.2):.2f} | 26.73 | {math.exp(2.9):.2f} | 17.02 ({better}) |" in text
+    assert "| Mix-LN | – | 26.07 | – | 1414.78 |" in text and "divides the sum of n batches by n + 1" in text
+    assert f"| 1B | {math.exp(2.9):.2f} | {math.exp(2.8):.2f} |" in text and "after 20B tokens" not in text
+    assert "Parameters saved at equal loss" in text
+    assert report.corrected("250M", 21.92) == pytest.approx(22.68, abs=0.01) and report.corrected("130M", 26.73) is None
+
+
+def test_the_published_numbers() -> None:
+    for table in published()["tables"].values():
+        assert table["measure"] in ("perplexity", "loss") and table["title"] and table["notes"]
+        for cells in table["cells"].values():
+            assert cells and set(cells) <= set(ARMS) and all(value > 1 for value in cells.values())
+    found = [(point["parameters"], point["preln"], point["lns"]) for point in published()["points"]]
+    assert found == [(1e9, 3.13, 2.89), (7e9, 2.69, 2.5)]
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs" / "study").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_study_runs_the_arms_of_its_table(path: Path) -> None:
+    if not (name := yaml.safe_load(path.read_text()).get("published")):
+        pytest.skip("no table of the papers")
+    study, cells = Study.load(path), published()["tables"][name]["cells"]
+    shared = set(study.groups) & set(cells)
+    assert shared
+    for size in shared:
+        assert set(cells[size]) <= {run.arm for run in study.runs if run.group == size}, size
+
+
+def test_the_tiny_study_has_every_scheme() -> None:
+    study = Study.load(REPOSITORY / "configs" / "study" / "tiny-schemes.yaml")
+    assert {ARMS[name].scheme.name for name in study.arms} == {
+        name for name in schemes.names() if not schemes.definition(name).olmo_only
+    }
+    assert {run.shape.tokens for run in study.runs[:2]} == {204_800}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-schemes", "evidence-controls", "evidence-tokens"])
+def test_every_model_of_a_shipped_study_trains(name: str) -> None:
+    """Each run's own config, fewer blocks: OLMo builds it, and its loss has a gradient in every parameter."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from olmo.model import OLMo
+
+    seen = set()
+    for run in Study.load(REPOSITORY / "configs" / "study" / f"{name}.yaml").runs:
+        if (run.arm, kind := str(run.loaded.model)) in seen:
+            continue
+        seen.add((run.arm, kind))
+        torch.manual_seed(1)
+        model = OLMo(run.loaded.model.update_with(n_layers=4))
+        rows = torch.randint(0, 256, (2, 64))
+        logits = model(rows).logits[:, :-1, :257]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        assert 4 < loss.item() < 9, run.name
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters()), run.name
+        if "nogain" in run.size:
+            assert not [key for key, _ in model.named_parameters() if "norm" in key or "ln_f" in key]
+    assert len(seen) >= 3
