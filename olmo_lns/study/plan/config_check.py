@@ -43,14 +43,16 @@ class Checked:
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves, and every ``*.yaml``/``*.yml`` under a folder, recursively.
+    """The files themselves, and every ``*.yaml``/``*.yml`` under a folder, recursively; ``configs/…`` of the pack too.
 
     :raises LNSConfigError: a path that does not exist, or nothing found.
     """
     found: list[Path] = []
     for path in paths:
+        if not path.exists() and (packed := pack.folder().parent / path).exists() and path.parts[0] == "configs":
+            path = packed
         if not path.exists():
-            raise LNSConfigError(f"{path}: no such file or folder")
+            path = pack.located(path, "")
         found += sorted(p for p in path.rglob("*.y*ml") if p.is_file()) if path.is_dir() else [path]
     if not found:
         raise LNSConfigError("no *.yaml file found")
