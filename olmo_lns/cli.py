@@ -44,6 +44,7 @@ EXAMPLES = {
     "data": ("olmo-lns data check /data/dolma --budget 20e9",),
     "data check": ("olmo-lns data check /data/dolma", "olmo-lns data check tokens.npy --vocab-size 50304 --budget 0"),
     "data fetch": ("olmo-lns data fetch dolma -o /data/dolma",),
+    "data prepare": ("olmo-lns data prepare text notes/ --tokenizer my/tokenizer.json --eos '</s>' --out /data/notes",),
     "data megatron": ("olmo-lns data megatron /data/dolma -o /data/megatron",),
     "megatron-args": (
         "olmo-lns megatron-args 60M-lns --one-per-line",
@@ -160,8 +161,10 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _examples(command: str, rest: Sequence[str]) -> tuple[str, ...]:
-    inner = f"{command} {rest[0]}" if rest else command
-    return EXAMPLES.get(inner) or EXAMPLES.get(command, ())
+    parts = any(
+        name.startswith(f"{command} ") for name in EXAMPLES
+    )  # an example of `data check` is none of `data fetch`
+    return EXAMPLES.get(f"{command} {rest[0]}" if parts and not rest[0].startswith("-") else command, ())
 
 
 def _needed(command: str, error: ModuleNotFoundError) -> str | None:
