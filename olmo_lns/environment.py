@@ -1,12 +1,15 @@
 """Every environment variable of this package: name, what it does, and nothing else reads ``OLMO_LNS_*``.
 
-A variable with our prefix that is not listed here is a typing error that would otherwise pass in
-silence: :func:`check` refuses it, and every entry (command line, launcher, plugin) calls it.
+A variable with our prefix that is not listed here may be a typing error, or somebody's own. Where a scheme runs,
+and in our commands, :func:`check` refuses it; where a framework is only imported, :func:`warn` says it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import lru_cache
+from typing import Callable
 
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
@@ -25,7 +28,10 @@ __all__ = [
     "processes",
     "read",
     "refuse_disabled",
+    "warn",
 ]
+
+log = logging.getLogger("olmo_lns")
 
 PREFIX = "OLMO_LNS_"
 
@@ -96,6 +102,19 @@ def check() -> None:
     for name in _SWITCHES:
         if (value := read(name)) not in ("", "0", "1"):
             raise LNSConfigError(f"{name}={value}: expected 1, which is on, or 0; set {name}=1, or unset it")
+
+
+def warn(checking: Callable[[], None] = check) -> None:
+    """What ``checking`` refuses as a warning, once a process: an import of a framework must not fail by it."""
+    try:
+        checking()
+    except LNSConfigError as error:
+        _warn_once(str(error))
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    log.warning("%s (Where a scheme runs, this is an error.)", text)
 
 
 def refuse_disabled() -> None:

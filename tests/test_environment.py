@@ -1,4 +1,4 @@
-"""One list of environment variables; one that is not in it stops every entry."""
+"""One list of environment variables; another one stops our commands and every scheme, and no import."""
 
 from __future__ import annotations
 
@@ -54,13 +54,6 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch, name):
         environment.check()
 
 
-def test_a_wrong_opt_out_stops_the_import_of_olmo():
-    pytest.importorskip("olmo")
-    env = {**os.environ, "OLMO_LNS_DISABLE": "true"}
-    done = subprocess.run([sys.executable, "-c", "import olmo"], capture_output=True, text=True, env=env)
-    assert done.returncode != 0 and "OLMO_LNS_DISABLE=true: expected 1" in done.stderr
-
-
 def test_only_listed_variables_are_read(monkeypatch):
     with pytest.raises(KeyError, match="not in the list"):
         environment.read("OLMO_LNS_OTHER")
@@ -84,7 +77,6 @@ def test_the_list_is_what_the_package_names_and_the_usage_shows(capsys):
 
 
 ENTRIES = {
-    "import olmo": ["-c", "import olmo"],
     "olmo-lns train": ["-m", "olmo_lns", "train", "config.yaml"],
     "olmo-lns export": ["-m", "olmo_lns", "export", "--help"],
     "launcher": ["-m", "olmo_lns", __file__],
@@ -98,17 +90,64 @@ def test_every_entry_stops(tmp_path, entry):
     done = subprocess.run([sys.executable, *ENTRIES[entry]], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode != 0
     assert "OLMO_LNS_EXPONANT is unknown (did you mean 'OLMO_LNS_SCHEME=lns:exponent=...'?)" in done.stderr
-    if "olmo_lns" in ENTRIES[entry]:
-        assert done.stderr.count("\n") == 1, "one line, no traceback"
+    assert done.stderr.count("\n") == 1, "one line, no traceback"
 
 
-def test_register_stops(monkeypatch):
+#: What is set -> what the warning and the error say of it.
+STRAY = {
+    "OLMO_LNS_DIR=/x": "OLMO_LNS_DIR is unknown",
+    "OLMO_LNS_DISABLE=true": "OLMO_LNS_DISABLE=true: expected 1",
+    "OLMO_LNS_SCHEME=lsn": "OLMO_LNS_SCHEME: unknown scheme 'lsn'",
+}
+BUILDS = """
+import {framework}
+from olmo.config import ModelConfig
+from olmo.model import OLMo
+kind = {{"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 8, "embedding_size": 8, "rope": True, "init_device": "cpu"}}
+OLMo(ModelConfig.new(**kind, layer_norm_type="rms"))
+print("stock")
+OLMo(ModelConfig.new(**kind, layer_norm_type="lns_rms"))
+print("scheme")
+"""
+
+
+@pytest.mark.parametrize("setting", STRAY)
+def test_imports_and_stock_models_only_warn_and_a_scheme_stops(setting):
+    """Somebody's own variable of our prefix, or a typing error."""
     pytest.importorskip("olmo")
-    from olmo_lns.integrations.olmo import register
+    name, value = setting.split("=")
+    code = BUILDS.format(framework="olmo, transformers.models.auto.configuration_auto")
+    env = {**os.environ, name: value}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout == "stock\n" and done.returncode != 0
+    first, *_, last = [line for line in done.stderr.splitlines() if STRAY[setting] in line]
+    assert "Where a scheme runs, this is an error" in first and "Error: " in last
+    assert done.stderr.count("Where a scheme runs") == 1
 
-    monkeypatch.setenv("OLMO_LNS_EXPONANT", "0.3")
-    with pytest.raises(LNSConfigError, match="OLMO_LNS_EXPONANT is unknown"):
-        register()
+
+def _in_megatron():
+    pytest.importorskip("megatron.core")
+    from support.megatron_tiny import config
+
+    from olmo_lns.integrations.megatron import apply
+
+    apply(config(), scheme="lns")
+
+
+def _in_transformers():
+    pytest.importorskip("transformers")
+    from support.transformers_models import stock
+
+    from olmo_lns.integrations.transformers import apply
+
+    apply(stock("llama"), "lns")
+
+
+@pytest.mark.parametrize("build", [_in_megatron, _in_transformers])
+def test_a_stray_variable_stops_a_scheme_elsewhere_too(monkeypatch, build):
+    monkeypatch.setenv("OLMO_LNS_DIR", "/x")
+    with pytest.raises(LNSConfigError, match="OLMO_LNS_DIR is unknown"):
+        build()
 
 
 @pytest.mark.parametrize("command", [["train", "cfg.yaml", "--model.layer_norm_type=lns"], ["demo", "--arms", "lns"]])

@@ -129,7 +129,7 @@ def byte_size(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="olmo-lns export",
-        description=__doc__,
+        description="Fold the factor into the weights, for software that knows nothing of it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,7 +15,6 @@ import torch
 
 from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, common_bytes
 from olmo_lns.checkpoints.megatron import OWN, TRACKER, TRAINING, MegatronCheckpoint, is_megatron
-from olmo_lns.checkpoints.megatron_architecture import ZERO_CENTRED
 from olmo_lns.checkpoints.tensors import ChunkFunction
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold, gemma2, huggingface
@@ -24,7 +23,7 @@ from olmo_lns.export.fold import Rounding, norm_factor, scaled
 from olmo_lns.export.options import HF, MEGATRON, Options, Source, Target
 from olmo_lns.export.reference import hooked_llama
 from olmo_lns.integrations.megatron.addition import SLOTS
-from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN
 

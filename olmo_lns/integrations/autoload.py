@@ -19,7 +19,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Sequence
 
-from olmo_lns.environment import DISABLE, check, is_set
+from olmo_lns import environment
+from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.errors import LNSError
 
 __all__ = ["PLUGIN_GROUPS", "WATCHED", "PluginError", "activate", "autoload_active", "load_plugins", "on_import"]
@@ -140,7 +141,7 @@ def load_plugins(group: str) -> None:
     """
     if group in _loaded_groups or is_set(DISABLE) or _is_namesake(group):
         return
-    check()
+    environment.warn()
     _loaded_groups.add(group)
     found = {entry.value: entry for entry in importlib.metadata.entry_points(group=group)}
     for entry in found.values():

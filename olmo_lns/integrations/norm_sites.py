@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Iterable, Iterator
 
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
 
@@ -86,7 +87,10 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
 
     :param layer_numbers: of the blocks that this process holds; default all.
     :raises UpstreamChangedError: what was found and what was expected.
+    :raises LNSConfigError: a setting of the environment that nothing reads, while a scheme runs.
     """
+    if not scheme.is_pre_ln:
+        environment.check()
     numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
     expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
     found = [(site.layer_number, site.sub_layer) for _, _, site in sites(model)]

@@ -10,14 +10,16 @@ import argparse
 import logging
 import os
 import re
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
+import yaml
+
 from olmo_lns import environment, hub
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.processes import process_group
+from olmo_lns.study import pack
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +67,7 @@ def _one_line_errors() -> Iterator[None]:
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Any:
     """An OLMo ``TrainConfig`` from a YAML file and ``--key=value`` overrides, LNS types included.
 
+    :param path: a file, or one of the pack by its name: ``60M-lns``.
     :raises LNSConfigError: one line that names the key and what is allowed.
     """
     environment.refuse_disabled()
@@ -77,30 +80,22 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for text in overrides:
         if not text.startswith("--"):
             raise LNSConfigError(f"expected overrides as --key=value, got {text!r}")
-    if not Path(path).is_file():
-        raise LNSConfigError(f"no such config file: {path}")
-    _check_form(path)
-    with _one_line_errors():
-        return TrainConfig.load(path, [clean_opt(text) for text in overrides])
-
-
-def _check_form(path: str | os.PathLike[str]) -> None:
-    """OLMo looks into the file and into its ``optimizer`` before it compares either with what it knows."""
-    from omegaconf import OmegaConf
-
+    path = pack.located(str(path), "olmo")
     what = f"{path}: not an OLMo training config"
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except OSError as error:  # a number, for example
-        raise LNSConfigError(f"{what}, which is YAML of keys and values: {one_line(error)}") from error
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LNSConfigError(f"{path}: not YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
-        raise LNSConfigError(f"{what}, which is YAML of keys and values: found a list")
-    optimizer = content.get("optimizer", {})
+        raise LNSConfigError(f"{what}, which is YAML of keys and values: found a {type(content).__name__}")
+    optimizer = content.get("optimizer", {})  # OLMo looks into it before it compares it with what it knows
     if not isinstance(optimizer, dict) and not str(optimizer).startswith("${"):
         raise LNSConfigError(
             f"{what}: optimizer is {optimizer}, expected keys of its own such as name and learning_rate; "
             "the header of a file of another framework says how that is launched"
         )
+    with _one_line_errors():
+        return TrainConfig.load(path, [clean_opt(text) for text in overrides])
 
 
 def _check_data(data: Any, key: str, length: int, sequences: int) -> None:
@@ -122,29 +117,23 @@ def _check_data(data: Any, key: str, length: int, sequences: int) -> None:
         raise LNSConfigError(f"{key}.paths: {found} sequences of {length} tokens, fewer than a batch of {sequences}")
 
 
-def _check_save_folder(cfg: Any) -> None:
-    folder = Path(cfg.save_folder)
-    if cfg.dry_run or cfg.save_overwrite or cfg.try_load_latest_save:
-        return
-    for name in ("config.yaml", "train_data"):
-        if (folder / name).exists():
-            raise LNSConfigError(
-                f"save_folder {folder} already holds a run ({name}): --try_load_latest_save continues it, "
-                "--save_overwrite replaces it, --save_folder=... goes elsewhere"
-            )
+def _check_folders(cfg: Any) -> None:
+    """The save folder must be free or be continued; a local ``load_path`` must be a checkpoint.
 
-
-def _check_load_path(cfg: Any) -> None:
-    """A local ``load_path`` must be a checkpoint: without files it would be taken for one without a record."""
-    if cfg.load_path is None or "://" in str(cfg.load_path):
-        return
-    if not Path(cfg.load_path).exists():
-        raise LNSConfigError(f"load_path: {cfg.load_path} does not exist: name a checkpoint folder of OLMo")
-    if not (Path(cfg.load_path) / "config.yaml").is_file():
+    Without its files a checkpoint would be taken for one without a record.
+    """
+    found = [name for name in ("config.yaml", "train_data") if (Path(cfg.save_folder) / name).exists()]
+    if found and not (cfg.dry_run or cfg.save_overwrite or cfg.try_load_latest_save):
         raise LNSConfigError(
-            f"load_path: {cfg.load_path} has no config.yaml, as every checkpoint of OLMo has: "
-            "name a checkpoint folder, such as RUN/step1000-unsharded"
+            f"save_folder {cfg.save_folder} already holds a run ({found[0]}): --try_load_latest_save continues it, "
+            "--save_overwrite replaces it, --save_folder=... goes elsewhere"
         )
+    if cfg.load_path is None or "://" in str(cfg.load_path) or (Path(cfg.load_path) / "config.yaml").is_file():
+        return
+    there = "has no config.yaml, as every checkpoint of OLMo has" if Path(cfg.load_path).exists() else "does not exist"
+    raise LNSConfigError(
+        f"load_path: {cfg.load_path} {there}: name a checkpoint folder of OLMo, such as RUN/step1000-unsharded"
+    )
 
 
 def _check_tokenizer(identifier: str) -> None:
@@ -162,16 +151,6 @@ def _check_tokenizer(identifier: str) -> None:
         raise LNSConfigError(f"tokenizer.identifier, which the evaluators need: {error}") from None
 
 
-def _positive_duration(value: int | str) -> None:
-    text = str(value).strip()
-    try:
-        amount = float(text.removesuffix("ep").removesuffix("T"))
-    except ValueError:
-        amount = 0.0
-    if amount <= 0:
-        raise LNSConfigError(f"max_duration: expected steps, tokens ('20e9T') or epochs ('1ep') above 0, got {value!r}")
-
-
 def prepare(cfg: Any, device: torch.device) -> None:
     """Check ``cfg`` and fill in what OLMo's launcher fills in; on CPU also what only CPU needs.
 
@@ -185,7 +164,11 @@ def prepare(cfg: Any, device: torch.device) -> None:
 
     if cfg.run_name is None:
         raise LNSConfigError("run_name is not set: --run_name=NAME")
-    _positive_duration(cfg.max_duration)
+    duration = re.fullmatch(r"([0-9.]+(?:e[+]?[0-9]+)?)(?:T|ep)?", str(cfg.max_duration).strip())
+    if duration is None or float(duration[1]) <= 0:
+        raise LNSConfigError(
+            f"max_duration: expected steps, tokens ('20e9T') or epochs ('1ep') above 0, got {cfg.max_duration!r}"
+        )
     check_sizes(cfg.model)
     if cfg.precision not in PRECISIONS:
         raise LNSConfigError(
@@ -198,8 +181,7 @@ def prepare(cfg: Any, device: torch.device) -> None:
             _check_data(evaluator.data, f"evaluators.{evaluator.label}.data", length, 1)
     if cfg.evaluators:
         _check_tokenizer(cfg.tokenizer.identifier)
-    _check_save_folder(cfg)
-    _check_load_path(cfg)
+    _check_folders(cfg)
     ranks = get_world_size()
     if (batch := cfg.global_train_batch_size) % ranks:
         raise LNSConfigError(f"global_train_batch_size {batch} is not a multiple of {ranks} ranks")
@@ -280,15 +262,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="OLMo training config (YAML)")
+    parser.add_argument("config", help="OLMo training config (YAML), or one of the pack by its name: 60M-lns")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--key=value", help="as OLMo's own launcher")
     args = parser.parse_args(argv)
     return _launch(args.config, args.overrides)
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except LNSError as error:
-        print(f"olmo-lns train: {error}", file=sys.stderr)
-        sys.exit(1)

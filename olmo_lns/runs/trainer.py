@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
 from types import FrameType
-from typing import Any, Iterator, Mapping, Protocol, TextIO, cast
+from typing import Any, Iterator, TextIO, cast
 from unittest import mock
 
 import numpy as np
@@ -34,26 +34,9 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo.checkpoint import one_line_of
 from olmo_lns.integrations.olmo.state import needs_olmo_lns
 
-__all__ = ["LoopObserver", "ObservedTrainer", "RunResult", "run"]
+__all__ = ["LocalTrainer", "RunResult", "run"]
 
 log = logging.getLogger("olmo.lns.train")
-
-
-class LoopObserver(Protocol):
-    """What the training loop tells its caller, on every rank."""
-
-    def on_start(self, trainer: ObservedTrainer) -> None:
-        """Model, optimizer and (on a resume) their state are in place; no step has run yet."""
-
-    def on_step(self, step: int, loss: float) -> None:
-        """One optimizer step is done.
-
-        :param loss: mean cross entropy in nats per token, of this rank's tokens; at a step that OLMo logs, on rank 0
-            that of all ranks, and on the others whatever the reduction to rank 0 left there.
-        """
-
-    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """OLMo's evaluators have run."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +64,10 @@ _STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[
 
 
 @dataclass
-class ObservedTrainer(Trainer):
-    """OLMo's Trainer where there may be no CUDA, observed and stopped from outside."""
+class LocalTrainer(Trainer):
+    """OLMo's Trainer where there may be no CUDA, stopped from outside."""
 
-    observer: LoopObserver | None = None
     stop_requested: bool = False
-
-    def train_step(self, batch: dict[str, Any], reduce_global_loss: bool = True) -> dict[str, float]:
-        metrics = super().train_step(batch, reduce_global_loss=reduce_global_loss)
-        if self.observer is not None:
-            self.observer.on_step(self.global_step, self.cur_train_loss)
-        return metrics
-
-    def eval(self) -> dict[str, Any]:
-        metrics = super().eval()
-        if self.observer is not None:
-            self.observer.on_eval(self.global_step, metrics)
-        return metrics
 
     def check_if_cancelled(self) -> tuple[bool, int]:
         """A signal at rank 0 ends the run on every rank, after this step and with a checkpoint."""
@@ -120,24 +90,26 @@ class ObservedTrainer(Trainer):
 
 
 @contextmanager
-def _stopped_by_signals(trainer: ObservedTrainer) -> Iterator[None]:
+def _stopped_by_signals(trainer: LocalTrainer) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks for a checkpoint and a clean end; the second acts at once."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     def request_stop(number: int, frame: FrameType | None) -> None:
         trainer.stop_requested = True
         if get_global_rank() == 0:
             print("\nending after this step with a checkpoint; once more ends at once", flush=True)
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        restore()
 
     for number in previous:
         signal.signal(number, request_stop)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore()
 
 
 def _allocate(module: torch.nn.Module) -> None:
@@ -198,7 +170,7 @@ def _checkpoint_type(cfg: TrainConfig) -> CheckpointType:
     return CheckpointType.unsharded
 
 
-def _restore(trainer: ObservedTrainer, cfg: TrainConfig) -> None:
+def _restore(trainer: LocalTrainer, cfg: TrainConfig) -> None:
     trainer.restore_checkpoint(
         cfg.load_path,
         load_optimizer_state=not cfg.reset_optimizer_state,
@@ -220,7 +192,7 @@ def _indices_file(cfg: TrainConfig) -> TextIO | None:
     return cast(TextIO, gzip.open(path, "at" if cfg.try_load_latest_save else "wt"))
 
 
-def run(cfg: TrainConfig, device: torch.device, *, observer: LoopObserver | None = None) -> RunResult:
+def run(cfg: TrainConfig, device: torch.device) -> RunResult:
     """Train ``cfg`` with OLMo's Trainer; the process group must be up.
 
     ``cfg`` must have been prepared by :func:`olmo_lns.runs.train.prepare` and is completed in place, as OLMo's
@@ -249,7 +221,7 @@ def run(cfg: TrainConfig, device: torch.device, *, observer: LoopObserver | None
         model.set_activation_checkpointing(cfg.activation_checkpointing)
         dist_model = _wrap(cfg, model, device)
         trainer = stack.enter_context(
-            ObservedTrainer(
+            LocalTrainer(
                 cfg=cfg,
                 epoch=cfg.epoch,
                 model=model,
@@ -260,14 +232,13 @@ def run(cfg: TrainConfig, device: torch.device, *, observer: LoopObserver | None
                 device=device,
                 evaluators=evaluators,
                 indices_file=_indices_file(cfg),
-                observer=observer,
             )
         )
         stack.enter_context(_stopped_by_signals(trainer))
         return _train(trainer, cfg)
 
 
-def _train(trainer: ObservedTrainer, cfg: TrainConfig) -> RunResult:
+def _train(trainer: LocalTrainer, cfg: TrainConfig) -> RunResult:
     checkpoint_type = _checkpoint_type(cfg)
     if cfg.try_load_latest_save:
         _find_checkpoint(cfg)
@@ -279,8 +250,6 @@ def _train(trainer: ObservedTrainer, cfg: TrainConfig) -> RunResult:
         _restore(trainer, cfg)
     if cfg.force_save_unsharded and str(cfg.distributed_strategy) == "fsdp":
         trainer.save_checkpoint(checkpoint_type=CheckpointType.unsharded)
-    if trainer.observer is not None:
-        trainer.observer.on_start(trainer)
     if cfg.stop_at not in (None, trainer.max_steps):
         log.warning("stop_at=%s, not max_duration (step %d), ends this run", cfg.stop_at, trainer.max_steps)
     cfg.stop_at = cfg.stop_at if cfg.stop_at is not None else trainer.max_steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -135,9 +136,11 @@ def _status(study: Study, args: argparse.Namespace) -> int:
     held, runs = progress.locked(args.out), _selected(study, args.only)
     found = [progress.examine(run, args.out, held=held) for run in runs]
     elsewhere = _in_table(study, args.out, [r for r, s in zip(runs, found, strict=True) if s.state == "not started"])
-    found = [progress.known(status, study.finished) if status.run in elsewhere else status for status in found]
-    for status in found:
-        print(progress.describe(status))
+    found = [
+        replace(s, state="finished", step=s.steps, reason=f"in {study.finished}") if s.run in elsewhere else s
+        for s in found
+    ]
+    print("\n".join(map(str, found)))
     states = [status.state for status in found]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
     if not args.out.is_dir():

@@ -1,20 +1,16 @@
-"""``olmo-lns config``: the config pack, in ``configs/`` of a clone and inside the installed package; and its check."""
+"""The config pack, in ``configs/`` of a clone and inside the installed package."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
-import sys
-from itertools import groupby
 from pathlib import Path
-from typing import Sequence
 
 import olmo_lns
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
-__all__ = ["folder", "located", "main", "names"]
+__all__ = ["about", "copy", "folder", "lacking", "located", "names"]
 
 
 def folder() -> Path:
@@ -38,7 +34,7 @@ def names() -> list[str]:
 def located(name: str | Path, kind: str) -> Path:
     """A file by its path, or one of the pack by its name: ``paper``, ``60M-lns``; a path that is there comes first.
 
-    :param kind: the folder of the pack, such as ``study``.
+    :param kind: the folder of the pack, such as ``study``; ``""`` for names such as ``study/paper``.
     :raises LNSConfigError: neither.
 
     >>> located("paper", "study").name
@@ -51,9 +47,9 @@ def located(name: str | Path, kind: str) -> Path:
         short = known.removeprefix(f"{kind}/")
         if wanted in (known, short, os.path.splitext(known)[0], os.path.splitext(short)[0]):
             return folder() / known
-    here = [Path(known).stem for known in names() if Path(known).parts[0] == kind]
-    hint = did_you_mean(Path(name).stem, here)
-    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {', '.join(here)}")
+    here = [os.path.splitext(known)[0].removeprefix(f"{kind}/") for known in names() if known.startswith(kind)]
+    hint, known = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
+    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {known}")
 
 
 def copy(name: str, out: Path) -> Path:
@@ -77,7 +73,7 @@ def copy(name: str, out: Path) -> Path:
     return target
 
 
-def _lacking(target: Path, name: str) -> dict[str, Path]:
+def lacking(target: Path, name: str) -> dict[str, Path]:
     """What the copied files name, ``config: ../olmo/{size}-{arm}.yaml``, and is not there: in the pack -> its place."""
     files = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
     here = Path(name) if target.is_dir() else Path(name).parent
@@ -89,36 +85,7 @@ def _lacking(target: Path, name: str) -> dict[str, Path]:
     return {name: place for name, place in found.items() if not found.keys() & set(map(str, Path(name).parents))}
 
 
-def _about(name: str) -> str:
+def about(name: str) -> str:
     """The first sentence of a file's header."""
     text = (folder() / name).read_text(encoding="utf-8").lstrip('"#! ')
     return re.split(r"[.:](?=\s)", text, maxsplit=1)[0].replace("\n# ", " ")[:90] if text[:1] not in "{<" else ""
-
-
-def main(argv: Sequence[str]) -> int:
-    """``list``, ``copy NAME``, or ``check PATH``. :returns: 1 when a checked file has a problem."""
-    if argv and argv[0] == "check":
-        from olmo_lns.study.plan import config_check
-
-        return config_check.main(argv)
-    parser = argparse.ArgumentParser(
-        prog="olmo-lns config",
-        description="List and copy the configs that come with the package, check those of anybody.",
-    )
-    commands = parser.add_subparsers(required=True, dest="command")
-    commands.add_parser("list", help="the files of the pack")
-    copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study', to here")
-    copying.add_argument("name")
-    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
-    commands.add_parser("check", help="load, count, estimate; exit code 1 when something is wrong")
-    args = parser.parse_args(argv)
-    if args.command == "list":
-        for _, group in groupby(names(), key=lambda name: Path(name).parent):
-            print("\n".join(f"{name:<36} {_about(name)}".rstrip() for name in group), end="\n\n")
-        return 0
-    target = copy(args.name, args.out)
-    print(target)
-    for lacking, place in _lacking(target, args.name).items():
-        command = f"olmo-lns config copy {lacking} -o {os.path.normpath(place)}"
-        print(f"note: what was copied names {lacking} of the pack: {command}", file=sys.stderr)
-    return 0

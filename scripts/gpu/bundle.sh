@@ -4,7 +4,6 @@
 #   scripts/gpu/bundle.sh FOLDER [ARCH]        ARCH: 90 (H100, H200; default) or 80 (A100)
 #
 # FOLDER then holds  libtransformer_engine.so.xz  the kernels, one architecture, about 10 MB   (te_ctypes.py loads it)
-#                    sdist/                       Transformer Engine's source, to build the real extension (build_te.sh)
 #                    wheels/                      ai2-olmo and what `import olmo` needs beside torch
 # Settings: PYTHON (default python3; an environment where `import olmo` works, as `make setup` gives),
 # TE_VERSION (2.11.0), CUDA (13 or 12), TARGET_PYTHON (3.12: that of the GPU machine).
@@ -27,21 +26,10 @@ library=$(find "$scratch/unpacked" -name libtransformer_engine.so | head -n 1)
 "$python" "$here/slim_library.py" "$library" "$scratch/libtransformer_engine.so" --keep "$arch"
 xz --stdout "$scratch/libtransformer_engine.so" > "$folder/libtransformer_engine.so.xz"
 
-echo "== Source of the PyTorch extension, and the package that it belongs to"
-mkdir -p "$folder/sdist"
-"$python" -m pip download --quiet --no-deps --dest "$folder/sdist" "transformer_engine==$version"
-# pip cannot compute the metadata of the source without CUDA: --no-clean keeps what it unpacked before it failed.
-mkdir "$scratch/source"
-TMPDIR="$scratch/source" "$python" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --no-clean \
-  --dest "$scratch/source" "transformer_engine_torch==$version" > "$scratch/source.log" 2>&1 || true
-source=$(find "$scratch/source" -path '*/csrc/extensions.h' | head -n 1)
-[ -n "$source" ] || { cat "$scratch/source.log" >&2; echo "no source of transformer_engine_torch $version" >&2; exit 1; }
-tar -C "$(dirname "$(dirname "$source")")" -czf "$folder/sdist/transformer_engine_torch-$version-source.tar.gz" .
-
 echo "== OLMo and what it imports, in the versions of $python's environment (make setup)"
 "$python" - > "$scratch/requirements.txt" << 'PY'
 import importlib.metadata, sys
-import hypothesis, olmo, olmo.model, omegaconf, packaging, pytest, rich, yaml  # what the GPU tests and bench_step.py import
+import hypothesis, olmo, olmo.model, omegaconf, packaging, pytest, rich, yaml  # what the GPU tests and bench.py import
 
 owners = importlib.metadata.packages_distributions()
 names = set(sys.modules) & set(owners) | {"google"}  # "google" is a namespace of several distributions

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On the GPU machine, from the repository: GPU tests, then the benchmarks. Results go to RESULTS.
+# On the GPU machine, from the repository: GPU tests, then scripts/bench.py. Results go to RESULTS.
 #
 #   scripts/gpu/run.sh RESULTS [FOLDER]
 #
@@ -26,7 +26,5 @@ if [ -n "$folder" ]; then
 fi
 status=0
 "${launch[@]}" -m pytest -m gpu tests -q 2>&1 | tee "$results/tests.log" || status=$?
-"${launch[@]}" scripts/bench_step.py --device cuda --json "$results/step.json" 2>&1 | tee "$results/step.md" || status=$?
-"${launch[@]}" scripts/bench_diagnostics.py --device cuda --dtype bf16 --batch-size 8 --sequence-length 2048 \
-  --json "$results/diagnostics.json" 2>&1 | tee "$results/diagnostics.md" || status=$?
+"${launch[@]}" scripts/bench.py --device cuda --json "$results/bench.json" 2>&1 | tee "$results/bench.md" || status=$?
 exit "$status"

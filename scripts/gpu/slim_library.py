@@ -30,8 +30,6 @@ KINDS = {1: "ptx", 2: "elf"}
 
 
 class Member(NamedTuple):
-    """One embedded binary: its kind, architecture and payload's place in the file."""
-
     kind: str
     arch: int
     offset: int
@@ -48,7 +46,7 @@ def fatbin_section(library: Path) -> tuple[int, int]:
 
 
 def members(data: mmap.mmap, start: int, size: int) -> Iterator[Member]:
-    """Every embedded binary, in file order. Containers are aligned to 8 bytes."""
+    """Every embedded binary and its payload's place, in file order. Containers are aligned to 8 bytes."""
     position, end = start, start + size
     while position + CONTAINER.size <= end:
         magic, _, header, length = CONTAINER.unpack_from(data, position)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Transformer Engine's norm kernels from its core library alone, without building its PyTorch extension.
 
-    python scripts/gpu/te_ctypes.py LIBRARY scripts/bench_step.py --device cuda
+    python scripts/gpu/te_ctypes.py LIBRARY scripts/bench.py --device cuda
     python scripts/gpu/te_ctypes.py LIBRARY -m pytest -m gpu tests/norm
 
-Runs a script (or `-m` module) in which `transformer_engine_torch` is this file's class over the C API of
-`libtransformer_engine.so` 2.11.0. The kernels are the real ones, their Python binding is not: a failed check in the
-library ends the process, and none but the four norm functions exist. For benchmarks and kernel tests only.
+Runs a script (or `-m` module) in which `transformer_engine_torch` is this file's functions over the C API of
+`libtransformer_engine.so` 2.11.0. The kernels are the real ones, the extension's Python layer is not: a check that
+fails in the library ends the process, and only the four norm functions exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import site
 import sys
 import types
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 
@@ -31,9 +31,6 @@ class DType(enum.IntEnum):
     """As `NVTEDType`."""
 
     kByte = 0
-    kInt16 = 1
-    kInt32 = 2
-    kInt64 = 3
     kFloat32 = 4
     kFloat16 = 5
     kBFloat16 = 6
@@ -41,7 +38,6 @@ class DType(enum.IntEnum):
 
 TO_TORCH = {
     DType.kByte: torch.uint8,
-    DType.kInt32: torch.int32,
     DType.kFloat32: torch.float32,
     DType.kFloat16: torch.float16,
     DType.kBFloat16: torch.bfloat16,
@@ -62,25 +58,21 @@ class BasicTensor(ctypes.Structure):
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library, after the CUDA libraries that it needs from the nvidia-* wheels, with its functions declared."""
-    waiting = [
-        found
-        for folder in site.getsitepackages() + [p for p in sys.path if p.endswith("site-packages")]
-        for pattern in ("nvidia/*/lib/lib*.so.*",)
-        for found in glob.glob(os.path.join(folder, pattern))
-        if any(name in found for name in ("cudart", "nvrtc", "curand", "cublas", "cudnn", "nccl"))
-    ]
+    """The library, after the CUDA libraries that it needs from the nvidia-* wheels."""
+    folders = [*site.getsitepackages(), *(place for place in sys.path if place.endswith("site-packages"))]
+    needed = [found for folder in folders for found in glob.glob(os.path.join(folder, "nvidia/*/lib/lib*.so.*"))]
+    names = ("cudart", "nvrtc", "curand", "cublas", "cudnn", "nccl")
+    needed = [found for found in needed if any(name in found for name in names)]
     for _ in range(4):  # they depend on each other: load what can be loaded until nothing is left
-        waiting = [library for library in waiting if not _loads(library)]
+        needed = [library for library in needed if not _loads(library)]
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    pointer, number, flag = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool
-    library.nvte_create_tensor.restype, library.nvte_create_tensor.argtypes = pointer, [number]
-    library.nvte_destroy_tensor.restype, library.nvte_destroy_tensor.argtypes = None, [pointer]
-    library.nvte_set_tensor_param.restype = None
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.nvte_create_tensor.restype = pointer
+    library.nvte_destroy_tensor.argtypes = [pointer]
     library.nvte_set_tensor_param.argtypes = [ctypes.POINTER(pointer), number, ctypes.POINTER(BasicTensor)]
     library.nvte_tensor_shape.restype, library.nvte_tensor_shape.argtypes = Shape, [pointer]
-    library.nvte_tensor_type.restype, library.nvte_tensor_type.argtypes = number, [pointer]
-    ending = [pointer, number, flag, pointer]  # workspace, multiprocessors, zero_centered_gamma, stream
+    library.nvte_tensor_type.argtypes = [pointer]
+    ending = [pointer, number, ctypes.c_bool, pointer]  # workspace, multiprocessors, zero_centered_gamma, stream
     for name, arguments in {
         "nvte_rmsnorm_fwd": [pointer] * 2 + [ctypes.c_float] + [pointer] * 2,
         "nvte_rmsnorm_bwd": [pointer] * 6,
@@ -104,8 +96,7 @@ class Handle:
     """An `NVTETensor` over a torch tensor, which it keeps alive."""
 
     def __init__(self, library: ctypes.CDLL, tensor: torch.Tensor | None = None) -> None:
-        self.library = library
-        self.pointer = ctypes.c_void_p(library.nvte_create_tensor(0))
+        self.library, self.pointer = library, ctypes.c_void_p(library.nvte_create_tensor(0))
         if tensor is not None:
             self.set(tensor)
 
@@ -119,66 +110,51 @@ class Handle:
         self.library.nvte_destroy_tensor(self.pointer)
 
 
-class Norms:
-    """The four functions of `transformer_engine_torch`, with its parameter order and results."""
+def extension(library: ctypes.CDLL) -> types.ModuleType:
+    """`transformer_engine_torch` with the four functions, their parameter order and their results."""
 
-    def __init__(self, path: Path) -> None:
-        self.library = load(path)
-
-    def _device(self) -> tuple[int, ctypes.c_void_p | None]:
-        """Multiprocessors and stream of the current device."""
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return properties.multi_processor_count, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-
-    def _call(self, function: Callable[..., None], arguments: Sequence[Any], sm_margin: int, centred: bool) -> None:
+    def call(name: str, arguments: Sequence[Any], margin: int, centred: bool) -> None:
         """Twice, as the C API wants: first for the size of the workspace, then for the result."""
-        processors, stream = self._device()
-        processors -= sm_margin
-        handles = [Handle(self.library, a) if isinstance(a, torch.Tensor) else a for a in arguments]
-        values = [h.pointer if isinstance(h, Handle) else h for h in handles]
-        workspace = Handle(self.library)
+        function = getattr(library, f"nvte_{name}")
+        processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count - margin
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        handles = [Handle(library, each) if isinstance(each, torch.Tensor) else each for each in arguments]
+        values = [each.pointer if isinstance(each, Handle) else each for each in handles]
+        workspace = Handle(library)
         function(*values, workspace.pointer, processors, centred, stream)
-        shape = self.library.nvte_tensor_shape(workspace.pointer)
-        dtype = TO_TORCH[DType(self.library.nvte_tensor_type(workspace.pointer))]
+        shape = library.nvte_tensor_shape(workspace.pointer)
+        dtype = TO_TORCH[DType(library.nvte_tensor_type(workspace.pointer))]
         workspace.set(torch.empty(tuple(shape.data[: shape.ndim]), dtype=dtype, device="cuda"))
         function(*values, workspace.pointer, processors, centred, stream)
 
-    def rmsnorm_fwd(self, input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
-        y = torch.empty_like(input, dtype=TO_TORCH[otype]) if ln_out is None else ln_out
-        rsigma = torch.empty(input.shape[0], dtype=torch.float32, device=input.device)
-        arguments = [input, weight, eps, y, rsigma]
-        self._call(self.library.nvte_rmsnorm_fwd, arguments, sm_margin, zero_centered_gamma)
+    def outputs(x: torch.Tensor, given: torch.Tensor | None, otype: DType, rows: int) -> list[torch.Tensor]:
+        y = torch.empty_like(x, dtype=TO_TORCH[otype]) if given is None else given
+        return [y, *(torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(rows))]
+
+    def rmsnorm_fwd(x, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
+        y, rsigma = outputs(x, ln_out, otype, 1)
+        call("rmsnorm_fwd", [x, weight, eps, y, rsigma], sm_margin, zero_centered_gamma)
         return [y, None, rsigma]
 
-    def rmsnorm_bwd(self, dz, x, rsigma, gamma, sm_margin, zero_centered_gamma):
-        dx, dgamma = torch.empty_like(x), torch.empty_like(gamma)
-        arguments = [dz, x, rsigma, gamma, dx, dgamma]
-        self._call(self.library.nvte_rmsnorm_bwd, arguments, sm_margin, zero_centered_gamma)
-        return [dx, dgamma]
+    def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma):
+        results = [torch.empty_like(x), torch.empty_like(gamma)]
+        call("rmsnorm_bwd", [dz, x, rsigma, gamma, *results], sm_margin, zero_centered_gamma)
+        return results
 
-    def layernorm_fwd(self, input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
-        y = torch.empty_like(input, dtype=TO_TORCH[otype]) if ln_out is None else ln_out
-        mu, rsigma = (torch.empty(input.shape[0], dtype=torch.float32, device=input.device) for _ in range(2))
-        arguments = [input, weight, bias, eps, y, mu, rsigma]
-        self._call(self.library.nvte_layernorm_fwd, arguments, sm_margin, zero_centered_gamma)
+    def layernorm_fwd(x, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
+        y, mu, rsigma = outputs(x, ln_out, otype, 2)
+        call("layernorm_fwd", [x, weight, bias, eps, y, mu, rsigma], sm_margin, zero_centered_gamma)
         return [y, mu, rsigma]
 
-    def layernorm_bwd(self, dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma):
-        dx, dgamma, dbeta = torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(gamma)
-        arguments = [dz, x, mu, rsigma, gamma, dx, dgamma, dbeta]
-        self._call(self.library.nvte_layernorm_bwd, arguments, sm_margin, zero_centered_gamma)
-        return [dx, dgamma, dbeta]
+    def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma):
+        results = [torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(gamma)]
+        call("layernorm_bwd", [dz, x, mu, rsigma, gamma, *results], sm_margin, zero_centered_gamma)
+        return results
 
-
-def install(path: Path) -> None:
-    """Make `transformer_engine` (version only), `.pytorch` (empty) and `transformer_engine_torch` importable."""
-    package, framework = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
-    package.__dict__.update(__version__=VERSION, __path__=[], pytorch=framework)
-    extension, norms = types.ModuleType("transformer_engine_torch"), Norms(path)
-    names = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
-    extension.__dict__.update({name: getattr(norms, name) for name in names}, DType=DType)
-    for module in (package, framework, extension):
-        sys.modules[module.__name__] = module
+    module = types.ModuleType("transformer_engine_torch")
+    functions = (rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd)
+    module.__dict__.update({function.__name__: function for function in functions}, DType=DType)
+    return module
 
 
 def main(argv: Sequence[str]) -> None:
@@ -189,14 +165,15 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"{path} is not a file: give the path of libtransformer_engine.so {VERSION}")
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: torch.cuda.is_available() is False here")
-    install(path)
-    if rest[0] == "-m" and len(rest) > 1:
-        sys.argv = rest[1:]
-        sys.path.insert(0, "")
+    package, framework = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
+    package.__dict__.update(__version__=VERSION, __path__=[], pytorch=framework)
+    sys.modules |= {module.__name__: module for module in (package, framework, extension(load(path)))}
+    module = rest[0] == "-m" and len(rest) > 1
+    sys.argv = rest[1:] if module else rest
+    sys.path.insert(0, "" if module else str(Path(rest[0]).resolve().parent))
+    if module:
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = rest
-        sys.path.insert(0, str(Path(rest[0]).resolve().parent))
         runpy.run_path(rest[0], run_name="__main__")
 
 

@@ -27,24 +27,23 @@ class Recorder:
             if trainer.global_step in self.steps:
                 weights = {k: v.clone() for k, v in trainer.model.state_dict().items()}
                 self.seen[trainer.global_step] = (batch["input_ids"].clone(), weights)
-            return step_function(batch, **kwargs)
+            metrics = step_function(batch, **kwargs)
+            self.losses.append(trainer.cur_train_loss)
+            return metrics
 
         trainer.train_step, self.trainer = train_step, trainer
-
-    def on_step(self, step, loss):
-        self.losses.append(loss)
-
-    def on_eval(self, step, metrics):
-        pass
 
 
 def run(config, recorder):
     cfg = train.load_config(str(config))
     with train.process_group() as device:
         train.prepare(cfg, device)
-        from olmo_lns.runs.trainer import run
+        from olmo_lns.runs import trainer
 
-        run(cfg, device, observer=recorder)
+        fit = trainer.LocalTrainer.fit
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(trainer.LocalTrainer, "fit", lambda self: (recorder.on_start(self), fit(self)))
+            trainer.run(cfg, device)
     return recorder
 
 

@@ -1,6 +1,6 @@
 """No number of the package has changed: ``scripts/golden.py`` measures again and compares with the committed copy.
 
-The tolerance is for other processors. On one machine the comparison can be exact: ``scripts/golden.py --help``.
+The tolerance is for other processors.
 """
 
 from __future__ import annotations

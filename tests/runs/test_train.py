@@ -20,7 +20,7 @@ from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
 from olmo_lns.processes import process_group
 from olmo_lns.record import Record
 from olmo_lns.runs.train import load_config, prepare
-from olmo_lns.runs.trainer import ObservedTrainer, RunResult, run
+from olmo_lns.runs.trainer import LocalTrainer, RunResult, run
 from olmo_lns.schemes import parse
 
 DURATION = 6
@@ -29,23 +29,31 @@ MONITOR = "lns_variance.csv"
 
 
 class Watcher:
-    """Keeps (step, loss); sends this process ``signal_at``'s step a SIGINT."""
+    """Keeps (step, loss); sends this process at ``signal_at``'s step a SIGINT."""
 
     def __init__(self, signal_at: int | None = None) -> None:
         self.losses: dict[int, float] = {}
         self.evals: dict[int, Mapping[str, float]] = {}
         self.signal_at = signal_at
+        self.first = -1
 
-    def on_start(self, trainer: ObservedTrainer) -> None:
-        self.first = trainer.global_step
+    def watch(self, patched: pytest.MonkeyPatch) -> None:
+        step, evaluate = LocalTrainer.train_step, LocalTrainer.eval
 
-    def on_step(self, step: int, loss: float) -> None:
-        self.losses[step] = loss
-        if step == self.signal_at:
-            os.kill(os.getpid(), signal.SIGINT)
+        def train_step(trainer: LocalTrainer, *args: Any, **kwargs: Any) -> dict[str, float]:
+            self.first = trainer.global_step - 1 if self.first < 0 else self.first
+            metrics = step(trainer, *args, **kwargs)
+            self.losses[trainer.global_step] = trainer.cur_train_loss
+            if trainer.global_step == self.signal_at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return metrics
 
-    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.evals[step] = metrics
+        def evaluated(trainer: LocalTrainer) -> dict[str, Any]:
+            self.evals[trainer.global_step] = found = evaluate(trainer)
+            return found
+
+        patched.setattr(LocalTrainer, "train_step", train_step)
+        patched.setattr(LocalTrainer, "eval", evaluated)
 
 
 def config_file(folder: Path, **changes: Any) -> Path:
@@ -57,9 +65,10 @@ def config_file(folder: Path, **changes: Any) -> Path:
 def train(folder: Path, *overrides: str, watcher: Watcher | None = None, **changes: Any) -> tuple[RunResult, Watcher]:
     watcher = watcher or Watcher()
     config = load_config(config_file(folder, **changes), overrides)
-    with process_group() as device:
+    with process_group() as device, pytest.MonkeyPatch.context() as patched:
+        watcher.watch(patched)
         prepare(config, device)
-        return run(config, device, observer=watcher), watcher
+        return run(config, device), watcher
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +218,7 @@ def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(tmp_pat
         ((REPOSITORY / "configs" / "megatron" / "60M-lns.yaml").read_text(), "optimizer is adam, expected keys"),
         ("optimizer: null\n", "optimizer is None, expected keys"),
         ("- run_name\n", "found a list"),
-        ("5\n", "which is YAML of keys and values"),
+        ("5\n", "found a int"),
     ],
 )
 def test_a_file_of_something_else_is_one_line(content: str, expected: str, tmp_path: Path, capsys):
@@ -240,8 +249,8 @@ def test_a_stop_at_other_than_max_duration_decides_and_is_said(stop_at, said: bo
 
 
 def test_a_missing_config_file_is_named(capsys):
-    assert cli.main(["train", "nowhere.yaml"]) == 1
-    assert capsys.readouterr().err == "olmo-lns train: no such config file: nowhere.yaml\n"
+    assert cli.main(["train", "60M-lsn"]) == 1
+    assert "60M-lsn: no such file, and none of the pack (did you mean '60M-lns'?)" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

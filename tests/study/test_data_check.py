@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.data import check as data_check
+from olmo_lns.study.data import commands as data_check
 
 EOS = 50279
 

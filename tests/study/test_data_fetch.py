@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.data import check, fetch
+from olmo_lns.study.data import commands as check
+from olmo_lns.study.data import fetch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EOS = 50279

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.data import check as data_check
+from olmo_lns.study.data import commands as data_check
 from olmo_lns.study.data import prepare as data_prepare
 from olmo_lns.study.data import text
 from olmo_lns.study.engines import OLMO

@@ -52,9 +52,11 @@ def test_the_table_of_finished_runs_is_kept(built: Built) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", '{"arm": "lns"}', "[1]", "\udcff"], ids=["empty", "cut", "other", "list", "bytes"]
-)
-@pytest.mark.parametrize("name", ["run.json", "attempt-01.json"])
+    ("name", "text"),
+    [("run.json", '{"arm": "lns"}'), ("run.json", "{"), ("attempt-01.json", ""), ("attempt-01.json", "[1]"),
+     ("attempt-01.json", "\udcff")],
+    ids=["lacks settings", "cut", "empty", "list", "bytes"],
+)  # fmt: skip
 def test_a_broken_record_is_one_line_that_names_it(
     built: Built, name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

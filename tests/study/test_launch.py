@@ -18,9 +18,9 @@ from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study import cli
 from olmo_lns.study.collect import logs
 from olmo_lns.study.collect import stamp as stamps
-from olmo_lns.study.launch import children as processes
 from olmo_lns.study.launch import slurm
 from olmo_lns.study.launch import start as launch
+from olmo_lns.study.launch.children import only_one
 from olmo_lns.study.plan.spec import Study
 
 
@@ -128,7 +128,7 @@ def test_missing_data_are_named(built: Built, tmp_path: Path) -> None:
 
 def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
     built.out.mkdir()
-    with processes.only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
+    with only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
         launch.run_here(built.study, built.study.runs, built.out)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,9 @@ from support.studies import REPOSITORY, Built, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.launch import children as processes
 from olmo_lns.study.launch import progress, slurm
 from olmo_lns.study.launch import start as launch
+from olmo_lns.study.launch.children import only_one
 from olmo_lns.study.plan.spec import Study
 
 
@@ -101,12 +103,11 @@ def test_status(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
         folder = built.out / name
         folder.mkdir(parents=True)
         log = folder / "attempt-01.log"
-        progress.record_start(log)
+        known = {"started": time.time() - 60} | ({} if end is None else {"exit": end, "wall_s": 1.0, "cpu_s": 1.0})
+        log.with_suffix(".json").write_text(json.dumps(known))
         text = olmo_log({step: 3.0 for step in range(1, steps + 1)}, total=20)
         log.write_text(text + ("Traceback (most recent call last):\nValueError: a bad shard\n" if end else ""))
-        if end is not None:
-            log.with_suffix(".json").write_text(f'{{"exit": {end}, "wall_s": 1.0, "cpu_s": 1.0}}\n')
-    with processes.only_one(built.out):
+    with only_one(built.out):
         assert cli.main(["status", str(built.path), "--out", str(built.out)]) == 1
         out = capsys.readouterr().out
         statuses = [progress.examine(run, built.out, held=True) for run in built.study.runs]
@@ -120,8 +121,6 @@ def test_status(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_line_of_progress_is_printed_while_runs_go(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
-    import time
-
     run = built.study.runs[0]
     (built.out / run.name).mkdir(parents=True)
     log = built.out / run.name / "attempt-01.log"

@@ -34,47 +34,49 @@ def _port() -> int:
         return int(free.getsockname()[1])
 
 
-def _configuration(folder: Path, munge: Path) -> str:
+def _configuration(folder: Path, munge: Path, nodes: int) -> str:
+    """``nodes`` nodes on this machine, each with a slurmd of its own."""
     host = socket.gethostname().partition(".")[0]
+    cpus = f"CPUs={os.cpu_count() if nodes == 1 else 1} State=UNKNOWN"
+    lines = [f"NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={_port()} {cpus}" for n in range(nodes)]
     return f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={_port()}
-SlurmdPort={_port()}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={munge}
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/affinity
+TaskPlugin={"task/affinity" if nodes == 1 else "task/none"}
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
-PartitionName=short Nodes={host} Default=NO MaxTime=60 State=UP
-PartitionName=other Nodes={host} Default=YES MaxTime=60 State=UP
+{chr(10).join(lines)}
+PartitionName=short Nodes=ALL Default=NO MaxTime=60 State=UP
+PartitionName=other Nodes=ALL Default=YES MaxTime=60 State=UP
 """
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "slurm"
-    for name in ("state", "spool", "munge"):
+def cluster(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder, nodes = tmp_path / "slurm", request.param
+    for name in ("state", "munge", *(f"spool-node{n}" for n in range(nodes))):
         (folder / name).mkdir(parents=True)
         (folder / name).chmod(0o700)
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     munge = folder / "munge" / "socket"
-    (folder / "slurm.conf").write_text(_configuration(folder, munge))
+    (folder / "slurm.conf").write_text(_configuration(folder, munge, nodes))
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     monkeypatch.setenv("PATH", SBIN)
     words = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "log", "pid", "seed")]
@@ -83,11 +85,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ]
     try:
         _wait(munge.exists, "munged's socket")
-        for name in ("slurmctld", "slurmd"):
-            log = (folder / f"{name}.out").open("wb")
-            daemons.append(subprocess.Popen([name, "-D"], stdout=log, stderr=log))
+        for command in (["slurmctld"], *(["slurmd", "-N", f"node{n}"] for n in range(nodes))):
+            log = (folder / f"{command[-1]}.out").open("wb")
+            daemons.append(subprocess.Popen([*command, "-D"], stdout=log, stderr=log))
+        states = ["sinfo", "-h", "-N", "-p", "short", "-o", "%T"]
         _wait(
-            lambda: "idle" in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout, "node"
+            lambda: subprocess.run(states, capture_output=True, text=True).stdout.split() == ["idle"] * nodes, "nodes"
         )
         yield folder
     finally:
@@ -103,42 +106,72 @@ def _wait(ready, what: str, seconds: float = 60) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(REASON), reason=REASON)
-def test_real_slurm_runs_the_scripts_from_another_folder(cluster: Path, tmp_path: Path) -> None:
-    """As a user would: relative paths, out not made yet, jobs submitted from elsewhere; the log is in out."""
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
+def _study(work: Path, launch: str, more: str = "") -> Path:
+    """A description of two short runs whose training script says where it runs; and the script of its one size."""
     from olmo_lns.study.data import text
 
-    text.build(tmp_path / "data")
-    work = tmp_path / "work"
+    text.build(work.parent / "data")
     work.mkdir()
     (work / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH" FROM_ACTIVATE=$UNSET_IS_FINE\n')
-    sizes = "{s: {model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: 4, scheduler.t_warmup: 2}}"
+    sizes = "{s: {model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: 4, scheduler.t_warmup: 2%s}}"
     (work / "train.py").write_text(
         "import os, sys\nfrom olmo_lns import cli\nprint('cores', len(os.sched_getaffinity(0)), flush=True)\n"
+        "print('rank', os.environ.get('RANK'), 'on', os.environ['SLURMD_NODENAME'], flush=True)\n"
         "sys.exit(cli.main(['train', *sys.argv[1:]]))\n"
     )
     (work / "study.yaml").write_text(
-        f"name: micro\nconfig: {os.path.relpath(REPOSITORY, work)}/configs/study/tiny-base.yaml\nsizes: {sizes}\n"
-        "arms: [preln, lns]\nseeds: [1]\n"
-        "launch: {command: train.py, threads: 1, sbatch: {gpus-per-node: null, cpus-per-task: 2}}\n"
+        f"name: micro\nconfig: {os.path.relpath(REPOSITORY, work)}/configs/study/tiny-base.yaml\nsizes: {sizes % more}\n"
+        f"arms: [preln, lns]\nseeds: [1]\nlaunch: {{command: train.py, threads: 1, {launch}}}\n"
     )
     words = ["launch", "study.yaml", "--out", "runs", "--slurm", "jobs", "--activate", "activate"]
     words += ["--partition", "short", "--time", "10"]
     command = [sys.executable, "-m", "olmo_lns", "study", *words]
     said = subprocess.run(command, cwd=work, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
-    script = work / "jobs" / "s.sbatch"
-    assert {"#SBATCH --partition=short", "#SBATCH --time=10"} <= set(script.read_text().splitlines())
-    environment = {**os.environ, "OLMO_DATA_DIR": str(tmp_path / "data")}
+    return work / "jobs" / "s.sbatch"
+
+
+def _submit(script: Path, folder: Path) -> list[str]:
+    """Wait for the tasks from a folder of no meaning, and have ``study status`` say that both are finished.
+
+    :returns: the logs of the runs.
+    """
+    work = script.parents[1]
+    environment = {**os.environ, "OLMO_DATA_DIR": str(folder / "data")}
     submitted = ["sbatch", "--wait", str(script)]
-    done = subprocess.run(submitted, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=540)
-    output = "".join(path.read_text() for path in (work / "runs").glob("slurm-*.out"))
-    assert done.returncode == 0, (done.stderr, output)
-    assert len(list((work / "runs").glob("slurm-micro-s-*.out"))) == 2
-    for log in (work / "runs").glob("*/attempt-01.log"):
-        assert "cores 2\n" in log.read_text(), log
+    done = subprocess.run(submitted, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
+    output = "".join(path.read_text() for path in (work / "runs").glob("slurm-micro-s-*.out"))
+    found = [path.read_text() for path in (work / "runs").glob("*/attempt-01.log")]
+    assert done.returncode == 0, (done.stderr, output, found)
     status = [sys.executable, "-m", "olmo_lns", "study", "status", "study.yaml", "--out", "runs"]
     shown = subprocess.run(status, cwd=work, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0 and "2 finished" in shown.stdout, shown.stdout + shown.stderr
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+@pytest.mark.parametrize("cluster", [1], indirect=True)
+def test_real_slurm_runs_the_scripts_from_another_folder(cluster: Path, tmp_path: Path) -> None:
+    """As a user would: relative paths, out not made yet, jobs submitted from elsewhere; the log is in out."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    script = _study(tmp_path / "work", "sbatch: {gpus-per-node: null, cpus-per-task: 2}")
+    assert {"#SBATCH --partition=short", "#SBATCH --time=10"} <= set(script.read_text().splitlines())
+    logs = _submit(script, tmp_path)
+    assert len(logs) == 2 and all("cores 2\n" in log for log in logs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_run_over_two_nodes(cluster: Path, tmp_path: Path) -> None:
+    """Two slurmd, a process on each: torchrun meets over the first node's name, the ranks share each batch."""
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    sbatch = "{gpus-per-node: null, cpus-per-task: 1}"
+    script = _study(tmp_path / "work", f"nodes: 2, sbatch: {sbatch}", ", distributed_strategy: ddp")
+    logs = _submit(script, tmp_path)
+    for log in logs:
+        assert {"rank 0 on node0", "rank 1 on node1"} == set(log.splitlines()) & {
+            f"rank {rank} on node{node}" for rank in (0, 1) for node in (0, 1)
+        }
+        assert "[step=4/4" in log

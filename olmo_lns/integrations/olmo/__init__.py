@@ -26,7 +26,8 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
 
     :raises UpstreamChangedError: this OLMo is not one that was verified, and ``scheme``, ``initialization`` or their
         variables ask for something.
-    :raises LNSConfigError: a setting that is not allowed.
+    :raises LNSConfigError: ``scheme`` or ``initialization`` is not allowed. A variable that is not: one warning, and
+        an error where a model is built under a scheme.
 
     Example: ``register(scheme="lns:exponent=0.25")`` before ``TrainConfig.load``.
     """
@@ -46,7 +47,10 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
     from olmo_lns.integrations.olmo import initialization as init
     from olmo_lns.integrations.patching import replace_all
 
-    types.check_environment()
+    if scheme is None and initialization is None:
+        environment.warn(types.check_environment)
+    else:
+        types.check_environment()
     selected = any(environment.read(name) for name in (environment.SCHEME, environment.INITIALIZATION))
 
     def replace(*pairs: Any) -> bool:

@@ -58,6 +58,7 @@ def require_supported(config: Any) -> None:
         return
     global selected
     selected = True
+    types.check_environment()
     upstream.require_verified()
     check_sizes(config)
     scheme = types.scheme_of(config.layer_norm_type)

@@ -92,7 +92,6 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``OLMo.__init__``: refuse what cannot be built, check and report afterwards."""
 
     def wrapped(self: Any, config: Any, init_params: bool = True) -> None:
-        types.check_environment()
         require_supported(config)
         if types.has_scheme(kind := config.layer_norm_type):
             # A parameter from the environment is written down: what is saved with the weights is the config.

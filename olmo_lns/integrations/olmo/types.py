@@ -101,8 +101,7 @@ def scheme_in_force(layer_norm_type: Any) -> Scheme:
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
     written = scheme_of(layer_norm_type)
-    given = _from_environment()
-    if given is None or written.is_pre_ln or given == written:
+    if written.is_pre_ln or (given := _from_environment()) in (None, written):
         return written
     if given.name != written.name or has_parameters(layer_norm_type):
         raise LNSConfigError(

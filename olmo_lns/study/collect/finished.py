@@ -16,7 +16,8 @@ from typing import Any, Iterable
 
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.collect.results import COMPLETE, Result, from_row, is_table, place
-from olmo_lns.study.collect.stamp import environment_of, fingerprint, prepare_data, write_whole
+from olmo_lns.study.collect.stamp import environment_of, prepare_data, write_whole
+from olmo_lns.study.data.corpora import fingerprint
 from olmo_lns.study.plan import compare
 from olmo_lns.study.plan.spec import Run, Study
 

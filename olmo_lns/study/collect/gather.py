@@ -114,6 +114,6 @@ def _heldout(run: Run, curve: Curve, folder: Path) -> float | None:
 def _cpu(folder: Path) -> float | None:
     """CPU seconds of all attempts; None if the end of one was not seen (the launcher was killed)."""
     costs = [path.with_suffix(".json") for path in attempts(folder)]
-    if not costs or not all(path.is_file() for path in costs):
-        return None
-    return round(sum(record(path, "cpu_s")["cpu_s"] for path in costs), 1)
+    seconds = [record(path).get("cpu_s") if path.is_file() else None for path in costs]
+    known = [float(each) for each in seconds if each is not None]
+    return round(sum(known), 1) if known and len(known) == len(costs) else None

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from olmo_lns import __version__
 from olmo_lns.environment import INITIALIZATION, SCHEME
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.data.corpora import BUILT, fingerprint
 from olmo_lns.study.engines import Run
 from olmo_lns.study.plan.spec import Study
 
-__all__ = ["STAMP", "attempts", "environment_of", "fingerprint", "prepare_data", "record", "stamp", "write_whole"]
+__all__ = ["STAMP", "attempts", "environment_of", "prepare_data", "record", "stamp", "write_whole"]
 
 STAMP = "run.json"
-SAMPLE = 1 << 20
 _NUMBER = re.compile(r"(\d+)")
 LNS_VARIABLES = (SCHEME, INITIALIZATION)
 
@@ -43,21 +41,6 @@ def prepare_data(study: Study, out: Path) -> None:
     """Build the corpus where the study names one that is built here; a no-op otherwise, and when it is there."""
     if study.data in BUILT:
         BUILT[study.data].build(out / "data")
-
-
-def fingerprint(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, bytes and a hash of the first and last MiB of each data file; the same data give the same list."""
-    found = []
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise LNSConfigError(f"data file {path} does not exist: set OLMO_DATA_DIR to the folder of the .npy files")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            digest = hashlib.sha256(file.read(SAMPLE))
-            file.seek(max(0, size - SAMPLE))
-            digest.update(file.read(SAMPLE))
-        found.append({"name": path.name, "bytes": size, "sha256": digest.hexdigest()[:16]})
-    return found
 
 
 def stamp(study: Study, run: Run, out: Path) -> Path:

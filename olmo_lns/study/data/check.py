@@ -1,21 +1,17 @@
-"""``olmo-lns data check``: are these files what OLMo's or Megatron's data loader takes them for?"""
+"""Are these files what OLMo's or Megatron's data loader takes them for?"""
 
 from __future__ import annotations
 
-import argparse
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Iterable, Sequence
+from typing import Iterable
 
-from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.data.corpora import DOLMA
 
-__all__ = ["Data", "check_file", "find", "main"]
+__all__ = ["DTYPES", "Data", "check_file", "find", "held_out"]
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64")
-HELDOUT = ("heldout", "validation")  # folders, or beginnings of file names
 NUMPY_HEADER = b"\x93NUMPY"
 INDEX_HEADER = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
@@ -153,83 +149,6 @@ def _indexed(path: Path, vocab_size: int, eos: int | None) -> Data:
     return result
 
 
-def _report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> int:
-    for result in results:
-        labels = "" if result.labels is None else f", {result.labels:,} with a label"
-        ids = f"ids {result.lowest}…{result.highest}, {result.documents:,} documents{labels}"
-        print(f"{result.path}: {result.dtype}, {result.tokens:,} tokens, {ids}")
-        for problem in result.problems:
-            print(f"{result.path}: PROBLEM: {problem}")
-    # OLMo drops the rest of a file that does not fill a sequence; padding has no label; nobody trains on held-out text.
-    trained = [
-        r for r in results if not r.problems and not {r.path.parent.name, r.path.stem.split("-")[0]} & set(HELDOUT)
-    ]
-    sequences = sum(r.tokens // sequence for r in trained)
-    usable = sum(r.tokens // sequence * sequence if r.labels is None else r.labels for r in trained)
-    kinds = {result.dtype for result in results}
-    bad = sum(bool(result.problems) for result in results)
-    if len(kinds) > 1:
-        print(f"PROBLEM: more than one dtype: {', '.join(sorted(kinds))}; a config names one")
-        bad += 1
-    print(
-        f"{len(results)} files, {usable:,} tokens to train on in {sequences:,} sequences of {sequence}, {bad} problems"
-    )
-    for wanted, found, what in ((budget, usable, "tokens"), (rows, sequences, "sequences")):
-        if wanted:
-            word = (
-                "enough"
-                if found >= wanted
-                else f"short: the run would read the data {wanted / max(1, found):.3g} times"
-            )
-            print(f"wanted {wanted:,.0f} {what}: {word if found else 'there are none'}")
-            bad += found < wanted
-    return int(bad > 0)
-
-
-def _path(text: str) -> Path:
-    if not text.strip():  # Path("") would be the present folder
-        raise argparse.ArgumentTypeError("the path is empty: is the variable on the command line set?")
-    return Path(text)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """:returns: 1 when a file has a problem or the tokens do not reach the budget."""
-    if argv and argv[0] == "prepare":
-        from olmo_lns.study.data import prepare as data_prepare
-
-        return data_prepare.main(argv[1:])
-    if argv and argv[0] in ("fetch", "megatron"):
-        from olmo_lns.study.data import fetch
-
-        return fetch.main(argv)
-    parser = argparse.ArgumentParser(
-        prog="olmo-lns data",
-        description="Make and check tokenised training data.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="what")
-    command = commands.add_parser(
-        "check", help="dtype, size, vocabulary range and number of tokens; exit code 1 when something is wrong"
-    )
-    commands.add_parser("fetch", help="fetch a public tokenised corpus")
-    commands.add_parser("prepare", help="tokenise C4, text or JSON lines")
-    commands.add_parser("megatron", help="turn OLMo's memmaps into Megatron's files")
-    command.add_argument("paths", nargs="+", type=_path, help="folders (searched recursively) or files")
-    command.add_argument("--dtype", choices=DTYPES, default=DOLMA.dtype, help="of the .npy files, as data.memmap_dtype")
-    command.add_argument(
-        "--vocab-size", type=at_least(1), default=DOLMA.vocabulary, help="default %(default)s, the shipped configs'"
-    )
-    command.add_argument(
-        "--eos", type=int, default=DOLMA.eos, help="end-of-document token (default %(default)s); -1: none"
-    )
-    need = "; 0: do not compare"
-    command.add_argument(
-        "--budget", type=float, help=f"tokens to train on, without padding (default 20e9, with --rows 0){need}"
-    )
-    command.add_argument("--rows", type=at_least(0), default=0, help=f"sequences a run reads: steps × batch{need}")
-    command.add_argument("--sequence", type=at_least(1), default=4096, help="sequence length (default 4096)")
-    args = parser.parse_args(argv)
-    eos = args.eos if args.eos >= 0 else None
-    found = find(args.paths)
-    results = [check_file(p, dtype=args.dtype, vocab_size=args.vocab_size, eos=eos) for p in found]
-    budget = args.budget if args.budget is not None else 0 if args.rows else 20e9
-    return _report(results, budget, args.rows, args.sequence)
+def held_out(path: Path) -> bool:
+    """Whether nobody trains on it, by its folder or the beginning of its name."""
+    return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})

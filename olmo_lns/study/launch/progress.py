@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, Sequence
 
@@ -17,7 +16,7 @@ from olmo_lns.study.engines.base import ANSI
 from olmo_lns.study.plan.cost import duration
 from olmo_lns.study.plan.spec import Run
 
-__all__ = ["Status", "cause", "describe", "examine", "known", "locked", "reported", "reported_line"]
+__all__ = ["Status", "cause", "examine", "locked", "reported", "reported_line"]
 
 TAIL = 1 << 18
 #: Seconds between the lines that a launch prints while its runs go.
@@ -25,8 +24,9 @@ EVERY = 30.0
 _RANK = re.compile(r"^\[(?:rank|default)?\d+\]:\s?")
 _ERROR = re.compile(r"(?:^|\s|\()((?:\w+\.)*\w*(?:Error|Exception|Interrupt|OutOfMemory|SystemExit)): \S.*")
 _SAID = re.compile(r"^(?:olmo-lns \S+|olmo_lns|\S+\.py|srun|slurmstepd|torchrun|/\S+): .*\S")
-_BOILERPLATE = ("ChildFailedError", "torch.distributed.elastic", "SignalException", "Root Cause", "exitcode")
-_STEP = re.compile(r"\[step=(\d+)/(\d+)|iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
+_TORCHRUN = re.compile(r"ChildFailedError|torch\.distributed\.elastic")
+_BOILERPLATE = re.compile(rf"{_TORCHRUN.pattern}|SignalException|Root Cause|exitcode")
+_STEP = re.compile(r"\[step=(\d+)/|iteration\s+(\d+)\s*/\s*\d+\s*\|")
 
 
 def _tail(path: Path) -> list[str]:
@@ -41,14 +41,13 @@ def cause(log: Path) -> str:
     The last error of the first process that raised one; without any, the last line that is not empty.
     """
     lines = _tail(log)
-    starts = [n for n, line in enumerate(lines) if any(word in line for word in _BOILERPLATE[:2])]
-    own = lines[: starts[0]] if starts and starts[0] else lines
-    own = [line for line in own if not any(word in line for word in _BOILERPLATE)]
+    torchrun = next((n for n, line in enumerate(lines) if _TORCHRUN.search(line)), 0)
+    own = [line for line in lines[: torchrun or None] if line.strip() and not _BOILERPLATE.search(line)]
     for line in reversed(own):
         if match := _ERROR.search(line):
             return line[match.start(1) :].strip()
-    said = [line.strip() for line in own if _SAID.match(line)] or [line.strip() for line in own if line.strip()]
-    return said[-1] if said else "the log is empty"
+    said = [line for line in own if _SAID.match(line)] or own
+    return said[-1].strip() if said else "the log is empty"
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,11 @@ class Status:
     seconds_left: float | None = None
     reason: str = ""
 
+    def __str__(self) -> str:
+        left = "" if self.seconds_left is None else f", about {duration(self.seconds_left)} left"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.run:<32} {self.state:<11} step {self.step:,} of {self.steps:,}{left}{reason}"
+
 
 def examine(run: Run, out: Path, *, held: bool, steps: int | None = None) -> Status:
     """:param held: whether a launch holds the study: then a run whose end was not recorded is running."""
@@ -72,67 +76,46 @@ def examine(run: Run, out: Path, *, held: bool, steps: int | None = None) -> Sta
     logs = attempts(folder)
     if not logs:
         return Status(run.name, "not started", 0, steps)
-    log, step, before = logs[-1], 0, run.first_step
-    for path in logs:
-        before, step = max(before, step), max(step, _last_step(path))
+    reached = [run.first_step, *map(_last_step, logs)]
+    before, step, log = max(reached[:-1]), max(reached[1:]), logs[-1]
     if step >= steps:
         return Status(run.name, "finished", step, steps)
-    if (end := log.with_suffix(".json")).is_file():
-        code = int(record(end, "exit")["exit"])
+    known = record(log.with_suffix(".json")) if log.with_suffix(".json").is_file() else {}
+    if (code := known.get("exit")) is not None:
         if code > 0:
             return Status(run.name, "failed", step, steps, reason=f"exit {code}: {cause(log)}")
-        text = f"ended by signal {-code}" if code else ""
-        return Status(run.name, "stopped", step, steps, reason=text)
+        return Status(run.name, "stopped", step, steps, reason=f"ended by signal {-code}" if code else "")
     if not (held or time.time() - log.stat().st_mtime < 2 * EVERY):
         return Status(run.name, "stopped", step, steps, reason=f"no end was recorded; its log ends: {cause(log)}")
-    return Status(run.name, "running", step, steps, _left(log, before, step, steps))
+    left = None
+    if step > before and "started" in known:  # by the speed of this attempt
+        left = (steps - step) * (time.time() - known["started"]) / (step - before)
+    return Status(run.name, "running", step, steps, left)
 
 
 def _last_step(log: Path) -> int:
     found = _STEP.findall("\n".join(_tail(log)))
-    return int(found[-1][0] or found[-1][2]) if found else 0
-
-
-def _left(log: Path, before: int, step: int, steps: int) -> float | None:
-    """By the speed of this attempt, which started when the launcher opened its log."""
-    try:
-        started = float(log.with_suffix(".started").read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return (steps - step) * (time.time() - started) / (step - before) if step > before else None
-
-
-def known(status: Status, table: Path | None) -> Status:
-    """The same run, which was finished elsewhere."""
-    return replace(status, state="finished", step=status.steps, reason=f"in {table}")
-
-
-def describe(status: Status) -> str:
-    """One line."""
-    left = "" if status.seconds_left is None else f", about {duration(status.seconds_left)} left"
-    reason = f": {status.reason}" if status.reason else ""
-    return f"{status.run:<32} {status.state:<11} step {status.step:,} of {status.steps:,}{left}{reason}"
+    return int("".join(found[-1])) if found else 0
 
 
 def locked(out: Path) -> bool:
     """Whether a launch (or a run that outlived it) holds the study in ``out``."""
     try:
         with (out / ".lock").open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def reported_line(statuses: Sequence[Status]) -> str | None:
     """What goes now, in one line; None when nothing does."""
-    going = [status for status in statuses if status.state == "running"]
     parts = [
         f"{s.run} {s.step}/{s.steps}" + (f" ({duration(s.seconds_left)} left)" if s.seconds_left is not None else "")
-        for s in going
+        for s in statuses
+        if s.state == "running"
     ]
     done = sum(status.state == "finished" for status in statuses)
     return f"[{done} of {len(statuses)} finished] {', '.join(parts)}" if parts else None
@@ -146,8 +129,7 @@ def reported(runs: Sequence[Run], out: Path, every: float = EVERY) -> Iterator[N
 
     def report() -> None:
         while not ended.wait(every):
-            line = reported_line([examine(run, out, held=True, steps=steps[run.name]) for run in runs])
-            if line:
+            if line := reported_line([examine(run, out, held=True, steps=steps[run.name]) for run in runs]):
                 print(line, flush=True)
 
     thread = threading.Thread(target=report, daemon=True)
@@ -157,10 +139,3 @@ def reported(runs: Sequence[Run], out: Path, every: float = EVERY) -> Iterator[N
     finally:
         ended.set()
         thread.join()
-
-
-def record_start(log: Path) -> None:
-    """Note when an attempt began, beside its log."""
-    temporary = log.with_suffix(".started.tmp")
-    temporary.write_text(f"{time.time():.1f}\n")
-    os.replace(temporary, log.with_suffix(".started"))

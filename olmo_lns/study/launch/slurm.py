@@ -31,7 +31,7 @@ TEMPLATE = """#!/bin/bash
 OUT={out}
 RUNS=({runs})
 RUN=${{RUNS[$SLURM_ARRAY_TASK_ID]}}
-HEAD=${{SLURMD_NODENAME:-$(hostname)}}
+HEAD=$(hostname)
 again() {{  # Slurm's signal, before the time ends
     if find "$OUT/$RUN"/*/ -maxdepth 0 -newermt "-$SECONDS seconds" | grep -Eq '/(step|iter_)'; then
         scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" || :

@@ -13,7 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Mapping, Sequence
+from typing import Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import pack
@@ -21,9 +21,9 @@ from olmo_lns.study.collect import logs
 from olmo_lns.study.collect.finished import Finished
 from olmo_lns.study.collect.stamp import attempts, prepare_data, stamp, write_whole
 from olmo_lns.study.data.corpora import BUILT
-from olmo_lns.study.launch import children as processes
+from olmo_lns.study.engines.olmo_config import ENVIRONMENT
 from olmo_lns.study.launch import progress
-from olmo_lns.study.launch.children import Children
+from olmo_lns.study.launch.children import Children, only_one
 from olmo_lns.study.plan.spec import Run, Study
 
 __all__ = ["check", "command", "environment", "run_here", "steps_done"]
@@ -35,22 +35,20 @@ JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
 def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, slurm: bool = False) -> list[str]:
     """The command line of one run; it starts the run or resumes it from its last checkpoint."""
     folder, options = (out / run.name).resolve(), study.launch
-    words = [script(options.command), *run.engine.words(run, folder), *options.args]
+    words = ["-m", "olmo_lns", script(options.command), *run.engine.words(run, folder), *options.args]
     nodes = options.nodes_of(run.size)
     if options.nproc == 1 and nodes == 1:
-        return [python, "-m", "olmo_lns", *words]
+        return [python, *words]
     torchrun = ["torchrun", "--nproc-per-node", str(options.nproc)]
-    if nodes > 1 and not slurm:
+    if nodes == 1:
+        return [*torchrun, "--standalone", *words]
+    if not slurm:
         raise LNSConfigError(
             f"run {run.name} asks for {nodes} nodes: write Slurm scripts with --slurm FOLDER, or name the others with "
             "--only"
         )
-    if nodes > 1:
-        torchrun += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
-        torchrun += ["--rdzv-id", JOB, "--rdzv-endpoint", ENDPOINT]
-    else:
-        torchrun += ["--standalone"]
-    return [*torchrun, "-m", "olmo_lns", *words]
+    torchrun += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", JOB, "--rdzv-endpoint", ENDPOINT]
+    return [*torchrun, *words]
 
 
 def script(word: str) -> str:
@@ -70,36 +68,29 @@ def check(study: Study, runs: Sequence[Run], out: Path, *, slurm: bool = False) 
             f"{study.path}: launch.command {command_word!r} is no file here: call this in the framework's checkout, "
             "or name the script with its path"
         )
-    given = os.environ if slurm else {**os.environ, **environment(study, out)}
+    given = {**os.environ, **environment(study, out)}
     for run in runs:
         words = command(study, run, out, slurm=slurm)
-        if not slurm and shutil.which(words[0]) is None:
+        if slurm:
+            continue
+        if shutil.which(words[0]) is None:
             raise LNSConfigError(f"run {run.name}: {words[0]} is not on PATH: activate the environment that has torch")
-        if not slurm and (missing := unset_variables(run.config, given)):
-            names = " and ".join(missing)
+        named = dict.fromkeys(ENVIRONMENT.findall(run.config.read_text()))
+        if missing := [name for name in named if not given.get(name)]:
+            names, verb = " and ".join(missing), "is" if len(missing) == 1 else "are"
             raise LNSConfigError(
-                f"run {run.name}: {run.config} reads {names}, which {'is' if len(missing) == 1 else 'are'} not set: "
-                f"export {missing[0]}=…"
+                f"run {run.name}: {run.config} reads {names}, which {verb} not set: export {missing[0]}=…"
             )
-
-
-def unset_variables(config: Path, given: Mapping[str, str]) -> list[str]:
-    """The variables without a default that a config file names and ``given`` lacks or has empty."""
-    from olmo_lns.study.engines.olmo_config import ENVIRONMENT
-
-    return [name for name in dict.fromkeys(ENVIRONMENT.findall(config.read_text())) if not given.get(name)]
 
 
 def environment(study: Study, out: Path) -> dict[str, str]:
     """What the config files and the launch read from the environment, on top of the present one."""
-    data = study.engine.data_variable
     extra = {study.engine.save_variable: str(out.resolve())}
     if study.launch.threads:
         extra["OMP_NUM_THREADS"] = str(study.launch.threads)
-    if study.data in BUILT:
-        extra[data] = str((out / "data").resolve())
-    elif study.data:
-        extra[data] = str((study.path.parent / study.data).resolve())
+    if study.data:
+        data = out / "data" if study.data in BUILT else study.path.parent / study.data
+        extra[study.engine.data_variable] = str(data.resolve())
     return extra
 
 
@@ -125,18 +116,14 @@ def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | Non
     """
     check(study, runs, out)
     make_folder(out)
-    with processes.only_one(out) as lock:
+    with only_one(out) as lock:
         prepare_data(study, out)
-        todo = _unfinished(study, runs, out, Finished(study))
-        with (
-            processes.children(lock) as children,
-            progress.reported(todo, out),
-            ThreadPoolExecutor(workers or study.launch.workers) as pool,
-        ):
-            failed = 0
+        todo, failed = _unfinished(study, runs, out, Finished(study)), 0
+        pool = ThreadPoolExecutor(workers or study.launch.workers)
+        with Children(lock) as children, progress.reported(todo, out), pool:
             for wave in ([run for run in todo if run.start is None], [run for run in todo if run.start is not None]):
                 failed += sum(pool.map(lambda run: _run_one(study, run, out, children), wave))
-            return failed
+        return failed
 
 
 def _unfinished(study: Study, runs: Sequence[Run], out: Path, table: Finished) -> list[Run]:
@@ -167,19 +154,20 @@ def _run_one(study: Study, run: Run, out: Path, children: Children) -> int:
               f"{run.start[0].name} too", file=sys.stderr, flush=True)  # fmt: skip
         return 1
     log = folder / f"attempt-{len(attempts(folder)) + 1:02d}.log"
-    started = time.time()
-    progress.record_start(log)
+    known = {"started": round(time.time(), 1)}
+    write_whole(log.with_suffix(".json"), json.dumps(known) + "\n")
     with log.open("wb") as file:
         process = children.start(command(study, run, out), file)
         if process is None:
             return 0
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = code = os.waitstatus_to_exitcode(status)
-    cost = {"exit": code, "wall_s": round(time.time() - started, 1), "cpu_s": round(usage.ru_utime + usage.ru_stime, 1)}
-    write_whole(log.with_suffix(".json"), json.dumps(cost) + "\n")
+    seconds, cpu = time.time() - known["started"], usage.ru_utime + usage.ru_stime
+    known |= {"exit": code, "wall_s": round(seconds, 1), "cpu_s": round(cpu, 1)}
+    write_whole(log.with_suffix(".json"), json.dumps(known) + "\n")
     if children.stopping:
         return 0
-    print(f"{run.name}: exit {code}, {cost['wall_s']} s, {cost['cpu_s']} s of CPU", flush=True)
+    print(f"{run.name}: exit {code}, {known['wall_s']} s, {known['cpu_s']} s of CPU", flush=True)
     if code:
         print(f"{run.name} failed: {progress.cause(log)}\n  the whole log: {log}", file=sys.stderr, flush=True)
     return int(code != 0)

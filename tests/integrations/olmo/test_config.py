@@ -9,8 +9,10 @@ import sys
 import pytest
 from olmo.config import InitFnType, LayerNormType, ModelConfig, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
+from olmo.model import OLMo
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
+from support.olmo_models import model_config
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo import register
@@ -287,4 +289,4 @@ def test_register_sets_what_the_variables_set(monkeypatch, tmp_path):
 def test_the_variable_refers_to_the_config_for_what_defines_a_run(monkeypatch, value, init_fn):
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", value)
     with pytest.raises(LNSConfigError, match=f"for {value} set init_fn: {init_fn} in the config"):
-        register()
+        OLMo(model_config(layer_norm_type="rms"))  # it bears on stock models too

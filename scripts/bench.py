@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Time a norm and a training step of OLMo: LayerNorm Scaling against stock, in turn, with intervals.
+
+    python scripts/bench.py --json docs/bench/cpu.json                    norms, then the step of a small model
+    python scripts/bench.py step --device cuda --sizes 60M 1B --compile   on a GPU, blocks compiled one by one
+
+In each round every arm runs once, in random order, and a ratio is taken within the round. Printed are the median of the
+ratios and its 95 % interval by order statistics. The arm "stock, again" shows what is noise. A norm is ten forward and
+backward passes of OLMo's class; a step is forward, cross-entropy, backward, clipping and AdamW on random tokens. On
+CUDA under bf16 autocast, on CPU in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import torch
+
+#: layers, width, heads, SwiGLU inner width, vocabulary, sequence length, sequences in a step
+SIZES = {
+    "small": (8, 128, 4, 512, 512, 256, 2),
+    "60M": (8, 512, 8, 2048, 50_304, 4096, 8),
+    "150M": (12, 768, 12, 3072, 50_304, 4096, 8),
+    "1B": (16, 2048, 16, 8192, 50_304, 2048, 4),
+}
+#: Tokens and width of a norm's input.
+SHAPES = {"cpu": ((512, 256), (2048, 2048)), "cuda": ((8192, 1024), (8192, 4096))}
+#: Norms of one measurement.
+NORMS = 10
+Work = Callable[[], object]
+
+
+def config(kind: str, size: str, device: torch.device) -> Any:
+    """OLMo's ``ModelConfig``."""
+    from olmo.config import ModelConfig
+
+    layers, width, heads, inner, vocabulary, length, _ = SIZES[size]
+    return ModelConfig.new(
+        n_layers=layers,
+        d_model=width,
+        n_heads=heads,
+        mlp_hidden_size=2 * inner,
+        vocab_size=vocabulary,
+        embedding_size=vocabulary,
+        max_sequence_length=length,
+        layer_norm_type=kind,
+        layer_norm_with_affine=True,
+        activation_type="swiglu",
+        rope=True,
+        include_bias=False,
+        weight_tying=False,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        embedding_dropout=0.0,
+        init_fn="normal",
+        init_device=device.type,
+    )
+
+
+def autocast(device: torch.device) -> Any:
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def norm(kind: str, shape: tuple[int, int], device: torch.device) -> Work:
+    """Forward and backward passes of the norm in front of block 7's attention, stock or scaled."""
+    from olmo.model import LayerNormBase
+
+    from olmo_lns.integrations.norm_sites import Site
+    from olmo_lns.integrations.olmo import norms
+    from olmo_lns.schemes import LNS
+
+    module = LayerNormBase.build(config(kind.removeprefix("lns_"), "small", device), size=shape[1])
+    if kind.startswith("lns_"):
+        norms.attach_norm(module, Site(LNS, 7, 12, "attn"))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    with autocast(device):
+        dy = torch.randn_like(module(x))
+
+    def work() -> None:
+        for _ in range(NORMS):
+            x.grad = None
+            with autocast(device):
+                y = module(x)
+            y.backward(dy)
+
+    return work
+
+
+def step(kind: str, size: str, device: torch.device, compiled: bool) -> Work:
+    """One optimizer step of a model."""
+    from olmo.model import OLMo
+
+    *_, vocabulary, length, sequences = SIZES[size]
+    torch.manual_seed(0)
+    model = OLMo(config(kind, size, device)).train()
+    if compiled:
+        for block in model.transformer.blocks:
+            block.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=device.type == "cuda")
+    tokens = torch.randint(0, vocabulary, (sequences, length), device=device)
+
+    def work() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast(device):
+            logits = model(tokens).logits
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return work
+
+
+def seconds_of(work: Work, device: torch.device) -> float:
+    """On CUDA by the wall, on CPU the time of this process, which other processes disturb less."""
+    if device.type == "cpu":
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the widest order statistics that hold it with 95 % or more: the 6th of 21 from either end.
+
+    >>> median_and_interval(range(21))
+    (10, 5, 15)
+    """
+    count, outside, rank = len(values), 0.0, 0
+    while (outside := outside + math.comb(count, rank) / 2**count) <= 0.025:
+        rank += 1
+    ordered = sorted(values)
+    return statistics.median(ordered), ordered[rank - 1], ordered[count - rank]
+
+
+def compare(works: dict[str, Work], device: torch.device, rounds: int, warmup: int) -> dict[str, Any]:
+    """Milliseconds of each work, and its ratio to the first, which is stock."""
+    order, seconds = random.Random(0), {name: [] for name in works}
+    for number in range(warmup + rounds):
+        for name in order.sample(list(works), len(works)):
+            took = seconds_of(works[name], device)
+            if number >= warmup:
+                seconds[name].append(took)
+    stock = next(iter(seconds.values()))
+    return {
+        name: {
+            "milliseconds": 1e3 * statistics.median(values),
+            "ratio": median_and_interval([own / other for own, other in zip(values, stock, strict=True)]),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to judge the numbers."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    info = Path("/proc/cpuinfo")
+    models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else next(iter(models), "unknown"),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": [round(value, 1) for value in os.getloadavg()],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("norm", "step", "both"), default="both")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), help="default: small on CPU, 60M 150M 1B on CUDA")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks of the step")
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    options = parser.parse_args(argv)
+    if options.rounds < 6:
+        parser.error("--rounds: expected at least 6: with fewer no interval of 95 % exists")
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: torch.cuda.is_available() is False here")
+    from olmo_lns.integrations.olmo import register
+
+    register()
+    arms = {"stock": "", "stock, again": "", "lns": "lns_"}
+    cases: list[tuple[str, Callable[[str], Work]]] = []
+    if options.what != "step":
+        for base in ("rms", "default"):
+            for shape in SHAPES[device.type]:
+                name = f"norm {base}, {shape[0]} x {shape[1]}"
+                cases.append((name, lambda prefix, b=base, s=shape: norm(prefix + b, s, device)))
+    if options.what != "norm":
+        for size in options.sizes or (["60M", "150M", "1B"] if device.type == "cuda" else ["small"]):
+            name = f"step {size}{', compiled' if options.compile else ''}"
+            cases.append((name, lambda prefix, s=size: step(f"{prefix}rms", s, device, options.compile)))
+    report = {"environment": environment(device), "rounds": options.rounds, "cases": {}}
+    print("| case | arm | ms | / stock (95 % interval) |\n| --- | --- | --- | --- |")
+    for case, make in cases:
+        torch._dynamo.reset()
+        results = compare({arm: make(prefix) for arm, prefix in arms.items()}, device, options.rounds, options.warmup)
+        report["cases"][case] = results
+        for arm, found in results.items():
+            ratio, low, high = found["ratio"]
+            print(f"| {case} | {arm} | {found['milliseconds']:.3g} | {ratio:.3f} ({low:.3f}-{high:.3f}) |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

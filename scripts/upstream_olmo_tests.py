@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""OLMo's own test suite three times: stock, with olmo-lns registered, and with LNS as the default norm.
+
+    OLMO_SRC=path/to/OLMo python scripts/upstream_olmo_tests.py [--out DIR] [--mode NAME] [-- pytest arguments]
+
+Exit code 1 if a test that passes in stock OLMo does not with olmo-lns, unless EXPECTED lists it with a reason. The
+checkout is copied, and not written to. A tokenizer of the checkout stands in for those of the hub, in all three runs.
+DIR (default build/upstream-olmo/<checkout>) gets the JUnit files, the logs and report.md. With --mode the other two
+runs' results are kept from before. This file is also the pytest plugin of the three runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+MODES = ("stock", "registered", "lns")
+#: Not run at all: pattern of the node id -> reason.
+DESELECTED = {
+    r"grad_norm_test\.py::test_olmo_optimizer_and_clipping_cpu": "7 GB and minutes a run (4,096 tokens over 50,304 "
+    "logits, two models); tests/upstream/olmo/test_wheel_launch.py compares optimizer and clipping to the bit",
+}
+#: Outcomes that may differ from stock: (mode, pattern of the test id) -> reason.
+EXPECTED = {
+    ("lns", r"initialization_test::test_olmo_\w*(mitchell|full_megatron)"): "asserts the depth factor of scaled "
+    "initialization, which selecting LNS turns off; passes with OLMO_LNS_INITIALIZATION=upstream",
+}
+Run = dict[str, tuple[str, str]]
+
+
+def pytest_configure(config: Any) -> None:
+    mode = os.environ["UPSTREAM_MODE"]
+    if mode != "stock":
+        importlib.import_module("olmo_lns.integrations.autoload").activate()
+    olmo = importlib.import_module("olmo.config")
+    if (registered := "lns" in olmo.LayerNormType.__members__) != (mode != "stock"):
+        raise RuntimeError(f"mode {mode}, but the lns types are {'there' if registered else 'missing'}")
+    if mode == "lns":
+        _lns_by_default(olmo)
+    tokenizer = importlib.import_module("olmo.tokenizer").Tokenizer
+    original = tokenizer.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, identifier: str, **kwargs: Any) -> Any:
+        if os.path.exists(identifier):
+            return original(cls, identifier, **kwargs)
+        # A vocabulary of 50,280 fits OLMo's default embedding_size of 50,304.
+        return cls.from_file(os.environ["UPSTREAM_TOKENIZER"], **{"eos_token_id": 50256, **kwargs})
+
+    tokenizer.from_pretrained = classmethod(from_pretrained)
+
+
+def _lns_by_default(olmo: Any) -> None:
+    """``ModelConfig()`` without a norm type has LNS, in dataclass and OmegaConf schema alike."""
+    value = olmo.LayerNormType[f"lns_{olmo.ModelConfig.layer_norm_type}"]
+    olmo.ModelConfig.layer_norm_type = value
+    olmo.ModelConfig.__dataclass_fields__["layer_norm_type"].default = value
+    init = olmo.ModelConfig.__init__
+
+    def with_lns(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **(kwargs if args else {"layer_norm_type": value, **kwargs}))
+
+    olmo.ModelConfig.__init__ = with_lns
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    dropped = [item for item in items if any(re.search(pattern, item.nodeid) for pattern in DESELECTED)]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in dropped]
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        # v0.6.0 passes tensors to random.seed(), which Python 3.11 refuses; the same numbers as integers.
+        if hasattr(parameters.get("seed"), "item"):
+            parameters["seed"] = int(parameters["seed"])
+
+
+def run(mode: str, source: Path, out: Path, arguments: list[str]) -> None:
+    """``<out>/<mode>.xml``, ``.log``. OLMo's tests save into their own fixtures, so each run has a copy of them."""
+    (out / f"{mode}.xml").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = shutil.copytree(source, Path(scratch) / "OLMo", ignore=shutil.ignore_patterns(".git"))
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(copy), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+            "UPSTREAM_TOKENIZER": str(copy / "test_fixtures/test-olmo-model/tokenizer.json"),
+            "UPSTREAM_MODE": mode,
+            "OLMO_LNS_DISABLE": "1" if mode == "stock" else "0",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", Path(__file__).stem]
+        command += ["--continue-on-collection-errors", "--junitxml", str(out / f"{mode}.xml"), *arguments, "tests"]
+        with open(out / f"{mode}.log", "w") as log:  # a failing test is a result, not an error
+            subprocess.run(command, cwd=copy, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    print(f"{mode}: {(out / f'{mode}.log').read_text().splitlines()[-1]}", flush=True)
+
+
+def outcomes(path: Path) -> Run:
+    """Test id -> (outcome, first line of the message), from a JUnit file."""
+    found = {}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        outcome, message = "passed", ""
+        for kind, name in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
+            if (element := case.find(kind)) is not None:
+                outcome, message = name, re.sub(r"\s+", " ", element.get("message") or "")[:160]
+        found[f"{case.get('classname', '')}::{case.get('name')}"] = (outcome, message)
+    return found
+
+
+def report(runs: dict[str, Run]) -> tuple[str, int]:
+    """Markdown, and how many differences EXPECTED does not list."""
+    lines, unexpected = ["| | passed | failed | error | skipped |", "|---|---|---|---|---|"], 0
+    for mode, results in runs.items():
+        count = Counter(outcome for outcome, _ in results.values())
+        lines.append(f"| {mode} | {count['passed']} | {count['failed']} | {count['error']} | {count['skipped']} |")
+    lines += ["", *(f"Not run: `{pattern}`: {why}." for pattern, why in DESELECTED.items()), ""]
+    groups: Counter[str] = Counter()
+    for mode in MODES[1:]:
+        for test in dict.fromkeys([*runs["stock"], *runs[mode]]):
+            (before, _), (after, message) = (runs[name].get(test, ("absent", "")) for name in ("stock", mode))
+            if before != after:
+                known = [why for (where, name), why in EXPECTED.items() if where == mode and re.search(name, test)]
+                unexpected += not known
+                why = known[0] if known else f"**not expected**: {message}"
+                groups[f"{mode}: `{test.partition('[')[0]}`, {before} in stock, {after}: {why}"] += 1
+    lines += [f"- {count} × {text}" for text, count in groups.items()] or ["No outcome differs from stock."]
+    stock = Counter(message for outcome, message in runs["stock"].values() if outcome in ("failed", "error"))
+    return "\n".join([*lines, "", *(f"- also in stock, {count} × {text}" for text, count in stock.items())]), unexpected
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--mode", choices=MODES)
+    parser.add_argument("arguments", nargs="*", help="for pytest")
+    options = parser.parse_args()
+    source = Path(os.environ.get("OLMO_SRC", ""))
+    if not (source / "olmo" / "model.py").is_file() or not (source / "tests").is_dir():
+        parser.error("OLMO_SRC must name an OLMo checkout with olmo/ and tests/")
+    out = (options.out or Path(__file__).parents[1] / "build" / "upstream-olmo" / source.name).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for mode in [options.mode] if options.mode else MODES:
+        run(mode, source, out, options.arguments)
+    if lacking := [mode for mode in MODES if not (out / f"{mode}.xml").is_file()]:
+        raise SystemExit(f"no result of {', '.join(lacking)}: see {out}/<mode>.log, and run without --mode first")
+    text, unexpected = report({mode: outcomes(out / f"{mode}.xml") for mode in MODES})
+    (out / "report.md").write_text(f"{text}\n", encoding="utf-8")
+    print(f"{text}\n{unexpected} unexpected differences; report in {out / 'report.md'}")
+    return int(bool(unexpected))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
