@@ -43,22 +43,23 @@ EXAMPLES = {
     "config check": ("olmo-lns config check 60M-lns.yaml --gpus 64 --budget 20e9",),
     "data": ("olmo-lns data check /data/dolma --budget 20e9",),
     "data check": ("olmo-lns data check /data/dolma", "olmo-lns data check tokens.npy --vocab-size 50304 --budget 0"),
-    "data fetch": ("olmo-lns data fetch configs/data/dolma.txt -o /data/dolma",),
+    "data fetch": ("olmo-lns data fetch dolma -o /data/dolma",),
+    "data prepare": ("olmo-lns data prepare text notes/ --tokenizer my/tokenizer.json --eos '</s>' --out /data/notes",),
     "data megatron": ("olmo-lns data megatron /data/dolma -o /data/megatron",),
     "megatron-args": (
-        "olmo-lns megatron-args megatron/60M-lns.yaml --one-per-line",
-        "torchrun --nproc-per-node=8 pretrain_gpt.py $(olmo-lns megatron-args megatron/60M-lns.yaml)",
+        "olmo-lns megatron-args 60M-lns --one-per-line",
+        "torchrun --nproc-per-node=8 pretrain_gpt.py $(olmo-lns megatron-args 60M-lns)",
     ),
-    "study": ("olmo-lns study plan study/paper.yaml", "olmo-lns study all study/tiny.yaml --out tiny"),
-    "study plan": ("olmo-lns study plan study/paper.yaml --csv plan.csv",),
+    "study": ("olmo-lns study plan paper", "olmo-lns study all tiny --out runs/tiny"),
+    "study plan": ("olmo-lns study plan paper --gpu H100 --gpus 16 --time 24:00:00",),
     "study launch": (
-        "olmo-lns study launch study/tiny.yaml --out tiny --run",
-        "olmo-lns study launch study/paper.yaml --out /runs/paper --slurm jobs --partition gpu --time 24:00:00",
+        "olmo-lns study launch tiny --out runs/tiny --run",
+        "olmo-lns study launch paper --out /runs/paper --slurm jobs --partition gpu --time 24:00:00",
     ),
-    "study status": ("olmo-lns study status study/paper.yaml --out /runs/paper",),
-    "study collect": ("olmo-lns study collect study/paper.yaml --out /runs/paper --allow-missing",),
-    "study report": ("olmo-lns study report study/paper.yaml --out /runs/paper",),
-    "study all": ("olmo-lns study all study/tiny.yaml --out tiny",),
+    "study status": ("olmo-lns study status paper --out /runs/paper",),
+    "study collect": ("olmo-lns study collect paper --out /runs/paper --allow-missing",),
+    "study report": ("olmo-lns study report paper --out /runs/paper",),
+    "study all": ("olmo-lns study all tiny --out runs/tiny",),
     "analyze": (
         "olmo-lns analyze variance --model runs/lns/step1000-unsharded --data heldout.npy --plot variance.png",
         "olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",
@@ -160,8 +161,10 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _examples(command: str, rest: Sequence[str]) -> tuple[str, ...]:
-    inner = f"{command} {rest[0]}" if rest else command
-    return EXAMPLES.get(inner) or EXAMPLES.get(command, ())
+    parts = any(
+        name.startswith(f"{command} ") for name in EXAMPLES
+    )  # an example of `data check` is none of `data fetch`
+    return EXAMPLES.get(f"{command} {rest[0]}" if parts and not rest[0].startswith("-") else command, ())
 
 
 def _needed(command: str, error: ModuleNotFoundError) -> str | None:

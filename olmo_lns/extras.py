@@ -23,6 +23,15 @@ IMPORTED_AS = {
     "transformer-engine": "transformer_engine",
 }
 
+_MAIN = {"olmo": "ai2-olmo", "olmo-core": "ai2-olmo-core", "sft": "trl"}
+#: (extra that is asked for, extra that is here) -> what installing the first does to the second.
+_APART = {
+    ("olmo", "olmo-core"): "it replaces OLMo-core",
+    ("olmo-core", "olmo"): "it replaces the OLMo-core that OLMo pins",
+    ("sft", "olmo"): "TRL wants datasets>=4, OLMo datasets<4",
+    ("olmo", "sft"): "OLMo wants datasets<4, TRL datasets>=4",
+}
+
 
 def names() -> list[str]:
     """The extras, in the order of pyproject.toml."""
@@ -65,7 +74,7 @@ def extra_of(module: str, preferred: Sequence[str]) -> str | None:
     Beside OLMo-core the extra ``olmo`` comes last: it would replace OLMo-core by the release that ai2-olmo pins.
     """
     order = [*preferred, *names()]
-    if _beside_olmo_core():
+    if _is_here("olmo-core"):
         order = [extra for extra in order if extra != "olmo"] + ["olmo"]
     for extra in order:
         if any(_module(requirement) == module for requirement in _requirements(extra)):
@@ -76,11 +85,13 @@ def extra_of(module: str, preferred: Sequence[str]) -> str | None:
 def advice(extra: str) -> str:
     """The command that installs an extra, or several: ``olmo,analysis``."""
     isolation = "--no-build-isolation " if extra == "te" else ""
-    clash = "olmo" in extra.split(",") and _beside_olmo_core()
-    apart = " in another environment: it replaces OLMo-core" if clash else ""
+    clashes = [why for (one, here), why in _APART.items() if one in extra.split(",") and _is_here(here)]
+    apart = f" in another environment: {clashes[0]}" if clashes else ""
     return f"pip install {isolation}'{DISTRIBUTION}[{extra}]'{apart}"
 
 
-def _beside_olmo_core() -> bool:
-    """Whether an OLMo-core that its integration takes is here (ai2-olmo brings an older one for itself)."""
-    return problems("olmo-core") == ([], [])
+def _is_here(extra: str) -> bool:
+    """Whether what an extra is named after is here in a version that it takes (ai2-olmo brings an older OLMo-core)."""
+    main = _MAIN[extra]
+    missing, other = problems(extra)
+    return main not in missing and not any(text.startswith(f"{main} ") for text in other)

@@ -80,8 +80,8 @@ def test_every_help_has_an_example_that_its_parser_knows(monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             cli.main([*name.split(), "--help"])
         text = capsys.readouterr().out
-        examples = [line for line in text.splitlines() if line.strip().startswith(("olmo-lns ", "torchrun "))]
-        assert stop.value.code == 0 and examples, name
+        examples = [line for line in text.splitlines() if line.strip().startswith((f"olmo-lns {name}", "torchrun "))]
+        assert stop.value.code == 0 and examples and "``" not in text, name
         flags = {word for line in cli.EXAMPLES.get(name, ()) for word in line.split() if word.startswith("--")}
         inner = [parser, *(found for other, found in commands.items() if other.startswith(f"{name} "))]
         known = {option for each in inner for action in each._actions for option in action.option_strings}
@@ -273,17 +273,26 @@ def test_a_reader_that_stops_early_is_no_error():
 
 
 @pytest.mark.parametrize(
-    ("core", "tokenizers", "olmo"),
-    [(([], []), "analysis", " in another environment"), ((["ai2-olmo-core"], []), "olmo", "")],
+    ("here", "tokenizers", "apart"),
+    [
+        ("olmo-core", "analysis", {"olmo": "it replaces OLMo-core"}),
+        ("olmo", "olmo", {"sft": "TRL wants datasets>=4", "olmo-core": "it replaces the OLMo-core that OLMo pins"}),
+        ("sft", "olmo", {"olmo": "OLMo wants datasets<4, TRL datasets>=4"}),
+        ("", "olmo", {}),
+    ],
 )
-def test_beside_olmo_core_the_extra_that_replaces_it_is_not_advised(monkeypatch, core, tokenizers, olmo):
+def test_an_extra_that_breaks_what_is_there_is_not_advised_beside_it(monkeypatch, here, tokenizers, apart):
     from olmo_lns import extras
 
-    monkeypatch.setattr(extras, "problems", lambda extra: core)
+    main = {"olmo": "ai2-olmo", "olmo-core": "ai2-olmo-core", "sft": "trl"}
+    monkeypatch.setattr(extras, "problems", lambda extra: ([] if extra == here else [main[extra]], []))
     assert extras.extra_of("tokenizers", ("olmo", "study")) == tokenizers
     assert extras.extra_of("olmo", ("olmo",)) == "olmo"
-    assert extras.advice("olmo").startswith(f"pip install 'olmo-lns[olmo]'{olmo}")
-    assert ("another environment" in extras.advice("olmo,analysis")) == bool(olmo)
+    for extra in ("olmo,analysis", "olmo", "olmo-core", "sft", "hf"):
+        why = apart.get(extra.partition(",")[0])
+        said = f" in another environment: {why}" if why else ""
+        assert extras.advice(extra).startswith(f"pip install 'olmo-lns[{extra}]'{said}")
+        assert bool(said) == ("another environment" in extras.advice(extra))
 
 
 def test_a_missing_module_that_no_extra_brings_stays_a_traceback(monkeypatch):

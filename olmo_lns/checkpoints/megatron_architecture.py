@@ -6,13 +6,12 @@ from typing import Any
 
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron.settings import ZERO_CENTRED
 from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import PRE_LN, Scheme
 
-__all__ = ["ZERO_CENTRED", "architecture", "gain_shift"]
+__all__ = ["architecture", "gain_shift"]
 
-#: ``--apply-layernorm-1p`` in the saved arguments: up to Megatron Core 0.15, and from 0.16 on.
-ZERO_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 #: ``--norm-epsilon``, likewise.
 _EPSILON = ("norm_epsilon", "layernorm_epsilon")
 

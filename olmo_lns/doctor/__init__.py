@@ -144,7 +144,9 @@ def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="olmo-lns doctor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="olmo-lns doctor", description="What is installed here, whether it is supported, and what would run."
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument(
         "--require",

@@ -175,7 +175,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="olmo-lns hf", description=__doc__, epilog=_EPILOG, formatter_class=raw)
+    about = "Make model folders for transformers that carry a scheme."
+    parser = argparse.ArgumentParser(prog="olmo-lns hf", description=about, epilog=_EPILOG, formatter_class=raw)
     commands = parser.add_subparsers(dest="what", required=True, metavar="what")
     init = commands.add_parser("init", help="a model with fresh weights, to train from scratch")
     init.add_argument("source", help="folder or hub name with a config.json, or a model type such as llama")

@@ -41,6 +41,7 @@ class Comparison:
     :param not_finite: which model has NaN or infinite logits, and the first of its layers that has; then nothing
         was compared.
     :param different: what of weights and config is not what folding the checkpoint anew gives.
+    :param text: what the perplexities are of.
     """
 
     difference: float = math.inf
@@ -50,6 +51,7 @@ class Comparison:
     positions: int = 0
     not_finite: str = ""
     different: tuple[str, ...] = ()
+    text: str = ""
 
     @property
     def passed(self) -> bool:
@@ -73,7 +75,8 @@ class Comparison:
         ]
         if self.perplexities is not None:
             before, after = self.perplexities
-            lines.append(f"perplexity              {before:.4f} checkpoint, {after:.4f} export")
+            of = f", of {self.text}" if self.text else ""
+            lines.append(f"perplexity              {before:.4f} checkpoint, {after:.4f} export{of}")
         return "\n".join([*lines, "PASS" if self.passed else "FAIL"])
 
 
@@ -101,7 +104,8 @@ def main(argv: Sequence[str]) -> int:
         result = compare(source.model(checkpoint, said), exported, batches)
     count, different = differences(source, checkpoint, export, said)
     print(f"weights                 {count} compared with the checkpoint's, folded anew")
-    result = replace(result, different=tuple(different))
+    text = args.text or f"random tokens (seed {args.seed})"
+    result = replace(result, different=tuple(different), text=text)
     print(result)
     return 0 if result.passed else 1
 
@@ -227,7 +231,9 @@ def _prompts(args: argparse.Namespace, vocabulary: int, longest: int) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="olmo-lns verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="olmo-lns verify",
+        description=(__doc__ or "").replace("``", "`"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("checkpoint", help="the LNS checkpoint")

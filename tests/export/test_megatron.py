@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -26,9 +28,10 @@ from support.megatron_cpu import single_process
 from olmo_lns.checkpoints.common_state import COMMON_OBJECT
 from olmo_lns.checkpoints.distributed import DistributedCheckpoint as MegatronState
 from olmo_lns.checkpoints.megatron import MegatronCheckpoint
-from olmo_lns.checkpoints.megatron_architecture import ZERO_CENTRED
 from olmo_lns.cli import main
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.integrations.megatron.checkpoint import load_base
+from olmo_lns.integrations.megatron.settings import ZERO_CENTRED
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with psutil")
@@ -129,7 +132,7 @@ def test_a_mixture_of_experts_is_folded_as_a_megatron_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.parametrize("version", ["0.15", "0.16", "0.20"])
-def test_zero_centred_gains_become_plain(tmp_path: Path, version: str) -> None:
+def test_zero_centred_gains_become_plain(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file holds gain - 1; the export holds s·gain, and the argument is switched off, whatever it is called."""
     config = tiny.config()
     plain = perturbed(config)
@@ -151,6 +154,17 @@ def test_zero_centred_gains_become_plain(tmp_path: Path, version: str) -> None:
         assert relative(load_hf(tmp_path / "hf")(TOKENS).logits.double(), expected) <= 1e-5
     assert export(tmp_path / "folded", tmp_path / "again", "--format", "megatron", "--unfold") == 0
     assert relative(run(load(tmp_path / "again", under_lns(config))), expected) <= 1e-5
+    # The run's own script says --apply-layernorm-1p still, and with --finetune Megatron compares nothing.
+    words = "holds plain gains, but this run reads zero-centred gains .*: drop --apply-layernorm-1p"
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "folded-to-preln,lns-to-preln,missing-record")
+    for folder in ("folded", "again"):
+        state = MegatronCheckpoint.open(tmp_path / folder).common
+        with pytest.raises(CheckpointMismatchError, match=words):
+            load_base(lambda *_, state=state: (state, "iter"))("load", Namespace(**vars(args), finetune=True))
+        model = tiny.build(replace(config))
+        model.config.layernorm_zero_centered_gamma = True
+        with pytest.raises(CheckpointMismatchError, match=words):
+            load(tmp_path / folder, model)
 
 
 @pytest.mark.parametrize(

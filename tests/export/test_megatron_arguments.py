@@ -13,9 +13,9 @@ import pytest
 from support.megatron_saved import RECORDED, names_read, saved_arguments
 
 from olmo_lns.checkpoints.common_state import load_common
-from olmo_lns.checkpoints.megatron_architecture import ZERO_CENTRED, architecture, gain_shift
+from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
 #: Case -> what the exporter must make of it, where that is not what it makes of the first.

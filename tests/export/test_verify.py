@@ -45,7 +45,7 @@ def test_report(checkpoint: Path, capsys: Capture, form: str) -> None:
     assert re.search(r"positions compared +128\n", out)
     found, allowed = map(float, re.search(r"logit (\S+) \(allowed (\S+)\)", out).groups())  # type: ignore[union-attr]
     assert 0 < found <= allowed
-    before, after = map(float, re.search(r"perplexity +(\S+) checkpoint, (\S+) export", out).groups())  # type: ignore[union-attr]
+    before, after = map(float, re.search(r"perplexity +(\S+) checkpoint, (\S+) export, of ", out).groups())  # type: ignore[union-attr]
     assert after == pytest.approx(before, rel=1e-5 if form != "bf16" else 1e-2)
 
 

@@ -150,6 +150,7 @@ def _take_cpu_tensors() -> None:
     from torch.overrides import TorchFunctionMode
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module import layernorm_linear, linear
+    from transformer_engine.pytorch.ops.basic import basic_linear
 
     class SaysCuda(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,7 +161,7 @@ def _take_cpu_tensors() -> None:
     _kept.append(SaysCuda())
     _kept[-1].__enter__()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
-    for module in (layernorm_linear, linear, extensions, gemm):
+    for module in (layernorm_linear, linear, basic_linear, extensions, gemm):
         module.general_gemm = _gemm
     for module in (layernorm_linear, linear):
         module.get_dummy_wgrad = lambda shape, dtype, zero=False: torch.zeros(shape, dtype=dtype)

@@ -209,6 +209,37 @@ def mla() -> dict[str, Any]:
     })}  # fmt: skip
 
 
+def refused(*, spec: Any = te_spec, scheme: str = "lns", **kwargs: Any) -> str:
+    """What a model of this spec says, built and run."""
+    from olmo_lns.errors import LNSConfigError
+    from olmo_lns.integrations.megatron import apply
+
+    tex: Any = sys.modules["transformer_engine_torch"]
+    tex.swiglu = lambda x, quantizer: torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+    cfg = tiny.config()
+    apply(cfg, scheme=scheme)
+    try:
+        model = tiny.build(cfg, spec(cfg, **kwargs))
+        for _ in range(2):
+            tiny.loss_of(model, tiny.batch())
+    except LNSConfigError as error:
+        return str(error)
+    return "runs"
+
+
+def subclassed_spec(cfg: Any) -> Any:
+    """A fused linear with a forward of its own, which nobody verified."""
+    spec = te_spec(cfg)
+    base = spec.submodules.self_attention.submodules.linear_qkv
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x)
+
+    spec.submodules.self_attention.submodules.linear_qkv = Own
+    return spec
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "RMSNorm": compare,
     "LayerNorm": lambda: compare("LayerNorm"),
@@ -229,6 +260,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "MTP": mtp,
     "accumulation": fused_accumulation,
     "MLA": mla,
+    "op fuser": lambda: refused(use_te_op_fuser=True),
+    "op fuser, branch": lambda: refused(use_te_op_fuser=True, scheme="lnsafterbranch"),
+    "subclass": lambda: refused(spec=subclassed_spec),
 }
 
 

@@ -151,6 +151,12 @@ def _branch_norm(layer: Any) -> Any:
     # TE's spec names one only where it is not fused into a linear layer, and main's is fused with the residual.
     if HAVE_TE and all(_is_te(spec) for spec in named):
         return TENorm(**how)
+    if not named:
+        raise LNSConfigError(
+            f"{type(layer).__name__} {layer.layer_number} has both norms of its spec inside other modules, and "
+            "Transformer Engine is not installed: nothing names the norm that the scheme puts behind the branch. Use a "
+            "spec with norms of their own (input_layernorm, pre_mlp_layernorm), as the local one, or install it."
+        )
     return build_module(named[0], **how) if isinstance(named[0], ModuleSpec) else named[0](**how)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from dataclasses import dataclass
 from typing import Any, Callable
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.building import say
-from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
 from olmo_lns.integrations.patching import require_verified
 from olmo_lns.record import Record, accepted, check_match
@@ -27,15 +28,26 @@ _KEY, _MARK = "olmo_lns", "lns_record"
 _METADATA = "content_metadata"
 
 
+@dataclass(frozen=True)
+class Built:
+    """What a model says of the tensors that it saves or loads.
+
+    :param zero_centred: its gains are stored minus one (``--apply-layernorm-1p``).
+    """
+
+    record: Record
+    zero_centred: bool
+
+
 def tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     """Every tensor of a layer or model to be saved or loaded says which scheme that has, as it was built."""
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        record = _record_of(self)
+        built = Built(_record_of(self), _zero_centred(self.config))
         for value in result.values():
             if hasattr(value, "key") and not hasattr(value, _MARK):
-                setattr(value, _MARK, record)
+                setattr(value, _MARK, built)
         return result
 
     return sharded_state_dict
@@ -46,12 +58,12 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        record = _carried(sharded_state_dict)
-        if record is None or not record.active or "args" in sharded_state_dict:
+        built = _carried(sharded_state_dict)
+        if built is None or not built.record.active or "args" in sharded_state_dict:
             return original(sharded_state_dict, *args, **kwargs)
         # A copy: Megatron would leave the metadata in the caller's.
         call = signature.bind(dict(sharded_state_dict), *args, **kwargs)
-        call.arguments[_METADATA] = {**(call.arguments.get(_METADATA) or {}), _KEY: record.as_dict()}
+        call.arguments[_METADATA] = {**(call.arguments.get(_METADATA) or {}), _KEY: built.record.as_dict()}
         return original(*call.args, **call.kwargs)
 
     return save
@@ -70,7 +82,8 @@ def load(original: Callable[..., Any]) -> Callable[..., Any]:
             if not state[_METADATA]:
                 del state[_METADATA]
         if running is not None:
-            _compare_built(saved, running, checkpoint_dir)
+            _check_gains(state.get("args"), running.zero_centred, checkpoint_dir)
+            _compare_built(saved, running.record, checkpoint_dir)
         return result
 
     return load
@@ -103,12 +116,12 @@ def _record_of(module: Any) -> Record:
     return Record(scheme, scaled_init="plain" if plain else "upstream")
 
 
-def _carried(state: Any) -> Record | None:
-    """The record that the tensors in ``state`` carry; a scheme's before a vision tower's Pre-LN.
+def _carried(state: Any) -> Built | None:
+    """What the tensors in ``state`` carry; a scheme's before a vision tower's Pre-LN.
 
     :raises LNSConfigError: two schemes in one checkpoint.
     """
-    found: dict[Record, None] = {}
+    found: dict[Built, None] = {}
     waiting = [state]
     while waiting:
         value = waiting.pop()
@@ -116,11 +129,11 @@ def _carried(state: Any) -> Record | None:
             waiting += value.values()
         elif isinstance(value, (list, tuple)):
             waiting += value
-        elif (record := getattr(value, _MARK, None)) is not None:
-            found[record] = None
-    active = [record for record in found if record.active]
-    if len(active) > 1:
-        raise LNSConfigError(f"one checkpoint with {' and '.join(sorted(map(str, active)))}: it can name one of them.")
+        elif (built := getattr(value, _MARK, None)) is not None:
+            found[built] = None
+    active = [built for built in found if built.record.active]
+    if len(names := sorted({str(built.record) for built in active})) > 1:
+        raise LNSConfigError(f"one checkpoint with {' and '.join(names)}: it can name one of them.")
     return next(iter(active or found), None)
 
 
@@ -149,6 +162,27 @@ def _compare_built(saved: Record | None, running: Record, source: object) -> Non
         differences = []
     for name in differences:
         say(f"going on in spite of {name}, allowed by {environment.ALLOW_MISMATCH}")
+
+
+def _zero_centred(holder: Any) -> bool:
+    return any(getattr(holder, name, False) for name in ZERO_CENTRED)
+
+
+def _check_gains(saved_args: Any, running: bool, source: object) -> None:
+    """Of what ``olmo-lns export`` wrote, whose gains are plain, whatever the run had before, and of a scheme's weights.
+
+    :raises CheckpointMismatchError: gains that are stored plain would be read as zero-centred, or the reverse. No
+        variable allows it: nobody can mean that.
+    """
+    if not isinstance(saved_args, argparse.Namespace) or not any(hasattr(saved_args, name) for name in ZERO_CENTRED):
+        return
+    ours = hasattr(saved_args, "layernorm_scaling_folded") or Settings.of(saved_args).active
+    if ours and (saved := _zero_centred(saved_args)) != running:
+        kinds = {True: "zero-centred gains (1 + weight)", False: "plain gains"}
+        raise CheckpointMismatchError(
+            f"{source} holds {kinds[saved]}, but this run reads {kinds[running]}: "
+            f"{'add' if saved else 'drop'} --apply-layernorm-1p (layernorm_zero_centered_gamma)."
+        )
 
 
 def load_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +235,7 @@ def _restore(args: Any, saved_args: Any) -> None:
     saved, running = Settings.of(saved_args), Settings.of(args)
     # A user who allows a difference by name means the command line as it is.
     filled = running if environment.read(environment.ALLOW_MISMATCH) else running.filled_from(saved)
-    _check(args, saved.record(saved_args), filled.record(), "the checkpoint to load")
+    _check(args, saved_args, filled.record(), "the checkpoint to load")
     if filled != running:
         filled.store(args)
         say(f"from the checkpoint's arguments: {_words(filled)}")
@@ -209,17 +243,16 @@ def _restore(args: Any, saved_args: Any) -> None:
 
 def _compare(args: Any, state: Any, source: object, *, training: bool = True) -> None:
     if "args" in state:
-        saved_args = state["args"]
-        _check(
-            args, Settings.of(saved_args).record(saved_args), Settings.of(args).record(args), source, training=training
-        )
+        _check_gains(state["args"], _zero_centred(args), source)
+        _check(args, state["args"], Settings.of(args).record(args), source, training=training)
     elif (running := Settings.of(args)).active:
         title = running.scheme.definition.title
         say(f"{source} holds no arguments: nobody can tell whether it was trained with {title}")
 
 
-def _check(args: Any, saved: Record, running: Record, source: object, *, training: bool = True) -> None:
+def _check(args: Any, saved_args: Any, running: Record, source: object, *, training: bool = True) -> None:
     """``--finetune`` starts a new run from the weights, and folded ones are a Pre-LN model's."""
+    saved = Settings.of(saved_args).record(saved_args)
     training = training and not getattr(args, "skip_train", False)
     folded = saved.folded and not running.active
     if folded and training and getattr(args, "finetune", False):

@@ -17,6 +17,7 @@ final norm and the norms around an MTP module are not sites.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -30,7 +31,7 @@ from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.schemes import Scheme, names
 
-__all__ = ["attach_layer", "blocks_of", "check_config", "check_scheme", "count_sites"]
+__all__ = ["FirstForward", "attach_layer", "blocks_of", "check_config", "check_scheme", "count_sites"]
 
 _WORDS = {"attn": "attention", "ff": "MLP"}
 _FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
@@ -82,6 +83,13 @@ def check_config(config: Any, scheme: Scheme) -> None:
         if found == value if value is not None else found:
             raise LNSConfigError(f"{title} does not support {name}={found!r}: {why}. Switch one of them off.")
     if scheme.extra_parameters(1, 1, 1):
+        parallel = sys.modules.get("megatron.core.parallel_state")
+        if type(getattr(parallel, "_TENSOR_MODEL_PARALLEL_GROUP", None)).__name__ == "_ConverterFakeProcessGroup":
+            raise LNSConfigError(
+                f"tools/checkpoint/convert.py hands on a fixed list of tensors, without the gates or branch norms of "
+                f"{scheme}: they would be drawn anew. Save the run with --ckpt-format torch_dist, which loads under "
+                "any tensor and pipeline parallel size."
+            )
         for name in _CAPTURED:
             if (found := getattr(config, name, None)) and found != "full":
                 raise LNSConfigError(
@@ -121,7 +129,37 @@ def attach_layer(layer: Any, settings: Settings, *, depth: int | None = None) ->
             attach_norm(module, site)
         else:
             attach_addition(layer, site)
+    waiting = {name for name, _, _ in norm_sites.sites(layer)}
+    for name in ("", *waiting):
+        FirstForward(layer.get_submodule(name), name, waiting)
     return len(found)
+
+
+class FirstForward:
+    """In the place of a module's ``forward``, once: the layer's looks whether those of its sites have run.
+
+    A layer that computes with a norm's parameters past the norm's ``forward``, as the op fuser does, has no factor.
+
+    :param name: of the site in its layer; ``""`` for the layer. :param waiting: sites that have not run.
+    """
+
+    def __init__(self, module: nn.Module, name: str, waiting: set[str]) -> None:
+        self.module, self.name, self.waiting = module, name, waiting
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.module.__dict__.pop("forward", None)
+        self.waiting.discard(self.name)
+        result = self.module.forward(*args, **kwargs)
+        if not self.name and self.waiting:
+            paths = ", ".join(sorted(self.waiting))
+            raise _refuse(
+                self.module,
+                f"did not call the forward of {paths} in its own, expected all that carry the scheme: its output is "
+                "computed from their parameters without it (as by get_gpt_layer_with_transformer_engine_spec("
+                "use_te_op_fuser=True)). Use a spec whose layers call them",
+            )
+        return result
 
 
 def blocks_of(config: Any, *, hybrid: bool) -> int:

@@ -198,6 +198,11 @@ def _verify_fused(kind: type) -> None:
             f"{kind.__module__}.{kind.__name__} fuses a norm with a linear layer, but is not Megatron's {name}: "
             "LayerNorm Scaling does not know how it uses its gain. Use the TE or the local spec."
         )
+    if (owner := next(base for base in kind.__mro__ if "forward" in vars(base))) is not wrapper:
+        raise LNSConfigError(
+            f"{owner.__module__}.{owner.__name__} overrides the forward of Megatron's {name}: LayerNorm Scaling does "
+            "not know how that one uses its gain. Use Megatron's own."
+        )
     verify(FUSED, vars(wrapper)["forward"])
 
 

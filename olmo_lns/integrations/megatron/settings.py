@@ -17,7 +17,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale, names, parse
 
-__all__ = ["FLAGS", "VISION", "Settings", "add_flags", "config_class", "mark", "variables"]
+__all__ = ["FLAGS", "VISION", "ZERO_CENTRED", "Settings", "add_flags", "config_class", "mark", "variables"]
 
 #: Option strings, in the order of ``Settings``' fields.
 FLAGS = (
@@ -27,6 +27,9 @@ FLAGS = (
     "--no-scaled-init",
     "--norm-scheme",
 )
+
+#: ``--apply-layernorm-1p`` in arguments: up to Megatron Core 0.15, and from 0.16 on; and in a config.
+ZERO_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 
 #: A flag with a number above 1 -> Megatron asserts one connection for it, on GPUs up to Hopper.
 _ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")

@@ -64,12 +64,16 @@ with megatron_cpu.single_process():
 
 
 def parse(*flags: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    return run_program(program, *megatron_launch.model_flags(), *flags)
+
+
+def run_program(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     tree = megatron_launch.checkout()
     environment = megatron_launch.environment() | {
         "PYTHONPATH": f"{tree}:{megatron_launch.environment()['PYTHONPATH']}"
     }
     return subprocess.run(
-        [sys.executable, "-c", program, *megatron_launch.model_flags(), *flags],
+        [sys.executable, "-c", program, *words],
         cwd=tree, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
@@ -204,6 +208,32 @@ def test_a_patched_megatron_has_the_guards_of_the_plugin(
         assert refused.returncode != 0 and words in refused.stderr, refused.stderr[-3000:]
 
 
+#: tools/checkpoint/convert.py, which asks for TE's rope whatever the checkpoint was trained with, and never runs it.
+CONVERT = """
+import runpy, sys
+sys.path.insert(0, "tools/checkpoint")
+from megatron.core.models.common.embeddings import rope_utils
+rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb_thd = object()
+sys.argv[0] = "tools/checkpoint/convert.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_converter_that_loses_a_schemes_parameters_is_refused(tmp_path: Path) -> None:
+    tree = megatron_launch.checkout()
+    megatron_launch.build_helpers(tree)
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "1", "--exit-interval", "1", "--ckpt-format", "torch"]
+    done = megatron_launch.pretrain(tree, "--norm-scheme", "skipinit", *save)
+    assert len(megatron_launch.losses(done)) == 1, done.stderr[-3000:]
+    flags = ["--model-type", "GPT", "--loader", "core", "--saver", "core", "--megatron-path", "."]
+    flags += ["--load-dir", str(tmp_path / "run"), "--save-dir", str(tmp_path / "converted")]
+    flags += ["--loader-transformer-impl", "local", "--position-embedding-type", "rope"]
+    done = run_program(CONVERT, *flags)
+    assert done.returncode != 0
+    assert "hands on a fixed list of tensors, without the gates or branch norms of skipinit" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_legacy_models_have_no_site() -> None:
     """0.14.0 still builds them, of other layers; the run stops before its first step."""
@@ -223,6 +253,8 @@ def test_a_hybrid_model_of_plain_blocks_is_the_gpt_model() -> None:
     megatron_launch.build_helpers(tree)
     new = (tree / "pretrain_hybrid.py").is_file()
     script = "pretrain_hybrid.py" if new else "pretrain_mamba.py"
+    if not (tree / script).is_file():
+        pytest.skip(f"{tree} has no {script}")
     pattern = ["--hybrid-layer-pattern"] if new else ["--is-hybrid-model", "--hybrid-override-pattern"]
     model = ["--spec", "support.megatron_hybrid", "hybrid_stack_spec", "--layernorm-scaling", *pattern]
     hybrid = megatron_launch.pretrain(tree, "--num-layers", "8", *model, "*-*-*-*-", script=script)

@@ -209,6 +209,23 @@ def test_a_target_that_is_none_is_refused() -> None:
         apply(torch.nn.Linear(2, 2))
 
 
+def test_after_the_first_forward_nothing_stands_in_a_modules_way() -> None:
+    model = lns_model()
+    copied = copy.deepcopy(model.decoder.layers[0].input_layernorm)
+    for each, waiting in ((copied, 1), (model, 3 * tiny.LAYERS), (model, 0)):
+        assert len([m for m in each.modules() if "forward" in m.__dict__]) == waiting
+        each(torch.ones(tiny.HIDDEN)) if each is copied else tiny.loss_of(each, tiny.batch())
+        assert not [m for m in each.modules() if "forward" in m.__dict__]
+
+
+def test_a_layer_that_does_not_run_its_norm_is_refused() -> None:
+    """With the message at the first forward; Megatron's own case, the op fuser, is in test_te.py."""
+    model = lns_model()
+    model.decoder.layers[1].pre_mlp_layernorm = torch.nn.RMSNorm(tiny.HIDDEN)
+    with pytest.raises(LNSConfigError, match=r"TransformerLayer 2 did not call the forward of pre_mlp_layernorm"):
+        tiny.loss_of(model, tiny.batch())
+
+
 def test_the_start_up_line(capsys: pytest.CaptureFixture[str]) -> None:
     lns_model()
     out = capsys.readouterr().out

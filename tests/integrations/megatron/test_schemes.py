@@ -215,6 +215,23 @@ def test_a_slot_that_holds_something_else_is_refused() -> None:
         apply(layer, scheme="skipinit")
 
 
+def test_a_layer_that_names_no_norm_is_refused_without_te() -> None:
+    """As in the stacks of hybrid models, whose norms are inside the linear layers behind them."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    class Fused(ColumnParallelLinear):
+        layer_norm_weight = torch.ones(tiny.HIDDEN)
+
+    cfg = tiny.config()
+    apply(cfg, scheme="sandwich")
+    spec = tiny.local_spec(cfg)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
+    spec.submodules.self_attention.submodules.linear_qkv = spec.submodules.mlp.submodules.linear_fc1 = Fused
+    with pytest.raises(LNSConfigError, match="TransformerLayer 1 has both norms of its spec inside other modules"):
+        tiny.build(cfg, spec)
+
+
 def test_a_graph_of_half_a_layer_is_refused_where_the_addition_has_parameters() -> None:
     cfg = tiny.config()
     cfg.cuda_graph_modules = ["attn"]  # set late: not every version has it

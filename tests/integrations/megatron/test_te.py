@@ -110,3 +110,14 @@ def test_mla_scales_neither_the_q_nor_the_kv_norm(results: dict[str, Any]) -> No
     found = case(results, "MLA")
     assert found["sites"] == ["input_layernorm", "mlp.linear_fc1"] * 4
     assert found["others"] == ["linear_kv_up_proj", "linear_q_up_proj"]
+
+
+def test_a_norm_that_is_read_past_its_forward_is_refused(results: dict[str, Any]) -> None:
+    """Megatron's TEFusedMLP computes with the parameters of linear_fc1 and never calls it."""
+    words = "TransformerLayer 1 did not call the forward of mlp.linear_fc1 in its own"
+    assert words in case(results, "op fuser")
+    assert case(results, "op fuser, branch") == "runs"  # a factor behind it is not read past
+
+
+def test_a_fused_linear_with_a_forward_of_its_own_is_refused(results: dict[str, Any]) -> None:
+    assert "Own overrides the forward of Megatron's TELayerNormColumnParallelLinear" in case(results, "subclass")
