@@ -90,7 +90,7 @@ RUN = {
         "olmo-lns export folded lns-again",
     ),
     "olmo.md": ("olmo-lns doctor",),
-    "study.md": ("olmo-lns study plan configs/study/paper.yaml",),
+    "study.md": ("olmo-lns study plan paper",),
 }
 
 

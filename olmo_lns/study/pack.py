@@ -34,7 +34,7 @@ def names() -> list[str]:
 def located(name: str | Path, kind: str) -> Path:
     """A file by its path, or one of the pack by its name: ``paper``, ``60M-lns``; a path that is there comes first.
 
-    :param kind: the folder of the pack, such as ``study``.
+    :param kind: the folder of the pack, such as ``study``; ``""`` for names such as ``study/paper``.
     :raises LNSConfigError: neither.
 
     >>> located("paper", "study").name
@@ -47,9 +47,9 @@ def located(name: str | Path, kind: str) -> Path:
         short = known.removeprefix(f"{kind}/")
         if wanted in (known, short, os.path.splitext(known)[0], os.path.splitext(short)[0]):
             return folder() / known
-    here = [Path(known).stem for known in names() if Path(known).parts[0] == kind]
-    hint = did_you_mean(Path(name).stem, here)
-    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {', '.join(here)}")
+    here = [os.path.splitext(known)[0].removeprefix(f"{kind}/") for known in names() if known.startswith(kind)]
+    hint, known = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
+    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {known}")
 
 
 def copy(name: str, out: Path) -> Path:

@@ -84,7 +84,7 @@ def test_a_wrong_olmo_file(
     assert edit(text) != text
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / f"{name}.yaml").write_text(edit(text))
-    code, out = run(capsys, tmp_path, "--budget", "20e9")
+    code, out = run(capsys, tmp_path, "--budget", "20e9", "--gpus", "8")
     assert code == 1 and any(re.search(message, line) for line in out.splitlines() if "PROBLEM" in line), out
 
 
@@ -105,7 +105,7 @@ def test_a_wrong_megatron_file(
     text = (REPOSITORY / "configs" / "megatron" / "60M-lns.yaml").read_text()
     assert edit(text) != text
     (tmp_path / "60M-lns.yaml").write_text(edit(text))
-    code, out = run(capsys, tmp_path)
+    code, out = run(capsys, tmp_path, "--gpus", "8")
     assert code == 1 and message in out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -18,7 +19,7 @@ from olmo_lns.study.engines import megatron_args
 from olmo_lns.study.launch import slurm
 from olmo_lns.study.plan import description
 from olmo_lns.study.plan.compare import compare_planned
-from olmo_lns.study.plan.spec import Study
+from olmo_lns.study.plan.spec import Launch, Study
 
 CONFIGS = REPOSITORY / "configs"
 
@@ -151,8 +152,22 @@ def test_no_word_of_a_description_runs_in_a_script(tmp_path: Path, monkeypatch: 
         slurm.write(study, study.runs, tmp_path / "out", tmp_path / "jobs", site=slurm.Site(account="a\nb"))
 
 
-def test_the_page_has_every_key() -> None:
-    page = (REPOSITORY / "docs" / "study.md").read_text(encoding="utf-8")
-    keys = [key for key in description.KEYS if key != "launch"]
-    for key in (*keys, *(f"launch.{key}" for key in description.LAUNCH)):
-        assert f"| `{key}` |" in page, key
+def test_the_page_is_the_schema() -> None:
+    """Each key of docs/study.md, its default as the code has it, its example taken; and no key besides."""
+    page = (REPOSITORY / "docs" / "study.md").read_text(encoding="utf-8").split("## Every key of a description")[1]
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.split("\n## ")[0].splitlines()]
+    found = {row[0].strip("|` "): row[1:] for row in rows if row[0].startswith("| `")}
+    schema = {key: value for key, value in description.KEYS.items() if key != "launch"}
+    schema |= {f"launch.{key}": value for key, value in description.LAUNCH.items()}
+    assert list(found) == list(schema)
+    for key, (kind, default, example, meaning) in found.items():
+        fits, _, wanted = schema[key]
+        assert kind and meaning and fits(yaml.safe_load(example.strip("`"))), (key, example)
+        if default.startswith("`"):
+            assert yaml.safe_load(default.strip("`")) == wanted, key
+        else:
+            assert wanted is (description.NEEDED if default == "–" else None), key
+    launch = {field.name: field.default for field in fields(Launch) if field.default not in (MISSING, ())}
+    assert launch == {
+        key: default for key, (*_, default) in description.LAUNCH.items() if key not in ("args", "sbatch")
+    }

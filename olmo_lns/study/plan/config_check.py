@@ -24,6 +24,8 @@ from olmo_lns.study.plan.compare import arm_problems, compare_planned, init_prob
 
 __all__ = ["Checked", "check", "find", "main"]
 
+#: For the estimate where nobody says how many.
+GPUS_OF_A_NODE = 8
 #: Files of other commands, which check them themselves: the key that tells them -> whose they are.
 ELSEWHERE = {"dataset_name": "TRL's own command", "augment": "olmo-lns vision train"}
 
@@ -43,22 +45,27 @@ class Checked:
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves, and every ``*.yaml``/``*.yml`` under a folder, recursively.
+    """The files themselves, and every ``*.yaml``/``*.yml`` under a folder, recursively; ``configs/…`` of the pack too.
 
     :raises LNSConfigError: a path that does not exist, or nothing found.
     """
     found: list[Path] = []
     for path in paths:
+        if not path.exists() and (packed := pack.folder().parent / path).exists() and path.parts[0] == "configs":
+            path = packed
         if not path.exists():
-            raise LNSConfigError(f"{path}: no such file or folder")
+            path = pack.located(path, "")
         found += sorted(p for p in path.rglob("*.y*ml") if p.is_file()) if path.is_dir() else [path]
     if not found:
         raise LNSConfigError("no *.yaml file found")
     return found
 
 
-def check(path: Path, *, gpus: int, gpu: str, budget: float | None) -> Checked:
-    """Check one file. Everything wrong with it is in ``problems``; nothing is raised for a bad file."""
+def check(path: Path, *, gpus: int | None, gpu: str, budget: float | None) -> Checked:
+    """Check one file. Everything wrong with it is in ``problems``; nothing is raised for a bad file.
+
+    :param gpus: of a run, which must divide the batch; None for an estimate on :data:`GPUS_OF_A_NODE`.
+    """
     try:
         kind = _kind(path)
         result = Checked(path, kind)
@@ -98,7 +105,8 @@ def _study(result: Checked) -> None:
     result.notes.append(f"{len(study.runs)} runs: {', '.join(study.sizes)} × {', '.join(study.arms)}")
 
 
-def _config(result: Checked, engine: Engine, gpus: int, gpu: str) -> None:
+def _config(result: Checked, engine: Engine, given: int | None, gpu: str) -> None:
+    gpus = given or GPUS_OF_A_NODE
     loaded = engine.load(result.path, {})
     settings = engine.settings(loaded)
     shape = result.shape = engine.shape(settings)
@@ -115,7 +123,7 @@ def _config(result: Checked, engine: Engine, gpus: int, gpu: str) -> None:
                 machine.split_by
             )
             result.problems.append(f"estimated {memory / 1e9:.0f} GB on a GPU{split} is more than {gpu} has")
-    if problem := machine.problem(shape, gpus, even=engine.even):
+    if given and (problem := machine.problem(shape, given, even=engine.even)):
         result.problems.append(problem)
 
 
@@ -166,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
     checking = commands.add_parser("check", help="load, count, estimate; exit code 1 when something is wrong")
     checking.add_argument("paths", nargs="+", type=Path, help="files, or folders searched recursively")
-    checking.add_argument("--gpus", type=at_least(1), default=8, help="GPUs of a run (default 8)")
+    checking.add_argument(
+        "--gpus", type=at_least(1), help="GPUs of a run: they must divide the batch (default: 8, for the estimate)"
+    )
     checking.add_argument("--gpu", choices=sorted(GPUS), default="H100")
     checking.add_argument("--budget", type=above_zero, help="tokens a run must reach in the fewest steps, such as 20e9")
     args = parser.parse_args(argv)
@@ -188,7 +198,17 @@ def _check_all(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     files = track(find(args.paths), "checking", console=console, transient=True, disable=not console.is_terminal)
     results = [check(path, gpus=args.gpus, gpu=args.gpu, budget=args.budget) for path in files]
-    head = ["file", "kind", "arm", "parameters", "tokens", "steps", "warm-up", f"1 of {args.gpus} GPUs (est.)", "check"]
+    head = [
+        "file",
+        "kind",
+        "arm",
+        "parameters",
+        "tokens",
+        "steps",
+        "warm-up",
+        f"1 of {args.gpus or GPUS_OF_A_NODE} GPUs (est.)",
+        "check",
+    ]
     table = [head, *map(_row, results)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:

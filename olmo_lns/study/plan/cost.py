@@ -81,7 +81,7 @@ def rows(study: Study, mfu: float = UTILISATION, *, gpu: str = GPU, gpus: int | 
 
 def check_batches(study: Study, runs: Sequence[Run], gpus: int | None = None) -> None:
     """:raises LNSConfigError: a run whose GPUs do not divide its batch."""
-    for run in runs:
+    for run in {run.size: run for run in reversed(runs)}.values():  # arms of a size differ in the arm alone
         machine = run.engine.machine(run.settings)
         if problem := machine.problem(run.shape, gpus or study.gpus(run), even=run.engine.even):
             raise LNSConfigError(f"run {run.name}: {problem}")
