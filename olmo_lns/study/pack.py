@@ -40,8 +40,9 @@ def located(name: str | Path, kind: str) -> Path:
     >>> located("paper", "study").name
     'paper.yaml'
     """
-    if Path(name).is_file():
-        return Path(name)
+    for path in (Path(name), Path(f"{name}.yaml")):  # a copy here, perhaps edited, comes before the pack's
+        if path.is_file():
+            return path
     wanted = str(name).removeprefix("configs/")
     for known in names():
         short = known.removeprefix(f"{kind}/")
