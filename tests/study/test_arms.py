@@ -151,14 +151,6 @@ def test_an_added_arm_in_the_demo(added: Arm, tmp_path) -> None:
     assert [run.overrides["model.layer_norm_type"] for run in study.runs] == ["rms", "toy_rms"]
 
 
-def test_plan_loads_each_config_once(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[object] = []
-    load = olmo_config.load
-    monkeypatch.setattr(olmo_config, "load", lambda *given: loaded.append(given) or load(*given))
-    assert cli.main(["plan", str(built.path)]) == 0
-    assert len(loaded) == len(built.study.runs) == 6
-
-
 @pytest.mark.parametrize(("name", "factor"), [("preln_head", 1.0), ("lns_head", 3**-0.5)])
 def test_the_head_is_all_that_full_megatron_leaves_under_a_scheme(name: str, factor: float) -> None:
     """Built by OLMo: the head at 1/sqrt(d), every other matrix and the residual outputs at init_std."""
