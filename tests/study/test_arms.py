@@ -130,8 +130,7 @@ def test_an_added_arm_is_seen_everywhere(
     assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
     assert cli.main(["report", str(built.path), "--out", str(built.out)]) == 0
     assert "Halved − Pre-LN" in (built.out / "report" / "report.md").read_text()
-    (handle,) = [each for each in drawn[0].axes[0].containers if each.get_label() == "Halved (this study)"]
-    line = handle.lines[0]
+    (line,) = [each for each in drawn[0].axes[0].lines if each.get_label() == "Halved"]
     assert (line.get_color(), line.get_marker(), len(line.get_xdata())) == ("#123456", "*", 2)
 
     from olmo.model import OLMo
