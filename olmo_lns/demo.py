@@ -47,7 +47,6 @@ _STEP, _EVAL = re.compile(r"\[step=(\d+)/"), re.compile(r"\[eval_step=(\d+)/")
 
 
 def parser() -> argparse.ArgumentParser:
-    known = [name for name, arm in ARMS.items() if OLMO.arm(arm) is not None]
     out = argparse.ArgumentParser(
         prog="olmo-lns demo",
         description="Train a small OLMo of 24 blocks as Pre-LN, Pre-LN with scaled initialization and LNS; measure the "
@@ -57,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--long", action="store_true", help="16 tokens a parameter, each arm at its best rate there")
     out.add_argument("--steps", type=at_least(1), help="optimizer steps of each run, instead of the description's")
     out.add_argument("--layers", type=at_least(2), help="blocks, instead of the description's")
-    out.add_argument("--arms", help=f"with commas between, of {', '.join(known)}")
+    out.add_argument("--arms", help="with commas between, such as preln,postln,lns; docs/study.md lists them")
     out.add_argument("--learning-rate", type=above_zero, help="one peak rate for all arms, instead of each arm's own")
     out.add_argument("--seeds", type=at_least(0), nargs="+", help="every arm is trained under each")
     out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
@@ -148,11 +147,10 @@ class _Display:
             text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in attempts(self.out / run.name))
             step, batch = (max((int(n) for n in kind.findall(text)), default=0) for kind in (_STEP, _EVAL))
             done += step + batch + min(START, text.count("INFO"))
-            if step and run.name not in self.announced:
+            proof = re.search(rf"{re.escape(ARMS[run.arm].scheme.definition.title)} on: .*\n", text)
+            if (step or proof) and run.name not in self.announced:
                 self.announced.add(run.name)
-                self.say(f"{_label(run)}: training has started")
-                if proof := re.search(rf"{re.escape(ARMS[run.arm].scheme.definition.title)} on: .*", text):
-                    self.say(f"  {proof[0]}")
+                self.say(f"{_label(run)}: the run has started{f'{chr(10)}  {proof[0].rstrip()}' if proof else ''}")
             if batch < self.evaluations:
                 at = f"evaluating {batch}/{self.evaluations}" if batch else f"{step}/{_steps(run)}"
                 parts.append(f"{run.arm} {at if step else 'starting'}")
@@ -197,8 +195,11 @@ def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
     write_results(results, out / "results.csv")
     rows = []
     for run, result in zip(study.runs, results, strict=True):
-        rows.append(Row(run, result, _measure(run, out, 0), _measure(run, out, _steps(run))))
-        display.measured += 2
+        variances = []
+        for step in (0, _steps(run)):
+            variances.append(_measure(run, out, step))
+            display.measured += 1
+        rows.append(Row(run, result, *variances))
     return rows
 
 

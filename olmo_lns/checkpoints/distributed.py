@@ -7,14 +7,17 @@ with its checksums before it is loaded.
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import io
 import pickle
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, BinaryIO, Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,15 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from olmo_lns.checkpoints import METADATA
@@ -42,9 +37,6 @@ from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
 from olmo_lns.errors import LNSConfigError, one_line
 
 __all__ = ["DistributedCheckpoint"]
-
-#: Bytes after which another file is begun: torch's writer holds the tensors of a file until it is complete.
-_FILE_BYTES = 1 << 30
 
 
 class _Inert:
@@ -80,65 +72,39 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's metadata")
 
 
-class _Reader(FileSystemReader):
-    """torch's reader, with our own unpickler, whose chunks are compared with their checksums, once each."""
+class _Part(io.RawIOBase):
+    """Bytes ``start`` to ``start + length`` of a file, as a file of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._checked: set[MetadataIndex] = set()
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        file.seek(start)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / METADATA
-        try:
-            with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except FileNotFoundError:
-            raise LNSConfigError(
-                f"{path} does not exist: {self.path} is not a complete distributed checkpoint"
-            ) from None
-        except Exception as error:  # a damaged pickle raises almost anything
-            raise LNSConfigError(f"{path} is damaged or unsafe: {one_line(error)}") from None
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise LNSConfigError(f"{path} does not describe a distributed checkpoint")
-        return metadata
+    def readable(self) -> bool:
+        return True
 
-    def read(self, items: Iterable[ReadItem], planner: _Place) -> None:
-        """:raises LNSConfigError: a chunk is damaged, or not what the metadata says."""
-        for item in items:
-            info = self.storage_data[item.storage_index]
-            source = f"{Path(self.path) / info.relative_path} ({item.storage_index.fqn})"
-            if item.type == LoadItemType.TENSOR and item.storage_index not in self._checked:
-                with (Path(self.path) / info.relative_path).open("rb") as file:
-                    file.seek(info.offset)
-                    check_archive(source, io.BytesIO(file.read(info.length)))
-                self._checked.add(item.storage_index)
-            with loading(source):
-                self.read_data(LoadPlan([item]), planner).wait()
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        place = offset + (0, self.tell(), self._length)[whence]
+        if place < 0:
+            raise OSError(errno.EINVAL, "a place before the beginning of the file")
+        return self._file.seek(self._start + place) - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        left = max(self._length - self.tell(), 0)
+        return self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]
 
 
-class _Place(DefaultLoadPlanner):
-    """Where torch's reader puts the one tensor, or the bytes of the one object, that it is asked for."""
-
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.tensor, self.content = tensor, b""
-
-    def lookup_tensor(self, index: MetadataIndex) -> Any:
-        return self.tensor
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.content = value.getvalue()
-
-
-class _Chunks(DefaultSavePlanner):
+class _Content(DefaultSavePlanner):
     """What torch's writer writes: for each item the value that ``content`` gives when its turn comes."""
 
     def __init__(self, content: Callable[[WriteItem], Any]) -> None:
         super().__init__()
-        self._content = content
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        return self._content(write_item)
+        self.resolve_data = content  # type: ignore[method-assign, assignment]
 
 
 class DistributedCheckpoint:
@@ -148,11 +114,11 @@ class DistributedCheckpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._reader = folder, _Reader(folder)
-        self.metadata = self._reader.read_metadata()
+        self.folder = folder
+        self.metadata = _read_metadata(folder / METADATA)
+        self._checked: set[MetadataIndex] = set()
         self._check_files()
         self._check_coverage()
-        self._reader.set_up_storage_reader(self.metadata, True)
 
     @property
     def names(self) -> list[str]:
@@ -165,37 +131,44 @@ class DistributedCheckpoint:
 
         :param row: only ``tensor[row]``, for tensors that stack all layers; other rows are not read.
         """
-        size = tuple(self._entry(name).size)
+        entry, dtype = self._entry(name), self._dtype(name)
+        size = tuple(entry.size)
+        largest = max((torch.Size(chunk.sizes).numel() for chunk in entry.chunks), default=0) * dtype.itemsize
         if row is None:
-            return LazyTensor(size, self._dtype(name), lambda: self._region(name, (0,) * len(size), size))
+            whole = LazyTensor(size, dtype, lambda: self._region(name, (0,) * len(size), size))
+            return replace(whole, memory=whole.nbytes + (largest if len(entry.chunks) > 1 else 0))
         offsets, sizes = (row, *(0 for _ in size[1:])), (1, *size[1:])
-        return LazyTensor(size[1:], self._dtype(name), lambda: self._region(name, offsets, sizes)[0])
+        part = LazyTensor(size[1:], dtype, lambda: self._region(name, offsets, sizes)[0])
+        return replace(part, memory=part.nbytes + (largest if largest > part.nbytes else 0))
 
     def object(self, name: str) -> bytes | None:
         """The bytes of an entry that is no tensor, None where there is no such entry."""
         if not isinstance(self.metadata.state_dict_metadata.get(name), BytesStorageMetadata):
             return None
-        index, place = MetadataIndex(name), _Place()
-        nothing = torch.Size(())
-        self._reader.read([ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)], place)
-        return place.content
+        with self._stored(MetadataIndex(name)) as (part, _):
+            return part.read()
 
     def rewrite(
         self,
         folder: Path,
         keep: Callable[[str], bool],
         functions: Mapping[str, ChunkFunction],
+        *,
+        max_bytes: int,
+        dtypes: Mapping[str, torch.dtype | None] | None = None,
         objects: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write a checkpoint of the same chunks into ``folder``, some dropped and some changed.
 
         :param keep: whether an entry (tensor or object) is kept, by name.
-        :param functions: name -> what to do with each of its chunks; the dtype may change.
+        :param functions: name -> what to do with each of its chunks, which it may change in place.
+        :param max_bytes: of a file, and of what is held at once; a chunk that needs more gets a file of its own.
+        :param dtypes: name -> the dtype that its function gives; None, and for other names: as it is.
         :param objects: name -> new bytes of an object.
         :raises LNSConfigError: a chunk is damaged. :raises OSError: a file cannot be written.
         """
-        kept = {name: entry for name, entry in self.metadata.state_dict_metadata.items() if keep(name)}
-        plans, metadata = create_default_global_save_plan(list(_files(kept)))
+        kept = {name: self._written(name, (dtypes or {}).get(name)) for name in self._every if keep(name)}
+        plans, metadata = create_default_global_save_plan(list(self._files(kept, max_bytes)))
 
         def content(item: WriteItem) -> Any:
             name = item.index.fqn
@@ -203,17 +176,13 @@ class DistributedCheckpoint:
                 return io.BytesIO((objects or {}).get(name) or self.object(name) or b"")
             chunk = item.tensor_data.chunk
             value = self._region(name, chunk.offsets, chunk.sizes)
-            if name in functions:
-                value = functions[name](name, tuple(chunk.offsets), value)
-                entry: Any = metadata.state_dict_metadata[name]
-                entry.properties = dataclasses.replace(entry.properties, dtype=value.dtype)
-            return value
+            return functions[name](name, tuple(chunk.offsets), value) if name in functions else value
 
         writer = FileSystemWriter(folder, sync_files=False)  # all of an export is flushed at its end
         folder.mkdir(exist_ok=True)
         with writing(folder):
             numbered = writer.prepare_global_plan(plans)
-            results = [writer.write_data(plan, _Chunks(content)).wait() for plan in numbered]
+            results = [writer.write_data(plan, _Content(content)).wait() for plan in numbered]
             if isinstance(planner := self.metadata.planner_data, dict):
                 metadata.planner_data = {name: path for name, path in planner.items() if keep(name)}
             if hasattr(self.metadata, "mcore_data"):
@@ -221,12 +190,74 @@ class DistributedCheckpoint:
                 metadata.mcore_data = data  # type: ignore[attr-defined]
             writer.finish(metadata, results)  # last: without .metadata no loader takes the folder for a checkpoint
 
+    def _written(self, name: str, dtype: torch.dtype | None) -> Any:
+        """The metadata of an entry that is written in ``dtype``, None as it is."""
+        entry = self._every[name]
+        if dtype is None or not isinstance(entry, TensorStorageMetadata):
+            return entry
+        return replace(entry, properties=replace(entry.properties, dtype=dtype))
+
+    def _files(self, entries: Mapping[str, Any], max_bytes: int) -> Iterator[SavePlan]:
+        """The chunks of ``entries``, in one plan for each file: torch's writer holds a file until it is complete."""
+        items: list[WriteItem] = []
+        held = 0
+        for name, entry in entries.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                continue
+            read, written = self._dtype(name), entry.properties.dtype
+            for chunk in entry.chunks:
+                count = torch.Size(chunk.sizes).numel()
+                beside = count * read.itemsize if read != written else 0
+                if held and held + count * written.itemsize + beside > max_bytes:
+                    yield SavePlan(items)
+                    items, held = [], 0
+                data = TensorWriteData(chunk, entry.properties, entry.size)
+                items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+                held += count * written.itemsize
+        yield SavePlan(items)
+
+    @contextmanager
+    def _stored(self, index: MetadataIndex) -> Iterator[tuple[_Part, str]]:
+        """Where an item is stored, and what messages call that place."""
+        info = self.metadata.storage_data[index]
+        with (self.folder / info.relative_path).open("rb") as file:
+            yield _Part(file, info.offset, info.length), f"{self.folder / info.relative_path} ({index.fqn})"
+
+    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+        """A chunk as it was saved, in memory of its own. :raises LNSConfigError: it is damaged."""
+        with self._stored(index) as (part, source):
+            if index not in self._checked:
+                check_archive(source, part)  # type: ignore[arg-type]
+                self._checked.add(index)
+            part.seek(0)
+            with loading(source):
+                tensor = torch.load(part, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != self._dtype(index.fqn):
+            raise LNSConfigError(f"{source} is not the {self._dtype(index.fqn)} tensor that the metadata names")
+        return tensor.contiguous()
+
     def _region(self, name: str, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
-        """A part of a tensor, in memory of its own."""
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        tensor = torch.empty(chunk.sizes, dtype=self._dtype(name))
-        self._reader.read(create_read_items_for_chunk_list(name, self._entry(name), [chunk]), _Place(tensor))
+        """A part of a tensor, in memory of its own; a stored chunk takes that memory once."""
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(name, self._entry(name), [wanted])
+        if len(items) == 1 and items[0].lengths == wanted.sizes:
+            chunk = self._chunk(items[0].storage_index)
+            if chunk.shape == wanted.sizes:
+                return chunk
+            with loading(f"{self.folder} ({name})"):
+                return narrow_tensor_by_index(chunk, items[0].storage_offsets, wanted.sizes).clone()
+        tensor = torch.empty(wanted.sizes, dtype=self._dtype(name))
+        for item in items:
+            with loading(f"{self.folder} ({name})"):
+                part = narrow_tensor_by_index(self._chunk(item.storage_index), item.storage_offsets, item.lengths)
+                narrow_tensor_by_index(tensor, item.dest_offsets, item.lengths).copy_(part)
+            del part
         return tensor
+
+    @property
+    def _every(self) -> Mapping[str, Any]:
+        return self.metadata.state_dict_metadata
 
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata.get(name)
@@ -271,20 +302,15 @@ class DistributedCheckpoint:
                     raise LNSConfigError(f"{self.folder}: the metadata lists no bytes for {name} at {chunk.offsets}")
 
 
-def _files(entries: Mapping[str, Any]) -> Iterable[SavePlan]:
-    """The chunks of ``entries``, in one plan a file of at most :data:`_FILE_BYTES`, or of one larger chunk."""
-    items: list[WriteItem] = []
-    held = 0
-    for name, entry in entries.items():
-        for chunk in getattr(entry, "chunks", [None]):
-            if chunk is None:
-                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-                continue
-            size = torch.Size(chunk.sizes).numel() * entry.properties.dtype.itemsize
-            if items and held + size > _FILE_BYTES:
-                yield SavePlan(items)
-                items, held = [], 0
-            data = TensorWriteData(chunk, entry.properties, entry.size)
-            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-            held += size
-    yield SavePlan(items)
+def _read_metadata(path: Path) -> Metadata:
+    """:raises LNSConfigError: the file is absent, damaged, or names what has no place in it."""
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        raise LNSConfigError(f"{path} does not exist: {path.parent} is not a complete distributed checkpoint") from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise LNSConfigError(f"{path} is damaged or unsafe: {one_line(error)}") from None
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise LNSConfigError(f"{path} does not describe a distributed checkpoint")
+    return metadata

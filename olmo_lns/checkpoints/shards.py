@@ -21,17 +21,21 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 
 
 def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes: int) -> list[Path]:
-    """Write one file, or numbered shards of at most ``max_bytes`` and their index; one shard is held in memory.
+    """Write one file, or numbered shards and their index.
 
-    A tensor larger than ``max_bytes`` gets a shard of its own.
+    A shard, with what reading its tensors takes besides, is at most ``max_bytes``, which is what is held in memory; a
+    tensor that takes more gets a shard of its own.
 
     :raises OSError: a file cannot be written.
     """
     groups: list[dict[str, LazyTensor]] = [{}]
+    held = 0
     for name, tensor in tensors.items():
-        if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensor.nbytes > max_bytes:
+        if groups[-1] and held + max(tensor.nbytes, tensor.memory) > max_bytes:
             groups.append({})
+            held = 0
         groups[-1][name] = tensor
+        held += tensor.nbytes
     if len(groups) == 1:
         return [_write_file(folder / _SINGLE, groups[0])]
     paths = [

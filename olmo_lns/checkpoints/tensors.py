@@ -21,16 +21,20 @@ ChunkFunction = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
 class LazyTensor:
     """A tensor whose shape and dtype are known, and whose data is read when it is needed.
 
-    :param load: reads the tensor; whoever calls it does not change the result in place, which may lie in the file.
+    :param load: reads the tensor.
+    :param memory: bytes of memory of its own that ``load`` takes; 0 where the result lies in a mapped file, and then
+        nobody changes it in place.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
+    memory: int = 0
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> LazyTensor:
-        """The tensor ``function(self)``; ``changes`` names its shape or dtype where they differ."""
-        return replace(self, load=lambda: function(self.load()), **changes)
+        """The tensor ``function(self)``, in new memory; ``changes`` names its shape or dtype where they differ."""
+        made = replace(self, load=lambda: function(self.load()), **changes)
+        return replace(made, memory=changes.get("memory", self.memory + made.nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +53,8 @@ def split_rows(tensor: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
 def join_rows(*parts: LazyTensor) -> LazyTensor:
     """One tensor of the rows of ``parts``, of one dtype, one after another."""
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.load() for part in parts]))
+    memory = sum(part.memory + part.nbytes for part in parts)
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.load() for part in parts]), memory)
 
 
 def check_depth(layers: int, found: Mapping[str, LazyTensor], source: object) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import re
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.unfold and args.format == "hf":
         parser.error("--unfold writes a checkpoint to train on: --format olmo, olmo-core or megatron")
+    _give_memory_back()
     with _terminable():
         lines = run(args)
     print("\n".join(lines))
@@ -59,17 +61,13 @@ def run(args: argparse.Namespace) -> list[str]:
         dtype=dtypes.DTYPES.get(args.dtype),
         exponent=args.exponent,
         tokenizer=args.tokenizer,
-        max_shard_size=args.max_shard_size or Options.max_shard_size,
+        max_shard_size=args.max_shard_size,
         drop_optimizer=args.drop_optimizer,
     )
-    for flag, given in (
-        ("--tokenizer", args.tokenizer not in (None, "none")),
-        ("--max-shard-size", args.max_shard_size),
-    ):
-        if given and options.format != HF:
-            raise LNSConfigError(
-                f"{flag} is of --format hf; --format {options.format} has no place for it: leave it out"
-            )
+    if args.tokenizer not in (None, "none") and options.format != HF:
+        raise LNSConfigError(
+            f"--tokenizer is of --format hf; --format {options.format} has no place for it: leave it out"
+        )
     if args.unfold and options.dtype is not None:
         raise LNSConfigError("--unfold keeps the dtype of the checkpoint: training continues from it")
     rounding = options.rounding
@@ -85,7 +83,14 @@ def run(args: argparse.Namespace) -> list[str]:
     return [*lines, f"wrote {options.output}: {size / 1e6:,.1f} MB, SHA256SUMS"]
 
 
-@contextmanager
+def _give_memory_back() -> None:
+    """Let glibc return every large block when it is freed; it would keep those of up to 32 MB for itself."""
+    mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such setting
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
+
+
+@contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """SIGTERM unwinds like Ctrl-C, so that a batch system's stop leaves nothing behind."""
 
@@ -139,9 +144,13 @@ def _parser() -> argparse.ArgumentParser:
         type=exponent,
         help="of the factor, only where the checkpoint does not say it (0.5 is the paper's)",
     )
+    add(
+        "--max-shard-size",
+        type=byte_size,
+        help="of a file of weights, and of the memory that they take meanwhile (default 5GB)",
+    )
     hub = parser.add_argument_group("Hugging Face")
     hub.add_argument("--tokenizer", help="tokenizer.json, a folder, a hub name, or none; default: the checkpoint's own")
-    hub.add_argument("--max-shard-size", type=byte_size, help="of a safetensors file (default 5GB)")
     inverse = parser.add_argument_group("the inverse")
     inverse.add_argument("--unfold", action="store_true", help="divide the factor out again, to train on under LNS")
     inverse.add_argument("--drop-optimizer", action="store_true", help="do not carry the optimizer's moments over")

@@ -37,7 +37,7 @@ __all__ = [
 #: What a tensor is multiplied by: a number, or one for each of its rows.
 Factor = float | torch.Tensor
 #: Elements handled at once, in float64.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 #: Sub-layer -> the matrix whose rows are its outputs.
 _OUTPUTS = {"attn": "attn_out", "ff": "ff_out"}
 
@@ -81,13 +81,21 @@ class Rounding:
             self.worst, self.where = error, name
 
     def scale(
-        self, name: str, tensor: torch.Tensor, factor: Factor, dtype: torch.dtype, shift: float = 0.0
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        factor: Factor,
+        dtype: torch.dtype,
+        shift: float = 0.0,
+        *,
+        in_place: bool = False,
     ) -> torch.Tensor:
         """``(tensor + shift) * factor`` in ``dtype``, computed in float64 and rounded once.
 
         :param tensor: any shape, any floating dtype; of another one, only what stays as it is.
         :param factor: dimensionless; a number, or fp64 (rows,), one for each row.
         :param shift: 1.0 for a zero-centred gain, whose stored value is the gain minus one.
+        :param in_place: whether ``tensor`` may be changed; it is where it has the dtype.
         :raises LNSConfigError: a value is NaN or infinite, or overflows ``dtype``; or the tensor is to be changed and
             not of a plain floating dtype.
         """
@@ -98,7 +106,8 @@ class Rounding:
         check_dtype(name, tensor.dtype, "cannot scale")
         if not tensor.numel():
             return tensor.to(dtype)
-        result = torch.empty(tensor.shape, dtype=dtype)
+        own = in_place and tensor.dtype == dtype and tensor.is_contiguous()
+        result = tensor if own else torch.empty(tensor.shape, dtype=dtype)
         rows = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
         written, worst = result.view(rows.shape), 0.0
         step = max(1, _CHUNK // rows.shape[1])
@@ -119,7 +128,12 @@ class Rounding:
         self, name: str, tensor: LazyTensor, factor: Factor, dtype: torch.dtype, shift: float = 0.0
     ) -> LazyTensor:
         """:meth:`scale`, when the tensor is read."""
-        return tensor.map(lambda t: self.scale(name, t, factor, dtype, shift), dtype=dtype)
+        in_place = tensor.memory > 0 and tensor.dtype == dtype
+        same = tensor.dtype == dtype and isinstance(factor, float) and factor == 1.0 and shift == 0.0
+        changes = {"memory": tensor.memory} if in_place or same else {}
+        return tensor.map(
+            lambda t: self.scale(name, t, factor, dtype, shift, in_place=in_place), dtype=dtype, **changes
+        )
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -153,7 +167,7 @@ def chunk_scaler(name: str, factor: Factor, rounding: Rounding, dtype: torch.dty
 
     def scale(_: Any, offsets: Any, chunk: torch.Tensor) -> torch.Tensor:
         part = factor if isinstance(factor, float) else factor[offsets[0] : offsets[0] + chunk.shape[0]]
-        return rounding.scale(name, chunk, part, dtype or chunk.dtype)
+        return rounding.scale(name, chunk, part, dtype or chunk.dtype, in_place=True)
 
     return scale
 

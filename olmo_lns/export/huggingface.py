@@ -222,7 +222,7 @@ class Stock:
         :raises LNSConfigError: a dtype that weights are not written in.
         """
         config = self.config | {"torch_dtype": self.dtype} | dict(record)
-        write_safetensors(out, self.weights, options.max_shard_size)
+        write_safetensors(out, self.weights, options.shard_bytes)
         generation = {k: config.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"use_cache": True}
         _write_json(out / "generation_config.json", generation)
         _write_json(out / "config.json", config)

@@ -64,7 +64,7 @@ class Megatron(Source):
         def write(out: Path) -> list[str]:
             changes: dict[str, Any] = {"layernorm_scaling": True, "layernorm_scaling_folded": False}
             changes["layernorm_scaling_exponent"] = record.scheme.parameters["exponent"]
-            write_megatron(out, checkpoint, lambda number: 1 / factor(number), options.rounding, **changes)
+            write_megatron(out, checkpoint, lambda number: 1 / factor(number), options, **changes)
             return [
                 f"Megatron torch_dist, {record}: the factor is outside again",
                 "warning: the optimizer's moments were dropped: load with --finetune and --layernorm-scaling",
@@ -100,7 +100,7 @@ def _for_megatron(checkpoint: MegatronCheckpoint, options: Options) -> Target:
     flag = Settings.of_scheme(scheme).flag
 
     def write(out: Path) -> list[str]:
-        write_megatron(out, checkpoint, scale, options.rounding, branches, **changes)
+        write_megatron(out, checkpoint, scale, options, branches, **changes)
         lines = [f"Megatron torch_dist, {checkpoint.folder.name}: load it with --finetune, without {flag}"]
         if checkpoint.shift:
             lines.append("zero-centred gains were written as plain gains: run without --apply-layernorm-1p")
@@ -140,7 +140,7 @@ def write_megatron(
     out: Path,
     checkpoint: MegatronCheckpoint,
     scale: Callable[[int], float],
-    rounding: Rounding,
+    options: Options,
     branches: dict[str, ChunkFunction] | None = None,
     **args: Any,
 ) -> None:
@@ -151,7 +151,7 @@ def write_megatron(
     Zero-centred gains are written as plain gains: s·(1+g) - 1 would lose up to a percent in
     bf16. ``args`` are changes of the saved arguments.
     """
-    shift = checkpoint.shift
+    shift, rounding = checkpoint.shift, options.rounding
     functions: dict[str, ChunkFunction] = {
         name: _scaler(name, layer, scale, rounding, shift if name.endswith("weight") else 0.0)
         for name, layer in checkpoint.sites()
@@ -166,7 +166,8 @@ def write_megatron(
     objects = {COMMON_OBJECT: common_bytes(common)}
     kept_names = {n for n in checkpoint.state.metadata.state_dict_metadata if not TRAINING.match(n)}
     kept_names -= {name for name in kept_names if branches is not None and OWN.match(name)}
-    checkpoint.state.rewrite(folder, kept_names.__contains__, functions, objects)
+    keep, max_bytes = kept_names.__contains__, options.shard_bytes
+    checkpoint.state.rewrite(folder, keep, functions, max_bytes=max_bytes, objects=objects)
     copy_unread(checkpoint.folder / "metadata.json", folder / "metadata.json")
     if COMMON_OBJECT not in checkpoint.state.metadata.state_dict_metadata:
         torch.save(common, folder / COMMON)
@@ -182,17 +183,16 @@ def _scaler(name: str, layer: int | None, scale: Callable[[int], float], roundin
 
     def function(_: str, offsets: tuple[int, ...], chunk: torch.Tensor) -> torch.Tensor:
         if layer is not None:
-            return rounding.scale(name, chunk, scale(layer + 1), chunk.dtype, shift)
-        numbers = range(offsets[0] + 1, offsets[0] + 1 + len(chunk))
-        return torch.stack(
-            [rounding.scale(name, r, scale(n), r.dtype, shift) for n, r in zip(numbers, chunk, strict=True)]
-        )
+            return rounding.scale(name, chunk, scale(layer + 1), chunk.dtype, shift, in_place=True)
+        for number, row in enumerate(chunk, offsets[0] + 1):
+            rounding.scale(name, row, scale(number), row.dtype, shift, in_place=True)
+        return chunk
 
     return function
 
 
 def _shifter(rounding: Rounding, shift: float) -> ChunkFunction:
-    return lambda name, _, chunk: rounding.scale(name, chunk, 1.0, chunk.dtype, shift)
+    return lambda name, _, chunk: rounding.scale(name, chunk, 1.0, chunk.dtype, shift, in_place=True)
 
 
 def _branch_functions(checkpoint: MegatronCheckpoint, rounding: Rounding) -> dict[str, ChunkFunction]:
@@ -222,12 +222,14 @@ def _branch_functions(checkpoint: MegatronCheckpoint, rounding: Rounding) -> dic
             value = factor(index, sub_layer)
             if not isinstance(value, float):
                 value = value.expand(len(rows)) if len(value) == 1 else value[start : start + len(rows)]
-            return rounding.scale(name, rows, value, rows.dtype)
+            return rounding.scale(name, rows, value, rows.dtype, in_place=True)
 
         def scale(_: str, offsets: tuple[int, ...], chunk: torch.Tensor) -> torch.Tensor:
             if number is not None:
                 return of_layer(int(number), offsets[0], chunk)
-            return torch.stack([of_layer(offsets[0] + i, offsets[1], rows) for i, rows in enumerate(chunk)])
+            for index, rows in enumerate(chunk, offsets[0]):
+                of_layer(index, offsets[1], rows)
+            return chunk
 
         return scale
 

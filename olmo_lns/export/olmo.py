@@ -20,7 +20,7 @@ from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import fold, gemma2, huggingface, tokenizer
 from olmo_lns.export.atomic import copy_unread
-from olmo_lns.export.fold import Factor, Rounding, chunk_scaler, scaled
+from olmo_lns.export.fold import Factor, chunk_scaler, scaled
 from olmo_lns.export.moments import moment_functions, rescaled
 from olmo_lns.export.options import HF, OLMO, OLMO_UNSHARDED, Options, Source, Target
 from olmo_lns.integrations.olmo import types
@@ -69,7 +69,7 @@ class OLMo(Source):
             ]
         else:
             kind, factors, lines = model.base_norm, _factors(checkpoint), _in_words(checkpoint, layout)
-        new = NewCheckpoint(checkpoint, record, kind, layout, options.rounding, factors, options.dtype)
+        new = NewCheckpoint(checkpoint, record, kind, layout, options, factors)
         return new.target(lines)
 
     def unfold(self, folder: Path, options: Options) -> Target:
@@ -84,7 +84,7 @@ class OLMo(Source):
             record,
             types.spell(record.scheme, checkpoint.architecture.base_norm),
             layout,
-            options.rounding,
+            options,
             {name: 1 / scale for name, scale in scales.items()},
             moments=moments,
             optimizer=optimizer,
@@ -197,7 +197,6 @@ class NewCheckpoint:
     :param record: of the weights written, and ``layer_norm_type`` what the config calls them.
     :param factors: parameter -> what it is multiplied by.
     :param layout: ``unsharded`` or ``sharded``; a sharded one needs a sharded source.
-    :param dtype: of the weights, None as they are.
     :param moments: also keep what is not the model in a sharded checkpoint (the optimizer), and do
         this to its tensors; None: the model alone. :param optimizer: the state to write beside an unsharded one.
     """
@@ -206,15 +205,17 @@ class NewCheckpoint:
     record: Record
     layer_norm_type: str
     layout: str
-    rounding: Rounding
+    options: Options
     factors: Mapping[str, Factor] = field(default_factory=dict)
-    dtype: torch.dtype | None = None
     moments: Mapping[str, ChunkFunction] | None = None
     optimizer: Any = None
 
     def target(self, lines: list[str]) -> Target:
-        """:param lines: of the report."""
-        weights = scaled(_kept(self.source, self.record), self.factors, self.rounding, self.dtype)
+        """:param lines: of the report. :raises LNSConfigError: shards are asked for where there are none."""
+        if self.layout == "unsharded" and self.options.max_shard_size:
+            raise LNSConfigError("--max-shard-size: an unsharded OLMo checkpoint is one model.pt: leave it out")
+        kept, options = _kept(self.source, self.record), self.options
+        weights = scaled(kept, self.factors, options.rounding, options.dtype)
 
         def write(out: Path) -> list[str]:
             self._unsharded(out, weights) if self.layout == "unsharded" else self._sharded(out, set(weights))
@@ -243,14 +244,17 @@ class NewCheckpoint:
 
     def _sharded(self, out: Path, kept: set[str]) -> None:
         functions = {
-            stored: chunk_scaler(name, self.factors.get(name, 1.0), self.rounding, self.dtype)
+            stored: chunk_scaler(name, self.factors.get(name, 1.0), self.options.rounding, self.options.dtype)
             for name, stored in self.source.stored_names.items()
         }
-        functions.update(self.moments or {})
         gone = {stored for name, stored in self.source.stored_names.items() if name not in kept}
         model_only = self.moments is None
         self.source.sharded.rewrite(
-            out / SHARDED, lambda n: n not in gone and (n.startswith("model.") or not model_only), functions
+            out / SHARDED,
+            lambda n: n not in gone and (n.startswith("model.") or not model_only),
+            functions | dict(self.moments or {}),
+            max_bytes=self.options.shard_bytes,
+            dtypes=dict.fromkeys(functions, self.options.dtype),
         )
 
 

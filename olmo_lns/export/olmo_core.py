@@ -16,7 +16,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from olmo_lns import __version__
 from olmo_lns.checkpoints.olmo_core import (
@@ -83,8 +83,7 @@ class OLMoCore(Source):
 
         def write(out: Path) -> list[str]:
             functions = _functions(checkpoint, factors, options)
-            kept = functions.__contains__
-            checkpoint.stored.rewrite(out / WEIGHTS, kept, functions)
+            _rewrite(checkpoint, out, functions.__contains__, functions, options)
             record.write(out)
             _write_config(out, config)
             return [
@@ -100,7 +99,7 @@ class OLMoCore(Source):
         checkpoint = OLMoCoreCheckpoint.open(folder)
         options.require_exponent(checkpoint.record, folder)
         if checkpoint.default_scaled:
-            return _mended(checkpoint)
+            return _mended(checkpoint, options)
         record = unfolded_record(checkpoint.record, folder)
         scales = checkpoint.factors_of(record.scheme)
 
@@ -110,7 +109,7 @@ class OLMoCore(Source):
             if not options.drop_optimizer:
                 moments = moment_functions(checkpoint.stored, checkpoint.folder, scales, options.rounding)
             kept = _MODEL_AND_OPTIMIZER if moments else (PREFIX,)
-            checkpoint.stored.rewrite(out / WEIGHTS, lambda name: name.startswith(kept), functions | moments)
+            _rewrite(checkpoint, out, lambda name: name.startswith(kept), functions | moments, options)
             _write_rest(out, checkpoint, record)
             return [f"{record}: the factor is outside again", _about_training(out, len(moments), options)]
 
@@ -138,6 +137,18 @@ def _functions(
     }
 
 
+def _rewrite(
+    checkpoint: OLMoCoreCheckpoint,
+    out: Path,
+    keep: Callable[[str], bool],
+    functions: Mapping[str, ChunkFunction],
+    options: Options,
+) -> None:
+    dtypes = dict.fromkeys((PREFIX + name for name in checkpoint.tensors), options.dtype)
+    stored = checkpoint.stored
+    stored.rewrite(out / WEIGHTS, keep, functions, max_bytes=options.shard_bytes, dtypes=dtypes)
+
+
 def _stock(checkpoint: OLMoCoreCheckpoint, factors: Mapping[str, Factor], options: Options) -> Stock:
     """:raises LNSConfigError: no transformers class computes this model."""
     own = tokenizer.identifier_in(checkpoint.config.get("dataset") or {}, checkpoint.folder / CONFIG_FILE)
@@ -145,14 +156,14 @@ def _stock(checkpoint: OLMoCoreCheckpoint, factors: Mapping[str, Factor], option
     return Stock(transformers_config(checkpoint), weights, "its blocks are this model's", own, checkpoint.folder)
 
 
-def _mended(checkpoint: OLMoCoreCheckpoint) -> Target:
+def _mended(checkpoint: OLMoCoreCheckpoint, options: Options) -> Target:
     """A ``default_scaled`` checkpoint whose factors were right, as one of ours: weights and optimizer unchanged."""
     record = replace(checkpoint.record, plugin_version=__version__)
 
     def write(out: Path) -> list[str]:
         buffers = sum(name.endswith(f".{BUFFER}") for name in checkpoint.stored.names)
-        functions = _functions(checkpoint, {}, Options(""))
-        checkpoint.stored.rewrite(out / WEIGHTS, lambda name: not name.endswith(f".{BUFFER}"), functions)
+        functions = _functions(checkpoint, {}, options)
+        _rewrite(checkpoint, out, lambda name: not name.endswith(f".{BUFFER}"), functions, options)
         _write_rest(out, checkpoint, record)
         return [f"{DEFAULT_SCALED} blocks are {CLASS} with {record.scheme} now; {buffers} buffers dropped"]
 

@@ -27,6 +27,9 @@ __all__ = [
 
 OLMO, OLMO_UNSHARDED, OLMO_CORE, HF, MEGATRON = FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
 
+#: Of a file of weights, where nothing else is asked for: what transformers took for long.
+SHARD_BYTES = 5_000_000_000
+
 
 @dataclass(frozen=True)
 class Options:
@@ -35,7 +38,7 @@ class Options:
     :param dtype: of the weights written, None as they are.
     :param exponent: of the factor, only where the checkpoint does not say it.
     :param tokenizer: a file, folder or hub name, or ``none``; None: the checkpoint's own.
-    :param max_shard_size: bytes of a safetensors file.
+    :param max_shard_size: bytes of a file of weights, and of what an export holds of them; None: :data:`SHARD_BYTES`.
     :param drop_optimizer: ``--unfold`` leaves the optimizer's moments out.
     :param rounding: keeps account of what the export changes.
     """
@@ -45,9 +48,13 @@ class Options:
     dtype: torch.dtype | None = None
     exponent: float | None = None
     tokenizer: str | None = None
-    max_shard_size: int = 5_000_000_000
+    max_shard_size: int | None = None
     drop_optimizer: bool = False
     rounding: Rounding = field(default_factory=Rounding)
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.max_shard_size or SHARD_BYTES
 
     def require_exponent(self, record: Record, folder: Path) -> None:
         """:raises LNSConfigError: another one than the checkpoint says, which would otherwise be passed over."""

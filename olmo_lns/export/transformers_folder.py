@@ -65,7 +65,7 @@ class ModelFolder(Source):
             lines = [f"{kind} -> {type(model).__name__}: {record['scheme']} folded into the weights"]
             lines.append("adapters trained on the unfolded model do not fit this one: merge them first, then export")
             lines.append(_tokenizer(folder, out, options.tokenizer, config.to_dict()))
-            write_safetensors(out, folded, options.max_shard_size)
+            write_safetensors(out, folded, options.shard_bytes)
             if (folder / GENERATION).is_file():
                 copy_unread(folder / GENERATION, out / GENERATION)
             config.save_pretrained(out)

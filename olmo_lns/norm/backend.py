@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,23 +31,13 @@ class Backend:
     name: str
     reason: str
 
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, scale: float, **kwargs: Any
-    ) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As :func:`olmo_lns.norm.rms_norm`."""
-        return (te if self.name == "te" else pytorch).rms_norm(x, weight, eps, scale, **kwargs)
+        return (te if self.name == "te" else pytorch).rms_norm(x, *args, **kwargs)
 
-    def layer_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        scale: float,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def layer_norm(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As :func:`olmo_lns.norm.layer_norm`."""
-        return (te if self.name == "te" else pytorch).layer_norm(x, weight, bias, eps, scale, **kwargs)
+        return (te if self.name == "te" else pytorch).layer_norm(x, *args, **kwargs)
 
 
 def choose_backend(name: str | None = None, *, device: torch.device | str | None = None) -> Backend:
@@ -112,7 +101,4 @@ def _torch_backend(device: torch.device, because: str) -> Backend:
     version = Version(torch.__version__).public
     if not pytorch.has_fused_rms_norm():
         return Backend("torch", f"{because}; torch {version} has no fused rms_norm here (2.9 on CUDA has)")
-    # torch 2.13 can put Quack's kernel in the place of its own; only its own list of replacements tells.
-    replaced = getattr(sys.modules.get("torch._native.registry"), "_graphs", {}).get(("_fused_rms_norm", "CUDA"), ())
-    kernel = "Quack where it takes the shape" if any(getattr(node, "active", False) for node in replaced) else "torch"
-    return Backend("torch-fused", f"{because}; torch {version} has a fused rms_norm on CUDA; kernel: {kernel}")
+    return Backend("torch-fused", f"{because}; torch {version} has a fused rms_norm on CUDA")

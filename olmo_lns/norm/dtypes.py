@@ -103,13 +103,9 @@ def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
         raise LNSConfigError(
             f"a norm needs a floating-point input of shape (..., width), got {tuple(x.shape)} {x.dtype}"
         )
-    if weight is not None and weight.shape != shape:
-        raise _wrong_shape("weight", weight, x)
-    if bias is not None and bias.shape != shape:
-        raise _wrong_shape("bias", bias, x)
-
-
-def _wrong_shape(name: str, parameter: torch.Tensor, x: torch.Tensor) -> LNSConfigError:
-    return LNSConfigError(
-        f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[-1]},) for an input of shape {tuple(x.shape)}"
-    )
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != shape:
+            raise LNSConfigError(
+                f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[-1]},) for an input of shape "
+                f"{tuple(x.shape)}"
+            )

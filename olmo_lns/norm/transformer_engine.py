@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from packaging.version import InvalidVersion, Version
@@ -54,12 +54,9 @@ def status() -> Status:
         tex = importlib.import_module("transformer_engine_torch")
     except Exception as error:  # as above; the reason is kept and shown
         return Status(version, _import_failure(error))
-    missing = [
-        name for name in ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd") if not hasattr(tex, name)
-    ]
-    if missing:
-        return Status(version, f"transformer_engine_torch {version} has no {', '.join(missing)}")
-    return Status(version, None)
+    needed = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
+    missing = ", ".join(name for name in needed if not hasattr(tex, name))
+    return Status(version, f"transformer_engine_torch {version} has no {missing}" if missing else None)
 
 
 def _import_failure(error: Exception) -> str:
@@ -111,11 +108,9 @@ def rms_norm(
     out = pytorch.rms_output_dtype(x, weight, bias)
     dtype = kernel_dtype(x, out)
     gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-    y, _ = _rms_norm_op(_as_rows(x, dtype), gain, eps, out)
-    y = y.view(x.shape)
-    if bias is not None:  # no kernel adds one to an RMSNorm
-        y = (y + fold(bias, scale, dtype=torch.float32)).to(out)
-    return y
+    y = _norm_op(_as_rows(x, dtype), gain, None, eps, out)[0].view(x.shape)
+    # No kernel adds a bias to an RMSNorm.
+    return y if bias is None else (y + fold(bias, scale, dtype=torch.float32)).to(out)
 
 
 def layer_norm(
@@ -135,8 +130,7 @@ def layer_norm(
     dtype = kernel_dtype(x, out)
     gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
     shift = torch.zeros_like(gain) if bias is None else fold(bias, scale, dtype=dtype)
-    y, _, _ = _layer_norm_op(_as_rows(x, dtype), gain, shift, eps, out)
-    return y.view(x.shape)
+    return _norm_op(_as_rows(x, dtype), gain, shift, eps, out)[0].view(x.shape)
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
@@ -151,94 +145,65 @@ def _as_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).reshape(-1, x.shape[-1]).contiguous()
 
 
-@torch.library.custom_op("olmo_lns::te_rms_norm", mutates_args=())
-def _rms_norm_op(
-    x: torch.Tensor, gain: torch.Tensor, eps: float, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with _on_device(x):
-        # Positional, as in every supported release: input, weight, eps, ln_out, quantizer, otype, sm_margin,
-        # zero_centered_gamma (the +1 is in our gain already, in fp32).
-        y, _, rstd = _tex().rmsnorm_fwd(x, gain, eps, None, None, _tex_dtype(out_dtype), 0, False)
-    return y, rstd
+_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op("olmo_lns::te_rms_norm_backward", mutates_args=())
-def _rms_norm_backward_op(
-    dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with _on_device(x):
-        dx, dgain = _tex().rmsnorm_bwd(dy.to(gain.dtype).contiguous(), x, rstd, gain, 0, False)
-    return dx, dgain
-
-
-@torch.library.custom_op("olmo_lns::te_layer_norm", mutates_args=())
-def _layer_norm_op(
-    x: torch.Tensor, gain: torch.Tensor, shift: torch.Tensor, eps: float, out_dtype: torch.dtype
+@torch.library.custom_op("olmo_lns::te_norm", mutates_args=())
+def _norm_op(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    shift: Optional[torch.Tensor],
+    eps: float,
+    out_dtype: torch.dtype,  # noqa: UP045
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """RMSNorm without ``shift``, LayerNorm with one: y, means (none of an RMSNorm) and 1 / standard deviations."""
+    # Positional, as in every supported release: input, weight, (bias,) eps, ln_out, quantizer, otype, sm_margin,
+    # zero_centered_gamma (the +1 is in our gain already, in fp32).
+    ending = (eps, None, None, _tex_dtype(out_dtype), 0, False)
     with _on_device(x):
-        y, mean, rstd = _tex().layernorm_fwd(x, gain, shift, eps, None, None, _tex_dtype(out_dtype), 0, False)
-    return y, mean, rstd
+        if shift is None:
+            y, _, rstd = _tex().rmsnorm_fwd(x, gain, *ending)
+            return y, rstd.new_empty(0), rstd
+        y, mean, rstd = _tex().layernorm_fwd(x, gain, shift, *ending)
+        return y, mean, rstd
 
 
-@torch.library.custom_op("olmo_lns::te_layer_norm_backward", mutates_args=())
-def _layer_norm_backward_op(
+@torch.library.custom_op("olmo_lns::te_norm_backward", mutates_args=())
+def _norm_backward_op(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy = dy.to(gain.dtype).contiguous()
     with _on_device(x):
-        dx, dgain, dshift = _tex().layernorm_bwd(dy.to(gain.dtype).contiguous(), x, mean, rstd, gain, 0, False)
-    return dx, dgain, dshift
+        if not mean.numel():
+            dx, dgain = _tex().rmsnorm_bwd(dy, x, rstd, gain, 0, False)
+            return dx, dgain, gain.new_empty(0)
+        dx, dgain, dshift = _tex().layernorm_bwd(dy, x, mean, rstd, gain, 0, False)
+        return dx, dgain, dshift
 
 
-@_rms_norm_op.register_fake
-def _(x: torch.Tensor, gain: torch.Tensor, eps: float, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
-
-
-@_rms_norm_backward_op.register_fake
-def _(dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(gain)
-
-
-@_layer_norm_op.register_fake
-def _(
-    x: torch.Tensor, gain: torch.Tensor, shift: torch.Tensor, eps: float, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@_norm_op.register_fake
+def _(x: torch.Tensor, gain: torch.Tensor, shift: torch.Tensor | None, eps: float, out_dtype: torch.dtype) -> _Three:
     row = x.new_empty(x.shape[:1], dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=out_dtype), row, torch.empty_like(row)
+    return x.new_empty(x.shape, dtype=out_dtype), row.new_empty(0) if shift is None else torch.empty_like(row), row
 
 
-@_layer_norm_backward_op.register_fake
-def _(
-    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)
+@_norm_backward_op.register_fake
+def _(dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor) -> _Three:
+    dshift = torch.empty_like(gain) if mean.numel() else gain.new_empty(0)
+    return torch.empty_like(x), torch.empty_like(gain), dshift
 
 
-def _save_rms(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, gain, _, _ = inputs
-    ctx.save_for_backward(x, gain, output[1])
-    ctx.set_materialize_grads(False)  # else every backward fills a gradient of rstd with zeros: a launch for nothing
+def _save(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
+    ctx.save_for_backward(inputs[0], *output[1:], inputs[1])
+    ctx.centred = inputs[2] is not None
+    ctx.set_materialize_grads(False)  # else every backward fills gradients of the statistics with zeros, for nothing
 
 
-def _rms_backward(ctx: Any, dy: torch.Tensor | None, _rstd: None) -> tuple[torch.Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None
-    x, gain, rstd = ctx.saved_tensors
-    return (*_rms_norm_backward_op(dy, x, rstd, gain), None, None)
-
-
-def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, gain, _, _, _ = inputs
-    ctx.save_for_backward(x, gain, output[1], output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _layer_backward(ctx: Any, dy: torch.Tensor | None, _mean: None, _rstd: None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dy: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None
-    x, gain, mean, rstd = ctx.saved_tensors
-    return (*_layer_norm_backward_op(dy, x, mean, rstd, gain), None, None)
+    dx, dgain, dshift = _norm_backward_op(dy, *ctx.saved_tensors)
+    return dx, dgain, dshift if ctx.centred else None, None, None
 
 
-_rms_norm_op.register_autograd(_rms_backward, setup_context=_save_rms)
-_layer_norm_op.register_autograd(_layer_backward, setup_context=_save_layer)
+_norm_op.register_autograd(_backward, setup_context=_save)

@@ -50,7 +50,7 @@ def test_it_names_lns_with_its_proof_and_says_what_it_shows(finished: tuple[Path
     out, text = finished
     lines = text.splitlines()
     assert lines[0].startswith(f"3 runs of 6 steps in {out}")
-    (at,) = [n for n, line in enumerate(lines) if line == "Pre-LN + LNS, learning rate 0.01, seed 1: training has started"]  # fmt: skip
+    (at,) = [n for n, line in enumerate(lines) if line == "Pre-LN + LNS, learning rate 0.01, seed 1: the run has started"]  # fmt: skip
     assert lines[at + 1].startswith("  LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4)")
     assert text.count("LayerNorm Scaling on") == 1 and "Shown: after 12,288 tokens V is " in text
     results = read_results(out / "results.csv")

@@ -110,11 +110,7 @@ def test_the_card_tells_multiplied_from_cast(tmp_path: Path, kind: str, dtype: s
     assert ("No weight was changed" in card) is (kind == "rms" and dtype == "keep")
 
 
-@pytest.mark.parametrize("flag", [("--tokenizer", "t.json"), ("--max-shard-size", "5GB")], ids=" ".join)
 @pytest.mark.parametrize("form", [("--format", "olmo"), ()], ids=" ".join)
-def test_what_only_hugging_face_takes(
-    flag: tuple[str, str], form: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_olmo(tmp_path / "trained", layer_norm_type="lns_rms")
-    line = refused(capsys, tmp_path / "trained", tmp_path / "out", *form, *flag)
-    assert f"{flag[0]} is of --format hf; --format olmo has no place for it" in line
+def test_what_only_hugging_face_takes(checkpoint: Path, form: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
+    line = refused(capsys, checkpoint, tmp_path / "out", *form, "--tokenizer", "t.json")
+    assert "--tokenizer is of --format hf; --format olmo has no place for it" in line

@@ -9,7 +9,6 @@ import torch
 from olmo.config import ModelConfig
 from olmo.model import RMSLayerNorm
 from support import norm_reference as reference
-from torch.utils.checkpoint import checkpoint
 
 from olmo_lns.norm import layer_norm, rms_norm
 
@@ -66,29 +65,14 @@ def test_autocast_leaves_16_bit_and_fp64_as_they_are():
             assert layer_norm(x, None, None, EPS, SCALE).dtype == dtype
 
 
-def test_statistics_are_fp32_under_autocast():
+def test_statistics_are_fp32_and_extreme_rows_stay_finite():
     x = torch.full((2, 4096), 300.0, dtype=torch.float32)  # the sum of squares would overflow fp16
     with torch.autocast("cpu", dtype=torch.float16):
         torch.testing.assert_close(rms_norm(x, None, EPS, 1.0), torch.ones(2, 4096, dtype=torch.float16))
-
-
-@pytest.mark.parametrize(("reentrant", "autocast"), [(True, False), (False, True)])
-def test_activation_checkpointing_changes_nothing(reentrant, autocast):
-    weight = torch.nn.Parameter(torch.rand(WIDTH))
-    linear = torch.nn.Linear(WIDTH, WIDTH)
-
-    def block(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            return x + linear(rms_norm(x, weight, EPS, SCALE)) + linear(layer_norm(x, weight, None, EPS, SCALE))
-
-    results = []
-    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
-        weight.grad = None
-        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = run(x)
-        y.float().square().sum().backward()
-        results.append((y, x.grad, weight.grad))
-    assert all(map(torch.equal, *results))
+    x = torch.tensor([[0.0] * 8, [6e4] * 8, [1e-4] * 8], dtype=torch.float16, requires_grad=True)
+    y = rms_norm(x, None, EPS, SCALE)
+    y.sum().backward()
+    assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
 
 
 def test_backward_under_autocast_is_the_same_as_outside():

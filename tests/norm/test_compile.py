@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import norm_reference as reference
-from support import tex
+from support import olmo_models, tex
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from olmo_lns import lns_scale
@@ -41,8 +41,7 @@ def backend(request):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("kind", "autocast"), [("rms", False), ("rms", True), ("layer", False), ("layer", True)])
 @pytest.mark.slow
 def test_24_layers_compiled_one_by_one_share_their_graphs(kind, autocast, backend):
     torch.manual_seed(0)
@@ -76,3 +75,29 @@ def test_inductor_gives_the_same_values():
     inputs = (x, block.weight, block.linear.weight)
     for a, b in zip(torch.autograd.grad(got, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("kind", "affine"), [("lns_rms", True), ("lns_default", False)])
+@pytest.mark.slow
+def test_compiled_blocks_may_be_checkpointed(kind, affine):
+    """A float of the layer would make the recomputation run another graph: torch's CheckpointError."""
+    from olmo.config import ActivationCheckpointingStrategy
+
+    def run():
+        model.zero_grad()
+        model(olmo_models.tokens()).logits.square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    with tex.installed():
+        torch._dynamo.reset()
+        model = olmo_models.build(layer_norm_type=kind)
+        if not affine:
+            for norm in (m for m in model.modules() if hasattr(m, "lns_backend")):
+                norm.weight = norm.bias = None
+        expected = run()
+        model.set_activation_checkpointing(ActivationCheckpointingStrategy.whole_layer)
+        for block in model.transformer.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        found = run()
+    for got, want in zip(found, expected, strict=True):
+        assert reference.relative_error(got, want) < 1e-4

@@ -19,6 +19,8 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.layers import attach_layer, blocks_of, check_config, count_sites
 from olmo_lns.integrations.megatron.settings import FLAGS, VISION, Settings
+from olmo_lns.integrations.megatron.upstream import BRIDGE
+from olmo_lns.integrations.patching import require_verified
 
 __all__ = [
     "describe",
@@ -154,6 +156,7 @@ def transformer_block(original: Init) -> Init:
         config = _config(args, kwargs)
         settings = settings_of(config)
         if settings.active:
+            require_verified(BRIDGE)
             check_config(config, settings.scheme)
         original(self, *args, **kwargs)
         if settings.active:

@@ -21,7 +21,7 @@ from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
 from olmo_lns.integrations.patching import require_verified
 from olmo_lns.record import Record, accepted, check_match
 
-__all__ = ["load", "load_args", "load_base", "load_modelopt", "look", "save", "tensors"]
+__all__ = ["compare_built", "load", "load_args", "load_base", "load_modelopt", "look", "save", "tensors"]
 
 #: The key of the record in ``content_metadata``, and the attribute by which a sharded tensor carries it.
 _KEY, _MARK = "olmo_lns", "lns_record"
@@ -83,7 +83,7 @@ def load(original: Callable[..., Any]) -> Callable[..., Any]:
                 del state[_METADATA]
         if running is not None:
             _check_gains(state.get("args"), running.zero_centred, checkpoint_dir)
-            _compare_built(saved, running.record, checkpoint_dir)
+            compare_built(saved, running.record, checkpoint_dir)
         return result
 
     return load
@@ -146,7 +146,7 @@ def _saved_record(state: Any, source: object) -> Record | None:
     return None if record is None else Record.from_dict(record, source=source)
 
 
-def _compare_built(saved: Record | None, running: Record, source: object) -> None:
+def compare_built(saved: Record | None, running: Record, source: object) -> None:
     """:raises CheckpointMismatchError: the checkpoint's scheme is not the built model's, or it names none."""
     if saved is not None:
         differences = check_match(saved, running, source=source, training=False)

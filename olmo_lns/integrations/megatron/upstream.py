@@ -13,10 +13,10 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.autoload import on_import
 from olmo_lns.integrations.patching import Target, exists, is_patched, replace, replace_all, require_verified
 
-__all__ = ["CORE", "TARGETS", "TRAINING", "VERSIONS", "install", "install_core"]
+__all__ = ["BRIDGE", "CORE", "TARGETS", "TRAINING", "VERSIONS", "install", "install_core"]
 
 #: What is set aside where it is not verified (olmo_lns.integrations.patching).
-CORE, TRAINING = "Megatron Core", "Megatron-LM"
+CORE, TRAINING, BRIDGE = "Megatron Core", "Megatron-LM", "Megatron Bridge"
 
 #: Verified versions of Megatron Core; "main" is the 0.20.0 of August 2026.
 VERSIONS = ("0.14.0", "0.15.3", "0.16.1", "0.17.0", "0.17.1", "0.18.2", "0.19.0", "0.19.2", "main")
@@ -312,6 +312,12 @@ _TRAINING = (
     "megatron.post_training.checkpointing",
     "megatron.training.yaml_arguments",
 )
+#: Megatron Bridge, which is looked at by name (olmo_lns.integrations.megatron.bridge).
+_BRIDGE = (
+    "megatron.bridge.training.mlm_compat.arguments",
+    "megatron.bridge.models.conversion.model_bridge",
+    "megatron.bridge.models.conversion.peft_bridge",
+)
 _installed: set[str] = set()
 
 
@@ -331,8 +337,9 @@ def install() -> None:
 
 
 def install_core() -> None:
-    """Only the constructors of Megatron Core, all that ``apply`` needs. Idempotent, never too late."""
+    """Megatron Core, all that ``apply`` needs, and Megatron Bridge. Idempotent, never too late."""
     _arrange(_CORE)
+    _arrange(_BRIDGE)
 
 
 def _arrange(names: tuple[str, ...]) -> None:
@@ -344,9 +351,12 @@ def _arrange(names: tuple[str, ...]) -> None:
 
 def _extend(module: ModuleType) -> None:
     """:raises UpstreamChangedError: it is not verified, and the command line asks for a scheme."""
-    from olmo_lns.integrations.megatron import checkpoint
+    from olmo_lns.integrations.megatron import bridge, checkpoint
     from olmo_lns.integrations.megatron.settings import FLAGS
 
+    if module.__name__ in bridge.MODULES:
+        bridge.extend(module)
+        return
     pairs = [(target, wrapper) for target, wrapper in _pairs() if _defines(module, target)]
     framework = CORE if module.__name__ in _CORE else TRAINING
     if replace_all(pairs, framework=framework):
