@@ -253,12 +253,10 @@ def figure(study: Study, results: Sequence[Result], path: Path) -> bool:
                 axes.plot(points.parameters, line, ARMS[name].line, color=ARMS[name].colour, alpha=0.7)
         for point in [] if study.data in BUILT else published()["points"]:
             for name in ("preln", "lns"):
-                style = {"color": ARMS[name].colour, "marker": ARMS[name].marker, "fillstyle": "none"}
+                style: dict[str, Any] = {"color": ARMS[name].colour, "marker": ARMS[name].marker, "fillstyle": "none"}
                 axes.plot(point["parameters"], point[name], **style)
-            place = (point["parameters"], point["preln"])
-            axes.annotate(
-                f"{point['label']} (hollow)", place, (0, 7), textcoords="offset points", fontsize=7, ha="center"
-            )
+            at = (point["parameters"], point["preln"])
+            axes.annotate(f"{point['label']} (hollow)", at, (0, 7), textcoords="offset points", fontsize=7, ha="center")
         axes.set(xscale="log", xlabel="parameters", ylabel=loss)
         axes.set_xticks(list(sizes.values()), list(sizes))
         axes.xaxis.set_minor_locator(NullLocator())
