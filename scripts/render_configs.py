@@ -14,15 +14,16 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from olmo_lns.study.arms import Arm, arm_named
+from olmo_lns.study.arms import arm_named
 from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
-from olmo_lns.study.engines.olmo_core import OURS
-from olmo_lns.study.plan.compare import settings_of
 
 ROOT = Path(__file__).resolve().parents[1] / "configs"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -55,6 +56,10 @@ class Size:
     def steps(self) -> int:
         return -(-BUDGET // (self.sequence * self.batch))
 
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.sequence * self.batch
+
 
 SIZES = (
     Size("60M", 8, 512, 8, 2048, 4096, 128, 6e-4, 8, False, "configs/tiny/OLMo-60M.yaml"),
@@ -81,7 +86,7 @@ class Llama:
     heads: int
     steps: int
     warmup: int
-    learning_rate: str
+    learning_rate: float
     micro_batch: int
     why_width: str = "both papers and the authors' config"
     why_rate: str = "both papers"
@@ -89,32 +94,36 @@ class Llama:
     why_warmup: str = "a tenth of the steps, as both papers say"
     sharded: bool = False
 
+    @property
+    def tokens(self) -> int:
+        return self.steps * 512 * 256
+
 
 LLAMAS = (
-    Llama("71M", 12, 512, 1368, 8, 10_000, 1_000, "1.0e-3", 64, why_width="the Mix-LN paper and the authors' config"),
-    Llama("130M", 12, 768, 2048, 12, 20_000, 2_000, "1.0e-3", 64),
+    Llama("71M", 12, 512, 1368, 8, 10_000, 1_000, 1.0e-3, 64, why_width="the Mix-LN paper and the authors' config"),
+    Llama("130M", 12, 768, 2048, 12, 20_000, 2_000, 1.0e-3, 64),
     Llama(
-        "250M", 24, 768, 2560, 16, 40_000, 4_000, "1.0e-3", 64,
+        "250M", 24, 768, 2560, 16, 40_000, 4_000, 1.0e-3, 64,
         why_width="the authors' config; Mix-LN's table 7 says 1024, which would be 355M parameters",
     ),
     Llama(
-        "350M", 24, 1024, 2736, 16, 60_000, 6_000, "1.0e-3", 64,
+        "350M", 24, 1024, 2736, 16, 60_000, 6_000, 1.0e-3, 64,
         why_rate="the LNS paper, section 5.1, and a co-author's logs; the published script says 5e-4",
     ),
     Llama(
-        "0.5B", 24, 896, 4864, 14, 60_000, 6_000, "1.0e-3", 64,
+        "0.5B", 24, 896, 4864, 14, 60_000, 6_000, 1.0e-3, 64,
         why_width="a co-author's qwen_0_5_b.json: Qwen2.5-0.5B's shape without its GQA, qkv bias, tied embedding",
         why_rate="ours: the 350M's; table 4 says nothing but 6B tokens",
         why_steps="ours: the 350M's, of which the paper prints 6.0B tokens too",
         why_warmup="ours: a tenth of the steps",
     ),
     Llama(
-        "1B", 24, 2048, 5461, 32, 100_000, 10_000, "5.0e-4", 32,
+        "1B", 24, 2048, 5461, 32, 100_000, 10_000, 5.0e-4, 32,
         why_warmup="a tenth, as both papers say; the authors' scripts say 1000",
         why_steps="the authors' script; the Mix-LN paper's 1B has 50,000", sharded=True,
     ),
     Llama(
-        "7B", 32, 4096, 11008, 32, 150_000, 15_000, "5.0e-4", 4,
+        "7B", 32, 4096, 11008, 32, 150_000, 15_000, 5.0e-4, 4,
         why_steps="the schedule of the authors' script; they stopped at 13,000: --stop_at=13000", sharded=True,
     ),
 )  # fmt: skip
@@ -134,148 +143,29 @@ FLAG_NOTE = {
     "layernorm_scaling_exponent": "of the block number; 0.5 by default",
     "layernorm_scaling_keep_scaled_init": "residual output projections at 0.02/sqrt(2 L) all the same",
 }
-DDP = """distributed_strategy: ddp
-ddp:
-  grad_sync_mode: batch
-  find_unused_params: false
-fsdp: null
-save_interval: null  # sharded checkpoints are fsdp's
-save_interval_unsharded: 1000
-save_num_checkpoints_to_keep: 0
-save_num_unsharded_checkpoints_to_keep: 2"""
-FSDP = """distributed_strategy: fsdp
-fsdp:
-  wrapping_strategy: by_block
-  precision: mixed  # bf16 weights in the computation, fp32 gradient reduction
-save_interval: null  # with torch 2.3 and newer OLMo cannot load what its default torch_new has saved
-save_interval_unsharded: 1000  # whole models: to resume on any number of GPUs, and for export
-save_num_checkpoints_to_keep: 0
-save_num_unsharded_checkpoints_to_keep: 2"""
+
+
+def rate(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def render() -> dict[Path, str]:
     """Every file of the pack: path → text."""
-    olmo = (TEMPLATES / "olmo.yaml.in").read_text()
-    olmo_core = (TEMPLATES / "olmo_core.yaml.in").read_text()
-    megatron = (TEMPLATES / "megatron.yaml.in").read_text()
-    files = {}
-    for size in SIZES:
-        for arm in map(arm_named, PACK):
-            values = _values(size, arm)
-            files[ROOT / "olmo" / f"{size.name}-{arm.name}.yaml"] = _fill(olmo, values | _olmo(size, arm))
-            if arm.initialization == "plain" and (found := OLMO_CORE.arm(arm)) is not None:
-                file = ROOT / "olmo_core" / f"{size.name}-{arm.name}.yaml"
-                files[file] = _fill(olmo_core, values | _olmo_core(found))
-            if (found := MEGATRON.arm(arm)) is not None:
-                flags = {"ARM_FLAG": _flags(found)}
-                files[ROOT / "megatron" / f"{size.name}-{arm.name}.yaml"] = _fill(megatron, values | flags)
-    llama = (TEMPLATES / "olmo-llama-c4.yaml.in").read_text()
-    return files | {ROOT / "olmo" / "llama-c4" / f"{each.name}.yaml": _fill(llama, _llama(each)) for each in LLAMAS}
+    known = {"corpus": DOLMA, "rate": rate, "init_note": INIT_NOTE, "flag_note": FLAG_NOTE}
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    jinja = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 
+    def fill(template: str, **values: Any) -> str:
+        return jinja.get_template(f"{template}.yaml.in").render(known | values)
 
-def _llama(size: Llama) -> dict[str, str]:
-    return {
-        "SIZE": size.name,
-        "LAYERS": str(size.layers),
-        "WIDTH": str(size.width),
-        "HIDDEN": str(2 * size.inner),
-        "INNER": str(size.inner),
-        "HEADS": str(size.heads),
-        "STEPS": str(size.steps),
-        "WARMUP": str(size.warmup),
-        "LR": size.learning_rate,
-        "MICRO": str(size.micro_batch),
-        "WHY_WIDTH": size.why_width,
-        "WHY_RATE": size.why_rate,
-        "WHY_STEPS": size.why_steps,
-        "WHY_WARMUP": size.why_warmup,
-        "TOKENS": f"{size.steps * 512 * 256:,}",
-        "STRATEGY": FSDP if size.sharded else DDP,
-        "DEVICE": "meta" if size.sharded else "cuda",
-    }
-
-
-def _olmo(size: Size, arm: Arm) -> dict[str, str]:
-    settings = settings_of(arm, OLMO)
-    init_fn = settings["model.init_fn"]
-    scaled = f"RMSNorm under {arm.scheme.definition.title}; named in full so that the file says which norm"
-    return {
-        "NORM": settings["model.layer_norm_type"],
-        "NORM_NOTE": "RMSNorm with gain" if arm.scheme.is_pre_ln else scaled,
-        "INIT": init_fn,
-        "INIT_NOTE": INIT_NOTE[init_fn],
-        "STRATEGY": FSDP if size.sharded else DDP,
-        "DEVICE": "meta" if size.sharded else "cuda",
-        "DEVICE_NOTE": "drawn shard by shard" if size.sharded else "OLMo's ddp accepts cuda only",
-    }
-
-
-def _olmo_core(settings: dict[str, Any]) -> dict[str, str]:
-    block = settings["model.block._CLASS_"]
-    fields = [f"{key}: {settings[f'model.block.{key}']}" for key in ("scheme", "exponent") if block == OURS]
-    return {
-        "BLOCK": block,
-        "BLOCK_NOTE": "olmo-lns's block config" if block == OURS else "OLMo-core's own block config",
-        "SCHEME": "".join(f"\n    {line}" for line in fields),
-    }
-
-
-def _flags(settings: dict[str, Any]) -> str:
-    if not settings:
-        return "# no arm flag: stock Megatron scales the residual output projections by 1/sqrt(2 L)"
-    values = {key: str(value).lower() for key, value in settings.items()}
-    return "\n".join(f"{k.replace('_', '-')}: {v}  # the plugin's flag: {FLAG_NOTE[k]}" for k, v in values.items())
-
-
-def _values(size: Size, arm: Arm) -> dict[str, str]:
-    return {
-        "SIZE": size.name,
-        "VOCABULARY": str(DOLMA.vocabulary),
-        "EMBEDDING": str(DOLMA.embedding),
-        "EMBEDDING_TEXT": f"{DOLMA.embedding:,}",
-        "EMBEDDING_LESS": str(DOLMA.embedding - 1),
-        "EMBEDDING_LESS_TEXT": f"{DOLMA.embedding - 1:,}",
-        "EOS": str(DOLMA.eos),
-        "PADDING": str(DOLMA.padding),
-        "DTYPE": DOLMA.dtype,
-        "FILES": DOLMA.files,
-        "TOKENIZER": DOLMA.tokenizer,
-        "ARM": arm.name,
-        "ARM_TEXT": arm.about,
-        "ORIGIN": size.origin,
-        "OLMO_WARMUP": ", warm-up" if size.name == "1B" else "",
-        "WARMUP_NOTE": "as OLMo's 1B" if size.name == "1B" else "ours, OLMo's 1B's; OLMo's own says 5000",
-        "EPS_NOTE": "ours: OLMo's file leaves its default of 1e-5" if size.sharded else "OLMo's",
-        "DECAY_NOTE": "ours: OLMo's file leaves its default of false" if size.sharded else "OLMo's",
-        "DROPPED": ";\n#   dropped: OLMo's grad_clip_warmup_*" if size.name == "7B" else "",
-        "TENSOR": f"\ntensor-model-parallel-size: {size.tensor}\nsequence-parallel: true" if size.tensor > 1 else "",
-        "PARALLEL": size.parallel,
-        "LAYERS": str(size.layers),
-        "WIDTH": str(size.width),
-        "HEADS": str(size.heads),
-        "INNER": str(size.inner),
-        "HIDDEN": str(2 * size.inner),
-        "SEQUENCE": str(size.sequence),
-        "BATCH": str(size.batch),
-        "MICRO": str(size.micro_batch),
-        "MICRO_TOKENS": str(size.micro_batch * size.sequence),
-        "TOKENS_STEP_PLAIN": str(size.sequence * size.batch),
-        "STEPS": str(size.steps),
-        "TOKENS": f"{size.steps * size.sequence * size.batch:,}",
-        "TOKENS_STEP": f"{size.sequence * size.batch:,}",
-        "WARMUP": str(size.warmup),
-        "WARMUP_SHARE": f"{100 * size.warmup / size.steps:.1f} %",
-        "LR": f"{size.learning_rate:.1e}".replace("e-0", "e-"),
-        "MIN_LR": f"{size.learning_rate / 10:.1e}".replace("e-0", "e-"),
-    }
-
-
-def _fill(template: str, values: dict[str, str]) -> str:
-    for key, value in values.items():
-        template = template.replace(f"@{key}@", value)
-    if "@" in template:
-        raise ValueError(f"a template key was not filled near {template[template.index('@') :][:40]!r}")
-    return template
+    files = {ROOT / "olmo" / "llama-c4" / f"{size.name}.yaml": fill("olmo-llama-c4", size=size) for size in LLAMAS}
+    for size, arm in product(SIZES, map(arm_named, PACK)):
+        for engine in (OLMO, OLMO_CORE, MEGATRON):
+            settings, folder = engine.arm(arm), engine.name.replace("-", "_")
+            if settings is not None and (engine is not OLMO_CORE or arm.initialization == "plain"):
+                file = ROOT / folder / f"{size.name}-{arm.name}.yaml"
+                files[file] = fill(folder, size=size, arm=arm, settings=settings)
+    return files
 
 
 #: Left out of the comparison: a site's own.

@@ -10,7 +10,7 @@ from pathlib import Path
 import olmo_lns
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
-__all__ = ["about", "copy", "folder", "lacking", "located", "names"]
+__all__ = ["about", "copy", "folder", "located", "names"]
 
 
 def folder() -> Path:
@@ -40,8 +40,9 @@ def located(name: str | Path, kind: str) -> Path:
     >>> located("paper", "study").name
     'paper.yaml'
     """
-    if Path(name).is_file():
-        return Path(name)
+    for path in (Path(name), Path(f"{name}.yaml")):  # a copy here, perhaps edited, comes before the pack's
+        if path.is_file():
+            return path
     wanted = str(name).removeprefix("configs/")
     for known in names():
         short = known.removeprefix(f"{kind}/")
@@ -71,18 +72,6 @@ def copy(name: str, out: Path) -> Path:
     except OSError as error:
         raise LNSConfigError(f"{target} cannot be written: {error.strerror}") from None
     return target
-
-
-def lacking(target: Path, name: str) -> dict[str, Path]:
-    """What the copied files name, ``config: ../olmo/{size}-{arm}.yaml``, and is not there: in the pack -> its place."""
-    files = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
-    here = Path(name) if target.is_dir() else Path(name).parent
-    found = {}
-    for path in files:
-        for named in re.findall(r"^ *config: *([^\s{]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
-            if not (place := path.parent / named).exists():
-                found[os.path.normpath(here / named)] = place
-    return {name: place for name, place in found.items() if not found.keys() & set(map(str, Path(name).parents))}
 
 
 def about(name: str) -> str:

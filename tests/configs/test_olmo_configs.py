@@ -142,28 +142,6 @@ def test_what_the_header_says_of_overrides() -> None:
     assert cfg.max_duration == cfg.stop_at == 123 and (cfg.wandb.project, cfg.wandb.entity) == ("lns", "me")
 
 
-@pytest.mark.parametrize("arm", ["preln", "lns"])
-def test_a_load_of_many_is_olmos_own(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from olmo.config import TrainConfig
-
-    for name in ("OLMO_DATA_DIR", "OLMO_SAVE_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    path = tmp_path / "config.yaml"
-    path.write_text((REPOSITORY / "configs" / "olmo" / f"60M-{arm}.yaml").read_text())
-
-    def equal(changes: dict[str, Any]) -> Any:
-        words = olmo_config.overrides_to_args(changes)
-        found = olmo_config.load(path, changes)
-        assert found == TrainConfig.load(str(path), words, validate_paths=False)
-        return found
-
-    changes = {"model.layer_norm_type": "lns:exponent=0.25", "seed": 7, "fsdp": None, "wandb.project": "lns"}
-    for given in ({}, changes, {"max_duration": 123, "data.paths": ["a.npy", "b.npy"]}, {}):
-        equal(given)
-    path.write_text(path.read_text().replace("n_layers: 8", "n_layers: 9"))  # another file now
-    assert equal({}).model.n_layers == 9
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_nothing_of_a_site_and_a_useful_header(path: Path) -> None:
     text = path.read_text()

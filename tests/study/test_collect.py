@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Callable
 
 import pytest
 from support.studies import REPOSITORY, Built, megatron_log, olmo_log
@@ -61,34 +62,36 @@ def test_a_run_killed_in_its_first_seconds_is_shown_as_missing(built: Built) -> 
     assert (result.run, result.status, result.step, result.loss) == ("b-lns-s1", "missing", 0, None)
 
 
-def test_a_loss_that_is_not_finite_names_the_run(built: Built) -> None:
-    study = finish_all(built)
-    (built.out / "b-lns-s1" / "attempt-01.log").write_text(olmo_log({1: 3.0, 2: "nan"}, total=20))
-    with pytest.raises(LNSConfigError, match=r"b-lns-s1/attempt-01.log: loss is nan at step 2"):
-        collect.collect(study, built.out)
-
-
-def test_a_damaged_log_names_the_run(built: Built) -> None:
-    study = finish_all(built)
-    log = built.out / "b-lns-s1" / "attempt-01.log"
-    log.write_bytes(log.read_bytes()[:500] + b"\0" * 64 + log.read_bytes()[600:])
-    with pytest.raises(LNSConfigError, match=r"b-lns-s1/attempt-01.log: damaged: NUL bytes"):
-        collect.collect(study, built.out)
+def _log(built: Built, text: str) -> None:
+    (built.out / "b-lns-s1" / "attempt-01.log").write_text(text)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "pattern"),
+    ("change", "message"),
     [
-        ("global_train_batch_size", 16, "global_train_batch_size is 8 and 16"),
-        ("optimizer.learning_rate", 2e-3, "optimizer.learning_rate is 0.001 and 0.002"),
-        ("model.d_model", 96, "model.d_model is 48 and 96"),
-        ("seed", 7, "seed is 1 and 7"),
+        (lambda b: _log(b, olmo_log({1: 3.0, 2: "nan"}, total=20)), "b-lns-s1/attempt-01.log: loss is nan at step 2"),
+        (lambda b: _log(b, olmo_log({1: 3.0}, total=20) + "\0" * 64), "b-lns-s1/attempt-01.log: damaged: NUL bytes"),
+        (lambda b: _log(b, olmo_log({1: 3.0}, total=999)), "counts to 999 steps, the study's config to 20"),
+        (
+            lambda b: b.finish("b-lns-s1", 2.3, **{"model.layer_norm_type": "rms"}),
+            "b-lns-s1 is not its arm: model.layer_norm_type='rms'",
+        ),
+        (
+            lambda b: b.finish("a-lns-s1", 2.9, global_train_batch_size=16),
+            "a-preln-s1 and a-lns-s1 differ in more than the arm: global_train_batch_size is 8 and 16",
+        ),
+        (
+            lambda b: b.finish("a-lns-s1", 2.9, **{"optimizer.learning_rate": 2e-3}),
+            "optimizer.learning_rate is 0.001 and 0.002",
+        ),
+        (lambda b: b.finish("a-lns-s1", 2.9, seed=7), "seed is 1 and 7"),
     ],
+    ids=["nan", "damaged", "length", "arm", "batch", "rate", "seed"],
 )
-def test_arms_that_differ_in_more_than_the_arm(built: Built, key: str, value: object, pattern: str) -> None:
+def test_what_cannot_be_compared_is_named(built: Built, change: Callable[[Built], object], message: str) -> None:
     study = finish_all(built)
-    built.finish("a-lns-s1", 2.9, **{key: value})
-    with pytest.raises(LNSConfigError, match=f"a-preln-s1 and a-lns-s1 differ in more than the arm: {pattern}"):
+    change(built)
+    with pytest.raises(LNSConfigError, match=message):
         collect.collect(study, built.out)
 
 
@@ -142,21 +145,6 @@ def test_arms_started_from_different_checkpoints(built: Built) -> None:
         collect.collect(study, built.out)
 
 
-def test_a_run_that_is_not_its_arm(built: Built) -> None:
-    study = finish_all(built)
-    built.finish("b-lns-s1", 2.3, **{"model.layer_norm_type": "rms"})
-    with pytest.raises(LNSConfigError, match="b-lns-s1 is not its arm: model.layer_norm_type='rms'"):
-        collect.collect(study, built.out)
-
-
-def test_a_log_of_another_length(built: Built) -> None:
-    study = finish_all(built)
-    log = built.out / "b-lns-s1" / "attempt-01.log"
-    log.write_text(olmo_log({1: 3.0}, total=999))
-    with pytest.raises(LNSConfigError, match="counts to 999 steps, the study's config to 20"):
-        collect.collect(study, built.out)
-
-
 def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: Built) -> None:
     built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
     built.save()
@@ -207,33 +195,25 @@ def megatron_run(out: Path, name: str, **arguments: object) -> None:
     shown |= {"no_scaled_init": "lns" not in name, "data_path": "['/data/x']", "rank": 0} | arguments
     block = "".join(f"  {key} {'.' * (48 - len(key))} {value}\n" for key, value in sorted(shown.items()))
     head = f"------------------------ arguments ------------------------\n{block}-------------------- end of arguments -----\n"
-    (out / name).mkdir(parents=True)
+    (out / name).mkdir(parents=True, exist_ok=True)
     (out / name / "attempt-01.log").write_text(head + megatron_log({10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}, total=40))
 
 
-def test_megatron_logs(tmp_path: Path) -> None:
+def test_megatron_runs(tmp_path: Path) -> None:
+    """Their losses, and arms on other data or from another checkpoint; a start in a run's own folder is a restart."""
     study, out = megatron_study(tmp_path)
-    for run in study.runs:
-        megatron_run(out, run.name)
+    first, second = (run.name for run in study.runs)
+    megatron_run(out, first, load=f"/runs/{first}/")
+    megatron_run(out, second)
     results = collect.collect(study, out)
-    assert [(r.status, r.loss, r.points) for r in results] == [("complete", 2.5, 2)] * 2
-    assert results[0].parameters == 85_074_432
-
-
-def test_megatron_arms_on_different_data_or_batch(tmp_path: Path) -> None:
-    study, out = megatron_study(tmp_path)
-    megatron_run(out, study.runs[0].name)
-    megatron_run(out, study.runs[1].name, data_path="['/data/y']")
-    with pytest.raises(LNSConfigError, match=r"data_path is .*x.* and .*y"):
-        collect.collect(study, out)
-
-
-def test_megatron_arms_started_from_different_checkpoints(tmp_path: Path) -> None:
-    study, out = megatron_study(tmp_path)
-    megatron_run(out, study.runs[0].name, load="/runs/60M-preln-s1234/")  # its own folder: a restart
-    megatron_run(out, study.runs[1].name, load="/elsewhere")
-    with pytest.raises(LNSConfigError, match="load is None and '/elsewhere'"):
-        collect.collect(study, out)
+    assert [(r.status, r.loss, r.points, r.parameters) for r in results] == [("complete", 2.5, 2, 85_074_432)] * 2
+    for changed, message in (
+        ({"data_path": "['/data/y']"}, r"data_path is .*x.* and .*y"),
+        ({"load": "/elsewhere"}, "load is None and '/elsewhere'"),
+    ):
+        megatron_run(out, second, **changed)
+        with pytest.raises(LNSConfigError, match=message):
+            collect.collect(study, out)
 
 
 def test_a_wandb_export_of_the_whole_study(built: Built, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
+from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import pack
 from olmo_lns.study.engines import megatron_args
 from olmo_lns.study.plan import config_check
 
@@ -132,3 +134,54 @@ def test_nothing_found(tmp_path: Path) -> None:
         config_check.main(["check", str(tmp_path)])
     with pytest.raises(LNSConfigError, match="no such file"):
         config_check.main(["check", str(tmp_path / "none")])
+
+
+def test_list_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "list"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    listed = [line.split()[0] for line in lines]
+    repository = Path(__file__).parents[2] / "configs"
+    assert listed == sorted(
+        str(path.relative_to(repository))
+        for path in repository.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )
+    (about,) = [line.split(maxsplit=1)[1] for line in lines if line.startswith("olmo/60M-lns.yaml")]
+    assert about == "OLMo, 60M, arm lns"
+
+
+def test_copy_a_file_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "copy", "olmo/60M-lns", "-o", str(tmp_path)]) == 0
+    source = pack.folder() / "olmo" / "60M-lns.yaml"
+    assert (tmp_path / "60M-lns.yaml").read_bytes() == source.read_bytes()
+    assert main(["config", "copy", "study", "-o", str(tmp_path / "mine")]) == 0
+    assert (tmp_path / "mine" / "tiny.yaml").is_file()
+    assert main(["config", "copy", "olmo/60M-lns", "-o", str(tmp_path)]) == 1
+    assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/bin/true", "../tests", "../pyproject.toml"])
+def test_nothing_outside_the_pack_is_copied(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "copy", name, "-o", str(tmp_path / "out")]) == 1
+    assert f"the pack has no {name!r}" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_an_unknown_name_has_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "copy", "olmo/60M-lsn.yaml"]) == 1
+    assert "did you mean 'olmo/60M-lns.yaml'" in capsys.readouterr().err
+
+
+def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that stand beside it come first."""
+    from olmo_lns.study.plan.spec import Study
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("llama-c4", "tiny"):
+        assert main(["config", "copy", f"study/{name}"]) == 0
+    (tmp_path / "olmo" / "llama-c4").mkdir(parents=True)
+    assert main(["config", "copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
+    found = {run.size: run.config.resolve() for run in Study.load("llama-c4.yaml").runs}
+    assert found["71M"] == tmp_path / "olmo" / "llama-c4" / "71M.yaml"
+    assert found["130M"] == pack.folder() / "olmo" / "llama-c4" / "130M.yaml"
+    assert Study.load("tiny.yaml").runs[0].config == pack.folder() / "study" / "tiny-base.yaml"

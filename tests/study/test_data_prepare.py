@@ -14,6 +14,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import commands as data_check
 from olmo_lns.study.data import prepare as data_prepare
 from olmo_lns.study.data import text
+from olmo_lns.study.data.documents import documents
 from olmo_lns.study.engines import OLMO
 
 TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exactly.15", "Grüße ✓", "last one"]
@@ -90,9 +91,9 @@ def test_a_killed_preparation_goes_on(source: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_number_of_tokens_ends_it_and_more_continue(source: Path) -> None:
-    for limit, documents in (("10", 2), ("10", 2), ("30", 4)):
+    for limit, wanted in (("10", 2), ("10", 2), ("30", 4)):
         assert data_check.main(words(source, "--shard", "2", "--tokens", limit)) == 0
-        assert json.loads((source / "out" / "train.json").read_text())["documents"] == documents
+        assert json.loads((source / "out" / "train.json").read_text())["documents"] == wanted
 
 
 def test_the_end_token_of_a_tokenizer_is_not_doubled(source: Path) -> None:
@@ -224,3 +225,34 @@ def test_a_record_of_something_else(content: str, source: Path) -> None:
     (source / "out" / "train.json").write_text(content)
     with pytest.raises(LNSConfigError, match=r"out/train.json: no record of this command \(.*use another --out"):
         data_check.main(words(source))
+
+
+_LINE = b'{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("short.jsonl.gz", gzip.compress(_LINE * 5000)[:-20], "after line .*cannot be read"),
+        ("plain.jsonl.gz", _LINE, "after line 0: cannot be read: .*gzip"),
+        ("latin.jsonl", _LINE + b'{"text": "\xe9"}\n', "cannot be read: .*utf-8"),
+        ("number.jsonl", _LINE + b'{"text": 5}\n', "line 2: 'text' is no text but int"),
+        ("null.jsonl", b'{"text": null}\n', "line 1: 'text' is no text but NoneType"),
+        ("other.jsonl", b'{"body": "a"}\n', "line 1: no JSON object with 'text'"),
+    ],
+)
+def test_lines_that_are_no_text(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(LNSConfigError, match=f"{name}.*{message}"):
+        list(documents("jsonl", [str(tmp_path / name)]))
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(LNSConfigError, match="allenai/c4 cannot be read from the hub: no network"):
+        list(documents("c4", ["train"]))

@@ -114,6 +114,8 @@ def test_a_name_of_the_pack_in_an_empty_folder(tmp_path: Path, monkeypatch: pyte
     assert megatron_args.expand(["--lns-config", "60M-lns"]) == megatron_args.expand(
         ["--lns-config", str(CONFIGS / "megatron" / "60M-lns.yaml")]
     )
+    (tmp_path / "60M-lns.yaml").write_text("num-layers: 3\n")  # an edited copy, called as its header says
+    assert megatron_args.expand(["--lns-config", "60M-lns"]) == ["--num-layers", "3"]
     with pytest.raises(LNSConfigError, match="papr: no such file, and .*did you mean 'paper'"):
         Study.load("papr")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -186,11 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for _, group in groupby(pack.names(), key=lambda name: Path(name).parent):
             print("\n".join(f"{name:<36} {pack.about(name)}".rstrip() for name in group), end="\n\n")
         return 0
-    target = pack.copy(args.name, args.out)
-    print(target)
-    for name, place in pack.lacking(target, args.name).items():
-        command = f"olmo-lns config copy {name} -o {os.path.normpath(place)}"
-        print(f"note: what was copied names {name} of the pack: {command}", file=sys.stderr)
+    print(pack.copy(args.name, args.out))
     return 0
 
 

@@ -14,7 +14,7 @@ import yaml
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.arms import ARMS, BASELINE, arm_named
 from olmo_lns.study.engines import Engine, Run, engine_named
-from olmo_lns.study.pack import located
+from olmo_lns.study.pack import folder, located
 from olmo_lns.study.plan import description
 from olmo_lns.study.plan.compare import settings_of
 
@@ -205,12 +205,21 @@ def _horizons(raw: Mapping[str, Any]) -> Horizons | None:
 def _run(
     path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, extra: dict[str, Any], rate: Any
 ) -> Run:
-    """The file of the arm, or where it has none the baseline's with the arm's keys."""
-    config, overrides = path.parent / pattern.format(size=size, arm=arm), dict(extra)
+    """The file of the arm, or where it has none the baseline's with the arm's keys.
+
+    It is looked for where the description says, then in the pack.
+    """
+
+    def file(of: str) -> Path:
+        named = pattern.format(size=size, arm=of)
+        packed = folder() / "study" / named
+        return packed if packed.is_file() and not (path.parent / named).is_file() else path.parent / named
+
+    config, overrides = file(arm), dict(extra)
     own = settings_of(ARMS[arm], engine)
     if "{arm}" not in pattern:
         overrides |= own
-    elif not config.is_file() and (stock := path.parent / pattern.format(size=size, arm=BASELINE)).is_file():
+    elif not config.is_file() and (stock := file(BASELINE)).is_file():
         config = stock
         overrides |= dict.fromkeys(settings_of(ARMS[BASELINE], engine)) | own
     if rate is not None:

@@ -227,30 +227,48 @@ def figure(study: Study, results: Sequence[Result], path: Path) -> bool:
     The paper's points are hollow and named; beside losses of bytes they would not be comparable, and are left out.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     found = best(complete(study, results))
     curves = {arm: points for arm in study.arms if len(points := summary(found, arm))}
     if not curves:
         return False
+    sizes = {group: row.parameters for points in curves.values() for group, row in points.iterrows()}
     chart = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = chart.subplots()
-    for name, points in curves.items():
-        arm = ARMS[name]
-        style: dict[str, Any] = {"color": arm.colour, "label": f"{arm.label} (this study)"}
-        axes.errorbar(points.parameters, points["mean"], points["std"].fillna(0), fmt=arm.marker, capsize=3, **style)
-        if (law := power_law(points)) is not None and law.points > 2:
-            axes.plot(points.parameters, points.parameters.map(law), arm.line, color=arm.colour, alpha=0.7)
-    for point in [] if study.data in BUILT else published()["points"]:
-        for name in ("preln", "lns"):
-            style = {"color": ARMS[name].colour, "marker": ARMS[name].marker, "fillstyle": "none"}
-            axes.plot(point["parameters"], point[name], **style)
-        text = f"{point['label']} (hollow)"
-        place: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, 7), "fontsize": 7, "ha": "center"}
-        axes.annotate(text, (point["parameters"], point["preln"]), **place)
-    axes.set(xscale="log", xlabel="parameters", ylabel="final training loss (nats per token)")
-    axes.margins(y=0.1)
     axes.set_title(f"{study.name}: {study.runs[0].shape.tokens:,} tokens a run", fontsize=10)
     axes.grid(alpha=0.3)
-    chart.legend(loc="outside right upper", fontsize=7)
+    loss = "final training loss (nats per token)"
+    if len(sizes) == 1:  # nothing against parameters: a line for each arm, the lowest loss at the top
+        ranked = sorted(curves, key=lambda name: curves[name]["mean"].iloc[0], reverse=True)
+        for place, name in enumerate(ranked):
+            _draw(axes, name, curves[name]["mean"], [place], "x", curves[name]["std"])
+        axes.set_yticks(range(len(ranked)), [ARMS[name].label for name in ranked], fontsize=7)
+        axes.set_xlabel(loss)
+    else:
+        for name, points in curves.items():
+            _draw(axes, name, points.parameters, points["mean"], "y", points["std"])
+            if (law := power_law(points)) is not None and law.points > 2:
+                line = points.parameters.map(law)
+                axes.plot(points.parameters, line, ARMS[name].line, color=ARMS[name].colour, alpha=0.7)
+        for point in [] if study.data in BUILT else published()["points"]:
+            for name in ("preln", "lns"):
+                style: dict[str, Any] = {"color": ARMS[name].colour, "marker": ARMS[name].marker, "fillstyle": "none"}
+                axes.plot(point["parameters"], point[name], **style)
+            at = (point["parameters"], point["preln"])
+            axes.annotate(f"{point['label']} (hollow)", at, (0, 7), textcoords="offset points", fontsize=7, ha="center")
+        axes.set(xscale="log", xlabel="parameters", ylabel=loss)
+        axes.set_xticks(list(sizes.values()), list(sizes))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.margins(y=0.1)
+        chart.legend(loc="outside right upper", fontsize=7)
     chart.savefig(path, metadata={"Software": None})
     return True
+
+
+def _draw(axes: Any, name: str, x: Any, y: Any, direction: str, spread: pd.Series) -> None:
+    """Points with the deviation of those that have two seeds or more."""
+    arm = ARMS[name]
+    axes.plot(x, y, arm.marker, color=arm.colour, label=arm.label)
+    if spread.notna().any():
+        axes.errorbar(x, y, **{f"{direction}err": spread}, fmt="none", color=arm.colour, capsize=3)
