@@ -9,18 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
-__all__ = ["LNSError", "Record", "__version__", "layer_norm", "lns_scale", "rms_norm"]
+__all__ = ["LNSError", "Record", "__version__", "layer_norm", "lns_scale", "plain_initialization", "rms_norm"]
 
 _PUBLIC = {
     "LNSError": "olmo_lns.errors",
     "Record": "olmo_lns.record",
     "layer_norm": "olmo_lns.norm",
     "lns_scale": "olmo_lns.schemes.factor",
+    "plain_initialization": "olmo_lns.initialize",
     "rms_norm": "olmo_lns.norm",
 }
 
 if TYPE_CHECKING:
     from olmo_lns.errors import LNSError
+    from olmo_lns.initialize import plain_initialization
     from olmo_lns.norm import layer_norm, rms_norm
     from olmo_lns.record import Record
     from olmo_lns.schemes.factor import lns_scale

@@ -25,7 +25,7 @@ ORDER = [
     ("diagnostics",),
     ("models",),
     ("checkpoints",),
-    ("olmo_core",),
+    ("olmo_core", "initialize"),
     ("integrations",),
     ("record",),
     ("norm",),

@@ -38,7 +38,7 @@ TITLES = {
 PASSED_ON = ("tokens", "sequence-length", "batch-size", "dtype", "device", "device-map", "tokenizer", "seed")
 #: Those that pool over the ranks of torchrun.
 DISTRIBUTED = ("variance", "angular")
-#: As ``olmo_lns.models.vision_language.BRANCHES``, which loads torch: ``--help`` does not.
+#: As ``olmo_lns.models.blocks.BRANCHES``, which loads torch: ``--help`` does not.
 BRANCHES = ("vision", "language")
 #: Sequences of which the Jacobian takes one position each.
 JACOBIAN_SEQUENCES = 64

@@ -17,8 +17,7 @@ from torch import nn
 from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run
 from olmo_lns.diagnostics.loss import token_loss
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import body_forward, find_blocks
-from olmo_lns.models.vision_language import is_vision_language
+from olmo_lns.models.blocks import body_forward, find_blocks, is_vision_language
 
 __all__ = ["LayerDropResult", "TaskScores", "bypassed", "drop_layers", "output_lengths"]
 

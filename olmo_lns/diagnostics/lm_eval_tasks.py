@@ -8,9 +8,8 @@ import torch
 
 from olmo_lns.diagnostics.layer_drop import TaskScores, bypassed, output_lengths
 from olmo_lns.errors import LNSError, one_line
-from olmo_lns.models.blocks import logits_of
+from olmo_lns.models.blocks import in_vision, logits_of
 from olmo_lns.models.loading import LoadedModel
-from olmo_lns.models.vision_language import in_vision
 
 __all__ = ["score_tasks"]
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import is_masked_lm, logits_of, model_type
-from olmo_lns.models.vision_language import image_token
+from olmo_lns.models.blocks import image_token, is_masked_lm, logits_of, model_type
 
 __all__ = ["TokenLoss", "token_loss"]
 

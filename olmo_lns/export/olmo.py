@@ -100,7 +100,7 @@ class OLMo(Source):
         return huggingface.train_target(stock, checkpoint.record, options)
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
-        from olmo_lns.models.olmo import open_olmo
+        from olmo_lns.models.loading import open_olmo
 
         OLMoCheckpoint.open(folder)  # its weights against its config, as for an export
         return open_olmo(folder)

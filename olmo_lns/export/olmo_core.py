@@ -123,7 +123,7 @@ class OLMoCore(Source):
         return huggingface.train_target(stock, record, options)
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
-        from olmo_lns.models.olmo_core import open_olmo_core
+        from olmo_lns.models.loading import open_olmo_core
 
         return open_olmo_core(folder)
 

@@ -66,7 +66,7 @@ def open_export(folder: Path) -> tuple[Any, int, int]:
     if not folder.is_dir():
         raise LNSConfigError(f"{folder} is not a folder: give what olmo-lns export made of the checkpoint")
     if is_olmo_core(folder):
-        from olmo_lns.models.olmo_core import open_olmo_core
+        from olmo_lns.models.loading import open_olmo_core
 
         core = OLMoCoreCheckpoint.open(folder)
         if core.record.active:
@@ -81,7 +81,7 @@ def open_export(folder: Path) -> tuple[Any, int, int]:
     if (folder / "config.yaml").is_file():
         from olmo_lns.checkpoints.olmo import OLMoCheckpoint
         from olmo_lns.export import fold
-        from olmo_lns.models.olmo import open_olmo
+        from olmo_lns.models.loading import open_olmo
 
         checkpoint = OLMoCheckpoint.open(folder)
         scheme, layers = checkpoint.record.scheme, checkpoint.architecture.n_layers

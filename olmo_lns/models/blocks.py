@@ -1,4 +1,4 @@
-"""Where transformer blocks live, and how to run a model's body."""
+"""Where transformer blocks live, those of a vision-language model's two branches too, and how to run a model's body."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from olmo_lns.errors import LNSError
 from olmo_lns.integrations.transformers.families import FAMILIES, at, family_of, stock_type
-from olmo_lns.models.vision_language import VISION, branch_path, in_vision, is_vision_language
 
 __all__ = ["body_forward", "find_blocks", "is_masked_lm", "is_olmo", "is_olmo_core", "logits_of", "vocabulary_size"]
 
@@ -18,6 +17,14 @@ log = logging.getLogger(__name__)
 
 #: Of ids and mask; a transformers model also takes the inputs made of images, by keyword.
 Forward = Callable[..., Any]
+
+VISION, LANGUAGE = BRANCHES = ("vision", "language")
+#: model_type -> the lists of blocks, (vision, language). A path with ``|`` is of two versions of transformers. Needed
+#: where a branch holds other lists, too: Qwen3-VL's mergers stand in one.
+_PATHS = {
+    kind: ("model.visual.blocks|visual.blocks", "model.language_model.layers|model.layers")
+    for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+}
 
 
 def is_olmo(model: nn.Module) -> bool:
@@ -59,9 +66,10 @@ def find_blocks(model: nn.Module, path: str | None = None, branch: str | None = 
     elif is_olmo_core(model):
         blocks = list(cast(nn.ModuleDict, model.blocks).values())
     elif (family := family_of(model)) is not None:
-        blocks = _at(_base(model), family.blocks)
+        blocks = _at(cast(nn.Module, model.base_model), family.blocks)
     else:
-        blocks = _guess(model)
+        blocks = _only(model, _candidates(model), "transformer blocks")
+        log.warning("%s is not in the table of architectures; taking %s", type(model).__name__, _described(model))
     if len(blocks) < 2:
         raise LNSError(
             f"{type(model).__name__} has {len(blocks)} transformer block: expected at least 2, "
@@ -73,11 +81,6 @@ def find_blocks(model: nn.Module, path: str | None = None, branch: str | None = 
 def is_olmo_core(model: nn.Module) -> bool:
     """Whether ``model`` is OLMo-core's: it numbers its blocks in a ModuleDict."""
     return isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head")
-
-
-def _base(model: nn.Module) -> nn.Module:
-    base: nn.Module = model.base_model  # type: ignore[assignment]
-    return base
 
 
 def _olmo_blocks(model: nn.Module) -> list[nn.Module]:
@@ -119,9 +122,13 @@ def _branch(model: nn.Module, branch: str | None) -> list[nn.Module]:
     if (path := branch_path(model, branch)) is not None:
         return _at(model, path)
     lists = {name: m for name, m in _candidates(model).items() if (branch == VISION) == in_vision(name)}
+    return _only(model, lists, f"{branch} blocks")
+
+
+def _only(model: nn.Module, lists: dict[str, nn.ModuleList], what: str) -> list[nn.Module]:
     if len(lists) != 1:
         raise LNSError(
-            f"not sure where the {branch} blocks of {type(model).__name__} are; name them with --blocks. "
+            f"not sure where the {what} of {type(model).__name__} are; name them with --blocks. "
             f"Candidates: {_described(model)}"
         )
     return list(next(iter(lists.values())))
@@ -132,17 +139,6 @@ def _described(model: nn.Module) -> str:
     return ", ".join(lists) or "none: no list of two or more modules of one class"
 
 
-def _guess(model: nn.Module) -> list[nn.Module]:
-    candidates = _candidates(model)
-    if len(candidates) != 1:
-        raise LNSError(
-            f"not sure where the transformer blocks of {type(model).__name__} are; name one of them with --blocks. "
-            f"Candidates: {_described(model)}"
-        )
-    log.warning("%s is not in the table of architectures; taking %s", type(model).__name__, _described(model))
-    return list(next(iter(candidates.values())))
-
-
 def body_forward(model: nn.Module) -> Forward:
     """A function that runs all blocks on ids and mask, without the head where the model allows it."""
     if is_olmo(model):
@@ -150,7 +146,7 @@ def body_forward(model: nn.Module) -> Forward:
     if is_olmo_core(model):
         return lambda ids, mask: _without_mask(model, ids, mask, logits_to_keep=1)
     if model_type(model) is not None:
-        base = _base(model)
+        base: Any = model.base_model
         return lambda ids, mask, **pictures: base(ids, attention_mask=mask, use_cache=False, **pictures)
     return lambda ids, mask: model(ids) if mask is None else model(ids, attention_mask=mask)
 
@@ -189,3 +185,31 @@ def vocabulary_size(model: nn.Module) -> int:
     if not embeddings:
         raise LNSError(f"{type(model).__name__} has no token embedding: expected a language model")
     return max(embeddings)
+
+
+def is_vision_language(config: Any) -> bool:
+    """Whether a config is of a model with a vision tower in front of a language model."""
+    return getattr(config, "vision_config", None) is not None and hasattr(config, "get_text_config")
+
+
+def branch_path(model: Any, branch: str) -> str | None:
+    """Where a known model has the blocks of ``branch``; None for a model outside the table."""
+    paths = _PATHS.get(model.config.model_type)
+    path = None if paths is None else paths[BRANCHES.index(branch)]
+    return path if path is not None and at(model, path) is not None else None
+
+
+def in_vision(name: str) -> bool:
+    """Whether a module of this name belongs to the vision tower, by the words that transformers uses."""
+    return any(part.startswith(("vis", "image_encoder")) for part in name.split("."))
+
+
+def image_token(model: Any) -> int | None:
+    """The id that stands where an image goes; None for a model that reads text alone."""
+    config = getattr(model, "config", None)
+    if not is_vision_language(config):
+        return None
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    return None

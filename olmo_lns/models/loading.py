@@ -1,23 +1,28 @@
-"""Loading what ``--model`` names: an OLMo or OLMo-core checkpoint, or a Hugging Face folder or hub name."""
+"""Checkpoints and hub names opened as the models that they were trained as."""
 
 from __future__ import annotations
 
+import copy
+import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Iterator
+from unittest import mock
 
 import torch
 import yaml
 from torch import nn
 
-from olmo_lns import hub
-from olmo_lns.errors import LNSError, one_line
-from olmo_lns.models.blocks import find_blocks, is_masked_lm, vocabulary_size
-from olmo_lns.models.vision_language import is_vision_language
+from olmo_lns import environment, hub
+from olmo_lns.checkpoints.olmo_core import BUFFER, OLMoCoreCheckpoint, is_olmo_core
+from olmo_lns.errors import LNSConfigError, LNSError, one_line
+from olmo_lns.models.blocks import find_blocks, is_masked_lm, is_vision_language, vocabulary_size
 from olmo_lns.norm.dtypes import DTYPES
+from olmo_lns.record import Record
 
-__all__ = ["LoadedModel", "load_model", "load_tokenizer", "pick_device"]
+__all__ = ["LoadedModel", "load_model", "load_tokenizer", "open_olmo", "open_olmo_core", "pick_device"]
 
 
 @dataclass(frozen=True)
@@ -87,22 +92,20 @@ def load_model(
     :param branch: of a vision-language model, ``vision`` or ``language``.
     :raises LNSError: a folder without a config, a model that cannot be loaded, or blocks not found.
     """
-    from olmo_lns.checkpoints.olmo_core import is_olmo_core
-
     folder, place = Path(source), pick_device(device)
-    if branch is not None and ((folder / "config.yaml").is_file() or is_olmo_core(folder)):
-        raise LNSError(f"--branch {branch}: {source} is no vision-language model, it has one branch")
-    if (folder / "config.yaml").is_file():
-        if device_map is not None:
-            raise LNSError(f"{source} is an OLMo checkpoint: --device-map is for Hugging Face models, use --device")
+    olmo = (folder / "config.yaml").is_file()
+    core = not olmo and is_olmo_core(folder)
+    kind = "an OLMo-core" if core else "an OLMo"
+    for flag, value, where, instead in (
+        ("--branch", branch, olmo or core, "is for vision-language models, it has one branch"),
+        ("--device-map", device_map, olmo or core, "is for Hugging Face models, use --device"),
+        ("--blocks", blocks, core, "is for models outside the table, and its blocks are known: leave it out"),
+    ):
+        if value is not None and where:
+            raise LNSError(f"{source} is {kind} checkpoint: {flag} {instead}")
+    if olmo:
         return _load_olmo(folder, DTYPES.get(dtype), place, blocks)
-    if is_olmo_core(folder):
-        for flag, value, instead in (
-            ("--device-map", device_map, "is for Hugging Face models, use --device"),
-            ("--blocks", blocks, "is for models outside the table, and its blocks are known: leave it out"),
-        ):
-            if value is not None:
-                raise LNSError(f"{source} is an OLMo-core checkpoint: {flag} {instead}")
+    if core:
         return _load_olmo_core(folder, DTYPES.get(dtype), place)
     if folder.exists() and not (folder / "config.json").is_file():
         raise LNSError(
@@ -116,8 +119,6 @@ def load_model(
 
 
 def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, blocks: str | None) -> LoadedModel:
-    from olmo_lns.models.olmo import open_olmo
-
     if not any((folder / name).exists() for name in ("model.pt", "model_and_optim")):
         inside = sorted(path.name for path in folder.glob("step*") if (path / "config.yaml").is_file())
         hint = f"; its checkpoints are {', '.join(inside)}" if inside else ""
@@ -147,9 +148,6 @@ def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, bl
 
 
 def _load_olmo_core(folder: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
-    from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint
-    from olmo_lns.models.olmo_core import open_olmo_core
-
     checkpoint = OLMoCoreCheckpoint.open(folder)
     data = checkpoint.config.get("dataset") or {}
     tokenizer = data.get("tokenizer") or {}
@@ -166,6 +164,86 @@ def _load_olmo_core(folder: Path, dtype: torch.dtype | None, device: torch.devic
         token_dtype=str(data.get("dtype") or "uint16"),
         eos_token_id=tokenizer.get("eos_token_id"),
     )
+
+
+def open_olmo(folder: Path) -> nn.Module:
+    """OLMo's model on the CPU, in fp32 and evaluation mode; what was trained says its record, not this process.
+
+    :raises CheckpointMismatchError: the record is lost, and the config alone does not say the scheme's parameters.
+    :raises LNSConfigError: weights that are damaged or of another model.
+    """
+    from olmo_lns.integrations.olmo import register
+
+    register()  # first: the integration's other modules import OLMo, which would load the plugin from inside one
+    from olmo.config import ModelConfig
+    from olmo.exceptions import OLMoConfigurationError
+    from olmo.model import OLMo
+
+    from olmo_lns.integrations.olmo.checkpoint import saved_record
+    from olmo_lns.integrations.olmo.config import check_sizes
+
+    path = folder / "config.yaml"
+    with _selected(saved_record(folder) or Record()):
+        try:
+            check_sizes(ModelConfig.load(path, key="model", validate_paths=False))
+        except OLMoConfigurationError as error:
+            raise LNSConfigError(f"{path}: {one_line(error)}") from None
+        model = OLMo.from_checkpoint(str(folder), device="cpu") if (folder / "model.pt").is_file() else _sharded(folder)
+    return model.float().eval()
+
+
+@contextmanager
+def _selected(record: Record) -> Iterator[None]:
+    """The record's scheme in place of what the environment selects."""
+    with mock.patch.dict(os.environ):
+        for name in (environment.SCHEME, environment.INITIALIZATION):
+            os.environ.pop(name, None)
+        if record.active:
+            os.environ[environment.SCHEME] = str(record.scheme)
+        yield
+
+
+def _sharded(folder: Path) -> Any:
+    """A ``torch_new`` checkpoint, read by our own reader: OLMo 0.6.0's cannot be made under torch >= 2.6."""
+    from olmo.config import ModelConfig
+    from olmo.model import OLMo
+
+    from olmo_lns.checkpoints.olmo import OLMoCheckpoint
+
+    config = ModelConfig.load(folder / "config.yaml", key="model", validate_paths=False)
+    config.init_device = "cpu"
+    model = OLMo(config, init_params=False)
+    state = {name: tensor.load() for name, tensor in OLMoCheckpoint.open(folder).tensors.items()}
+    model.load_state_dict(model._make_state_dict_compatible(state)[0])
+    return model
+
+
+def open_olmo_core(folder: Path) -> Any:
+    """The model in fp32 on the CPU, built by OLMo-core from the checkpoint's own config.
+
+    :raises LNSConfigError: OLMo-core is not installed, or has another model.
+    """
+    try:
+        from olmo_core.nn.transformer import TransformerConfig
+    except ImportError as error:
+        raise LNSConfigError(
+            f"running {folder} needs OLMo-core ({error}): pip install 'olmo-lns[olmo-core]', in an environment "
+            "without OLMo"
+        ) from None
+    checkpoint = OLMoCoreCheckpoint.open(folder)
+    try:
+        model = TransformerConfig.from_dict(copy.deepcopy(checkpoint.model)).build(init_device="cpu")
+        state = {name: tensor.load().float() for name, tensor in checkpoint.tensors.items()}
+        for index in range(len(checkpoint.blocks)):
+            # Where OLMo-core keeps the factor in a buffer; those of the checkpoint were compared when it was opened.
+            if (name := f"blocks.{index}.{BUFFER}") in dict(model.named_buffers()):
+                state[name] = torch.tensor((index + 1) ** -0.5)
+        model.load_state_dict(state)
+    except LNSError:
+        raise
+    except Exception as error:  # OLMo-core's and torch's own, of many kinds
+        raise LNSConfigError(f"{folder}: OLMo-core cannot build this model: {error}") from error
+    return model.float().eval()
 
 
 def _load_huggingface(

@@ -20,7 +20,7 @@ from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint
 from olmo_lns.checkpoints.records import record_in
 from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.models.olmo_core import open_olmo_core
+from olmo_lns.models.loading import open_olmo_core
 from olmo_lns.olmo_core import apply
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse

@@ -81,6 +81,20 @@ def apply(
     return 0
 
 
+def ask_for_plain_initialization(config: Any) -> None:
+    """See :func:`olmo_lns.plain_initialization`."""
+    found = Settings.of(config)
+    if found.scaled_init_off:
+        return
+    if found.active:
+        raise LNSConfigError("plain_initialization(config) contradicts keep_scaled_init=True: leave one of them out.")
+    install_core()
+    require_verified(CORE)
+    _refuse_used(config)
+    mark(config, Settings(no_scaled_init=True), vision=getattr(config, VISION, False))
+    use_plain_initialization(config)
+
+
 def layer_spec(
     config: Any,
     spec: Any = None,
@@ -196,6 +210,10 @@ def _check_unused(config: Any, settings: Settings, vision: bool) -> None:
             f"{found.scheme.definition.title} is on in this {type(config).__name__} already ({found.scheme}): call "
             "apply once, or start from a fresh config."
         )
+    _refuse_used(config)
+
+
+def _refuse_used(config: Any) -> None:
     if _is_in_use(config):
         gc.collect()  # a model that nobody holds any more does not count
         if _is_in_use(config):

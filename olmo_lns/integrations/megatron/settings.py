@@ -233,7 +233,11 @@ def mark(config: Any, settings: Settings, *, vision: bool = False) -> None:
 
     Its class becomes a subclass of its own, so that ``dataclasses.replace``, a copy made field by field and Megatron
     Bridge's ``run_config.yaml`` carry them.
+
+    :raises LNSConfigError: plain initialization was asked for, and now scaled initialization is to be kept.
     """
+    if settings.layernorm_scaling_keep_scaled_init and getattr(config, "no_scaled_init", False):
+        raise LNSConfigError("keep_scaled_init=True contradicts plain_initialization(config): leave one of them out.")
     kind: type = type(config)
     config.__class__ = config_class(kind)
     settings.store(config)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 from typing import Any, Callable
 
-from olmo_lns.errors import UpstreamChangedError
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.norm_sites import Site
-from olmo_lns.integrations.olmo import initialization, types
+from olmo_lns.integrations.olmo import initialization, types, upstream
 from olmo_lns.integrations.olmo.config import require_supported
 from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS
 
 __all__ = [
     "BLOCK_NORMS",
+    "ask_for_plain_initialization",
     "blocks_of",
     "built_record",
     "record_of",
@@ -113,6 +114,15 @@ def blocks_of(model: Any) -> list[Any]:
     if model.config.block_group_size == 1:
         return list(model.transformer.blocks)
     return [block for group in model.transformer.block_groups for block in group]
+
+
+def ask_for_plain_initialization(config: Any) -> None:
+    """See :func:`olmo_lns.plain_initialization`."""
+    upstream.require_verified()
+    if getattr(config, _RECORD, None) is not None:
+        raise LNSConfigError("a model was built from this ModelConfig before: its weights are drawn already")
+    setattr(config, types.PLAIN, True)
+    types.initialization_in_force(config)
 
 
 def built_record(config: Any) -> Record | None:

@@ -18,6 +18,7 @@ from olmo_lns.schemes.initialization import resolve as resolve_initialization
 __all__ = [
     "BASES",
     "INIT_FNS",
+    "PLAIN",
     "base_type",
     "check_environment",
     "extend",
@@ -93,6 +94,8 @@ def resolve(asked: str, named: str) -> str:
 
 #: What the environment may say; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
 _INITIALIZATIONS = ("plain", "upstream")
+#: On a ``ModelConfig`` that was given to ``olmo_lns.plain_initialization``.
+PLAIN = "lns_plain_initialization"
 
 
 def scheme_in_force(layer_norm_type: Any) -> Scheme:
@@ -116,15 +119,13 @@ def initialization_in_force(config: Any) -> str:
 
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
-    asked = _initialization_from_environment()
-    if ours := INIT_FNS.get(str(config.init_fn)):
-        if asked:
-            raise LNSConfigError(
-                f"init_fn {config.init_fn!s} and {environment.INITIALIZATION}={asked} contradict each other: "
-                "unset the variable."
-            )
-        return ours
-    return resolve_initialization(asked, scheme_of(config.layer_norm_type))
+    ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_from_environment()
+    asked = {f"init_fn {config.init_fn!s}": ours, f"{environment.INITIALIZATION}={variable}": variable}
+    asked["plain_initialization(config)"] = "plain" if getattr(config, PLAIN, False) else None
+    given = {words: value for words, value in asked.items() if value}
+    if (ours and len(given) > 1) or len(set(given.values())) > 1:
+        raise LNSConfigError(f"{' and '.join(given)} contradict each other: unset the variable, or leave the call out.")
+    return resolve_initialization(next(iter(given.values()), ""), scheme_of(config.layer_norm_type))
 
 
 def check_environment() -> None:

@@ -118,7 +118,7 @@ def attach_scheme(
             scale_norm(getattr(block, other), scale, form=form.plan, field=form.field, base=norm)
     if not scale_router:
         _unscale_router(block, form)
-    draw.guard(block, initialization)
+    block.attention.init_weights = draw.Draw(block.attention, initialization)
     block.register_load_state_dict_pre_hook(compare_converted)
 
 

@@ -11,31 +11,17 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
 __all__ = [
-    "CLASS",
-    "CONFIG_FILE",
-    "check",
-    "compare_converted",
-    "from_config",
-    "record_of",
-    "routers_of",
-    "saved_record",
-    "saved_routers",
-    "scheme_of",
-    "wrap_load",
-    "wrap_load_hf",
-    "wrap_load_model",
-    "wrap_save",
-    "wrap_save_hf",
-    "wrap_save_model",
-    "wrap_save_train_state",
-]
+    "CLASS", "CONFIG_FILE", "check", "compare_converted", "from_config", "record_of", "routers_of", "saved_record",
+    "saved_routers", "scheme_of", "wrap_load", "wrap_load_hf", "wrap_load_model", "wrap_save", "wrap_save_hf",
+    "wrap_save_model", "wrap_save_train_state",
+]  # fmt: skip
 
 log = logging.getLogger("olmo_lns")
 
@@ -46,9 +32,6 @@ CONFIG_FILE = "config.json"
 #: The weights' own folder in a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
 _RECORD = "_olmo_lns_record"
-_UNREADABLE = (
-    f"{RECORD_FILE} and {CONFIG_FILE} cannot be looked for; expected a folder or URL that this process can read"
-)
 
 
 def record_of(model: Any) -> Record:
@@ -132,13 +115,12 @@ def _model(config: Any) -> dict[str, Any]:
     return model if isinstance(model, dict) else {}
 
 
-def _blocks(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    block = model.get("block")
-    if not isinstance(block, dict):
-        return
-    named = "sequence_mixer" not in block and "attention" not in block
-    yield from (each for each in (block.values() if named else [block]) if isinstance(each, dict))
-    yield from (each for each in (model.get("block_overrides") or {}).values() if isinstance(each, dict))
+def _blocks(model: dict[str, Any]) -> list[dict[str, Any]]:
+    """The config of every block, as OLMo-core resolves it."""
+    block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
+    whose = [pattern[i % len(pattern)] if pattern else "" for i in range(model.get("n_layers", 0))]
+    overrides = {int(index): override for index, override in overrides.items()}  # JSON has words for keys
+    return [overrides.get(i, block[name] if name else block) for i, name in enumerate(whose)]
 
 
 def saved_record(folder: Any) -> Record | None:
@@ -164,15 +146,8 @@ def saved_routers(folder: Any) -> dict[int, bool]:
     """
     if (path := _find(folder, CONFIG_FILE)) is None:
         return {}
-    configs = _blocks_in_order(_model(_json(path)))
-    return {i: bool(b.get("scale_router", True)) for i, b in enumerate(configs) if b.get("_CLASS_") == CLASS}
-
-
-def _blocks_in_order(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config of every block, as OLMo-core resolves it."""
-    block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
-    for index in range(model.get("n_layers", 0)):
-        yield block[pattern[index % len(pattern)]] if pattern else overrides.get(str(index), block)
+    blocks = enumerate(_blocks(_model(_json(path))))
+    return {index: bool(block.get("scale_router", True)) for index, block in blocks if block.get("_CLASS_") == CLASS}
 
 
 def _find(folder: Any, name: str) -> Path | None:
@@ -253,7 +228,10 @@ def _read_once(folder: Any, group: Any) -> tuple[Record | None, dict[int, bool]]
         except LNSError as error:
             found = str(error)
         except Exception as error:  # of any kind: the others wait for an answer
-            found, cause = f"{folder}: {_UNREADABLE} ({type(error).__name__}: {error})", error
+            looked = (
+                f"{folder}: {RECORD_FILE} and {CONFIG_FILE} cannot be looked for; expected a folder or URL that this"
+            )
+            found, cause = f"{looked} process can read ({type(error).__name__}: {error})", error
     found = broadcast_object(found, src=get_global_rank(0, group), group=group)
     if isinstance(found, str):
         raise CheckpointMismatchError(found) from cause

@@ -17,7 +17,7 @@ from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.integrations import norm_sites
 from olmo_lns.schemes import Scheme
 
-__all__ = ["INITIALIZATIONS", "Census", "guard", "initialization_of", "require_complete", "resolve", "take"]
+__all__ = ["INITIALIZATIONS", "Draw", "initialization_of", "require_complete", "resolve", "take"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -85,12 +85,6 @@ class Draw:
                 "both knowingly with block.initialization=upstream."
             )
         type(self.mixer).init_weights(self.mixer, init_method=init_method, **kwargs)
-
-
-def guard(block: Any, initialization: str) -> None:
-    """Have the draw of ``block`` checked."""
-    mixer = block.attention
-    mixer.init_weights = Draw(mixer, initialization)
 
 
 def _draw_of(block: Any) -> Draw | None:

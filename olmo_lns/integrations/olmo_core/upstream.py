@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.environment import check as check_environment
@@ -17,6 +16,10 @@ VERIFIED = "2.5.0, 2.6.0 and 3.0.0"
 #: Block configs have had a ``sequence_mixer`` since then, and their blocks the global index.
 OLDEST = "2.5.0"
 
+#: Arguments and fields of a block's config, and classes of blocks.
+_NEEDED = {"d_model", "block_idx", "n_layers", "init_device", "cache", "sequence_mixer", "layer_norm"} | {
+    f"{name}TransformerBlock" for name in ("", "ReorderedNorm", "PeriNorm")
+}
 _ALL = "2.5.0, 2.6.0, 3.0.0"
 _CHECKPOINTER = "olmo_core.train.checkpoint:Checkpointer"
 
@@ -51,29 +54,13 @@ def check() -> None:
     from olmo_core.nn.transformer import block, config
     from olmo_core.version import VERSION
 
-    missing = _missing(config.TransformerBlockConfig, block)
-    if missing:
+    kind = config.TransformerBlockConfig
+    found = {*inspect.signature(kind.build).parameters, *getattr(kind, "__dataclass_fields__", ()), *vars(block)}
+    if missing := sorted(_NEEDED - found):
         raise UpstreamChangedError(
-            f"ai2-olmo-core {VERSION} lacks {', '.join(missing)}; verified are {VERIFIED}. Install one of them "
-            "(pip install 'olmo-lns[olmo-core]')."
+            f"ai2-olmo-core {VERSION} lacks {', '.join(missing)} in its transformer blocks or their config; "
+            f"verified are {VERIFIED}. Install one of them (pip install 'olmo-lns[olmo-core]')."
         )
-
-
-def _missing(config: Any, block: Any) -> list[str]:
-    wanted = {"d_model", "block_idx", "n_layers", "init_device", "cache"}
-    missing = [f"TransformerBlockConfig.build({name}=)" for name in sorted(wanted - _parameters(config.build))]
-    fields = getattr(config, "__dataclass_fields__", {})
-    missing += [f"TransformerBlockConfig.{name}" for name in ("sequence_mixer", "layer_norm") if name not in fields]
-    missing += [
-        f"olmo_core.nn.transformer.block.{name}"
-        for name in ("TransformerBlock", "ReorderedNormTransformerBlock", "PeriNormTransformerBlock")
-        if not hasattr(block, name)
-    ]
-    return missing
-
-
-def _parameters(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters)
 
 
 def require_enabled() -> None:

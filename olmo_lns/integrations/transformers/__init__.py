@@ -21,17 +21,12 @@ def register() -> None:
     Idempotent; called by the autoload hook.
     """
     from olmo_lns.integrations.autoload import on_import
-
-    on_import("transformers.modeling_utils", lambda module: _checkpoint().guard_loading(module))
-    on_import("transformers.trainer", lambda module: _checkpoint().guard_resuming(module))
-    on_import("transformers.models.auto.configuration_auto", _name_configs)
-    on_import("peft.utils.constants", _adapter_targets)
-
-
-def _checkpoint() -> Any:
     from olmo_lns.integrations.transformers import checkpoint
 
-    return checkpoint
+    on_import("transformers.modeling_utils", checkpoint.guard_loading)
+    on_import("transformers.trainer", checkpoint.guard_resuming)
+    on_import("transformers.models.auto.configuration_auto", _name_configs)
+    on_import("peft.utils.constants", _adapter_targets)
 
 
 def _name_configs(module: Any) -> None:

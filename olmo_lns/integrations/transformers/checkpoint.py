@@ -7,13 +7,12 @@ program loads by hand (``load_state_dict``) are its own.
 
 from __future__ import annotations
 
-import functools
 import logging
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from olmo_lns import environment
-from olmo_lns.integrations.patching import MARKER, is_patched
+from olmo_lns.integrations.patching import Target, replace
 from olmo_lns.integrations.transformers.configs import record_of
 from olmo_lns.integrations.transformers.families import PREFIX
 from olmo_lns.record import RECORD_FILE, Record, check_match
@@ -37,7 +36,8 @@ def guard_loading(module: Any) -> None:
 
         return wrapped
 
-    _replace(module.PreTrainedModel, "from_pretrained", wrap)
+    target = Target("transformers.modeling_utils:PreTrainedModel.from_pretrained", {})
+    replace(target, wrap, only_look=True)
 
 
 def guard_resuming(module: Any) -> None:
@@ -57,17 +57,7 @@ def guard_resuming(module: Any) -> None:
 
         return wrapped
 
-    _replace(module.Trainer, "train", wrap)
-
-
-def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = vars(owner)[name]
-    if is_patched(original):
-        return
-    function = getattr(original, "__func__", original)
-    replacement: Any = functools.wraps(function)(wrap(function))
-    setattr(replacement, MARKER, True)
-    setattr(owner, name, classmethod(replacement) if isinstance(original, classmethod) else replacement)
+    replace(Target("transformers.trainer:Trainer.train", {}), wrap, only_look=True)
 
 
 def require_record(name: Any, running: Record | None, kwargs: Mapping[str, Any]) -> None:

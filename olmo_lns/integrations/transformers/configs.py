@@ -12,12 +12,15 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import os
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
+from string import Template
 from typing import Any, Iterator
 
+from olmo_lns import __version__
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations.transformers import remote
 from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, Family, stock_type
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, parse
@@ -28,6 +31,8 @@ __all__ = ["NEEDS", "SERVERS", "available", "building", "config_class", "record_
 NEEDS = "needs olmo-lns and an Auto class, or trust_remote_code: "
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
 SERVERS = ("vllm", "sglang")
+
+_FILE = "modeling_lns.py"
 
 _building: ContextVar[bool] = ContextVar("olmo_lns_building", default=False)
 
@@ -114,6 +119,8 @@ def config_class(family: Family) -> Any:
                 )
 
         def __init__(self, **kwargs: Any) -> None:
+            from olmo_lns.integrations.transformers.models import register_models
+
             written, scheme = kwargs.pop("lns_factors", None), kwargs.pop("lns", None)
             kwargs.pop("auto_map", None)
             kwargs.setdefault("lns_record", Record(LNS if scheme is None else parse(scheme), "", "plain").as_dict())
@@ -121,7 +128,7 @@ def config_class(family: Family) -> Any:
             if scheme is not None:
                 self.lns = scheme
             _check(self, written)
-            _register_models(family)
+            register_models(family)
 
         def to_dict(self) -> dict[str, Any]:
             values = super().to_dict()
@@ -129,12 +136,12 @@ def config_class(family: Family) -> Any:
             values[family.activation] = NEEDS + values[family.activation]
             values["lns"] = str(record.scheme)
             values["lns_factors"] = _factors(self, record)
-            values["auto_map"] = remote.auto_map(family)
+            values["auto_map"] = _auto_map(family)
             return values
 
         def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
             super().save_pretrained(save_directory, *args, **kwargs)
-            remote.write(save_directory, family)
+            _write_modeling_file(save_directory, family)
 
     setattr(Config, family.activation, _Activation(family.activation))
     Config.__name__ = Config.__qualname__ = f"LNS{family.stem}Config"
@@ -180,12 +187,6 @@ def _factors(config: Any, record: Record) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _register_models(family: Family) -> None:
-    from olmo_lns.integrations.transformers.models import register_models
-
-    register_models(family)
-
-
 def to_stock(config: Any, family: Family) -> Any:
     """The family's own config with the same values and without a scheme.
 
@@ -196,3 +197,42 @@ def to_stock(config: Any, family: Family) -> Any:
     config.__class__ = stock_config_class(family)
     del config.lns_record
     return config
+
+
+def _heads(family: Family) -> dict[str, str]:
+    """transformers' class name -> auto class, for the heads that the installed transformers has."""
+    import transformers
+
+    from olmo_lns.integrations.transformers.models import HEADS
+
+    names = {f"{family.stem}{head}": auto for head, auto in HEADS.items()}
+    return {name: auto for name, auto in names.items() if hasattr(transformers, name)}
+
+
+def _auto_map(family: Family) -> dict[str, str]:
+    """What ``config.json`` says about the file: auto class -> class in it."""
+    module = _FILE.removesuffix(".py")
+    classes = {auto: f"{module}.LNS{name}" for name, auto in _heads(family).items()}
+    return {"AutoConfig": f"{module}.LNS{family.stem}Config", **classes}
+
+
+def _write_modeling_file(folder: str | os.PathLike[str], family: Family) -> None:
+    """For ``trust_remote_code`` where olmo-lns is not installed."""
+    assert family.sub_layers is not None
+    norms = {name: place.norm for name, place in family.sub_layers.items()}
+    branches = {name: place.branch for name, place in family.sub_layers.items()}
+    values: dict[str, Any] = {
+        "stem": family.stem,
+        "version": __version__,
+        "needs": NEEDS,
+        "places": {"norm": norms, "branch": branches if family.form.pre else norms},
+        "outputs": [place.output for place in family.sub_layers.values()],
+        "scaled": family.scaled,
+        "servers": SERVERS,
+        "heads": list(_heads(family)),
+        "model_type": PREFIX + family.model_type,
+        "activation": family.activation,
+        "blocks": family.blocks,
+    }
+    template = Path(__file__).with_name(f"{_FILE}.in").read_text(encoding="utf-8")
+    Path(folder, _FILE).write_text(Template(template).substitute(values), encoding="utf-8")

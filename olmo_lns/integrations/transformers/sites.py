@@ -22,7 +22,6 @@ __all__ = [
     "ATTRIBUTE",
     "attach_model",
     "blocks_of",
-    "factors",
     "known_family",
     "redraw",
     "require_as_recorded",
@@ -166,15 +165,6 @@ def redraw(module: Any) -> None:
     projection = at(module, path) if path else module
     if ratio != 1.0 and not getattr(projection.weight, "_is_hf_initialized", False):
         projection.weight.mul_(ratio)
-
-
-def factors(model: Any, family: Family) -> dict[str, list[float]]:
-    """Module path inside a block -> its factor in each block, as the built model has them."""
-    found: dict[str, list[float]] = {}
-    names = {id(module): name for block in blocks_of(model, family) for name, module in block.named_modules()}
-    for _, module, _ in norm_sites.sites(model):
-        found.setdefault(names[id(module)], []).append(module.lns_scale)
-    return found
 
 
 def _report(model: Any, family: Family, record: Record, n_layers: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,3 +146,48 @@ def test_without_the_flags_the_package_changes_nothing(launch, tmp_path):
 def test_a_misspelt_class_stops_the_launch(launch, tmp_path):
     code, output = launch(tmp_path / "x", "--model.block._CLASS_=olmo_lns.olmo_core.LNSBlockConfig", "--dry-run")
     assert code != 0 and "the block config is" in output.replace("\n", " ")
+
+
+def test_the_patch_for_upstream_passes_its_own_tests(tmp_path):
+    """patches/olmo_core on a copy of the checkout; without it, the tests that it brings fail."""
+    patch = Path(__file__).resolve().parents[3] / "patches" / "olmo_core" / "layernorm-scaling-float.patch"
+    failed = {}
+    for parts in ("src/*", "src/test/*"):
+        tree = tmp_path / str(len(failed))
+        shutil.copytree(Path(SOURCE) / "src", tree / "src")
+        subprocess.run(["git", "apply", f"--include={parts}", str(patch)], cwd=tree, check=True, capture_output=True)
+        words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test/nn/transformer/model_test.py"]
+        done = subprocess.run(
+            [sys.executable, *words, "-k", "layer_norm_scaled"],
+            cwd=tree / "src",
+            env={**os.environ, "PYTHONPATH": str(tree / "src"), "OLMO_LNS_DISABLE": "1"},
+            capture_output=True,
+            text=True,
+        )
+        failed[parts] = done.stdout.strip().splitlines()[-1]
+    assert failed["src/*"].startswith("5 passed") and failed["src/test/*"].startswith("5 failed"), failed
+
+
+LADDER = """
+from dataclasses import dataclass
+from olmo_core.data import TokenizerConfig
+from olmo_core.model_ladder import Olmo3ModelConfigurator
+from olmo_core.nn.transformer import TransformerBlockType
+from olmo_lns.olmo_core import apply
+
+@dataclass(kw_only=True, eq=True)
+class LNSConfigurator(Olmo3ModelConfigurator):
+    def configure_model(self, **options):
+        return apply(super().configure_model(**options), "lns")
+
+ladder = LNSConfigurator(rank_microbatch_size=None, model_construction_kwargs={"block_name": TransformerBlockType.default})
+options = dict(sequence_length=2048, tokenizer=TokenizerConfig.dolma2(), device_type="h100")
+model = ladder.configure_model(size_spec="60M", **options).build(init_device="meta")
+print([block.attention_norm.lns_scale for block in model.blocks.values()])
+"""
+
+
+def test_a_ladder_of_the_checkout(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(SOURCE) / "src")}
+    done = subprocess.run([sys.executable, "-c", LADDER], capture_output=True, text=True, env=environment)
+    assert f"{[n**-0.5 for n in range(1, 9)]}"[:-1] in done.stdout, done.stderr

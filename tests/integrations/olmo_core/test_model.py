@@ -16,7 +16,9 @@ import torch
 from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
+from olmo_core.testing import run_distributed_test
 from support import olmo_core_models as small
+from support import olmo_core_ranks
 from torch.utils.checkpoint import checkpoint
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
@@ -64,21 +66,15 @@ def test_changed_factor_is_found_when_it_is_read_back():
 
 
 def test_start_up_line(caplog):
-    with caplog.at_level(logging.INFO, logger="olmo_lns"):
-        small.model(apply(small.config()))
-    assert [record.getMessage() for record in caplog.records if record.name == "olmo_lns"] == [
-        "LayerNorm Scaling on: 8 norms (rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5; backend torch "
-        "(no CUDA device is visible); "
-        "scaled initialization off"
-    ]
-
-
-@pytest.mark.parametrize("block", ["reordered_norm", "peri_norm"])
-def test_start_up_line_of_another_scheme_does_not_say_layernorm_scaling(block, caplog):
-    with caplog.at_level(logging.INFO, logger="olmo_lns"):
-        small.model(small.with_scheme(small.config(block)))
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "olmo_lns"]
-    assert "LayerNorm Scaling" not in line and "branch_scale = 1 (block 1) to 0.5 (block 4)" in line
+    rest = "exponent 0.5; backend torch (no CUDA device is visible); scaled initialization off"
+    title = {"default": "LayerNorm Scaling on: 8 norms (rms); s", "peri_norm": "norms (rms); branch_scale"}
+    for block, words in title.items():
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="olmo_lns"):
+            small.model(small.with_scheme(small.config(block)))
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "olmo_lns"]
+        assert f"{words} = 1 (block 1) to 0.5 (block 4); {rest}" in line
+        assert ("LayerNorm Scaling" in line) == (block == "default")
 
 
 @pytest.mark.parametrize("method", ["llama", "llama_depth", "normalized"])
@@ -111,6 +107,13 @@ def test_copies_and_pickles():
         assert torch.equal(other(small.TOKENS), expected)
         other.init_weights(device=torch.device("cpu"))
         assert other.blocks["0"].attention.init_weights.mixer is other.blocks["0"].attention
+
+
+@pytest.mark.slow
+def test_ddp_fsdp_hsdp_tensor_pipeline_and_context_parallel():
+    """Four gloo processes on one CPU give what one process gives."""
+    blocks, everything = ("default", "reordered_norm", "peri_norm"), olmo_core_ranks.everything
+    run_distributed_test(everything, world_size=4, backend="gloo", start_method="spawn", func_args=(blocks,))
 
 
 def _gradients(built):
@@ -206,17 +209,6 @@ def generate(monkeypatch):
     return run
 
 
-def test_generation(generate):
-    built = small.model(apply(small.config()))
-    tokens = small.TOKENS[:1]
-    for _ in range(6):
-        with torch.no_grad():
-            tokens = torch.cat([tokens, built(tokens)[:, -1:].argmax(-1)], 1)
-        if tokens[0, -1] == 0:
-            break
-    assert generate(built) == tokens[0].tolist()
-
-
 def test_generation_from_a_checkpoint(generate, tmp_path):
     """OLMo-core builds the model that config.json names; nobody has to say the scheme again."""
     made = apply(small.config(), exponent=2.0)
@@ -225,17 +217,16 @@ def test_generation_from_a_checkpoint(generate, tmp_path):
     tokenizer = {"vocab_size": 64, "eos_token_id": 0, "pad_token_id": 1}
     config = {"model": made.as_config_dict(), "dataset": {"tokenizer": tokenizer}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert generate(tmp_path) == generate(built)
-
-
-def test_kv_cache_on_a_cpu_is_refused_by_olmo_core(generate):
-    """Why the next test needs a stand-in: its torch backend has no KV cache, in every version so far."""
-    with pytest.raises(RuntimeError, match="'TorchAttentionBackend' doesn't support KV caching"):
-        generate(small.model(apply(small.config())), cache=True)
+    tokens = small.TOKENS[:1]
+    while tokens[0, -1] != 0 and tokens.shape[1] < small.TOKENS.shape[1] + 6:
+        with torch.no_grad():
+            tokens = torch.cat([tokens, built(tokens)[:, -1:].argmax(-1)], 1)
+    assert generate(tmp_path) == generate(built) == tokens[0].tolist()
 
 
 @pytest.mark.parametrize("block", ["default", "reordered_norm", "peri_norm"])
 def test_kv_cache_with_flash_attentions_functions_in_torch(block, generate, monkeypatch):
+    """OLMo-core's torch backend has no KV cache, in every version so far."""
     from olmo_core.nn.attention import AttentionBackendName, flash_attn_api
 
     monkeypatch.setattr(flash_attn_api, "flash_attn_2", small.FlashAttention)

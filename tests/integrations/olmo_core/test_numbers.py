@@ -47,6 +47,7 @@ OPTIONS = {
     "QK-norm per head": dict(qk_norm=True, use_head_qk_norm=True),
     "tied embeddings": dict(tie_word_embeddings=True),
     "sliding window": dict(sliding_window=True),
+    "factors of the branches": dict(alpha=True),
 }
 
 
@@ -76,8 +77,7 @@ def _compare(made, block, *, exponent=0.5, tolerance=2e-6, **fields):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("block", DENSE)
-@pytest.mark.parametrize("exponent", [0.5, 0.25])
+@pytest.mark.parametrize(("block", "exponent"), [("default", 0.5), ("reordered_norm", 0.25), ("peri_norm", 0.25)])
 def test_formula_in_fp64(block, exponent):
     made = small.config(block)
     built = small.model(small.with_scheme(made, exponent=exponent))
@@ -111,20 +111,14 @@ def test_norm_without_gain_is_multiplied(norm):
 @pytest.mark.parametrize("block", DENSE)
 def test_every_option_equals_folded_gains(block, option):
     kwargs = dict(OPTIONS[option])
-    window = kwargs.pop("sliding_window", False)
+    window, alpha = kwargs.pop("sliding_window", False), kwargs.pop("alpha", False)
     if "tie_word_embeddings" in kwargs and "tie_word_embeddings" not in small.config().__dataclass_fields__:
         pytest.skip("this OLMo-core does not tie embeddings")
     made = small.config(block, **kwargs)
     if window:
         made.block.sequence_mixer.sliding_window = _window()
-    _compare(made, block)
-
-
-@pytest.mark.parametrize("block", DENSE)
-def test_stock_factors_of_the_branch_and_dropout_stay(block):
-    made = small.config(block)
-    made.block.attention_residual_alpha, made.block.feed_forward_residual_alpha = 0.5, 0.25
-    made.block.dropout = 0.0
+    if alpha:
+        made.block.attention_residual_alpha, made.block.feed_forward_residual_alpha = 0.5, 0.25
     _compare(made, block)
 
 
@@ -152,9 +146,6 @@ def test_router_that_does_not_see_the_factor(block):
     for number, each in enumerate(stock.blocks.values(), start=1):
         each.router.weight.data.mul_(number**0.5)
     torch.testing.assert_close(scaled(small.TOKENS), stock(small.TOKENS), rtol=1e-5, atol=5e-6)
-
-
-def test_router_option_without_a_router_is_refused():
     with pytest.raises(LNSConfigError, match="scale_router=false needs a mixture of experts"):
         small.model(small.with_scheme(small.config(), scale_router=False))
 
@@ -176,16 +167,9 @@ def test_bf16_is_as_near_to_fp64_as_the_stock_norm_is(norm, weights):
     exact = (exact + scaled.bias.double() if scaled.bias is not None else exact) / 3**0.5
     found, stock = scaled.to(weights)(x), plain.to(weights)(x)
     assert found.dtype == stock.dtype == torch.bfloat16
+    for dtype in (torch.float32, torch.float16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert scaled(x.to(dtype)).dtype == plain(x.to(dtype)).dtype == dtype
     assert (found.double() - exact).abs().max() <= 1.01 * (
         stock.double() / 3**0.5 - exact
     ).abs().max() + 2**-9 * exact.abs().max()
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_dtypes_are_those_of_the_stock_norm(autocast):
-    built = small.model(small.with_scheme(small.config()))
-    norm, stock = built.blocks["1"].attention_norm, small.config().block.layer_norm.build(small.WIDTH)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            x = torch.randn(3, small.WIDTH).to(dtype)
-            assert norm(x).dtype == stock(x).dtype == dtype

@@ -82,17 +82,6 @@ def test_other_processes(kind, scheme, tmp_path, schemes):  # noqa: F811
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_a_record_and_factors_that_disagree_are_refused(tmp_path):
-    import transformers
-
-    apply(stock("llama")).save_pretrained(tmp_path)
-    values = read_config(tmp_path)
-    values["lns_record"]["parameters"]["exponent"] = 0.25
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointMismatchError, match="lns says lns, lns_record lns:exponent=0.25."):
-        transformers.AutoConfig.from_pretrained(tmp_path)
-
-
 def test_factors_may_differ_in_their_last_digit_only(tmp_path):
     """Powers of another machine's mathematical library."""
     import transformers
@@ -173,30 +162,15 @@ def test_init_from_a_model_type_and_from_a_folder(tmp_path, capsys):
             ["llama", "--set", "num_hidden_layer=2", "--no-weights"],
             "--set num_hidden_layer: LlamaConfig has none (did you mean 'num_hidden_layers'?)",
         ),
+        (["llama", *SHAPE, "--set", "num_hidden_layers=two"], "--set: the config refuses a value: "),
     ],
 )
 def test_init_refuses(arguments, message, tmp_path, capsys, monkeypatch):
+    if "refuses a value" in message:
+        pytest.importorskip("transformers", minversion="5.0", reason="configs check their values since transformers 5")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["hf", "init", *arguments, "-o", str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("folder", [False, True], ids=["type", "folder"])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("num_hidden_layers=two", "Field 'num_hidden_layers' expected int, got str (value: 'two')"),
-        ("num_attention_heads=5", "The hidden size (32) is not a multiple of the number of attention heads (5)"),
-    ],
-)
-def test_a_value_that_the_config_refuses(change, message, folder, tmp_path, capsys):
-    pytest.importorskip("transformers", minversion="5.0", reason="configs check their values since transformers 5")
-    stock("llama").config.save_pretrained(tmp_path / "stock")
-    source = str(tmp_path / "stock") if folder else "llama"
-    small = [*SHAPE, "--set", change, "--no-weights"]
-    assert main(["hf", "init", source, *small, "-o", str(tmp_path / "out")]) == 1
-    assert f"--set: the config refuses a value: {message}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -71,8 +71,8 @@ def test_compiled(scheme, schemes):  # noqa: F811
     same("llama", model, eager)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_and_autocast(dtype):
+def test_low_precision_and_autocast():
+    dtype = torch.bfloat16
     model, reference = stock("llama"), hooked("llama", stock("llama"))
     apply(model)
     with torch.no_grad():
@@ -102,16 +102,6 @@ def test_lora_with_the_default_targets(scheme, tmp_path, schemes):  # noqa: F811
     assert norm_sites.read_back(merged).name == scheme
     with torch.no_grad():
         assert (merged(**inputs("llama")).logits - tuned_logits).abs().max() < 1e-4
-
-
-def test_an_adapter_on_the_last_projections_is_scaled_with_the_branch(schemes):  # noqa: F811
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'olmo-lns[sft]'")
-    config = peft.LoraConfig(r=4, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
-    tuned = peft.get_peft_model(apply(stock("llama"), "lnsafterbranch"), config).eval()
-    with torch.no_grad():
-        expected = tuned(**inputs("llama")).logits
-        merged = tuned.merge_and_unload()(**inputs("llama")).logits
-    assert (merged - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("kind", "scheme", "kept"), [("llama", "lns", True), ("olmo", "lns", False), ("llama", "lnsafterbranch", False)])  # fmt: skip
