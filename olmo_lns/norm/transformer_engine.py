@@ -152,9 +152,9 @@ _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _norm_op(
     x: torch.Tensor,
     gain: torch.Tensor,
-    shift: Optional[torch.Tensor],
+    shift: Optional[torch.Tensor],  # noqa: UP045 (torch before 2.7 reads no other)
     eps: float,
-    out_dtype: torch.dtype,  # noqa: UP045
+    out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """RMSNorm without ``shift``, LayerNorm with one: y, means (none of an RMSNorm) and 1 / standard deviations."""
     # Positional, as in every supported release: input, weight, (bias,) eps, ln_out, quantizer, otype, sm_margin,
