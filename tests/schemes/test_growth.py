@@ -52,20 +52,18 @@ def study(arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
 
 
 def test_plan_and_figure(study: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib")
-    pyplot.switch_backend("Agg")
+    figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib").Figure
+    drawn, save = [], figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **more: (drawn.append(self), save(self, *args, **more)))
     assert cli.main(["plan", str(study.path)]) == 0
     assert "All 2 runs (Pre-LN, Toy, scaled)" in capsys.readouterr().out
-    monkeypatch.setattr(pyplot, "close", lambda _: None)
     for run in study.study.runs:
         study.finish(run.name, 2.0)
     for command in ("collect", "report"):
         assert cli.main([command, str(study.path), "--out", str(study.out)]) == 0
     assert "Toy, scaled − Pre-LN" in (study.out / "report" / "report.md").read_text()
-    lines = [line for line in pyplot.gcf().axes[0].lines if line.get_label() == "Toy, scaled (this study)"]
+    lines = [line for line in drawn[0].axes[0].lines if line.get_label() == "Toy, scaled"]
     assert [(line.get_color(), line.get_marker()) for line in lines] == [("#123456", "*")]
-    monkeypatch.undo()
-    pyplot.close("all")
 
 
 def test_start_up_line_and_record(study: Built, caplog: pytest.LogCaptureFixture) -> None:
