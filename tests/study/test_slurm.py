@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Iterator
@@ -67,8 +68,9 @@ PartitionName=other Nodes=ALL Default=YES MaxTime=60 State=UP
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder, nodes = tmp_path / "slurm", request.param
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # Not pytest's folder: the name of a socket in it may take 108 bytes.
+    folder, nodes = Path(tempfile.mkdtemp(prefix="slurm-")), request.param
     for name in ("state", "munge", *(f"spool-node{n}" for n in range(nodes))):
         (folder / name).mkdir(parents=True)
         (folder / name).chmod(0o700)
@@ -97,6 +99,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         for process in reversed(daemons):
             process.terminate()
             process.wait(timeout=30)
+        shutil.rmtree(folder)
 
 
 def _wait(ready, what: str, seconds: float = 60) -> None:

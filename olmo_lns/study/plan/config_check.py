@@ -190,7 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_all(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
-    files = track(find(args.paths), "checking", console=console, transient=True, disable=not console.is_terminal)
+    files: Iterable[Path] = find(args.paths)
+    if console.is_terminal:  # elsewhere rich ends even a disabled bar with an empty line
+        files = track(files, "checking", console=console, transient=True)
     results = [check(path, gpus=args.gpus, gpu=args.gpu, budget=args.budget) for path in files]
     head = [
         "file",
