@@ -174,7 +174,7 @@ def test_a_run_over_two_nodes(cluster: Path, tmp_path: Path) -> None:
     script = _study(tmp_path / "work", f"nodes: 2, sbatch: {sbatch}", ", distributed_strategy: ddp")
     logs = _submit(script, tmp_path)
     for log in logs:
-        assert {"rank 0 on node0", "rank 1 on node1"} == set(log.splitlines()) & {
-            f"rank {rank} on node{node}" for rank in (0, 1) for node in (0, 1)
-        }
+        ranks = sorted(line for line in set(log.splitlines()) if line.startswith("rank ") and " on node" in line)
+        # The rendezvous gives the ranks to the nodes as they come.
+        assert ranks in (["rank 0 on node0", "rank 1 on node1"], ["rank 0 on node1", "rank 1 on node0"])
         assert "[step=4/4" in log
