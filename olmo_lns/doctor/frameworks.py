@@ -136,7 +136,7 @@ def transformers_row() -> Finding:
     if written is None:
         return Finding("transformers", "-", "unsupported", f"{source} says no __version__")
     version, wanted = written[1], extras.wanted("hf", "transformers")
-    types = ", ".join(f"{PREFIX}{kind}" for kind, family in FAMILIES.items() if family.sub_layers is not None)
+    types = ", ".join(f"{PREFIX}{kind}" for kind, family in FAMILIES.items() if family.sub_layers)
     if not wanted.contains(version, prereleases=True):
         return Finding("transformers", version, "note", f"wanted {wanted}; verified: {VERIFIED}")
     return Finding("transformers", version, "ok", f"model types {types}")

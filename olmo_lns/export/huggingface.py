@@ -272,7 +272,7 @@ def train_target(stock: Stock, saved: Record, options: Options) -> Target:
     if saved.scheme.is_pre_ln:
         raise LNSConfigError(f"{folder} is Pre-LN: olmo-lns export --format hf makes a stock model of it")
     family = FAMILIES.get(kind)
-    if family is None or family.sub_layers is None:
+    if family is None or not family.sub_layers:
         raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers integration does not know")
     require_supported(family, saved.scheme, int(stock.config["num_hidden_layers"]))
     record = replace(saved, folded=False, plugin_version=__version__)

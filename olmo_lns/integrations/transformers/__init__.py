@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.schemes import Scheme
+from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX
+from olmo_lns.record import Record
+from olmo_lns.schemes import Scheme, parse
+from olmo_lns.schemes.initialization import resolve
 
 __all__ = ["apply", "fold", "register"]
 
@@ -36,10 +39,9 @@ def _name_configs(module: Any) -> None:
     configs while it imports this table.
     """
     from olmo_lns.integrations.transformers import models
-    from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX
 
     for kind, family in FAMILIES.items():
-        if family.sub_layers is not None and kind in module.CONFIG_MAPPING_NAMES:
+        if family.sub_layers and kind in module.CONFIG_MAPPING_NAMES:
             module.CONFIG_MAPPING_NAMES[PREFIX + kind] = f"LNS{family.stem}Config"
             module.CONFIG_MAPPING._modules[PREFIX + kind] = models
             if titles := getattr(module, "MODEL_NAMES_MAPPING", None):  # transformers 4: for its docstrings
@@ -48,8 +50,6 @@ def _name_configs(module: Any) -> None:
 
 def _adapter_targets(module: Any) -> None:
     """PEFT's default target modules of a family, for our type too."""
-    from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX
-
     for name, table in vars(module).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
             table.update({PREFIX + kind: table[kind] for kind in FAMILIES if kind in table})
@@ -69,13 +69,12 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
         drawn, if neither model nor config came from a folder or a hub; which of the two did, transformers does not say.
     :raises LNSConfigError: an unknown family, a scheme that its blocks cannot have, or a model that has one.
     :raises CheckpointMismatchError: the model may have been loaded, or its factors are folded into its weights.
+
+    Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
     """
     from transformers import PreTrainedModel
 
     from olmo_lns.integrations.transformers import configs, models, sites
-    from olmo_lns.record import Record
-    from olmo_lns.schemes import parse
-    from olmo_lns.schemes.initialization import resolve
 
     if not isinstance(model, PreTrainedModel):
         raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}")
@@ -107,6 +106,6 @@ def fold(model: Any) -> Any:
 
     See :func:`olmo_lns.integrations.transformers.folding.fold`.
     """
-    from olmo_lns.integrations.transformers.folding import fold as fold_model
+    from olmo_lns.integrations.transformers import folding
 
-    return fold_model(model)
+    return folding.fold(model)

@@ -41,18 +41,32 @@ def guard_loading(module: Any) -> None:
 
 
 def guard_resuming(module: Any) -> None:
-    """``transformers.trainer``: a run resumes under the scheme that its checkpoint was trained with."""
+    """``transformers.trainer``: a run resumes under the scheme that its checkpoint was trained with.
+
+    Beside sharded weights (FSDP), where the Trainer writes no config, the record is written.
+    """
+
+    class KeepRecord(module.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            folder, record = Path(args.output_dir) / f"checkpoint-{state.global_step}", record_of(model.config)
+            alone = folder.is_dir() and not (folder / CONFIG_NAME).exists()
+            if record.active and state.is_world_process_zero and alone:
+                record.write(folder)
 
     def wrap(train: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            folder = resume_from_checkpoint
+            running, folder = record_of(getattr(self.model, "config", None)), resume_from_checkpoint
             if folder is True:
                 folder = module.get_last_checkpoint(self.args.output_dir)
-            running = record_of(getattr(self.model, "config", None))
             if folder:
-                _require_same_run(Path(folder), running)
+                saved = Record.read(folder) or _saved_record(str(folder), {"local_files_only": True})
+                if saved is not None:
+                    _compare(saved, running, folder)
+                elif running.active and not Path(folder, "adapter_config.json").is_file():
+                    log.warning("%s has no %s and no %s: nothing is compared", folder, CONFIG_NAME, RECORD_FILE)
             if running.active:
-                self.add_callback(_callback(module, running))
+                self.pop_callback(KeepRecord)
+                self.add_callback(KeepRecord)
             return train(self, resume_from_checkpoint, *args, **kwargs)
 
         return wrapped
@@ -68,15 +82,12 @@ def require_record(name: Any, running: Record | None, kwargs: Mapping[str, Any])
     :raises CheckpointMismatchError: the folder's record is another one.
     """
     saved = _saved_record(name, kwargs) if name is not None and not kwargs.get("gguf_file") else None
-    if saved is None:
-        return
-    if running is None:
-        running = saved if saved.active else Record(LNS, "", "plain")
-    _compare(saved, running, name)
+    if saved is not None and not (running is None and saved.active):
+        _compare(saved, running or Record(LNS, "", "plain"), name)
 
 
 def _saved_record(name: Any, kwargs: Mapping[str, Any]) -> Record | None:
-    """What ``config.json`` says; None where there is none within reach."""
+    """What ``config.json`` says; None, which is unknown and not Pre-LN, where there is none within reach."""
     from transformers import PretrainedConfig
 
     known = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -84,7 +95,9 @@ def _saved_record(name: Any, kwargs: Mapping[str, Any]) -> Record | None:
         values, _ = PretrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in known if key in kwargs})
     except OSError:
         return None
-    record = values.get("lns_record") if values else None
+    if not values:  # as transformers 5 says of a folder without the file
+        return None
+    record = values.get("lns_record")
     return Record() if record is None else Record.from_dict(record, source=f"{name}: config.json: lns_record")
 
 
@@ -94,26 +107,3 @@ def _compare(saved: Record, running: Record, source: object) -> None:
     )
     for difference in check_match(saved, running, source=source, remedy=remedy):
         log.warning("loading %s although it differs (%s), as %s says", source, difference, environment.ALLOW_MISMATCH)
-
-
-def _require_same_run(folder: Path, running: Record) -> None:
-    """:raises CheckpointMismatchError: the checkpoint of a Trainer is of another scheme than its model."""
-    saved = Record.read(folder)
-    if saved is None and (folder / CONFIG_NAME).is_file():
-        saved = _saved_record(str(folder), {"local_files_only": True})
-    if saved is not None:
-        _compare(saved, running, folder)
-    elif running.active and not (folder / "adapter_config.json").is_file():
-        log.warning("%s has neither %s nor %s: its scheme is not compared", folder, CONFIG_NAME, RECORD_FILE)
-
-
-def _callback(module: Any, record: Record) -> Any:
-    """Beside sharded weights (FSDP), where the Trainer writes no config, the record is written."""
-
-    class KeepRecord(module.TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            if state.is_world_process_zero and folder.is_dir() and not (folder / CONFIG_NAME).exists():
-                record.write(folder)
-
-    return KeepRecord()

@@ -10,7 +10,6 @@ the message says why. Only while a class of ours builds a model does its config 
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import os
 from contextlib import contextmanager
@@ -21,39 +20,50 @@ from typing import Any, Iterator
 
 from olmo_lns import __version__
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, Family, stock_type
+from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, Family
 from olmo_lns.record import Record
-from olmo_lns.schemes import LNS, parse
+from olmo_lns.schemes import LNS, SUB_LAYERS, parse
 
-__all__ = ["NEEDS", "SERVERS", "available", "building", "config_class", "record_of", "stock_config_class", "to_stock"]
+__all__ = ["available", "building", "config_class", "heads", "record_of", "stock_config_class"]
 
 #: In front of the activation's name in a config of ours.
 NEEDS = "needs olmo-lns and an Auto class, or trust_remote_code: "
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
 SERVERS = ("vllm", "sglang")
+#: End of a class name -> the auto class that makes it. A family has those that transformers has.
+HEADS = {
+    "Model": "AutoModel",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
 
-_FILE = "modeling_lns.py"
+_MODELING = "modeling_lns"
 
 _building: ContextVar[bool] = ContextVar("olmo_lns_building", default=False)
 
 
 def available() -> list[Family]:
     """The families of the installed transformers that the integration knows."""
-    return [family for family in FAMILIES.values() if family.sub_layers is not None and _module(family) is not None]
-
-
-def _module(family: Family) -> Any:
-    name = f"transformers.models.{family.model_type}.configuration_{family.model_type}"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("transformers.models."):
-            return None  # a family newer than this transformers
-        raise
+    return [family for family in FAMILIES.values() if family.sub_layers and stock_config_class(family) is not None]
 
 
 def stock_config_class(family: Family) -> Any:
-    return getattr(_module(family), f"{family.stem}Config")
+    """None for a family that is newer than the installed transformers."""
+    import transformers
+
+    return getattr(transformers, f"{family.stem}Config", None)
+
+
+def heads(family: Family) -> dict[str, str]:
+    """transformers' class name -> auto class, for the heads that the installed transformers has."""
+    import transformers
+
+    names = {f"{family.stem}{head}": auto for head, auto in HEADS.items()}
+    return {name: auto for name, auto in names.items() if hasattr(transformers, name)}
 
 
 def record_of(config: Any) -> Record:
@@ -127,17 +137,25 @@ def config_class(family: Family) -> Any:
             super().__init__(**kwargs)
             if scheme is not None:
                 self.lns = scheme
-            _check(self, written)
+            record = record_of(self)
+            if not record.active:
+                raise CheckpointMismatchError(
+                    f"config.json: model_type {self.model_type} with the record {record}: "
+                    f"weights that need no scheme belong under model_type {family.model_type}"
+                )
+            if written is not None and not _same(written, _factors(self)):
+                raise CheckpointMismatchError(
+                    f"config.json: lns_factors are not those of {record.scheme} with {self.num_hidden_layers} blocks: "
+                    "somebody edited one of the two. Restore the file."
+                )
             register_models(family)
 
         def to_dict(self) -> dict[str, Any]:
             values = super().to_dict()
-            record = record_of(self)
             values[family.activation] = NEEDS + values[family.activation]
-            values["lns"] = str(record.scheme)
-            values["lns_factors"] = _factors(self, record)
-            values["auto_map"] = _auto_map(family)
-            return values
+            classes = {auto: f"{_MODELING}.LNS{name}" for name, auto in heads(family).items()}
+            values["auto_map"] = {"AutoConfig": f"{_MODELING}.{type(self).__name__}", **classes}
+            return values | {"lns": self.lns, "lns_factors": _factors(self)}
 
         def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
             super().save_pretrained(save_directory, *args, **kwargs)
@@ -149,90 +167,40 @@ def config_class(family: Family) -> Any:
     return Config
 
 
-def _check(config: Any, written: Any) -> None:
-    record = record_of(config)
-    if not record.active:
-        raise CheckpointMismatchError(
-            f"config.json: model_type {config.model_type} with the record {record}: "
-            f"weights that need no scheme belong under model_type {stock_type(config.model_type)}"
-        )
-    expected = _factors(config, record)
-    if written is not None and not _same(written, expected):
-        raise CheckpointMismatchError(
-            f"config.json: lns_factors are not those of {record.scheme} with {config.num_hidden_layers} blocks: "
-            "somebody edited one of the two. Restore the file."
-        )
-
-
 def _same(written: Any, expected: Any) -> bool:
     """Equal, but for the last digits of a power: another machine's mathematical library may have written them."""
+    if isinstance(expected, float):
+        return isinstance(written, (int, float)) and math.isclose(written, expected, rel_tol=1e-14)
+    if type(written) is not type(expected) or len(written) != len(expected):
+        return False
     if isinstance(expected, dict):
-        same_keys = isinstance(written, dict) and written.keys() == expected.keys()
-        return same_keys and all(_same(written[key], value) for key, value in expected.items())
-    if isinstance(expected, list):
-        same_length = isinstance(written, list) and len(written) == len(expected)
-        return same_length and all(map(_same, written, expected))
-    return isinstance(written, (int, float)) and math.isclose(written, expected, rel_tol=1e-14)
+        return written.keys() == expected.keys() and all(_same(written[key], expected[key]) for key in expected)
+    return all(map(_same, written, expected))
 
 
-def _factors(config: Any, record: Record) -> dict[str, dict[str, list[float]]]:
+def _factors(config: Any) -> dict[str, dict[str, list[float]]]:
     """``{"norm": {"attn": [...], "ff": [...]}, "branch": ...}``: every factor that is not 1, block by block."""
-    found: dict[str, dict[str, list[float]]] = {"norm": {}, "branch": {}}
-    for _, sub_layer, plan in record.scheme.plans(config.num_hidden_layers):
-        found["norm"].setdefault(sub_layer, []).append(plan.norm_scale)
-        found["branch"].setdefault(sub_layer, []).append(plan.branch_scale)
-    return {
-        place: {name: values for name, values in lists.items() if any(value != 1.0 for value in values)}
-        for place, lists in found.items()
-    }
-
-
-def to_stock(config: Any, family: Family) -> Any:
-    """The family's own config with the same values and without a scheme.
-
-    :raises LNSConfigError: not a config of ours.
-    """
-    if not isinstance(config, config_class(family)):
-        raise LNSConfigError(f"{type(config).__name__}: expected a config of model_type {PREFIX}{family.model_type}")
-    config.__class__ = stock_config_class(family)
-    del config.lns_record
-    return config
-
-
-def _heads(family: Family) -> dict[str, str]:
-    """transformers' class name -> auto class, for the heads that the installed transformers has."""
-    import transformers
-
-    from olmo_lns.integrations.transformers.models import HEADS
-
-    names = {f"{family.stem}{head}": auto for head, auto in HEADS.items()}
-    return {name: auto for name, auto in names.items() if hasattr(transformers, name)}
-
-
-def _auto_map(family: Family) -> dict[str, str]:
-    """What ``config.json`` says about the file: auto class -> class in it."""
-    module = _FILE.removesuffix(".py")
-    classes = {auto: f"{module}.LNS{name}" for name, auto in _heads(family).items()}
-    return {"AutoConfig": f"{module}.LNS{family.stem}Config", **classes}
+    plans, found = list(record_of(config).scheme.plans(config.num_hidden_layers)), {}
+    for place in ("norm", "branch"):
+        lists = {name: [getattr(plan, f"{place}_scale") for _, of, plan in plans if of == name] for name in SUB_LAYERS}
+        found[place] = {name: values for name, values in lists.items() if any(value != 1.0 for value in values)}
+    return found
 
 
 def _write_modeling_file(folder: str | os.PathLike[str], family: Family) -> None:
     """For ``trust_remote_code`` where olmo-lns is not installed."""
-    assert family.sub_layers is not None
-    norms = {name: place.norm for name, place in family.sub_layers.items()}
-    branches = {name: place.branch for name, place in family.sub_layers.items()}
     values: dict[str, Any] = {
-        "stem": family.stem,
+        **vars(family),
+        "model_type": PREFIX + family.model_type,
         "version": __version__,
         "needs": NEEDS,
-        "places": {"norm": norms, "branch": branches if family.form.pre else norms},
-        "outputs": [place.output for place in family.sub_layers.values()],
-        "scaled": family.scaled,
         "servers": SERVERS,
-        "heads": list(_heads(family)),
-        "model_type": PREFIX + family.model_type,
-        "activation": family.activation,
-        "blocks": family.blocks,
+        "heads": list(heads(family)),
+        "outputs": [place.output for place in family.sub_layers.values()],
+        "places": {
+            "norm": {name: place.norm for name, place in family.sub_layers.items()},
+            "branch": {name: place.branch for name, place in family.sub_layers.items()},
+        },
     }
-    template = Path(__file__).with_name(f"{_FILE}.in").read_text(encoding="utf-8")
-    Path(folder, _FILE).write_text(Template(template).substitute(values), encoding="utf-8")
+    template = Path(__file__).with_name(f"{_MODELING}.py.in").read_text(encoding="utf-8")
+    Path(folder, f"{_MODELING}.py").write_text(Template(template).substitute(values), encoding="utf-8")

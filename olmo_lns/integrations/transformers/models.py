@@ -12,21 +12,10 @@ from typing import Any
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.transformers.checkpoint import require_record
-from olmo_lns.integrations.transformers.configs import available, building, config_class, record_of
-from olmo_lns.integrations.transformers.families import FAMILIES, Family, stock_type
+from olmo_lns.integrations.transformers.configs import available, building, config_class, heads, record_of
+from olmo_lns.integrations.transformers.families import Family
 
-__all__ = ["HEADS", "class_of", "convert", "model_class", "register_models", "stock_class"]
-
-#: End of a class name -> the auto class that makes it. A family has those that transformers has.
-HEADS = {
-    "Model": "AutoModel",
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForImageClassification": "AutoModelForImageClassification",
-}
+__all__ = ["class_of", "convert", "model_class", "register_models", "stock_class"]
 
 
 @functools.cache
@@ -75,7 +64,7 @@ def convert(model: Any, family: Family) -> None:
 
 
 def stock_class(model: Any) -> type | None:
-    """transformers' class of a model of ours; None for a model that is none."""
+    """The class of transformers' from which the class of ``model`` was made; None where it is not ours."""
     kind = type(model)
     return kind.__mro__[1] if kind.__module__ == __name__ else None
 
@@ -85,11 +74,10 @@ def class_of(config: Any) -> Any:
 
     :raises LNSConfigError: its config names none.
     """
-    register_models(FAMILIES[stock_type(config.model_type)])
-    names = [name for name in getattr(config, "architectures", None) or [] if name in globals()]
-    if not names:
-        raise LNSConfigError(f"config.json: architectures {config.architectures} name no class of {config.model_type}")
-    return globals()[names[0]]
+    for name in getattr(config, "architectures", None) or []:
+        if name.startswith("LNS") and hasattr(sys.modules[__name__], name):
+            return getattr(sys.modules[__name__], name)
+    raise LNSConfigError(f"config.json: architectures {config.architectures} name no class of {config.model_type}")
 
 
 @functools.cache
@@ -97,21 +85,18 @@ def register_models(family: Family) -> None:
     """Tell the auto classes, and whoever looks a class up in ``transformers`` by its name (TRL does)."""
     import transformers
 
-    for head, auto in HEADS.items():
-        stock = getattr(transformers, f"{family.stem}{head}", None)
-        if stock is not None:
-            ours = model_class(stock, family)
-            getattr(transformers, auto).register(config_class(family), ours, exist_ok=True)
-            setattr(transformers, ours.__name__, ours)
+    for name, auto in heads(family).items():
+        ours = model_class(getattr(transformers, name), family)
+        getattr(transformers, auto).register(config_class(family), ours, exist_ok=True)
+        setattr(transformers, ours.__name__, ours)
 
 
 def __getattr__(name: str) -> Any:
     """A class of ours by its name, for pickle and for `import`."""
-    for family in FAMILIES.values():
-        if name.startswith(f"LNS{family.stem}") and family in available():
-            if name == f"LNS{family.stem}Config":
-                return config_class(family)
+    for family in available() if name.startswith("LNS") else ():
+        if name == f"LNS{family.stem}Config":
+            return config_class(family)
+        if name.removeprefix("LNS") in heads(family):
             register_models(family)
-            if name in globals():
-                return globals()[name]
+            return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

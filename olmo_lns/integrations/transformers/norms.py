@@ -11,13 +11,11 @@ import importlib
 from typing import Any
 
 import torch
-from torch import nn
 
-from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.scaled import Scaled, ScaledOutput, give
+from olmo_lns.integrations.scaled import Scaled, ScaledOutput
 from olmo_lns.schemes import Plan
 
-__all__ = ["attach_module", "how"]
+__all__ = ["how", "scaled_class"]
 
 
 class _Replaceable(Scaled):
@@ -32,61 +30,51 @@ class _Replaceable(Scaled):
         return self.lns_form if replaced else super().lns_plan(sub_layer)
 
 
-class _RMSNorm(_Replaceable):
-    """RMSNorm with gain, as Llama, Qwen and Mistral have it."""
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.lns_backend.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.lns_factor)
-
-
-class _RMSNormInputDtype(_Replaceable):
-    """RMSNorm with gain whose output has the dtype of its input, as OLMo 2 and 3 have it."""
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        out = self.lns_backend.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.lns_factor)
-        return out.to(hidden_states.dtype)
-
-
-class _LayerNorm(_Replaceable):
-    """torch's LayerNorm over the last dimension."""
-
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        return self.lns_backend.layer_norm(input, self.weight, self.bias, self.eps, self.lns_factor)
-
-
-class _PlainLayerNorm(_Replaceable):
-    """OLMo's LayerNorm: no gain, no bias, eps 1e-5, computed in fp32, output in the dtype of the input."""
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        out = self.lns_backend.layer_norm(hidden_states, None, None, 1e-5, self.lns_factor)
-        return out.to(hidden_states.dtype)
-
-
 class _ScaledOutput(_Replaceable, ScaledOutput):
-    """Any other norm, or a branch."""
+    """Any norm that is not known, or a branch."""
+
+
+def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """RMSNorm with gain, as Llama, Qwen and Mistral have it."""
+    return self.lns_backend.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.lns_factor)
+
+
+def _rms_norm_input_dtype(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """As OLMo 2 and 3 have it: the output has the dtype of the input."""
+    return _rms_norm(self, hidden_states).to(hidden_states.dtype)
+
+
+def _layer_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """torch's LayerNorm over the last dimension."""
+    return self.lns_backend.layer_norm(input, self.weight, self.bias, self.eps, self.lns_factor)
+
+
+def _plain_layer_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """OLMo's LayerNorm: no gain, no bias, eps 1e-5, computed in fp32, output in the dtype of the input."""
+    return self.lns_backend.layer_norm(hidden_states, None, None, 1e-5, self.lns_factor).to(hidden_states.dtype)
 
 
 #: Norm classes whose arithmetic is known, by the module that defines them.
-_EXACT: dict[tuple[str, str], type] = {
-    ("torch.nn.modules.normalization", "LayerNorm"): _LayerNorm,
-    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"): _RMSNorm,
-    ("transformers.models.qwen2.modeling_qwen2", "Qwen2RMSNorm"): _RMSNorm,
-    ("transformers.models.qwen3.modeling_qwen3", "Qwen3RMSNorm"): _RMSNorm,
-    ("transformers.models.mistral.modeling_mistral", "MistralRMSNorm"): _RMSNorm,
-    ("transformers.models.olmo.modeling_olmo", "OlmoLayerNorm"): _PlainLayerNorm,
-    ("transformers.models.olmo2.modeling_olmo2", "Olmo2RMSNorm"): _RMSNormInputDtype,
-    ("transformers.models.olmo3.modeling_olmo3", "Olmo3RMSNorm"): _RMSNormInputDtype,
+_FORWARDS: dict[tuple[str, str], Any] = {
+    ("torch.nn.modules.normalization", "LayerNorm"): _layer_norm,
+    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"): _rms_norm,
+    ("transformers.models.qwen2.modeling_qwen2", "Qwen2RMSNorm"): _rms_norm,
+    ("transformers.models.qwen3.modeling_qwen3", "Qwen3RMSNorm"): _rms_norm,
+    ("transformers.models.mistral.modeling_mistral", "MistralRMSNorm"): _rms_norm,
+    ("transformers.models.olmo.modeling_olmo", "OlmoLayerNorm"): _plain_layer_norm,
+    ("transformers.models.olmo2.modeling_olmo2", "Olmo2RMSNorm"): _rms_norm_input_dtype,
+    ("transformers.models.olmo3.modeling_olmo3", "Olmo3RMSNorm"): _rms_norm_input_dtype,
 }
 
 
-def attach_module(module: nn.Module, site: norm_sites.Site, field: str, form: Plan) -> None:
-    """Turn a norm or a branch into one with the factor of its plan, in place.
-
-    :param field: of the plan, ``norm_scale`` or ``branch_scale``. :param form: the family's block without a scheme.
-    :raises LNSConfigError: it has a scheme already.
-    """
-    norm_sites.attach(module, site)
-    give(module, _class(type(module)), getattr(site.plan, field), form=form, field=field)
+def scaled_class(stock: type) -> type:
+    """The class with a factor for a class of norms or branches, in this module under its name, for pickle."""
+    name, known = f"LNS{stock.__name__}", globals().get(f"LNS{stock.__name__}")
+    if known is None or known.__bases__[1] is not stock:
+        forward = _FORWARDS.get((stock.__module__, stock.__name__))
+        kind, methods = (_ScaledOutput, {}) if forward is None else (_Replaceable, {"forward": forward})
+        known = globals()[name] = type(name, (kind, stock), {"__module__": __name__, **methods})
+    return known
 
 
 def how(module: Any) -> str:
@@ -96,19 +84,9 @@ def how(module: Any) -> str:
     return f"backend {module.lns_backend.name} ({module.lns_backend.reason})"
 
 
-def _class(stock: type) -> type:
-    kind = _EXACT.get((stock.__module__, stock.__name__), _ScaledOutput)
-    name = f"LNS{stock.__name__}"
-    known = globals().get(name)
-    if known is None or known.__bases__[1] is not stock:
-        # In this module under its name, so that a model can be pickled.
-        known = globals()[name] = type(name, (kind, stock), {"__module__": __name__, "__doc__": kind.__doc__})
-    return known
-
-
 def __getattr__(name: str) -> Any:
     """The class of a scaled norm that another process has pickled."""
-    for module, stock in _EXACT:
+    for module, stock in _FORWARDS:
         if name == f"LNS{stock}":
-            return _class(getattr(importlib.import_module(module), stock))
+            return scaled_class(getattr(importlib.import_module(module), stock))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,39 +12,29 @@ import torch
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.scaled import give
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
-from olmo_lns.integrations.transformers.norms import attach_module, how
+from olmo_lns.integrations.transformers.norms import how, scaled_class
 from olmo_lns.record import Record
-from olmo_lns.schemes import SUB_LAYERS, Scheme
+from olmo_lns.schemes import Scheme
 from olmo_lns.schemes.initialization import factor
 
-__all__ = [
-    "ATTRIBUTE",
-    "attach_model",
-    "blocks_of",
-    "known_family",
-    "redraw",
-    "require_as_recorded",
-    "require_supported",
-]
+__all__ = ["attach_model", "blocks_of", "known_family", "redraw", "require_as_recorded", "require_supported"]
 
 log = logging.getLogger("olmo_lns")
-
-#: On a module whose ``_init_weights`` draws residual output projections: (the projection's path in it, factor).
-ATTRIBUTE = "lns_redraw"
 
 
 def known_family(model: Any) -> Family:
     """:raises LNSConfigError: not a transformers model of a family that this integration knows."""
     family = family_of(model)
-    if family is None or family.sub_layers is None:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        reason = " (its norms follow the addition: there is none in front of a sub-layer)" if family else ""
-        known = ", ".join(name for name, known in FAMILIES.items() if known.sub_layers is not None)
-        raise LNSConfigError(
-            f"{type(model).__name__} (model_type {kind!r}){reason}: the transformers integration knows {known}"
-        )
-    return family
+    if family is not None and family.sub_layers:
+        return family
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    reason = " (its norms follow the addition: there is none in front of a sub-layer)" if family else ""
+    known = ", ".join(name for name, known in FAMILIES.items() if known.sub_layers)
+    raise LNSConfigError(
+        f"{type(model).__name__} (model_type {kind!r}){reason}: the transformers integration knows {known}"
+    )
 
 
 def blocks_of(model: Any, family: Family) -> list[Any]:
@@ -73,20 +63,6 @@ def require_supported(family: Family, scheme: Scheme, n_layers: int) -> None:
             )
 
 
-def _field(family: Family, scheme: Scheme, sub_layer: str, n_layers: int) -> str:
-    """Which factor of the plans a sub-layer's module carries."""
-    plans = [plan for _, name, plan in scheme.plans(n_layers) if name == sub_layer]
-    on_branch = not family.form.pre or any(plan.branch_scale != 1.0 for plan in plans)
-    return "branch_scale" if on_branch else "norm_scale"
-
-
-def _path(family: Family, field: str, sub_layer: str) -> str:
-    """Of the module that carries the factor: the norm, also where the norm sits on the branch, or the branch."""
-    assert family.sub_layers is not None
-    place = family.sub_layers[sub_layer]
-    return place.branch if field == "branch_scale" and family.form.pre else place.norm
-
-
 def attach_model(model: Any, record: Record) -> None:
     """Give every block of ``model`` the factors of the record's scheme, check them, say so.
 
@@ -103,19 +79,23 @@ def attach_model(model: Any, record: Record) -> None:
         raise LNSConfigError(
             f"{type(model).__name__} with cross-attention has a third sub-layer, which no scheme names"
         )
-    for index, block in enumerate(blocks):
-        for sub_layer in SUB_LAYERS:
-            field = _field(family, record.scheme, sub_layer, n_layers)
-            module = at(block, _path(family, field, sub_layer))
-            if module is None:
+    for sub_layer, place in family.sub_layers.items():
+        plans = [plan for _, name, plan in record.scheme.plans(n_layers) if name == sub_layer]
+        on_branch = not family.form.pre or any(plan.branch_scale != 1.0 for plan in plans)
+        field = "branch_scale" if on_branch else "norm_scale"
+        path = place.branch if on_branch else place.norm
+        for number, block in enumerate(blocks, start=1):
+            if (module := at(block, path)) is None:
                 raise UpstreamChangedError(
-                    f"{type(block).__name__} has no {_path(family, field, sub_layer)}: this transformers builds "
-                    f"{family.model_type} in a way that was not verified."
+                    f"{type(block).__name__} has no {path}: this transformers builds {family.model_type} in a way that "
+                    "was not verified."
                 )
-            attach_module(module, norm_sites.Site(record.scheme, index + 1, n_layers, sub_layer), field, family.form)
+            site = norm_sites.Site(record.scheme, number, n_layers, sub_layer)
+            norm_sites.attach(module, site)
+            give(module, scaled_class(type(module)), getattr(site.plan, field), form=family.form, field=field)
     norm_sites.check(model, record.scheme, n_layers)
-    _set_initialization(family, blocks, record, n_layers)
-    _report(model, family, record, n_layers)
+    _set_initialization(family, blocks, record)
+    _report(model, at(blocks[0], family.sub_layers["attn"].norm), record)
 
 
 def require_as_recorded(model: Any, record: Record) -> None:
@@ -125,59 +105,53 @@ def require_as_recorded(model: Any, record: Record) -> None:
     """
     family = known_family(model)
     blocks, n_layers = blocks_of(model, family), int(model.config.num_hidden_layers)
-    problem = "" if len(blocks) == n_layers else f"it has {len(blocks)} blocks, its config says {n_layers}"
-    for number, block in enumerate(blocks, start=1):
-        try:
+    number = len(blocks)
+    try:
+        if number != n_layers:
+            raise UpstreamChangedError(f"its config says {n_layers} blocks.")
+        for number, block in enumerate(blocks, start=1):
             norm_sites.check(block, record.scheme, n_layers, layer_numbers=[number])
-        except UpstreamChangedError as error:
-            problem = problem or f"block {number}: {error}"
-    if problem:
+    except UpstreamChangedError as error:
         raise CheckpointMismatchError(
-            f"{type(model).__name__} is not what its config says ({record}): {problem} A folder of it would load as "
-            "another model. Fold the model before its blocks or norms are changed "
+            f"{type(model).__name__} is not what its config says ({record}): block {number}: {error} A folder of it "
+            "would load as another model. Fold the model before its blocks or norms are changed "
             "(olmo_lns.integrations.transformers.fold(model)), and save it then."
-        )
+        ) from error
 
 
-def _set_initialization(family: Family, blocks: list[Any], record: Record, n_layers: int) -> None:
+def _set_initialization(family: Family, blocks: list[Any], record: Record) -> None:
     """Leave on each drawing module what its draw is to be multiplied by, and do so now."""
     if record.scaled_init == "upstream":
         return
-    assert family.sub_layers is not None
-    for index, block in enumerate(blocks):
-        present = factor("scaled" if family.scaled else "plain", index + 1, n_layers)
-        ratio = factor(record.scaled_init, index + 1, n_layers) / present
-        if ratio == 1.0:
-            continue
-        for place in family.sub_layers.values():
-            drawer, path = at(block, place.output), ""
-            if family.scaled:  # drawn when _init_weights sees the module that holds the projection
-                holder, _, path = place.output.rpartition(".")
-                drawer = at(block, holder)
-            setattr(drawer, ATTRIBUTE, (path, ratio))
+    for number, block in enumerate(blocks, start=1):
+        present = factor("scaled" if family.scaled else "plain", number, len(blocks))
+        ratio = factor(record.scaled_init, number, len(blocks)) / present
+        for place in family.sub_layers.values() if ratio != 1.0 else ():
+            # Where the family scales, the projection is drawn when _init_weights sees the module that holds it.
+            holder, _, path = place.output.rpartition(".") if family.scaled else (place.output, "", "")
+            drawer = at(block, holder)
+            drawer.lns_redraw = (path, ratio)
             redraw(drawer)
 
 
 @torch.no_grad()
 def redraw(module: Any) -> None:
     """After a draw of ``module``'s weights: multiply its residual output projection. Loaded weights are left alone."""
-    path, ratio = getattr(module, ATTRIBUTE, ("", 1.0))
+    path, ratio = getattr(module, "lns_redraw", ("", 1.0))
     projection = at(module, path) if path else module
     if ratio != 1.0 and not getattr(projection.weight, "_is_hf_initialized", False):
         projection.weight.mul_(ratio)
 
 
-def _report(model: Any, family: Family, record: Record, n_layers: int) -> None:
+def _report(model: Any, norm: Any, record: Record) -> None:
     """The start-up line: through the log where somebody listens, else on stderr."""
     if os.environ.get("RANK", "0") != "0":
         return
     modules = [module for _, module, _ in norm_sites.sites(model)]
-    assert family.sub_layers is not None
-    norm = at(blocks_of(model, family)[0], family.sub_layers["attn"].norm)
     state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
     line = norm_sites.start_up_line(
         record.scheme,
-        n_layers,
+        int(model.config.num_hidden_layers),
         norm=type(norm).__name__.removeprefix("LNS"),
         how="; ".join(dict.fromkeys(map(how, modules))),
         initialization=f"scaled initialization {state}",
