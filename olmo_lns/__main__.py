@@ -31,18 +31,13 @@ def main() -> int:
 
     try:
         environment.check()
+        environment.refuse_disabled("the launcher was asked for")
         if any(arg.split("=")[0] == "--lns-config" for arg in args):
             from olmo_lns.study.engines.megatron_args import expand
 
             args = [script, *expand(args[1:])]
     except LNSError as error:
         print(f"olmo_lns: {error}", file=sys.stderr)
-        return 2
-    if environment.is_set(environment.DISABLE):
-        print(
-            f"olmo_lns: {environment.DISABLE}=1 is set, but the launcher was asked for: unset one of the two",
-            file=sys.stderr,
-        )
         return 2
     for name, value in variables(args).items():
         os.environ.setdefault(name, value)  # before CUDA starts

@@ -78,22 +78,8 @@ EXAMPLES = {
 }
 
 #: Errors of files that a user can act on; said in one line with the file's name.
-MACHINE = {
-    getattr(errno, name)
-    for name in (
-        "EACCES",
-        "EDQUOT",
-        "EEXIST",
-        "EISDIR",
-        "EFBIG",
-        "EIO",
-        "ENOENT",
-        "ENOSPC",
-        "ENOTDIR",
-        "EPERM",
-        "EROFS",
-    )
-}
+_FILE_ERRORS = "EACCES EDQUOT EEXIST EISDIR EFBIG EIO ENOENT ENOSPC ENOTDIR EPERM EROFS"
+MACHINE = {getattr(errno, name) for name in _FILE_ERRORS.split()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,46 +120,38 @@ def _main(argv: Sequence[str] | None) -> int:
             print(f"\nexample{'s' if len(examples) > 1 else ''}:")
             print("\n".join(f"  {line}" for line in examples))
         raise
-    except LNSError as error:
-        print(f"olmo-lns {command}: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        if (needed := _needed(command, error)) is None:
+    except (LNSError, ModuleNotFoundError, OSError, yaml.YAMLError, RecursionError, KeyboardInterrupt) as error:
+        if (text := _in_one_line(command, error)) is None:
             raise
-        print(f"olmo-lns {command}: {needed}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        # A folder that cannot be written, a full disk: errors of the machine, not of the program.
-        if error.errno not in MACHINE:
-            raise
+        print(f"olmo-lns {command}: {text}", file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _in_one_line(command: str, error: BaseException) -> str | None:
+    """What a user is told of an error; None for a fault of the program, which is shown whole."""
+    if isinstance(error, LNSError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        # Which extra brings the module; none does, or it is installed but broken: a fault.
+        module = (error.name or "").partition(".")[0]
+        if not module or importlib.util.find_spec(module) is not None:
+            return None
+        extra = extras.extra_of(module, COMMANDS[command][2])
+        return extra and f"needs {module}, which is not installed: {extras.advice(extra)}"
+    if isinstance(error, OSError):  # a folder that cannot be written, a full disk
         where = error.filename if error.filename is not None else "writing"
-        print(f"olmo-lns {command}: {where}: {error.strerror}", file=sys.stderr)
-        return 1
-    except yaml.YAMLError as error:
-        print(f"olmo-lns {command}: not YAML: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except RecursionError:
-        print(f"olmo-lns {command}: an input is nested too deeply, or contains itself", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"olmo-lns {command}: interrupted", file=sys.stderr)
-        return 130
+        return f"{where}: {error.strerror}" if error.errno in MACHINE else None
+    if isinstance(error, yaml.YAMLError):
+        return f"not YAML: {' '.join(str(error).split())}"
+    return (
+        "interrupted" if isinstance(error, KeyboardInterrupt) else "an input is nested too deeply, or contains itself"
+    )
 
 
 def _examples(command: str, rest: Sequence[str]) -> tuple[str, ...]:
-    parts = any(
-        name.startswith(f"{command} ") for name in EXAMPLES
-    )  # an example of `data check` is none of `data fetch`
+    """Of the command, or of its part where it has some: an example of `data check` is none of `data fetch`."""
+    parts = any(name.startswith(f"{command} ") for name in EXAMPLES)
     return EXAMPLES.get(f"{command} {rest[0]}" if parts and not rest[0].startswith("-") else command, ())
-
-
-def _needed(command: str, error: ModuleNotFoundError) -> str | None:
-    """Which extra brings the module that is missing; None where none does, or where it is installed but broken."""
-    module = (error.name or "").partition(".")[0]
-    if not module or importlib.util.find_spec(module) is not None:
-        return None
-    extra = extras.extra_of(module, COMMANDS[command][2])
-    return extra and f"needs {module}, which is not installed: {extras.advice(extra)}"
 
 
 def _usage() -> str:

@@ -22,10 +22,10 @@ from typing import Any, Iterator, Sequence
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from olmo_lns import extras
-from olmo_lns.arguments import above_zero, at_least
+from olmo_lns.arguments import above_zero, at_least, seed
 from olmo_lns.environment import processes, refuse_disabled
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import pack
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--layers", type=at_least(2), help="blocks, instead of the description's")
     out.add_argument("--arms", help="with commas between, such as preln,postln,lns; docs/study.md lists them")
     out.add_argument("--learning-rate", type=above_zero, help="one peak rate for all arms, instead of each arm's own")
-    out.add_argument("--seeds", type=at_least(0), nargs="+", help="every arm is trained under each")
+    out.add_argument("--seeds", type=seed, nargs="+", help="every arm is trained under each")
     out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
     return out
 
@@ -70,14 +70,13 @@ def describe(args: argparse.Namespace) -> Study:
     """
     path = pack.folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
     raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    arms = raw["arms"]
+    sizes, only, arms = raw["sizes"], raw["only"], raw["arms"]
     if args.arms is not None:
         arms = list(dict.fromkeys(name.strip() for name in args.arms.split(",") if name.strip()))
         if not arms:
             raise LNSConfigError(f"--arms: no arm given; expected some of {', '.join(ARMS)}")
         for name in arms:
             settings_of(arm_named(name), OLMO)
-    sizes, only = raw["sizes"], raw["only"]
     if args.learning_rate is not None:
         size = next(iter(sizes.values())) | {"optimizer.learning_rate": args.learning_rate}
         sizes, only = {f"rate{args.learning_rate:.10f}".rstrip("0"): size}, {}
@@ -86,12 +85,16 @@ def describe(args: argparse.Namespace) -> Study:
     changes: dict[str, Any] = {"model.n_layers": args.layers} if args.layers else {}
     if args.steps:
         changes |= {"max_duration": args.steps, "scheduler.t_warmup": max(1, min(20, args.steps // 10))}
-    only = {name: [arm for arm in arms if arm in only.get(name, arms)] for name in sizes}
-    sizes = {name: size | changes for name, size in sizes.items() if only[name]}
-    asked = {"config": str(path.with_name(raw["config"])), "sizes": sizes, "arms": arms}
-    asked |= {"only": {name: only[name] for name in sizes}, "seeds": args.seeds or raw["seeds"]}
+    only = {name: kept for name in sizes if (kept := [arm for arm in arms if arm in only.get(name, arms)])}
+    raw |= {
+        "config": str(path.with_name(raw["config"])),
+        "arms": arms,
+        "only": only,
+        "seeds": args.seeds or raw["seeds"],
+    }
+    raw["sizes"] = {name: sizes[name] | changes for name in only}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / ".study.yaml").write_text(yaml.safe_dump(raw | asked, sort_keys=False), encoding="utf-8")
+    (args.out / ".study.yaml").write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
     return Study.load(args.out / ".study.yaml")
 
 
@@ -116,8 +119,8 @@ class _Display:
         self.total = sum(START + _steps(run) + self.evaluations + 2 * MEASURE for run in study.runs)
         self.announced: set[str] = set()
         self.ended = threading.Event()
-        columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        columns = (SpinnerColumn(), BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn())
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         self.task = self.bar.add_task("", total=self.total)
 
     @contextmanager
@@ -175,20 +178,10 @@ class Row:
         return self.after[-1] / self.after[max(1, len(self.after) // 4) - 1]
 
 
-def _measure(run: Run, out: Path, step: int) -> list[float]:
-    """The output variance of each block of a checkpoint, by ``olmo-lns analyze variance``."""
+def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
+    """Collected as every study's; the variances by ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
     from olmo_lns.diagnostics.results import Report
-
-    written = out / run.name / f"variance-step{step}.json"
-    words = ["variance", "--model", str(out / run.name / f"step{step}-unsharded"), "--label", ARMS[run.arm].label]
-    words += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(written), "--quiet"]
-    analyze(words)
-    variance: list[float] = Report.read(written).result.variance
-    return variance
-
-
-def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
     from olmo_lns.study.collect.gather import collect
 
     results = collect(study, out)
@@ -197,7 +190,10 @@ def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
     for run, result in zip(study.runs, results, strict=True):
         variances = []
         for step in (0, _steps(run)):
-            variances.append(_measure(run, out, step))
+            model, written = (out / run.name / f"step{step}-unsharded", out / run.name / f"variance-step{step}.json")
+            words = ["variance", "--model", str(model), "--label", ARMS[run.arm].label, "--quiet", "-o", str(written)]
+            analyze([*words, "--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS)])
+            variances.append(Report.read(written).result.variance)
             display.measured += 1
         rows.append(Row(run, result, *variances))
     return rows
@@ -228,37 +224,40 @@ def report(rows: Sequence[Row]) -> list[str]:
 
 def _draw(rows: Sequence[Row], out: Path) -> Path:
     """``demo.png``: loss by step, and output variance by block."""
-    from matplotlib.figure import Figure
+    import pandas
 
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    from olmo_lns.diagnostics.plots import block_axis, new_figure, save
+
+    figure, smoothing = new_figure(10, 4), max(1, _steps(rows[0].run) // 12)
     left, right = figure.subplots(1, 2)
-    late = []
+    late: list[float] = []
     for row in rows:
         arm = ARMS[row.run.arm]
-        losses = logs.merge(logs.read(path) for path in attempts(out / row.run.name)).losses
-        late += [loss for step, loss in losses.items() if step > len(losses) // 10]
+        losses = pandas.Series(logs.merge(logs.read(path) for path in attempts(out / row.run.name)).losses)
+        losses = losses.rolling(smoothing).mean().dropna()
+        late += losses.iloc[len(losses) // 10 :].tolist()
         style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
-        left.plot(list(losses), list(losses.values()), linewidth=1.2, **style)
+        left.plot(losses.index, losses, **style)
         label = None if row.run.seed != rows[0].run.seed else f"{arm.label} ({row.result.learning_rate:g})"
         blocks = range(1, len(row.after) + 1)
-        right.plot(blocks, row.after, marker=arm.marker, markersize=4, label=label, **style)
+        right.plot(blocks, row.after, marker=arm.marker, label=label, **style)
         right.plot(blocks, row.before, color=arm.colour, linestyle=":", linewidth=1)
-    left.set(xlabel="step", ylabel="training loss (nats per byte)", ylim=(min(late) - 0.1, max(late) + 0.1))
-    right.set(xlabel="block", ylabel="output variance (dotted: before training)", yscale="log")
-    for axes in (left, right):
-        axes.grid(alpha=0.25, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    left.set(xlabel="step", ylabel=f"training loss (nats per byte, mean of {smoothing} steps)")
+    left.set_ylim(min(late) - 0.1, max(late) + 0.1)
+    block_axis(right, len(rows[0].after))
+    right.set(ylabel="output variance (dotted: before training)", yscale="log")
+    figure.legend(loc="outside lower center", ncols=4)
     one = rows[0].result
     sizes = (
         f"{len(rows[0].after)} blocks, {one.parameters / 1e6:.2f}M parameters, {one.tokens / 1e6:.2f}M bytes of text"
     )
     figure.suptitle(f"OLMo, {sizes}; in brackets the learning rate", fontsize=10)
-    figure.savefig(out / "demo.png", dpi=150)
+    save(figure, out / "demo.png")
     return out / "demo.png"
 
 
 def _next(rows: Sequence[Row], out: Path) -> list[str]:
+    """What could be typed next."""
     run = next((row.run for row in rows if not ARMS[row.run.arm].scheme.is_pre_ln), rows[0].run)
     model, data = out / run.name / f"step{_steps(run)}-unsharded", f"--data {out}/data/heldout.npy --tokens 16384"
     lines = [f"analyze angular --model {model} {data} -o {out}/angular.json --plot {out}/angular.png"]

@@ -117,12 +117,11 @@ def _warn_once(text: str) -> None:
     log.warning("%s (Where a scheme runs, this is an error.)", text)
 
 
-def refuse_disabled() -> None:
-    """:raises LNSConfigError: the plugin is switched off; for the commands that train OLMo with it."""
+def refuse_disabled(asked: str = "this command runs OLMo with the plugin") -> None:
+    """:raises LNSConfigError: the plugin is switched off; for what was asked for by name and needs it."""
     if is_set(DISABLE):
         raise LNSConfigError(
-            f"{DISABLE}=1 is set, but this command runs OLMo with the plugin: "
-            f"unset {DISABLE}, or start OLMo by its own scripts/train.py"
+            f"{DISABLE}=1 is set, but {asked}: unset {DISABLE}, or start the framework's own script without us"
         )
 
 

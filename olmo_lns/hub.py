@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import threading
@@ -53,18 +54,14 @@ def reachable() -> bool:
 @functools.cache
 def _connects(endpoint: str) -> bool:
     address = urlsplit(endpoint)
-    port = address.port or (80 if address.scheme == "http" else 443)
+    place = (address.hostname or "", address.port or (80 if address.scheme == "http" else 443))
     answered = threading.Event()
 
     def ask() -> None:
-        try:
-            socket.create_connection((address.hostname or "", port), timeout=PATIENCE).close()
-        except OSError:
-            return
-        answered.set()
+        with contextlib.suppress(OSError):
+            socket.create_connection(place, timeout=PATIENCE).close()
+            answered.set()
 
     # In a thread of its own: looking up a name has no time limit.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return answered.is_set()
+    threading.Thread(target=ask, daemon=True).start()
+    return answered.wait(PATIENCE)

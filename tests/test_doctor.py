@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from olmo_lns import doctor
-from olmo_lns.doctor import frameworks
 from olmo_lns.integrations.megatron.settings import FLAGS
 from olmo_lns.norm import transformer_engine as te
 
@@ -32,12 +31,12 @@ def test_a_good_environment_is_reported_whole():
 
 
 def test_a_checkout_that_only_scripts_of_its_folder_import_is_pointed_at(monkeypatch, tmp_path):
-    (megatron,) = (framework for framework in frameworks.FRAMEWORKS if framework.extra == "megatron")
-    monkeypatch.setattr(frameworks, "tree_of", lambda module: None)
+    (megatron,) = (framework for framework in doctor.FRAMEWORKS if framework.extra == "megatron")
+    monkeypatch.setattr(doctor, "tree_of", lambda module: None)
     monkeypatch.chdir(tmp_path)
-    assert frameworks.framework_row(megatron).detail == "pip install 'olmo-lns[megatron]'"
+    assert doctor.framework_row(megatron).detail == "pip install 'olmo-lns[megatron]'"
     (tmp_path / "megatron" / "core").mkdir(parents=True)
-    row = frameworks.framework_row(megatron)
+    row = doctor.framework_row(megatron)
     assert row.state == "absent" and "./megatron/core" in row.detail and "python -m olmo_lns doctor" in row.detail
 
 
@@ -143,17 +142,17 @@ def test_what_is_required_and_absent_fails(capsys, monkeypatch):
 
 def test_transformers_by_its_version(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    row = frameworks.transformers_row()
+    row = doctor.transformers_row()
     assert (row.found, row.state) == (transformers.__version__, "ok") and "lns_llama" in row.detail
-    source = (frameworks.tree_of("transformers") / "transformers" / "__init__.py").read_text(encoding="utf-8")
+    source = (doctor.tree_of("transformers") / "transformers" / "__init__.py").read_text(encoding="utf-8")
     (tmp_path / "transformers").mkdir()
-    monkeypatch.setattr(frameworks, "tree_of", lambda module: tmp_path)
+    monkeypatch.setattr(doctor, "tree_of", lambda module: tmp_path)
     for version, state in (("4.40.0", "note"), ("", "unsupported")):
         text = source.replace(f'__version__ = "{row.found}"', f'__version__ = "{version}"')
         (tmp_path / "transformers" / "__init__.py").write_text(text, encoding="utf-8")
-        assert frameworks.transformers_row().state == state
-    monkeypatch.setattr(frameworks, "tree_of", lambda module: None)
-    assert frameworks.transformers_row().detail == "pip install 'olmo-lns[hf]'"
+        assert doctor.transformers_row().state == state
+    monkeypatch.setattr(doctor, "tree_of", lambda module: None)
+    assert doctor.transformers_row().detail == "pip install 'olmo-lns[hf]'"
 
 
 def test_an_unknown_requirement_is_wrong_usage():
@@ -165,22 +164,22 @@ def test_a_source_that_nobody_verified_is_named(monkeypatch, tmp_path):
     """A copy of the installed OLMo with one line more in a function that is replaced."""
     import shutil
 
-    tree = frameworks.tree_of("olmo")
+    tree = doctor.tree_of("olmo")
     for name in ("config", "model", "checkpoint", "train", "version"):
         (tmp_path / "olmo").mkdir(exist_ok=True)
         shutil.copy(tree / "olmo" / f"{name}.py", tmp_path / "olmo" / f"{name}.py")
-    monkeypatch.setattr(frameworks, "tree_of", lambda module: tmp_path)
-    assert frameworks.framework_row(frameworks.FRAMEWORKS[0]).state == "ok"
+    monkeypatch.setattr(doctor, "tree_of", lambda module: tmp_path)
+    assert doctor.framework_row(doctor.FRAMEWORKS[0]).state == "ok"
     text = (tmp_path / "olmo" / "model.py").read_text()
     (tmp_path / "olmo" / "model.py").write_text(
         text.replace("def reset_parameters(self):", "def reset_parameters(self):\n        pass")
     )
-    row = frameworks.framework_row(frameworks.FRAMEWORKS[0])
+    row = doctor.framework_row(doctor.FRAMEWORKS[0])
     assert row.state == "unsupported" and "olmo.model:OLMo.reset_parameters" in row.detail
 
 
 def test_megatrons_row_names_its_flags():
-    (megatron,) = (framework for framework in frameworks.FRAMEWORKS if framework.extra == "megatron")
+    (megatron,) = (framework for framework in doctor.FRAMEWORKS if framework.extra == "megatron")
     named = tuple(megatron.detail.removeprefix("flags ").split(", "))
     assert set(named) <= set(FLAGS)
     assert [flag for flag in FLAGS if not flag.startswith(named)] == []  # an option of a flag begins as the flag does

@@ -30,7 +30,7 @@ ORDER = [
     ("record",),
     ("norm",),
     ("schemes",),
-    ("arguments", "dtypes", "environment", "extras", "gains", "hub", "processes"),
+    ("arguments", "environment", "extras", "gains", "hub"),
     ("errors",),
 ]
 #: The package itself: it names the public things, and loads none of them.

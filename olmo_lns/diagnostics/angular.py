@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, group_device, not_finite, observe, run
+from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, not_finite, observe, over_ranks, run
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import body_forward, find_blocks
 
@@ -46,13 +45,13 @@ class AngularResult:
         """d(l, l + 1): how far block l turns the residual stream, block 1 first."""
         return [row[0] for row in self.distance]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row per pair; ``layer`` = l and ``n`` are 1-based."""
-        return [
-            {"layer": layer, "n": n, "distance": d, "variant": self.variant, "tokens": self.tokens}
-            for layer, row in enumerate(self.distance, start=1)
-            for n, d in enumerate(row, start=1)
-        ]
+    def frame(self) -> Any:
+        """A pandas table with a row per pair; ``layer`` = l and ``n`` are 1-based."""
+        import pandas
+
+        pairs = [(layer, n, d) for layer, row in enumerate(self.distance, 1) for n, d in enumerate(row, 1)]
+        table = pandas.DataFrame(pairs, columns=["layer", "n", "distance"])
+        return table.assign(variant=self.variant, tokens=self.tokens)
 
 
 def pairwise_angles(states: torch.Tensor) -> torch.Tensor:
@@ -81,11 +80,15 @@ def angular_distance(
 
     :param last_token: average over the last real token of each sequence only.
     :raises LNSError: no token, or states that are not finite (the first block that made them so is named).
+
+    Example: ``angular_distance(model, None, [torch.arange(64)[None]]).adjacent`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     forward, count = body_forward(model), len(blocks) + 1
     states: list[torch.Tensor] = []
-    sums = _Sums(count)
+    # The sums of all pairs, the tokens, and the states that were not finite: added up over ranks as one tensor.
+    total = torch.zeros(count, count, dtype=torch.float64)
+    bad, tokens = torch.zeros(count, dtype=torch.float64), 0
 
     def last_block(block: int, hidden: torch.Tensor) -> None:
         if block == count - 2:
@@ -97,15 +100,24 @@ def angular_distance(
             forward(ids, mask)
 
     for ids, mask in run(model, batches, device, watched, may_be_empty=all_ranks):
-        sums.add(states, _select(ids, mask, last_token))
-        if sums.bad_state is not None:
+        selected = _select(ids, mask, last_token)
+        total, infinite = _add(total, states, selected)
+        bad, tokens = bad + infinite.cpu(), tokens + int(selected.sum())
+        if bool(bad.any()):
             break
     states.clear()
-    if all_ranks:
-        sums.pool_ranks()
-    mean = sums.mean().cpu()
-    distance = [[float(mean[i, j]) for j in range(i + 1, count)] for i in range(count - 1)]
-    return AngularResult(distance, "last token" if last_token else "all tokens", sums.tokens)
+    packed = torch.cat([total.flatten().cpu().double(), bad, torch.tensor([float(tokens)]).double()])
+    packed = over_ranks(packed) if all_ranks else packed
+    total, bad, tokens = packed[: count**2].view(count, count), packed[count**2 : -1], int(packed[-1])
+    if bool(bad.any()):  # of one rank is enough, and all say it
+        first = int(bad.nonzero()[0])
+        where = f"block {first} is the first whose output" if first else "the input of block 1 (the embedding)"
+        raise not_finite(where)
+    if not tokens:
+        raise LNSError("no token was selected on any rank: expected at least one real token")
+    mean = (total / tokens).tolist()
+    distance = [mean[i][i + 1 :] for i in range(count - 1)]
+    return AngularResult(distance, "last token" if last_token else "all tokens", tokens)
 
 
 def _select(ids: torch.Tensor, mask: torch.Tensor | None, last_token: bool) -> torch.Tensor:
@@ -118,53 +130,22 @@ def _select(ids: torch.Tensor, mask: torch.Tensor | None, last_token: bool) -> t
     return real & (position == last)
 
 
-class _Sums:
-    """Sum of the pairwise angles over tokens, their number, and the first state that was not finite (0-based)."""
+@torch.no_grad()
+def _add(
+    total: torch.Tensor, states: Sequence[torch.Tensor], selected: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums with the ``selected`` (batch, sequence) tokens' angles, and the states (count,) that are not finite.
 
-    def __init__(self, states: int) -> None:
-        self.total = torch.zeros(states, states, dtype=torch.float64)
-        self.tokens = 0
-        self.bad_state: int | None = None
-
-    @torch.no_grad()
-    def add(self, states: Sequence[torch.Tensor], selected: torch.Tensor) -> None:
-        """Add the tokens that ``selected`` (batch, sequence) names; ``states`` as (batch, sequence, d_model) each."""
-        device = states[0].device  # with device_map the blocks sit on several
-        index = selected.flatten().nonzero().squeeze(1)
-        flat = [state.flatten(0, -2) for state in states]
-        self.total = self.total.to(device, accumulator_dtype(device))
-        for chunk in index.split(CHUNK):
-            tokens = torch.stack([state[chunk.to(state.device)].to(device) for state in flat], dim=1)
-            finite = torch.isfinite(tokens).all(dim=2).all(dim=0)
-            if not bool(finite.all()):
-                self.bad_state = int((~finite).nonzero()[0])
-                return
-            self.total += pairwise_angles(tokens).sum(dim=0)
-        self.tokens += len(index)
-
-    def pool_ranks(self) -> None:
-        """Add up over the ranks of torch.distributed, if it runs: a rank with bad states tells the others."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        device = group_device()
-        bad = torch.zeros(len(self.total), dtype=torch.float64, device=device)
-        if self.bad_state is not None:
-            bad[self.bad_state] = 1
-        tokens = torch.tensor([self.tokens], dtype=torch.float64, device=device)
-        packed = torch.cat([self.total.flatten().to(device, torch.float64), bad, tokens])
-        dist.all_reduce(packed)
-        states = len(self.total)
-        self.total, self.tokens = packed[: states * states].view(states, states), int(packed[-1])
-        found = packed[states * states : -1].nonzero()
-        self.bad_state = int(found[0]) if len(found) else None
-
-    def mean(self) -> torch.Tensor:
-        """:raises LNSError: some state was not finite, or there was no token."""
-        if self.bad_state is not None:
-            state = self.bad_state
-            raise not_finite(
-                f"block {state} is the first whose output" if state else "the input of block 1 (the embedding)"
-            )
-        if not self.tokens:
-            raise LNSError("no token was selected on any rank: expected at least one real token")
-        return self.total / self.tokens
+    :param states: (batch, sequence, d_model) each; with a device_map they sit on several devices.
+    """
+    device = states[0].device
+    total = total.to(device, accumulator_dtype(device))
+    index = selected.flatten().nonzero().squeeze(1)
+    flat = [state.flatten(0, -2) for state in states]
+    for chunk in index.split(CHUNK):
+        tokens = torch.stack([state[chunk.to(state.device)].to(device) for state in flat], dim=1)
+        infinite = ~torch.isfinite(tokens).all(dim=2).all(dim=0)
+        if bool(infinite.any()):
+            return total, infinite
+        total = total + pairwise_angles(tokens).sum(dim=0)
+    return total, torch.zeros(len(states), dtype=torch.bool)

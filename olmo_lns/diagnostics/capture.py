@@ -1,8 +1,7 @@
-"""Watching the residual stream: hooks on blocks that also work on compiled ones.
+"""What the diagnostics share: batches, hooks on blocks that also work on compiled ones, the loss, tables.
 
-What is watched are the *raw* inputs and outputs of the blocks. Hugging Face's
-``hidden_states[-1]`` is not the last block's output but what the final norm made of it, which
-hides the very growth that LayerNorm Scaling is about.
+The hooks see the *raw* inputs and outputs of the blocks. Hugging Face's ``hidden_states[-1]`` is not the last
+block's output but what the final norm made of it, which hides the very growth that LayerNorm Scaling is about.
 """
 
 from __future__ import annotations
@@ -12,21 +11,25 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from olmo_lns.errors import LNSError
+from olmo_lns.models.blocks import image_token, is_masked_lm, logits_of, model_type
 
 __all__ = [
     "Batch",
     "Batches",
     "accumulator_dtype",
+    "block_input",
+    "by_block",
     "evaluating",
     "first_tensor",
-    "group_device",
-    "images",
     "not_finite",
     "observe",
+    "over_ranks",
     "run",
+    "token_loss",
     "unpack",
 ]
 
@@ -36,6 +39,21 @@ Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Batches = Iterable[Batch]
 #: Called with the 0-based block and its hidden state of shape (batch, sequence, d_model).
 Observer = Callable[[int, torch.Tensor], None]
+#: Ids and mask (and a vision-language model's images, by keyword) -> negative log-likelihood in nats
+#: (batch, positions), float32, and which positions count.
+TokenLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+#: An encoder predicts every seventh token (14 %, BERT's share), replaced by its mask token: no random draw,
+#: so that all layers are judged on the same positions.
+MASK_EVERY = 7
+
+
+def by_block(columns: Mapping[str, Any], first: int = 1) -> Any:
+    """A pandas table with a row per block: its number, from ``first``, and the columns; a single value is repeated."""
+    import pandas
+
+    table = pandas.DataFrame(columns)
+    table.insert(0, "block", range(first, first + len(table)))
+    return table
 
 
 def first_tensor(output: Any) -> torch.Tensor:
@@ -72,12 +90,13 @@ def observe(
     """
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            stack.enter_context(_observe_one(block, index, on_input, on_output))
+            _observe_one(stack, block, index, on_input, on_output)
         yield
 
 
-@contextmanager
-def _observe_one(block: nn.Module, index: int, on_input: Observer | None, on_output: Observer | None) -> Iterator[None]:
+def _observe_one(
+    stack: ExitStack, block: nn.Module, index: int, on_input: Observer | None, on_output: Observer | None
+) -> None:
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if on_input is not None:
             on_input(index, block_input(args, kwargs))
@@ -88,12 +107,8 @@ def _observe_one(block: nn.Module, index: int, on_input: Observer | None, on_out
 
     compiled: Callable[..., Any] | None = getattr(block, "_compiled_call_impl", None)
     if compiled is None:
-        handles = [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(block.register_forward_hook(after).remove)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -104,10 +119,7 @@ def _observe_one(block: nn.Module, index: int, on_input: Observer | None, on_out
 
     # An instance attribute that nn.Module.__call__ reads; __dict__, because Module would not let us set it twice.
     block.__dict__["_compiled_call_impl"] = call
-    try:
-        yield
-    finally:
-        block.__dict__["_compiled_call_impl"] = compiled
+    stack.callback(block.__dict__.__setitem__, "_compiled_call_impl", compiled)
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
@@ -115,10 +127,14 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where tensors have to be for the collectives of ``group``."""
-    nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+def over_ranks(tensor: torch.Tensor, operation: str = "SUM") -> torch.Tensor:
+    """``tensor`` on the CPU, summed (or ``MAX``) over the ranks of torch.distributed where that runs."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor.cpu()
+    nccl = dist.get_backend() == "nccl"
+    moved = tensor.to(torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu", copy=True)
+    dist.all_reduce(moved, getattr(dist.ReduceOp, operation))
+    return moved.cpu()
 
 
 def not_finite(where: str) -> LNSError:
@@ -129,21 +145,14 @@ def not_finite(where: str) -> LNSError:
     )
 
 
-def unpack(batch: Batch, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Token ids and the mask of real tokens as bool, or None when every token is real."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device), None
-    ids, mask = batch["input_ids"].to(device), batch.get("attention_mask")
-    if mask is None or bool(mask.bool().all()):
-        return ids, None
-    return ids, mask.to(device).bool()
-
-
-def images(batch: Batch, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """What a batch holds beside ids and mask: the inputs that a vision-language model makes of images."""
-    if isinstance(batch, torch.Tensor):
-        return {}
-    return {name: value.to(device) for name, value in batch.items() if name not in ("input_ids", "attention_mask")}
+def unpack(
+    batch: Batch, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Token ids, the mask of real tokens as bool (None: every token is real), and what a batch holds beside them."""
+    found = {"input_ids": batch} if isinstance(batch, torch.Tensor) else dict(batch)
+    found = {name: value.to(device) for name, value in found.items()}
+    ids, mask = found.pop("input_ids"), found.pop("attention_mask", None)
+    return ids, None if mask is None or bool(mask.bool().all()) else mask.bool(), found
 
 
 @contextmanager
@@ -171,15 +180,54 @@ def run(
     """Run ``forward`` on every batch and yield its ids and mask afterwards.
 
     :param may_be_empty: no error without tokens: one rank of several may have got none.
-    :param with_images: ``forward`` also takes the :func:`images` of a batch, by keyword.
+    :param with_images: ``forward`` also takes what a batch holds beside ids and mask, by keyword.
     :raises LNSError: there was no batch, or none held a token.
     """
     tokens = 0
     with evaluating(model):
         for batch in batches:
-            ids, mask = unpack(batch, device)
-            forward(ids, mask, **(images(batch, device) if with_images else {}))
+            ids, mask, pictures = unpack(batch, device)
+            forward(ids, mask, **(pictures if with_images else {}))
             tokens += ids.numel() if mask is None else int(mask.sum())
             yield ids, mask
     if tokens == 0 and not may_be_empty:
         raise LNSError("the data holds no token: give a file or data set with at least one sequence")
+
+
+def token_loss(model: nn.Module, mask_token: int | None = None) -> TokenLoss:
+    """Next-token loss of a decoder, or masked-token loss of an encoder (BERT).
+
+    The placeholders of an image are no text: a vision-language model is not asked to predict them.
+
+    :param mask_token: id of an encoder's mask token.
+    :raises LNSError: an encoder without ``mask_token``.
+    """
+    logits, placeholder = logits_of(model), image_token(model)
+
+    def next_token(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        valid = real[:, 1:] & real[:, :-1]
+        if placeholder is not None:
+            valid = valid & (ids[:, 1:] != placeholder)
+        return _nll(logits(ids, mask, **pictures)[:, :-1], ids[:, 1:]), valid
+
+    def masked_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        chosen = real & (torch.arange(ids.shape[1], device=ids.device) % MASK_EVERY == MASK_EVERY // 2)
+        assert mask_token is not None
+        return _nll(logits(ids.masked_fill(chosen, mask_token), mask), ids), chosen
+
+    if not is_masked_lm(model_type(model)):
+        return next_token
+    if mask_token is None:
+        raise LNSError(
+            f"{type(model).__name__} predicts masked tokens: the id of its mask token is needed; "
+            "give its tokenizer with --tokenizer"
+        )
+    return masked_token
+
+
+def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    targets = targets.to(logits.device)
+    # One sequence at a time: float32 logits of a whole batch can be larger than the model.
+    return torch.stack([F.cross_entropy(x.float(), y, reduction="none") for x, y in zip(logits, targets, strict=True)])

@@ -3,123 +3,110 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import logging
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
-from olmo_lns.arguments import at_least
-from olmo_lns.dtypes import NAMES as DTYPES
+from olmo_lns.arguments import DTYPES, at_least, process_group, seed
+from olmo_lns.diagnostics import MEASURES
 from olmo_lns.environment import processes
 from olmo_lns.errors import LNSError
-from olmo_lns.processes import process_group
 
 __all__ = ["main"]
 
-#: Diagnostic -> (help, tokens read by default, longest default sequence).
-MEASURES = {
-    "variance": ("output variance of every block", 262_144, 2048),
-    "angular": ("angular distance between all pairs of layers", 262_144, 2048),
-    "layer-drop": ("performance drop of removing each block", 65_536, 2048),
-    "jacobian": ("token-averaged Jacobian of every block", None, 64),
-    "gradnorm": ("gradient norm per layer and parameter kind", 65_536, 2048),
-}
-#: Diagnostic -> its title in the report of ``analyze all``.
-TITLES = {
-    "variance": "Output variance of every block",
-    "angular": "Angular distance between layers",
-    "layer-drop": "Performance drop of removing each block",
-    "jacobian": "Token-averaged Jacobian of every block",
-    "gradnorm": "Gradient norm per layer",
-}
-#: Options that every diagnostic takes.
-PASSED_ON = ("tokens", "sequence-length", "batch-size", "dtype", "device", "device-map", "tokenizer", "seed")
-#: Those that pool over the ranks of torchrun.
-DISTRIBUTED = ("variance", "angular")
 #: As ``olmo_lns.models.blocks.BRANCHES``, which loads torch: ``--help`` does not.
 BRANCHES = ("vision", "language")
-#: Sequences of which the Jacobian takes one position each.
-JACOBIAN_SEQUENCES = 64
+#: What only some diagnostics ask for, and its value where it is not asked for.
+SPECIAL: dict[str, Any] = {"last_token": False, "rows": None, "sequences": 64, "tasks": []}
+SPECIAL |= {"branch": None, "image_field": None}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one diagnostic. Exit code 0, or 2 for wrong usage; LNSError goes to the caller."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     if args.what in MEASURES:
-        if (measured := _measure(args)) is not None:
-            _say(*measured)
+        _one(args)
         return 0
     from olmo_lns.diagnostics import report
-    from olmo_lns.models.loading import load_model
 
-    if args.what == "all":
-        load = lru_cache(maxsize=1)(load_model)  # a model is loaded once for all diagnostics
+    if args.what != "all":
+        return report.plot(args) if args.what == "plot" else report.compare(args)
+    from olmo_lns.diagnostics.data import check_source
 
-        def measure(words: Sequence[str]) -> Any:
-            measured = _measure(parser.parse_args(words), load)
-            assert measured is not None  # several ranks are refused
-            return measured[0]
+    check_source(args.data, pack=args.pack)
+    labels = args.labels or [_label(model) for model in args.models]
+    if len(labels) != len(args.models):
+        raise LNSError(f"--labels: found {len(labels)} names, expected {len(args.models)}, one a model")
+    if len(set(labels)) != len(labels):
+        raise LNSError(f"two models have one label ({', '.join(labels)}): name them with --labels")
 
-        return report.run_all(args, measure)
-    return report.plot(args) if args.what == "plot" else report.compare(args)
+    def measure(what: str, loaded: Any, model: str, number: int) -> Any:
+        own = {"what": what, "model": model, "label": labels[number], "tokens": args.tokens or MEASURES[what].tokens}
+        found = _measure(argparse.Namespace(**{**vars(args), **own}), loaded, 0, 1)
+        found.write(args.output / f"{what}-{number + 1}.json")
+        return found
+
+    return report.run_all(args, lambda model: _load(args, model), measure)
 
 
 def _parser() -> argparse.ArgumentParser:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    def command(name: str, title: str) -> tuple[argparse.ArgumentParser, Callable[..., Any]]:
+        found = commands.add_parser(name, help=title[0].lower() + title[1:], description=f"{title}.")
+        found.set_defaults(**SPECIAL)
+        return found, found.add_argument
+
     parser = argparse.ArgumentParser(prog="olmo-lns analyze", description="The papers' diagnostics for your model.")
     commands = parser.add_subparsers(dest="what", required=True, metavar="what")
-    for what, (text, tokens, length) in MEASURES.items():
-        command = commands.add_parser(what, help=text, description=text.capitalize() + ".")
-        _add_common(command, tokens, length)
+    for what, measure in MEASURES.items():
+        made, add = command(what, measure.title)
+        add("--model", required=True, help="OLMo checkpoint folder, or Hugging Face folder or name")
+        add("-o", "--output", type=Path, help=f"result file, default {what}.json; a .csv is written beside it")
+        add("--plot", type=Path, action="append", default=[], help="also draw it: .png, .svg or .pdf; may be repeated")
+        add("--label", help="name of the model in figures")
+        _add_common(made, what)
         if what == "angular":
-            command.add_argument("--last-token", action="store_true", help="only the last token of each sequence")
+            add("--last-token", action="store_true", help="only the last token of each sequence")
         if what == "layer-drop":
-            _add_tasks(command)
-            _add_branch(command)
+            _add_layer_drop(made)
         if what == "jacobian":
-            command.add_argument(
-                "--rows", type=at_least(1), help="rows to compute; default: all up to width 256, else 128"
-            )
-            command.add_argument(
-                "--sequences", type=at_least(1), default=JACOBIAN_SEQUENCES, help="one position of each"
-            )
-    _add_all(commands)
-    plot = commands.add_parser("plot", help="draw the figure of result files (or of the monitor's CSV files)")
-    compare = commands.add_parser("compare", help="two or more models on one figure and table")
-    for command in (plot, compare):
-        command.add_argument("results", nargs="+", type=Path, metavar="results.json")
-        command.add_argument("-o", "--output", type=Path, action="append", help=".png, .svg or .pdf; may be repeated")
-        command.add_argument("--labels", type=lambda text: text.split(","), help="comma-separated names of the models")
-        command.add_argument("--log", action="store_true", help="logarithmic vertical axis")
-    compare.add_argument("--table", type=Path, help="CSV file with the rows of all models")
+            add("--rows", type=at_least(1), help="rows to compute; default: all up to width 256, else 128")
+            add("--sequences", type=at_least(1), help="one position of each (default %(default)s)")
+    made, add = command("all", "Every diagnostic on one or more models, one report")
+    add("models", nargs="+", help="OLMo checkpoint folders, or Hugging Face folders or names")
+    add("-o", "--output", type=Path, required=True, help="folder to write report.html and results to")
+    add("--pdf", action="store_true", help="also report.pdf, of the same figures and tables")
+    add("--labels", type=names, help="comma-separated names of the models")
+    add("--only", type=names, default=list(MEASURES), help=f"some of {', '.join(MEASURES)}, with commas between")
+    _add_common(made, "all")
+    for name, title in (
+        ("plot", "Draw the figure of result files (or of the monitor's CSV files)"),
+        ("compare", "Two or more models on one figure and table"),
+    ):
+        made, add = command(name, title)
+        add("results", nargs="+", type=Path, metavar="results.json")
+        add("-o", "--output", type=Path, action="append", help=".png, .svg or .pdf; may be repeated")
+        add("--labels", type=names, help="comma-separated names of the models")
+        add("--log", action="store_true", help="logarithmic vertical axis")
+        if name == "compare":
+            add("--table", type=Path, help="CSV file with the rows of all models")
     return parser
 
 
-def _add_all(commands: Any) -> None:
-    """The arguments of ``olmo-lns analyze all``."""
-    command = commands.add_parser("all", help="every diagnostic on one or more models, one report")
-    command.add_argument("models", nargs="+", help="OLMo checkpoint folders, or Hugging Face folders or names")
-    command.add_argument("--data", required=True, help="as for the single diagnostics")
-    command.add_argument("-o", "--output", type=Path, required=True, help="folder to write report.html and results to")
-    command.add_argument("--pdf", action="store_true", help="also report.pdf, of the same figures and tables")
-    command.add_argument("--labels", type=lambda text: text.split(","), help="comma-separated names of the models")
-    command.add_argument("--only", type=lambda text: text.split(","), default=list(TITLES), help="some of the five")
-    for name in PASSED_ON:
-        command.add_argument(f"--{name}", help="as for the single diagnostics")
-
-
-def _add_common(command: argparse.ArgumentParser, tokens: int | None, length: int) -> None:
-    add = command.add_argument
-    add("--model", required=True, help="OLMo checkpoint folder, or Hugging Face folder or name")
+def _add_common(command: argparse.ArgumentParser, what: str) -> None:
+    """Options of every diagnostic, and so of ``analyze all``."""
+    add, measure = command.add_argument, MEASURES.get(what)
+    tokens, longest = (measure.tokens, measure.longest) if measure else (None, "what the single diagnostic takes")
+    default = f"{tokens:,}" if tokens else "all of --sequences" if measure else "as the single diagnostic"
     add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
-    add("-o", "--output", type=Path, help="result file, default <what>.json; a .csv is written beside it")
-    add("--plot", type=Path, action="append", default=[], help="also draw it: .png, .svg or .pdf; may be repeated")
-    add("--label", help="name of the model in figures")
-    add("--tokens", type=at_least(1), default=tokens, help="tokens to read (default %(default)s)")
-    add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {length}")
+    add("--tokens", type=at_least(1), default=tokens, help=f"tokens to read (default {default})")
+    add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {longest}")
     add("--batch-size", type=at_least(1), default=8, help="sequences a batch (default %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved, OLMo in fp32")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:<n> or mps")
@@ -129,102 +116,76 @@ def _add_common(command: argparse.ArgumentParser, tokens: int | None, length: in
     add("--no-pack", dest="pack", action="store_false", help="one document a sequence, padded, instead of packing")
     add("--token-dtype", help="of raw token files without a header (default: the checkpoint's, else uint16)")
     add("--text-field", default="text", help="of JSON lines and data sets (default %(default)s)")
-    add("--seed", type=int, default=0, help="of whatever is sampled (default %(default)s)")
+    add("--seed", type=seed, default=0, help="of whatever is sampled (default %(default)s)")
     add("--quiet", action="store_true", help="no progress on stderr")
-    command.set_defaults(longest=length)
 
 
-def _add_tasks(command: argparse.ArgumentParser) -> None:
+def _add_layer_drop(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--tasks", type=lambda text: text.split(","), default=[], help="lm-evaluation-harness tasks, comma-separated")
+    add("--tasks", type=lambda text: text.split(","), help="lm-evaluation-harness tasks, comma-separated")
     add("--task-path", help="folder with task files of your own")
     add("--metric", help="metric of the tasks; default: the first of acc_norm, acc, exact_match, f1 they report")
     add("--limit", type=at_least(1), help="examples a task")
     add("--num-fewshot", type=at_least(0), help="examples in the prompt")
     add("--chat-template", action="store_true", help="the prompts by the model's chat template")
-
-
-def _add_branch(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("vision-language models")
-    add = group.add_argument
+    add = command.add_argument_group("vision-language models").add_argument
     add("--branch", choices=BRANCHES, help="whose blocks are removed")
     add("--image-field", help="of JSON lines and data sets (default image; --branch language: text alone)")
     add("--processor", help="for the loss, a folder or name; default: the model's own")
 
 
-def _measure(args: argparse.Namespace, load: Callable[..., Any] | None = None) -> tuple[Any, list[Path]] | None:
-    """The report of one diagnostic and the files written; None on every rank but the first."""
-    from olmo_lns.diagnostics.data import check_source, read_batches, track
-    from olmo_lns.diagnostics.images import load_processor, read_images
+def _one(args: argparse.Namespace) -> None:
+    """One diagnostic of one model: measured, written, drawn, and printed by the first rank."""
+    from olmo_lns.diagnostics.data import check_source
     from olmo_lns.diagnostics.report import check_figures
-    from olmo_lns.diagnostics.results import Report, check_writable
-    from olmo_lns.models.loading import load_model, load_tokenizer
+    from olmo_lns.diagnostics.results import check_writable, markdown
 
     # Before the work: what would be found out after it.
     output = args.output or Path(f"{args.what}.json")
     check_writable(output, [".json"])
     check_figures(args.plot)
     check_source(args.data, pack=args.pack)
-    if getattr(args, "tasks", None) and importlib.util.find_spec("lm_eval") is None:
+    if args.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
     with _ranks(args.what) as (rank, world):
-        names = ("dtype", "device", "device_map", "blocks", "branch")
-        how: dict[str, Any] = {name: getattr(args, name, None) for name in names}
-        loaded = (load or load_model)(args.model, **how)
-        options = _data_options(args, loaded, rank, world)
-
-        def tokenizer() -> Any:
-            return load_tokenizer(args.tokenizer or loaded.tokenizer_name, loaded.eos_token_id)
-
-        if _with_images(args, loaded):
-            processor = load_processor(args.processor or args.model)
-            batches = read_images(args.data, options, processor, args.image_field or "image")
-        else:
-            batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
-        if not args.quiet and rank == 0:
-            expected = args.tokens or options.sequence_length * args.sequences
-            batches = track(batches, args.what, expected // world)
-        result = _run(args, loaded, batches, tokenizer, world > 1)
-        if rank:
-            return None
-    settings = {
-        "dtype": loaded.dtype,
-        "device": str(loaded.device),
-        "sequence_length": options.sequence_length,
-        "ranks": world,
-        "lns": _record(args.model),
-        **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
-        **{name: value for name in ("branch", "image_field") if (value := getattr(args, name, None))},
-    }
-    measured = Report(args.what, args.label or _label(args.model), args.model, args.data, result, settings)
+        measured = _measure(args, _load(args, args.model), rank, world)
+    if rank:
+        return
     written = measured.write(output)
     if args.plot:
         from olmo_lns.diagnostics import plots
 
-        written += [plots.save(plots.draw([measured]), path) for path in args.plot]
-    return measured, written
+        figure = plots.draw([measured])
+        written += [plots.save(figure, path) for path in args.plot]
+    result = measured.result
+    print(markdown([measured]))
+    if args.what == "jacobian":
+        print(f"\n{result.method}: {len(result.coordinates)} of {result.width} rows")
+    print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
 
 
-def _with_images(args: argparse.Namespace, loaded: Any) -> bool:
-    """Whether the data is records with images, not text alone."""
-    if args.what != "layer-drop" or not (args.image_field or args.branch == "vision"):
-        return False
-    if not loaded.reads_images:
-        raise LNSError(f"--image-field: {args.model} is no vision-language model")
-    return True
+def _load(args: argparse.Namespace, model: str) -> Any:
+    from olmo_lns.models.loading import load_model
+
+    names = ("dtype", "device", "device_map", "blocks", "branch")
+    return load_model(model, **{name: getattr(args, name) for name in names})
 
 
-def _data_options(args: argparse.Namespace, loaded: Any, rank: int, world: int) -> Any:
-    from olmo_lns.diagnostics.data import DataOptions
+def _measure(args: argparse.Namespace, loaded: Any, rank: int, world: int) -> Any:
+    """The report of one diagnostic of a loaded model."""
+    from olmo_lns.checkpoints.records import record_in
+    from olmo_lns.diagnostics.data import DataOptions, load_processor, read_batches, read_images, track
+    from olmo_lns.diagnostics.results import Report
+    from olmo_lns.models.loading import load_tokenizer
 
-    length = args.sequence_length or min(args.longest, loaded.max_length)
+    length = args.sequence_length or min(MEASURES[args.what].longest, loaded.max_length)
     if length > loaded.max_length:
         raise LNSError(f"--sequence-length {length}: the model takes at most {loaded.max_length}")
-    return DataOptions(
+    options = DataOptions(
         sequence_length=length,
         batch_size=args.batch_size,
         max_tokens=args.tokens,
-        max_sequences=getattr(args, "sequences", None),
+        max_sequences=args.sequences if args.what == "jacobian" else None,
         pack=args.pack,
         token_dtype=args.token_dtype or loaded.token_dtype,
         text_field=args.text_field,
@@ -232,46 +193,59 @@ def _data_options(args: argparse.Namespace, loaded: Any, rank: int, world: int) 
         world=world,
     )
 
+    def tokenizer() -> Any:
+        return load_tokenizer(args.tokenizer or loaded.tokenizer_name, loaded.eos_token_id)
 
-def _run(args: argparse.Namespace, loaded: Any, batches: Any, tokenizer: Any, all_ranks: bool) -> Any:
-    import dataclasses
+    if args.image_field or args.branch == "vision":
+        if not loaded.reads_images:
+            raise LNSError(f"--image-field: {args.model} is no vision-language model")
+        processor = load_processor(args.processor or args.model)
+        batches = read_images(args.data, options, processor, args.image_field or "image")
+    else:
+        batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
+    label = args.label or _label(args.model)
+    if not args.quiet and rank == 0:
+        said = f"{label}: {args.what}" if "models" in args else args.what
+        batches = track(batches, said, (args.tokens or length * args.sequences) // world)
+    result = _run(args, loaded, batches, tokenizer, world > 1)
+    record = record_in(Path(args.model)) if Path(args.model).is_dir() else None
+    settings = {
+        "dtype": loaded.dtype,
+        "device": str(loaded.device),
+        "sequence_length": length,
+        "initialization": record.scaled_init if record else "plain",
+        "ranks": world,
+        "lns": None if record is None or record.scheme.is_pre_ln else record.as_dict(),
+        **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
+        **{name: value for name in ("branch", "image_field") if (value := getattr(args, name))},
+    }
+    return Report(args.what, label, args.model, args.data, result, settings)
 
-    common = (loaded.model, loaded.blocks, batches, loaded.device)
-    if args.what == "variance":
-        from olmo_lns.diagnostics.variance import block_output_variance
 
-        return block_output_variance(*common, all_ranks=all_ranks)
+def _run(
+    args: argparse.Namespace, loaded: Any, batches: Iterator[Any], tokenizer: Callable[[], Any], several: bool
+) -> Any:
+    module, _, name = MEASURES[args.what].function.partition(":")
+    function = getattr(importlib.import_module(f"olmo_lns.diagnostics.{module}"), name)
+    options: dict[str, Any] = {"all_ranks": several} if MEASURES[args.what].pools else {}
     if args.what == "angular":
-        from olmo_lns.diagnostics.angular import angular_distance
+        options["last_token"] = args.last_token
+    elif args.what == "jacobian":
+        options |= {"rows": args.rows, "seed": args.seed}
+    elif args.what in ("layer-drop", "gradnorm"):
+        options["mask_token"] = tokenizer().mask_token_id if loaded.masked_lm else None
+    tasks = {}
+    if args.tasks:
+        from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
 
-        return angular_distance(*common, last_token=args.last_token, all_ranks=all_ranks)
-    if args.what == "jacobian":
-        from olmo_lns.diagnostics.jacobian import block_jacobians
-
-        return block_jacobians(*common, rows=args.rows, seed=args.seed)
-    mask_token = tokenizer().mask_token_id if loaded.masked_lm else None
-    if args.what == "gradnorm":
-        from olmo_lns.diagnostics.gradnorm import gradient_norms
-
-        return gradient_norms(*common, mask_token=mask_token)
-    from olmo_lns.diagnostics.layer_drop import drop_layers
-
-    if not args.tasks:
-        return drop_layers(*common, mask_token=mask_token)
-    from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
-
-    tasks = score_tasks(  # first: what fails here, such as a download, fails before the losses are computed
-        loaded,
-        tokenizer(),
-        args.tasks,
-        include_path=args.task_path,
-        metric=args.metric,
-        limit=args.limit,
-        num_fewshot=args.num_fewshot,
-        chat_template=args.chat_template,
-        batch_size=args.batch_size,
-    )
-    return dataclasses.replace(drop_layers(*common, mask_token=mask_token), tasks=tasks)
+        names = ("metric", "limit", "num_fewshot", "chat_template", "batch_size")
+        how = {name: getattr(args, name) for name in names}
+        # First: what fails here, such as a download, fails before the losses are computed.
+        tasks = score_tasks(loaded, tokenizer(), args.tasks, include_path=args.task_path, **how)
+    result = function(loaded.model, loaded.blocks, batches, loaded.device, **options)
+    if tasks:
+        result.tasks.update(tasks)
+    return result
 
 
 @contextmanager
@@ -281,7 +255,7 @@ def _ranks(what: str) -> Iterator[tuple[int, int]]:
     if world == 1:
         yield 0, 1
         return
-    if what not in DISTRIBUTED:
+    if not MEASURES[what].pools:
         raise LNSError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
     import torch.distributed as dist
 
@@ -289,26 +263,10 @@ def _ranks(what: str) -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), world
 
 
-def _record(model: str) -> dict[str, Any] | None:
-    """Of the folder, for the result file; None for Pre-LN and for what says nothing."""
-    from olmo_lns.checkpoints.records import record_in
-
-    record = record_in(Path(model)) if Path(model).is_dir() else None
-    return None if record is None or record.scheme.is_pre_ln else record.as_dict()
-
-
 def _label(model: str) -> str:
-    parts, checkpoint = Path(model).parts, Path(model, "config.yaml").is_file()  # from the run's name on
+    """From the run's name on: ``lns/seed0/step300-unsharded``."""
+    parts, checkpoint = Path(model).parts, Path(model, "config.yaml").is_file()
     first = len(parts) - 1 - checkpoint
     while first > 0 and parts[first].startswith(("step", "seed")):
         first -= 1
     return "/".join(parts[max(0, first) :])
-
-
-def _say(measured: Any, written: Sequence[Path]) -> None:
-    from olmo_lns.diagnostics.report import text_table
-
-    print(text_table([measured]))
-    if measured.what == "jacobian":
-        print(f"\n{measured.result.method}: {len(measured.result.coordinates)} of {measured.result.width} rows")
-    print(f"\n{measured.result.tokens:,} tokens. Written: {', '.join(map(str, written))}")

@@ -1,4 +1,4 @@
-"""Batches from what ``--data`` names: token ids, text, JSON lines or a Hugging Face data set.
+"""Batches from what ``--data`` names: token ids, text, JSON lines or a Hugging Face data set, with images or without.
 
 Everything streams: memory does not depend on the number of tokens.
 """
@@ -14,15 +14,18 @@ from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from olmo_lns import hub
-from olmo_lns.errors import LNSError
+from olmo_lns.errors import LNSError, one_line
 
-__all__ = ["DataOptions", "check_source", "read_batches", "track"]
+__all__ = ["DataOptions", "check_source", "load_processor", "read_batches", "read_images", "track"]
 
 #: Characters of a plain-text file tokenised at a time.
 TEXT_BLOCK = 1 << 20
 TOKEN_FIELDS = ("input_ids", "tokens")
+#: Files of token ids, and of records.
+IDS, RECORDS = (".npy", ".bin"), (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
@@ -58,18 +61,22 @@ def read_batches(
     :param tokenizer: called once, only when there is text.
     :raises LNSError: nothing there, no token in it, or an id outside ``vocabulary``.
     """
-    sequences = itertools.islice(_limited(_sequences(source, options, tokenizer), options), options.max_sequences)
-    empty = True
+    check_source(source, pack=options.pack)
+    path = Path(source)
+    if path.suffix in IDS:
+        sequences = _from_ids(path, options)
+    else:
+        sequences = _from_documents(_documents(source), options, tokenizer, separate=path.suffix in (*RECORDS, ""))
+    sequences = itertools.islice(_limited(sequences, options.max_tokens), options.max_sequences)
     for number in itertools.count():
         group = list(itertools.islice(sequences, options.batch_size))
+        if not group and not number:
+            raise LNSError(f"{source} holds no token: give a file or data set with at least one sequence")
         if not group:
-            break
-        empty = False
+            return
         _check_ids(group, vocabulary, source)
         if number % options.world == options.rank:
             yield _collate(group)
-    if empty:
-        raise LNSError(f"{source} holds no token: give a file or data set with at least one sequence")
 
 
 def check_source(source: str, *, pack: bool = True) -> None:
@@ -78,81 +85,72 @@ def check_source(source: str, *, pack: bool = True) -> None:
     :raises LNSError: a file that is not there, a data set without its package, or plain text that is not to be packed.
     """
     path = Path(source)
-    if path.suffix in (".npy", ".bin", ".txt", ".jsonl", ".json") and not path.is_file():
+    if path.suffix in (*IDS, *RECORDS, ".txt") and not path.is_file():
         raise LNSError(f"--data: no such file: {path}")
-    if path.suffix not in (".npy", ".bin") and not path.is_file() and importlib.util.find_spec("datasets") is None:
+    if not path.is_file() and importlib.util.find_spec("datasets") is None:
         raise LNSError(f"{source} is no file, and data sets need: pip install datasets")
-    if not pack and path.is_file() and path.suffix not in (".npy", ".bin", ".jsonl", ".json"):
+    if not pack and path.is_file() and path.suffix not in (*IDS, *RECORDS):
         raise LNSError(
             f"--no-pack: {path} is plain text and has no documents; give JSON lines, or leave the option out"
         )
 
 
-def _limited(sequences: Iterable[np.ndarray], options: DataOptions) -> Iterator[np.ndarray]:
-    left = options.max_tokens
+def _limited(sequences: Iterable[np.ndarray], left: int | None) -> Iterator[np.ndarray]:
+    """The sequences that are not empty, the last one cut where ``left`` tokens are reached."""
     for sequence in sequences:
-        if len(sequence) == 0:
-            continue
-        if left is not None:
-            sequence = sequence[:left]
-            left -= len(sequence)
+        sequence = sequence[:left]
         if len(sequence):
             yield sequence
-        if left == 0:
+        if left is not None and (left := left - len(sequence)) == 0:
             return
 
 
-def _sequences(source: str, options: DataOptions, tokenizer: Callable[[], Any]) -> Iterator[np.ndarray]:
-    path = Path(source)
-    if path.suffix in (".npy", ".bin"):
-        yield from _from_tokens(_open(path), options)
-        return
-    if path.is_file() and path.suffix in (".jsonl", ".json"):
-        documents: Iterable[Any] = _json_lines(path)
-    elif path.is_file():
-        documents = _text_blocks(path)
-    elif path.suffix in (".txt", ".jsonl", ".json"):
-        raise LNSError(f"--data: no such file: {source}")
-    else:
-        documents = _data_set(source)
-    yield from _from_documents(documents, options, tokenizer, separate=path.suffix in (".jsonl", ".json", ""))
-
-
-def _open(path: Path) -> Callable[[str], np.ndarray]:
-    if not path.is_file():
-        raise LNSError(f"--data: no such file: {path}")
+def _from_ids(path: Path, options: DataOptions) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         numpy_format = file.read(6) == b"\x93NUMPY"
-
-    def load(dtype: str) -> np.ndarray:
-        if numpy_format:
-            try:
-                return np.load(path, mmap_mode="r")
-            except ValueError as error:
-                raise LNSError(f"{path}: damaged, or not an array of numbers: {error}") from None
+    try:
+        dtype = np.dtype(options.token_dtype)
+    except TypeError:
+        raise LNSError(
+            f"--token-dtype: found {options.token_dtype!r}, expected a NumPy integer type such as uint16"
+        ) from None
+    size = path.stat().st_size
+    if numpy_format:
         try:
-            np.dtype(dtype)
-        except TypeError:
-            raise LNSError(f"--token-dtype: found {dtype!r}, expected a NumPy integer type such as uint16") from None
-        if path.stat().st_size % np.dtype(dtype).itemsize:
-            raise LNSError(f"{path}: {path.stat().st_size} bytes are no whole number of {dtype}; see --token-dtype")
-        # An empty file cannot be mapped.
-        return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
-
-    return load
-
-
-def _from_tokens(load: Callable[[str], np.ndarray], options: DataOptions) -> Iterator[np.ndarray]:
-    array = load(options.token_dtype)
+            array = np.load(path, mmap_mode="r")
+        except ValueError as error:
+            raise LNSError(f"{path}: damaged, or not an array of numbers: {error}") from None
+    elif size % dtype.itemsize:
+        raise LNSError(f"{path}: {size} bytes are no whole number of {dtype}; see --token-dtype")
+    else:  # an empty file cannot be mapped
+        array = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
         raise LNSError(
             f"--data: found an array of {array.dtype} and shape {array.shape}, expected integer token ids "
             "of shape (tokens,) or (sequences, length)"
         )
-    length = options.sequence_length
     for row in array if array.ndim == 2 else [array]:
-        for start in range(0, len(row), length):
-            yield np.asarray(row[start : start + length])
+        for start in range(0, len(row), options.sequence_length):
+            yield np.asarray(row[start : start + options.sequence_length])
+
+
+def _documents(source: str) -> Iterable[Any]:
+    """Records of JSON lines or a data set, or blocks of a text file."""
+    path = Path(source)
+    if path.is_file():
+        return _json_lines(path) if path.suffix in RECORDS else _text_blocks(path)
+    import datasets
+
+    name, _, split = source.partition(":")
+    name, _, config = name.partition(",")
+    if not Path(name).exists() and not hub.reachable():
+        raise LNSError(f"--data: {source} is neither a file nor a data set here, and the hub cannot be reached")
+    try:
+        found: Iterable[Any] = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        text = f"--data: {source} is neither a file nor a data set that can be read: {one_line(error)}"
+        raise LNSError(text) from error
+    return found
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
@@ -176,34 +174,17 @@ def _text_blocks(path: Path) -> Iterator[str]:
         raise LNSError(f"{path}: not UTF-8 text; token ids must be in a .npy file") from None
 
 
-def _data_set(source: str) -> Iterable[Any]:
-    try:
-        import datasets
-    except ImportError:
-        raise LNSError(f"{source} is no file, and data sets need: pip install datasets") from None
-    name, _, split = source.partition(":")
-    name, _, config = name.partition(",")
-    if not Path(name).exists() and not hub.reachable():
-        raise LNSError(f"--data: {source} is neither a file nor a data set here, and the hub cannot be reached")
-    try:
-        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        raise LNSError(f"--data: {source} is neither a file nor a data set that can be read: {first}") from error
-
-
 def _from_documents(
     documents: Iterable[Any], options: DataOptions, tokenizer: Callable[[], Any], *, separate: bool
 ) -> Iterator[np.ndarray]:
     encode = _encoder(options, tokenizer)
     length = options.sequence_length
-    if not options.pack:
-        for document in documents:
-            yield encode(document)[0][:length]
-        return
     rest = np.empty(0, np.int64)
     for document in documents:
         ids, end = encode(document)
+        if not options.pack:
+            yield ids[:length]
+            continue
         rest = np.concatenate([rest, ids, [end] if separate and end is not None else []]).astype(np.int64)
         full = len(rest) // length * length
         for start in range(0, full, length):
@@ -217,13 +198,12 @@ def _encoder(options: DataOptions, tokenizer: Callable[[], Any]) -> Callable[[An
     loaded: list[Any] = []
 
     def encode(document: Any) -> tuple[np.ndarray, int | None]:
+        text = document
         if isinstance(document, Mapping):
             ids = next((document[field] for field in TOKEN_FIELDS if field in document), None)
             if ids is not None:
                 return _ids(ids), None
             text = document.get(options.text_field)
-        else:
-            text = document
         if not isinstance(text, str):
             fields = sorted(document) if isinstance(document, Mapping) else type(document).__name__
             raise LNSError(
@@ -259,35 +239,87 @@ def _check_ids(group: Iterable[np.ndarray], vocabulary: int, source: str) -> Non
 
 
 def _collate(group: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    width = max(map(len, group))
-    ids, mask = np.zeros((len(group), width), np.int64), np.zeros((len(group), width), np.int64)
-    for row, sequence in enumerate(group):
-        ids[row, : len(sequence)] = sequence
-        mask[row, : len(sequence)] = 1
-    return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+    ids = [torch.from_numpy(sequence.astype(np.int64)) for sequence in group]
+    mask = [torch.ones_like(sequence) for sequence in ids]
+    return {"input_ids": pad_sequence(ids, True), "attention_mask": pad_sequence(mask, True)}
+
+
+def load_processor(name: str) -> Any:
+    """The processor of a folder or hub name.
+
+    :raises LNSError: it cannot be loaded; Qwen's needs torchvision.
+    """
+    try:
+        import transformers
+
+        known = hub.cached_only(name, "processor_config.json", "preprocessor_config.json")
+        return transformers.AutoProcessor.from_pretrained(name, local_files_only=known)
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LNSError(f"{name}: no processor could be loaded ({one_line(error)}); see --processor") from error
+
+
+def read_images(source: str, options: DataOptions, processor: Any, field: str) -> Iterator[dict[str, torch.Tensor]]:
+    """One record a batch: images differ in size, and a processor turns larger ones into more tokens.
+
+    :param source: JSON lines with text and image files (relative to the file), or a data set with an image column.
+    :param field: where a record has its image, or its list of images.
+    :raises LNSError: no record, no text or image in one, or an image that cannot be read.
+    """
+    path, left = Path(source), options.max_tokens
+    if path.is_file() and path.suffix not in RECORDS:
+        raise LNSError(f"--data: {path} has no images: give JSON lines with {field!r} and text, or a data set")
+    empty = True
+    for record in _documents(source):
+        pictures = _images(record, field, path.parent if path.is_file() else Path())
+        text = record.get(options.text_field) if isinstance(record, Mapping) else None
+        if not isinstance(text, str) or not pictures:
+            raise LNSError(
+                f"--data: found a record with {sorted(record)}, expected text in {options.text_field!r} (--text-field) "
+                f"and an image in {field!r} (--image-field)"
+            )
+        batch = dict(processor(text=_prompt(processor, text, len(pictures)), images=pictures, return_tensors="pt"))
+        empty = False
+        yield batch
+        if left is not None and (left := left - batch["input_ids"].numel()) <= 0:
+            return
+    if empty:
+        raise LNSError(f"{source} holds no record: give at least one with text and an image")
+
+
+def _images(record: Any, field: str, folder: Path) -> list[Any]:
+    from PIL import Image
+
+    value = record.get(field) if isinstance(record, Mapping) else None
+    found = value if isinstance(value, list) else [value] if value is not None else []
+    try:
+        return [(Image.open(folder / item) if isinstance(item, str) else item).convert("RGB") for item in found]
+    except (OSError, AttributeError) as error:
+        raise LNSError(f"--data: {field!r}: not an image that can be read: {one_line(error)}") from error
+
+
+def _prompt(processor: Any, text: str, count: int) -> str:
+    """The text with a place for each image: as it stands, by the chat template, or with the token in front."""
+    token = str(getattr(processor, "image_token", "<image>"))
+    if token in text:
+        return text
+    if getattr(processor, "chat_template", None):
+        pictures = [{"type": "image"} for _ in range(count)]
+        answer = {"role": "assistant", "content": [{"type": "text", "text": text}]}
+        return str(processor.apply_chat_template([{"role": "user", "content": pictures}, answer]))
+    return f"{token * count} {text}"
 
 
 def track(
     batches: Iterable[dict[str, torch.Tensor]], what: str, total: int | None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Pass batches through and show tokens done, speed and remaining time on stderr."""
+    """Pass batches through and show the tokens done and the remaining time on stderr."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress, TextColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} tokens"),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=False) as progress:
-        task = progress.add_task(what, total=total, speed="")
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed:,.0f} tokens"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
         for batch in batches:
             yield batch
             progress.advance(task, int(batch["attention_mask"].sum()))
-            speed = progress.tasks[0].speed
-            progress.update(task, speed=f"{speed:,.0f}/s" if speed else "")
         progress.update(task, total=progress.tasks[0].completed)  # the data may end early

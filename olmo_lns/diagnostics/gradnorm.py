@@ -14,8 +14,7 @@ from typing import Any, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, evaluating, unpack
-from olmo_lns.diagnostics.loss import token_loss
+from olmo_lns.diagnostics.capture import Batches, evaluating, token_loss, unpack
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import find_blocks
 
@@ -44,16 +43,17 @@ class GradNormResult:
     loss: float
     tokens: int
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row per block and parameter (block 0 = outside the blocks); kinds and totals as rows of their own."""
-        rows: list[dict[str, Any]] = []
+    def frame(self) -> Any:
+        """A pandas table: a row per block and parameter (block 0 = outside the blocks); kinds, totals as own rows."""
+        import pandas
+
+        rows: list[tuple[Any, ...]] = []
         for block, (total, kinds, names) in enumerate(zip(self.total, self.kinds, self.parameters, strict=True), 1):
-            rows.append({"block": block, "kind": "all", "parameter": "", "norm": total})
-            rows += [{"block": block, "kind": kind, "parameter": "", "norm": n} for kind, n in kinds.items()]
-            rows += [{"block": block, "kind": kind_of(p), "parameter": p, "norm": n} for p, n in names.items()]
-        return rows + [
-            {"block": 0, "kind": "outside", "parameter": name, "norm": n} for name, n in self.outside.items()
-        ]
+            rows.append((block, "all", "", total))
+            rows += [(block, kind, "", norm) for kind, norm in kinds.items()]
+            rows += [(block, kind_of(name), name, norm) for name, norm in names.items()]
+        rows += [(0, "outside", name, norm) for name, norm in self.outside.items()]
+        return pandas.DataFrame(rows, columns=["block", "kind", "parameter", "norm"])
 
 
 def kind_of(name: str) -> str:
@@ -72,6 +72,7 @@ def gradient_norms(
     """Gradient norms of the mean loss over ``batches``; the model's own gradients are left untouched.
 
     Needs room for one gradient of every parameter, in its dtype. Dropout is off.
+
     :raises LNSError: no token to predict, a loss that is not finite, or a gradient (the deepest such block is named:
         from there the backward pass carries it to all before).
     """
@@ -85,7 +86,7 @@ def gradient_norms(
             parameter.grad = None
         with evaluating(model), torch.enable_grad():
             for batch in batches:
-                nll, valid = loss_of(*unpack(batch, device))
+                nll, valid = loss_of(*unpack(batch, device)[:2])
                 count = int(valid.sum())
                 scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
                 summed = nll.masked_fill(~valid.to(nll.device), 0).sum()
@@ -124,22 +125,15 @@ def _by_block(
             f"block {bad[-1]} is the deepest of {len(bad)} whose gradient holds NaN or infinity, and the backward pass "
             "carries it to those before: try fp32 or bf16"
         )
+    kinds: list[dict[str, float]] = []
+    for found in parameters:
+        parts = {kind: [n for p, n in found.items() if kind_of(p) == kind] for kind in (*KINDS, OTHER)}
+        kinds.append({kind: math.hypot(*some) for kind, some in parts.items() if some})
     return GradNormResult(
-        total=[_norm(block.values()) for block in parameters],
-        kinds=[
-            {
-                kind: _norm(n for p, n in block.items() if kind_of(p) == kind)
-                for kind in (*KINDS, OTHER)
-                if any(kind_of(p) == kind for p in block)
-            }
-            for block in parameters
-        ],
+        total=[math.hypot(*block.values()) for block in parameters],
+        kinds=kinds,
         parameters=parameters,
         outside={name: n for name, n in norms.items() if name not in inside},
         loss=loss,
         tokens=tokens,
     )
-
-
-def _norm(parts: Any) -> float:
-    return math.sqrt(sum(part * part for part in parts))

@@ -26,7 +26,7 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run
+from olmo_lns.diagnostics.capture import Batches, block_input, by_block, first_tensor, run
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import body_forward, find_blocks
 
@@ -59,14 +59,10 @@ class JacobianResult:
     width: int
     tokens: int
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row per block, ``block`` 1-based."""
-        columns = zip(self.identity_distance, self.diagonal_dominance, self.diagonal_mean, strict=True)
-        shared = {"method": self.method, "rows": len(self.coordinates), "width": self.width, "tokens": self.tokens}
-        return [
-            {"block": i, "identity_distance": a, "diagonal_dominance": b, "diagonal_mean": c, **shared}
-            for i, (a, b, c) in enumerate(columns, start=1)
-        ]
+    def frame(self) -> Any:
+        """A pandas table with a row per block, ``block`` 1-based."""
+        names = ("identity_distance", "diagonal_dominance", "diagonal_mean", "method", "width", "tokens")
+        return by_block({name: getattr(self, name) for name in names} | {"rows": len(self.coordinates)})
 
 
 def block_jacobians(
@@ -86,11 +82,18 @@ def block_jacobians(
     """
     blocks = find_blocks(model) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
-    forward, calls = body_forward(model), _Calls(blocks)
+    forward = body_forward(model)
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     coordinates, sums, tokens = torch.empty(0, dtype=torch.long), [torch.zeros(0)] * len(blocks), 0
 
     def recorded(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        with calls:
+        with ExitStack() as stack:
+            for index, block in enumerate(blocks):
+
+                def keep(_: nn.Module, args: Any, kwargs: Any, index: int = index) -> None:
+                    calls[index] = (args, kwargs)
+
+                stack.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
             forward(ids, mask)
 
     for ids, mask in run(model, batches, device, recorded):
@@ -98,15 +101,25 @@ def block_jacobians(
         real = real[(kept := real.any(dim=1))]
         positions = torch.multinomial(real.double().cpu(), 1, generator=generator).squeeze(1)
         if not tokens:
-            coordinates = _coordinates(calls.width, rows, generator)
-        for index in range(len(blocks)):
-            summed = token_jacobian_rows(*calls.map(index), positions, coordinates, kept).sum(dim=0).double().cpu()
+            coordinates = _coordinates(block_input(*calls[0]).shape[-1], rows, generator)
+        for index, block in enumerate(blocks):
+            alone, hidden = _of_input_alone(block, *calls[index])
+            summed = token_jacobian_rows(alone, hidden, positions, coordinates, kept).sum(dim=0).double().cpu()
             if not bool(torch.isfinite(summed).all()):
                 raise LNSError(f"block {index + 1} is the first whose Jacobian holds NaN or infinity: try fp32 or bf16")
             sums[index] = sums[index] + summed if tokens else summed
         tokens += len(positions)
         calls.clear()
     return _summary([total / tokens for total in sums], coordinates, tokens)
+
+
+def _of_input_alone(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """A block as a function of its input, everything else as in a recorded call; and the input it was given."""
+    hidden = block_input(args, kwargs)
+    names = {name: value for name, value in kwargs.items() if value is not hidden}
+    return lambda x: first_tensor(block(x, *args[1:], **names)), hidden
 
 
 def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> torch.Tensor:
@@ -116,39 +129,6 @@ def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> to
     if wanted >= width:
         return torch.arange(width)
     return torch.randperm(width, generator=generator)[:wanted].sort().values
-
-
-class _Calls:
-    """Records with what each block was called in a forward pass, so that it can be called again alone."""
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks = blocks
-        self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        for index, block in enumerate(self._blocks):
-            handle = block.register_forward_pre_hook(
-                lambda _, args, kwargs, index=index: self._calls.update({index: (args, kwargs)}), with_kwargs=True
-            )
-            self._stack.callback(handle.remove)
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @property
-    def width(self) -> int:
-        return block_input(*self._calls[0]).shape[-1]
-
-    def map(self, index: int) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
-        """Block ``index`` as a function of its input alone, and the input it was given."""
-        args, kwargs = self._calls[index]
-        hidden = block_input(args, kwargs)
-        names = {name: value for name, value in kwargs.items() if value is not hidden}
-        return lambda x: first_tensor(self._blocks[index](x, *args[1:], **names)), hidden
-
-    def clear(self) -> None:
-        self._calls.clear()
 
 
 def token_jacobian_rows(

@@ -7,15 +7,14 @@ and so their layer numbers: taking a block out of the list would shift every lat
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run
-from olmo_lns.diagnostics.loss import token_loss
+from olmo_lns.diagnostics.capture import Batches, block_input, by_block, first_tensor, run, token_loss
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import body_forward, find_blocks, is_vision_language
 
@@ -52,32 +51,25 @@ class LayerDropResult:
     tokens: int
     tasks: dict[str, TaskScores] = field(default_factory=dict)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row per removed block; block 0 is the whole model."""
-        whole = {"block": 0, **self._loss_columns(self.baseline_loss, None)}
-        rows = [whole] + [
-            {"block": i, **self._loss_columns(loss, stderr)}
-            for i, (loss, stderr) in enumerate(zip(self.loss, self.loss_stderr, strict=True), start=1)
-        ]
-        for name, task in self.tasks.items():
-            scores, stderrs = [task.baseline, *task.without], [task.baseline_stderr, *task.without_stderr]
-            for row, score, stderr in zip(rows, scores, stderrs, strict=True):
-                row[f"{name}:{task.metric}"], row[f"{name}:stderr"] = score, stderr
-                row[f"{name}:drop"] = task.baseline - score
-        return rows
+    @property
+    def increase(self) -> list[float]:
+        """Loss without the block minus loss of the whole model."""
+        return [loss - self.baseline_loss for loss in self.loss]
 
-    def _loss_columns(self, loss: float, stderr: float | None) -> dict[str, Any]:
-        return {
-            "loss": loss,
-            "perplexity": perplexity(loss),
-            "loss_increase": loss - self.baseline_loss,
-            "loss_increase_stderr": stderr,
+    def frame(self) -> Any:
+        """A pandas table with a row per removed block; block 0 is the whole model."""
+        losses = [self.baseline_loss, *self.loss]
+        columns: dict[str, Any] = {
+            "loss": losses,
+            "perplexity": [math.exp(min(loss, 700.0)) for loss in losses],  # a removed block can ruin a model
+            "loss_increase": [0.0, *self.increase],
+            "loss_increase_stderr": [None, *self.loss_stderr],
         }
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), capped where a float ends (a removed block can ruin a model completely)."""
-    return math.exp(min(loss, 700.0))
+        for name, task in self.tasks.items():
+            columns[f"{name}:{task.metric}"] = [task.baseline, *task.without]
+            columns[f"{name}:stderr"] = [task.baseline_stderr, *task.without_stderr]
+            columns[f"{name}:drop"] = [0.0, *task.drop]
+        return by_block(columns, first=0)
 
 
 @contextmanager
@@ -92,15 +84,11 @@ def output_lengths(blocks: Sequence[nn.Module]) -> Iterator[list[int]]:
         first_tensor(output)  # raises on anything else
         lengths[index] = 0 if isinstance(output, torch.Tensor) else len(output)
 
-    handles = [
-        block.register_forward_hook(lambda _, __, output, index=index: hook(index, output))
-        for index, block in enumerate(blocks)
-    ]
-    try:
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            handle = block.register_forward_hook(lambda _, __, output, index=index: hook(index, output))
+            stack.callback(handle.remove)
         yield lengths
-    finally:
-        for handle in handles:
-            handle.remove()
     if -1 in lengths:
         raise LNSError(
             f"block {lengths.index(-1) + 1} did not run on this data: the vision branch of a model runs on records "
@@ -126,34 +114,6 @@ def bypassed(block: nn.Module, length: int) -> Iterator[None]:
             block.forward = own
 
 
-class _PairedLoss:
-    """Sums over sequences from which means and paired standard errors follow; constant memory."""
-
-    def __init__(self, models: int) -> None:
-        self.nll = torch.zeros(models, dtype=torch.float64)
-        self.d2, self.dn = torch.zeros_like(self.nll), torch.zeros_like(self.nll)
-        self.n = self.n2 = self.sequences = 0.0
-
-    def add(self, nll: torch.Tensor, count: torch.Tensor) -> None:
-        """``nll`` (models, sequences) summed over each sequence's ``count`` (sequences,) tokens."""
-        difference = nll - nll[:1]
-        self.nll += nll.sum(1)
-        self.d2 += (difference**2).sum(1)
-        self.dn += (difference * count).sum(1)
-        self.n += float(count.sum())
-        self.n2 += float((count**2).sum())
-        self.sequences += float((count > 0).sum())
-
-    def stderr(self) -> list[float | None]:
-        """Of the ratio sum(d) / sum(n), by its linearisation; None for a single sequence."""
-        if self.sequences < 2:
-            return [None] * (len(self.nll) - 1)
-        ratio = (self.nll - self.nll[0]) / self.n
-        squares = (self.d2 - 2 * ratio * self.dn + ratio**2 * self.n2).clamp_min(0)
-        small = self.sequences / (self.sequences - 1)
-        return ((squares * small).sqrt() / self.n)[1:].tolist()
-
-
 def drop_layers(
     model: nn.Module,
     blocks: Sequence[nn.Module] | None,
@@ -165,12 +125,17 @@ def drop_layers(
     """Loss on ``batches`` of the whole model and without each block in turn, in one pass over the data.
 
     Costs L + 1 forward passes a batch. Parameters as in ``block_output_variance``;
-    ``mask_token`` is for encoders (see :mod:`.loss`).
+    ``mask_token`` is for encoders (see :func:`~olmo_lns.diagnostics.capture.token_loss`).
+
     :raises LNSError: no token, or a loss that is not finite.
+
+    Example: ``drop_layers(model, None, [torch.arange(64)[None]]).loss`` has one number per removed block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    loss, sums = token_loss(model, mask_token), _PairedLoss(len(blocks) + 1)
+    loss = token_loss(model, mask_token)
     lengths: list[int] = []
+    sums: list[torch.Tensor] = []  # of each sequence: (models, sequences); and its number of tokens
+    counts: list[torch.Tensor] = []
 
     def one_batch(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: torch.Tensor) -> None:
         if not lengths:
@@ -186,16 +151,32 @@ def drop_layers(
                 rows.append(_per_sequence(*loss(ids, mask, **pictures)))
             if not bool(torch.isfinite(rows[-1]).all()):
                 raise LNSError(f"the loss without block {number} is not finite: try --dtype fp32 or bf16")
-        sums.add(torch.stack(rows), valid.sum(1).double().cpu())
+        sums.append(torch.stack(rows))
+        counts.append(valid.sum(1).double().cpu())
 
     images = is_vision_language(getattr(model, "config", None))
     for _ in run(model, batches, device, one_batch, with_images=images):
         pass
-    if not sums.n:
+    count = torch.cat(counts)
+    if not (tokens := int(count.sum())):
         raise LNSError("the data holds no token to predict: sequences need at least two tokens")
-    mean = (sums.nll / sums.n).tolist()
-    return LayerDropResult(mean[0], mean[1:], sums.stderr(), int(sums.n))
+    nll = torch.cat(sums, dim=1)
+    mean = (nll.sum(1) / tokens).tolist()
+    return LayerDropResult(mean[0], mean[1:], _paired_stderr(nll[1:] - nll[0], count), tokens)
 
 
 def _per_sequence(nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return nll.masked_fill(~valid.to(nll.device), 0).sum(1).double().cpu()
+
+
+def _paired_stderr(difference: torch.Tensor, count: torch.Tensor) -> list[float | None]:
+    """Of the ratio sum(difference) / sum(count) over sequences, by its linearisation; None for a single sequence.
+
+    :param difference: (blocks, sequences). :param count: (sequences,) tokens.
+    """
+    if (sequences := int((count > 0).sum())) < 2:
+        return [None] * len(difference)
+    ratio = difference.sum(1, keepdim=True) / count.sum()
+    squares = ((difference - ratio * count) ** 2).sum(1)
+    stderr: list[float | None] = ((squares * sequences / (sequences - 1)).sqrt() / count.sum()).tolist()
+    return stderr

@@ -135,35 +135,32 @@ class Monitor:
         bad = moments.first_bad_block()
         if bad is not None:
             log.warning("step %d: the output of block %d is the first that is not finite", step, bad)
-        rows = moments.result(check=False).rows()
+        found = moments.result(check=False)
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-            writer.writerows({"step": step, **_short(row)} for row in rows)
-
-
-def _short(row: Mapping[str, float | int]) -> dict[str, Any]:
-    return {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
+            writer = csv.writer(file, lineterminator="\n")
+            for block, numbers in enumerate(zip(found.variance, found.rms, found.max, strict=True), start=1):
+                writer.writerow((step, block, *(f"{value:.6g}" for value in numbers), found.tokens))
 
 
 def start_file(path: Path, step: int) -> None:
     """Write the header, or keep an earlier file's rows up to ``step``: a resumed run measures later ones again."""
-    kept: list[dict[str, str]] = []
-    if path.is_file():
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise LNSConfigError(
-                    f"{path}: found columns {reader.fieldnames}, expected {', '.join(COLUMNS)}; "
-                    f"move the file away or give another path in {MONITOR}"
-                )
-            kept = [row for row in reader if int(row["step"]) <= step]
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    lines = [",".join(COLUMNS)]
     try:
+        if path.is_file():
+            head, *rows = path.read_text(encoding="utf-8").splitlines() or [""]
+            if head != lines[0]:
+                raise LNSConfigError(
+                    f"{path}: found columns {head!r}, expected {lines[0]!r}; move the file away or give another path "
+                    f"in {MONITOR}"
+                )
+            lines += [row for row in rows if int(row.partition(",")[0]) <= step]
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(kept)
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
         os.replace(temporary, path)
+    except LNSConfigError:
+        raise
+    except ValueError as error:  # a step that is no number, a file that is no text
+        raise LNSConfigError(f"{MONITOR}: {path} is not a file of the monitor: {error}; move it away") from None
     except OSError as error:
         raise LNSConfigError(f"{MONITOR}: {path} cannot be written: {error.strerror}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from olmo_lns.diagnostics.monitor import COLUMNS
 from olmo_lns.diagnostics.results import Report, check_writable
 from olmo_lns.errors import LNSError
 
-__all__ = ["FIGURES", "SUFFIXES", "draw", "draw_training", "save"]
+__all__ = ["FIGURES", "SUFFIXES", "block_axis", "draw", "draw_training", "new_figure", "save"]
 
 #: Formats of figures.
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -29,43 +28,46 @@ STYLES = [
     {"color": "#009E73", "linestyle": ":", "marker": "D"},
     {"color": "#56B4E9", "linestyle": "--", "marker": "P"},
 ]
-LNS_STYLE = 2
+SCALED_STYLE, LNS_STYLE = 1, 2
 #: Heat maps of a Jacobian that are shown side by side at most.
 SHOWN_BLOCKS = 6
+#: An axis is logarithmic by itself where the largest value is so many times the smallest.
+WIDE = 20
 
 
-def _pyplot() -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure in our style, outside of pyplot: nothing has to be closed.
+
+    :raises LNSError: matplotlib is not installed.
+    """
     try:
         import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise LNSError("figures need matplotlib: pip install 'olmo-lns[analysis]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    # A fixed salt and no date make the same numbers give the same SVG file.
-    plt.rcParams.update({"svg.hashsalt": "olmo-lns", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
-    plt.rcParams.update({"lines.markersize": 4, "legend.frameon": False, "savefig.dpi": 200})
-    # TrueType: publishers refuse PDFs with Type 3 fonts. Longer handles, or dashes look alike in the legend.
-    plt.rcParams.update({"pdf.fonttype": 42, "legend.handlelength": 3.5})
-    return plt
+    # A fixed salt and no date make the same numbers give the same SVG file. TrueType: publishers refuse PDFs with
+    # Type 3 fonts. Longer handles, or dashes look alike in the legend.
+    matplotlib.rcParams.update({"svg.hashsalt": "olmo-lns", "pdf.fonttype": 42, "legend.handlelength": 3.5})
+    matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
+    matplotlib.rcParams.update({"lines.markersize": 4, "legend.frameon": False})
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Any, path: Any) -> Any:
     """Write PNG, SVG or PDF, by the suffix of a path; PNG into an open file."""
     if not isinstance(path, Path):
         figure.savefig(path, format="png", bbox_inches="tight", dpi=150)
-        _pyplot().close(figure)
         return path
     check_writable(path, SUFFIXES)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
-    _pyplot().close(figure)
+    figure.savefig(path, bbox_inches="tight", dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
 
 def draw(reports: Sequence[Report], *, log: bool = False) -> Any:
     """One figure of one diagnostic for one or several models.
 
-    :param log: logarithmic vertical axes; for the loss increase, which may be negative, logarithmic beyond 0.001.
+    :param log: logarithmic vertical axes, also where values are close; for the loss increase, which may be negative,
+        logarithmic beyond 0.001.
     :raises LNSError: no report, or reports of different diagnostics.
     """
     kinds = sorted({report.what for report in reports})
@@ -74,149 +76,135 @@ def draw(reports: Sequence[Report], *, log: bool = False) -> Any:
     return FIGURES[kinds[0]](reports, log)
 
 
-def _lines(axis: Any, reports: Sequence[Report], values: Callable[[Any], Sequence[float]], label: str) -> None:
-    longest = 0
-    for style, report in zip(styles(reports), reports, strict=True):
-        y = values(report.result)
-        longest = max(longest, len(y))
-        axis.plot(range(1, len(y) + 1), y, label=report.label, **style)
-    _layer_axis(axis, longest)
-    axis.set_ylabel(label)
-
-
 def styles(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """A model with LNS has LNS's style in every figure; the others take theirs in order."""
-    rest = [style for number, style in enumerate(STYLES) if number != LNS_STYLE]
+    """LNS and scaled initialization have their own style in every figure; the others take theirs in order."""
     found: list[dict[str, Any]] = []
     for report in reports:
-        lns = ((report.settings.get("lns") or {}).get("scheme") == "lns") and STYLES[LNS_STYLE] not in found
-        others = [style for style in found if style != STYLES[LNS_STYLE]]
-        found.append(STYLES[LNS_STYLE] if lns else rest[len(others) % len(rest)])
+        scheme = (report.settings.get("lns") or {}).get("scheme", "preln")
+        own = {("lns", "plain"): LNS_STYLE, ("preln", "scaled"): SCALED_STYLE}
+        style = STYLES[own.get((scheme, report.settings.get("initialization", "plain")), 0)]
+        others = [STYLES[0], *STYLES[3:], STYLES[SCALED_STYLE], STYLES[LNS_STYLE]]
+        found.append(style if style not in found else next((s for s in others if s not in found), style))
     return found
 
 
-def _legend(figure: Any, axis: Any) -> None:
+def block_axis(axis: Any, blocks: int) -> None:
+    """Ticks at block 1 and at multiples of a round number."""
+    step = next(step for step in (1, 2, 4, 5, 8, 10, 20, 50, blocks) if blocks <= 8 * step or step == blocks)
+    axis.set_xlabel("block l")
+    axis.set_xticks(sorted({1, *range(step, blocks + 1, step)}))
+    axis.set_xlim(0.5, blocks + 0.5)
+
+
+def _lines(
+    axis: Any, reports: Sequence[Report], values: Callable[[Any], Sequence[float]], label: str, log: bool
+) -> None:
+    lines = [values(report.result) for report in reports]
+    for style, report, y in zip(styles(reports), reports, lines, strict=True):
+        axis.plot(range(1, len(y) + 1), y, label=report.label, **style)
+    block_axis(axis, max(map(len, lines)))
+    axis.set_ylabel(label)
+    known = [value for line in lines for value in line if not math.isnan(value)]
+    wide = min(known) > 0 and max(known) > WIDE * min(known)
+    axis.set_yscale("log") if log or wide else axis.set_ylim(bottom=0)
+
+
+def _legend(figure: Any, axis: Any) -> Any:
     """Below the figure, never over the data."""
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
-
-
-def _layer_axis(axis: Any, layers: int) -> None:
-    step = max(1, round(layers / 8))
-    axis.set_xlabel("block l")
-    axis.set_xticks(sorted({1, *range(step, layers + 1, step)}))
-    axis.set_xlim(0.5, layers + 0.5)
-
-
-def _variance(reports: Sequence[Report], log: bool) -> Any:
-    figure, axes = _pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
-    _lines(axes[0], reports, lambda r: r.variance, "output variance\n(mean over tokens)")
-    _lines(axes[1], reports, lambda r: r.max, "largest |activation|")
-    for axis in axes:
-        axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
-    _legend(figure, axes[0])
     return figure
 
 
+def _variance(reports: Sequence[Report], log: bool) -> Any:
+    figure = new_figure(8, 3)
+    axes = figure.subplots(1, 2)
+    _lines(axes[0], reports, lambda r: r.variance, "output variance\n(mean over tokens)", log)
+    _lines(axes[1], reports, lambda r: r.max, "largest |activation|", log)
+    return _legend(figure, axes[0])
+
+
 def _angular(reports: Sequence[Report], log: bool) -> Any:
-    plt = _pyplot()
     count = len(reports)
     # One scale for all models, so that colours compare, over what is there: most distances are far below 1.
     values = [value for report in reports for row in report.result.distance for value in row] or [0.0, 1.0]
-    low, top = min(values), max(values)
-    figure, axes = plt.subplots(1, count + 1, figsize=(3 * (count + 1) + 0.6, 3), layout="constrained", squeeze=False)
-    for axis, report in zip(axes[0], reports, strict=False):
+    figure = new_figure(3 * (count + 1) + 0.6, 3)
+    *maps, last = figure.subplots(1, count + 1, squeeze=False)[0]
+    for axis, report in zip(maps, reports, strict=True):
         rows = report.result.distance
         grid = np.full((len(rows), len(rows)), np.nan)
         for layer, row in enumerate(rows):
             grid[: len(row), layer] = row
         extent = (0.5, len(rows) + 0.5, 0.5, len(rows) + 0.5)
-        image = axis.imshow(grid, origin="lower", extent=extent, vmin=low, vmax=top, cmap="cividis")
-        axis.set_title(f"{report.label} ({report.result.variant})", fontsize=9)
+        image = axis.imshow(grid, origin="lower", extent=extent, vmin=min(values), vmax=max(values), cmap="cividis")
+        axis.set_title(f"{report.label} ({report.result.variant})")
         axis.grid(False)
-        _layer_axis(axis, len(rows))
-        axis.set_xlabel("state l (input of block l)")
-        axis.yaxis.set_major_locator(plt.MaxNLocator(integer=True, min_n_ticks=1))
-        axis.set_ylabel("n (blocks between)")
-    label = f"angular distance d(l, l+n)  [fraction of π]\nfrom {low:.2g} to {top:.2g}, all that is shown"
-    figure.colorbar(image, ax=list(axes[0][:count]), label=label)
-    _lines(axes[0][-1], reports, lambda r: r.adjacent, "d(l, l+1)  [fraction of π]")
-    axes[0][-1].set_yscale("log") if log else axes[0][-1].set_ylim(bottom=0)
-    _legend(figure, axes[0][-1])
-    return figure
+        block_axis(axis, len(rows))
+        axis.set_yticks(axis.get_xticks())
+        axis.set(xlabel="state l (input of block l)", ylabel="n (blocks between)")
+    figure.colorbar(image, ax=maps, label="d(l, l+n)  [fraction of π]")
+    _lines(last, reports, lambda r: r.adjacent, "d(l, l+1)  [fraction of π]", log)
+    return _legend(figure, last)
 
 
 def _layer_drop(reports: Sequence[Report], log: bool) -> Any:
     tasks = list(dict.fromkeys(name for report in reports for name in report.result.tasks))
-    width = 4 * (1 + len(tasks))
-    figure, axes = _pyplot().subplots(1, 1 + len(tasks), figsize=(width, 3), layout="constrained", squeeze=False)
-    increase, *others = axes[0]
-    for style, report in zip(styles(reports), reports, strict=True):
-        result = report.result
-        _errorbar(
-            increase, [loss - result.baseline_loss for loss in result.loss], result.loss_stderr, report.label, style
-        )
+    figure = new_figure(4.5 * (1 + len(tasks)), 3)
+    first, *others = figure.subplots(1, 1 + len(tasks), squeeze=False)[0]
+    increases = [report.result.increase for report in reports]
+    rest = max([1e-3, *(value for line in increases for value in line[1:])])
+    # Block 1, where it would flatten all others, is written above instead.
+    start = 2 if not log and max(line[0] for line in increases) > 3 * rest else 1
+    if start == 2:
+        numbers = ", ".join(f"{line[0]:.2g}" for line in increases)
+        first.set_title(f"not drawn: block 1 ({numbers})")
+    for style, report, increase in zip(styles(reports), reports, increases, strict=True):
+        _errorbar(first, increase, report.result.loss_stderr, start, label=report.label, **style)
         for axis, task in zip(others, tasks, strict=True):
-            if task in result.tasks:
-                scores = result.tasks[task]
-                _errorbar(axis, scores.drop, scores.without_stderr, report.label, style)
+            if task in report.result.tasks:
+                scores = report.result.tasks[task]
+                _errorbar(axis, scores.drop, scores.without_stderr, 1, label=report.label, **style)
                 axis.set_ylabel(f"drop of {scores.metric} on {task}")
-    increase.set_ylabel("loss increase [nats/token]")
+    first.set_ylabel("loss increase [nats/token]")
     if log:
-        increase.set_yscale("symlog", linthresh=1e-3)
-    for axis in axes[0]:
+        first.set_yscale("symlog", linthresh=1e-3)
+    for axis in (first, *others):
         axis.axhline(0, color="black", linewidth=0.6)
-        _layer_axis(axis, max(len(report.result.loss) for report in reports))
+        block_axis(axis, max(map(len, increases)))
         axis.set_xlabel("removed block l")
-    if not log:
-        _clip_first(increase, [[loss - r.result.baseline_loss for loss in r.result.loss] for r in reports])
-    _legend(figure, increase)
-    return figure
+    return _legend(figure, first)
 
 
-def _clip_first(axis: Any, increases: Sequence[Sequence[float]]) -> None:
-    """Cut block 1 off where it would flatten all others, and write its numbers instead."""
-    rest = [value for line in increases for value in line[1:]]
-    first = [line[0] for line in increases]
-    if rest and max(first) > 3 * (top := max(*rest, 1e-3)):
-        axis.set_ylim(min(0.0, *rest) - 0.1 * top, 1.25 * top)
-        numbers = " / ".join(f"{value:.2g}" for value in first)
-        axis.annotate(f"block 1: {numbers}", (1, 1.25 * top), (8, -4), textcoords="offset points", va="top", fontsize=8)
-
-
-def _errorbar(axis: Any, y: Sequence[float], errors: Sequence[float | None], label: str, style: dict[str, Any]) -> None:
-    known = None if any(error is None for error in errors) else errors
-    axis.errorbar(range(1, len(y) + 1), y, yerr=known, capsize=2, label=label, **style)
+def _errorbar(axis: Any, y: Sequence[float], errors: Sequence[float | None], start: int, **style: Any) -> None:
+    """``y`` by block, from block ``start`` on."""
+    known = None if any(error is None for error in errors) else errors[start - 1 :]
+    axis.errorbar(range(start, len(y) + 1), y[start - 1 :], yerr=known, capsize=2, **style)
 
 
 def _jacobian(reports: Sequence[Report], log: bool) -> Any:
-    plt = _pyplot()
+    figure = new_figure(1, 1)
     from matplotlib.colors import SymLogNorm
 
     # Off-diagonal entries are a hundred times smaller than the diagonal's 1 and would not be seen on a linear scale.
     scale = SymLogNorm(linthresh=0.01, vmin=-1, vmax=1, base=10)
     shown = [_spread(len(report.result.heat_maps)) for report in reports]
     columns = max(2, *map(len, shown))
-    figure = plt.figure(figsize=(1.7 * columns + 0.8, 1.9 * len(reports) + 2.8), layout="constrained")
+    figure.set_size_inches(1.7 * columns + 0.8, 1.9 * len(reports) + 2.8)
     top, bottom = figure.subfigures(2, 1, height_ratios=[1.9 * len(reports), 2.8])
     axes = top.subplots(len(reports), columns, squeeze=False)
     for row, report, blocks in zip(axes, reports, shown, strict=True):
-        for axis in row:
+        for axis in row[len(blocks) :]:
             axis.set_axis_off()
         for axis, block in zip(row, blocks, strict=False):
-            axis.set_axis_on()
-            axis.grid(False)
-            axis.set_xticks([])
-            axis.set_yticks([])
             image = axis.imshow(report.result.heat_maps[block], norm=scale, cmap="PuOr", interpolation="nearest")
-            axis.set_title(f"block {block + 1}", fontsize=8)
-        row[0].set_ylabel(f"{report.label}\n({report.result.method})", fontsize=8)
+            axis.set(title=f"block {block + 1}", xticks=[], yticks=[])
+            axis.grid(False)
+        row[0].set_ylabel(f"{report.label}\n({report.result.method})")
     top.colorbar(image, ax=list(axes.flat), label="entry of J (symmetric log)", shrink=0.8)
     distance, dominance = bottom.subplots(1, 2)
-    _lines(distance, reports, lambda r: r.identity_distance, "distance to identity\n|J - I| / |I|")
-    _lines(dominance, reports, lambda r: r.diagonal_dominance, "diagonal dominance\n(1 = diagonal)")
-    distance.set_yscale("log") if log else distance.set_ylim(bottom=0)
-    dominance.set_ylim(0, 1)
+    _lines(distance, reports, lambda r: r.identity_distance, "distance to identity\n|J - I| / |I|", log)
+    _lines(dominance, reports, lambda r: r.diagonal_dominance, "diagonal dominance\n(1 = diagonal)", False)
+    dominance.set(yscale="linear", ylim=(0, 1))
     _legend(bottom, distance)
     return figure
 
@@ -227,21 +215,17 @@ def _spread(count: int) -> list[int]:
 
 def _gradnorm(reports: Sequence[Report], log: bool) -> Any:
     kinds = list(dict.fromkeys(kind for report in reports for block in report.result.kinds for kind in block))
-    figure, axes = _pyplot().subplots(
-        1, 1 + len(kinds), figsize=(2.7 * (1 + len(kinds)), 2.7), layout="constrained", squeeze=False
-    )
-    _lines(axes[0][0], reports, lambda r: r.total, "gradient norm [nats/token per unit]")
-    axes[0][0].set_title("whole block", fontsize=9)
-    for axis, kind in zip(axes[0][1:], kinds, strict=True):
-        _lines(axis, reports, partial(_kind_norms, kind=kind), "")
-        axis.set_title(kind, fontsize=9)
-    for axis in axes[0]:
-        axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
-    _legend(figure, axes[0][0])
-    return figure
+    figure = new_figure(2.7 * (1 + len(kinds)), 2.7)
+    whole, *others = figure.subplots(1, 1 + len(kinds), squeeze=False)[0]
+    _lines(whole, reports, lambda r: r.total, "gradient norm\n[nats/token per unit]", log)
+    whole.set_title("whole block")
+    for axis, kind in zip(others, kinds, strict=True):
+        _lines(axis, reports, partial(_of_kind, kind=kind), "", log)
+        axis.set_title(kind)
+    return _legend(figure, whole)
 
 
-def _kind_norms(result: Any, kind: str) -> list[float]:
+def _of_kind(result: Any, kind: str) -> list[float]:
     return [block.get(kind, math.nan) for block in result.kinds]
 
 
@@ -257,42 +241,40 @@ FIGURES: dict[str, Callable[[Sequence[Report], bool], Any]] = {
 
 def draw_training(paths: Sequence[Path], labels: Sequence[str], *, log: bool = False) -> Any:
     """Variance through training from the monitor's CSV files: one panel a run, one line a block, one scale."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(
-        1, len(paths), figsize=(3.2 * len(paths) + 0.8, 3), sharey=True, layout="constrained", squeeze=False
-    )
+    figure = new_figure(3.2 * len(paths) + 0.8, 3)
+    import matplotlib as mpl
+
     runs = [read_training(path) for path in paths]
-    deepest = max(max(run) for run in runs)
-    norm = plt.Normalize(1, deepest)
-    for axis, run, label in zip(axes[0], runs, labels, strict=True):
-        for block, points in run.items():
-            axis.plot(*zip(*points, strict=True), color=plt.get_cmap("viridis")(norm(block)), linewidth=1.2)
-        axis.set_title(label, fontsize=9)
-        axis.set_xlabel("training step")
+    axes = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
+    norm = mpl.colors.Normalize(1, max(max(run.columns) for run in runs))
+    for axis, run, label in zip(axes, runs, labels, strict=True):
+        for block, variance in run.items():
+            axis.plot(run.index, variance, color=mpl.colormaps["viridis"](norm(block)), linewidth=1.2)
+        axis.set(title=label, xlabel="training step")
         axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("output variance (mean over tokens)")
-    mappable = plt.cm.ScalarMappable(norm, "viridis")
-    figure.colorbar(mappable, ax=list(axes[0]), label="block l", ticks=plt.MaxNLocator(integer=True))
+    axes[0].set_ylabel("output variance (mean over tokens)")
+    ticks = mpl.ticker.MaxNLocator(integer=True)
+    figure.colorbar(mpl.cm.ScalarMappable(norm, "viridis"), ax=list(axes), label="block l", ticks=ticks)
     return figure
 
 
-def read_training(path: Path) -> dict[int, list[tuple[int, float]]]:
-    """Block -> (step, variance) points of a monitor's CSV file."""
+def read_training(path: Path) -> Any:
+    """A pandas table of a monitor's CSV file: a row a step, a column a block, the variance in the cells.
+
+    :raises LNSError: no such file, other columns, words for numbers, or no row yet.
+    """
+    import pandas
+
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise LNSError(
-                    f"{path}: found columns {reader.fieldnames}, expected the monitor's {', '.join(COLUMNS)}"
-                )
-            points: dict[int, list[tuple[int, float]]] = {}
-            for row in reader:
-                try:
-                    points.setdefault(int(row["block"]), []).append((int(row["step"]), float(row["variance"])))
-                except (TypeError, ValueError):
-                    raise LNSError(f"{path}, line {reader.line_num}: found {row}, expected numbers") from None
+        rows = pandas.read_csv(path)
+        if tuple(rows.columns) != COLUMNS:
+            raise LNSError(f"{path}: found columns {list(rows.columns)}, expected the monitor's {', '.join(COLUMNS)}")
+        rows = rows.apply(pandas.to_numeric)
+        found = rows.pivot(index="step", columns="block", values="variance")
     except OSError as error:
         raise LNSError(f"{path}: {error.strerror or error}") from None
-    if not points:
+    except ValueError as error:  # pandas' own errors, too
+        raise LNSError(f"{path}: not the monitor's file: {error}") from None
+    if found.empty:
         raise LNSError(f"{path} has no rows yet: the run has not reached its first sampled step")
-    return points
+    return found

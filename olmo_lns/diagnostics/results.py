@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import logging
 import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Iterable, Mapping, Protocol, Sequence
+from typing import Any, Callable, Sequence
 
+from olmo_lns.diagnostics import MEASURES
 from olmo_lns.diagnostics.angular import AngularResult
 from olmo_lns.diagnostics.gradnorm import GradNormResult
 from olmo_lns.diagnostics.jacobian import JacobianResult
@@ -19,30 +18,22 @@ from olmo_lns.diagnostics.layer_drop import LayerDropResult, TaskScores
 from olmo_lns.diagnostics.variance import VarianceResult
 from olmo_lns.errors import LNSError
 
-__all__ = ["KINDS", "Report", "check_comparable", "check_writable", "relabelled", "table", "write_csv"]
+__all__ = ["KINDS", "Report", "check_comparable", "check_writable", "markdown", "relabelled", "table", "write_csv"]
 
 log = logging.getLogger(__name__)
 
 #: Version of the file layout.
 FORMAT = 1
-
-
-class Result(Protocol):
-    """What every diagnostic returns: a dataclass that can be shown as a table."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def rows(self) -> list[dict[str, Any]]: ...
-
-
-#: Name of a diagnostic -> its result type.
-KINDS: dict[str, type[Any]] = {
-    "variance": VarianceResult,
-    "angular": AngularResult,
-    "layer-drop": LayerDropResult,
-    "jacobian": JacobianResult,
-    "gradnorm": GradNormResult,
+#: Name of a diagnostic -> its result type, and the number of every block that its table shows, block 1 first.
+KINDS: dict[str, tuple[type[Any], Callable[[Any], list[float]]]] = {
+    "variance": (VarianceResult, lambda r: r.variance),
+    "angular": (AngularResult, lambda r: r.adjacent),
+    "layer-drop": (LayerDropResult, lambda r: r.increase),
+    "jacobian": (JacobianResult, lambda r: r.identity_distance),
+    "gradnorm": (GradNormResult, lambda r: r.total),
 }
+#: Settings that change the numbers: a difference is said, because it is then not only the models that differ.
+MATTERS = ("sequence_length", "pack", "dtype", "seed")
 
 
 @dataclass(frozen=True)
@@ -60,15 +51,17 @@ class Report:
     result: Any
     settings: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def per_block(self) -> list[float]:
+        """The number that stands for the diagnostic in tables, of each block, block 1 first."""
+        return KINDS[self.what][1](self.result)
+
     def write(self, path: Path) -> list[Path]:
         """Write ``path`` (JSON) and the same table as CSV beside it; returns both paths."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
-        content["result"] = dataclasses.asdict(self.result)
-        path.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
-        table = path.with_suffix(".csv")
-        write_csv(table, self.result.rows())
-        return [path, table]
+        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
+        return [path, write_csv(path.with_suffix(".csv"), self.result.frame())]
 
     @classmethod
     def read(cls, path: Path) -> Report:
@@ -85,9 +78,15 @@ class Report:
                 f"{', '.join(KINDS)})"
             )
         try:
-            return cls(**{**{f.name: content[f.name] for f in dataclasses.fields(cls)}, "result": _result(content)})
-        except (KeyError, TypeError) as error:
+            values = dict(content["result"])
+            if "tasks" in values:
+                values["tasks"] = {name: TaskScores(**scores) for name, scores in values["tasks"].items()}
+            result = KINDS[content["what"]][0](**values)
+            found = cls(**{**{f.name: content[f.name] for f in dataclasses.fields(cls)}, "result": result})
+            [float(value) for value in found.per_block], result.frame()  # columns of one length, of numbers
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LNSError(f"{path}: incomplete result file: {error}") from None
+        return found
 
 
 def check_writable(path: Path, suffixes: Sequence[str]) -> None:
@@ -105,38 +104,10 @@ def check_writable(path: Path, suffixes: Sequence[str]) -> None:
         raise LNSError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no permission'}")
 
 
-def _result(content: Mapping[str, Any]) -> Any:
-    values = dict(content["result"])
-    if "tasks" in values:
-        values["tasks"] = {name: TaskScores(**scores) for name, scores in values["tasks"].items()}
-    return KINDS[content["what"]](**values)
-
-
-def write_csv(path: Path | None, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
-    """Write ``rows`` with floats at 6 significant digits; to standard output when ``path`` is None."""
-    table = list(rows)
-    names = list(columns or dict.fromkeys(name for row in table for name in row))
-    stream = path.open("w", newline="", encoding="utf-8") if path is not None else sys.stdout
-    try:
-        writer = csv.DictWriter(stream, names, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        for row in table:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    finally:
-        if path is not None:
-            stream.close()
-
-
-#: Name of a diagnostic -> what its table shows, and that number of every block, block 1 first.
-COLUMNS: dict[str, tuple[str, Callable[[Any], list[float]]]] = {
-    "variance": ("output variance", lambda r: r.variance),
-    "angular": ("angular distance d(l, l+1), fraction of pi", lambda r: r.adjacent),
-    "layer-drop": ("loss increase without the block, nats/token", lambda r: [x - r.baseline_loss for x in r.loss]),
-    "jacobian": ("distance of the Jacobian to the identity", lambda r: r.identity_distance),
-    "gradnorm": ("gradient norm", lambda r: r.total),
-}
-#: Settings that change the numbers: a difference is said, because it is then not only the models that differ.
-MATTERS = ("sequence_length", "pack", "dtype", "seed")
+def write_csv(path: Path, frame: Any) -> Path:
+    """A pandas table with floats at 6 significant digits."""
+    frame.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
+    return path
 
 
 def relabelled(reports: Sequence[Report], labels: Sequence[str] | None) -> list[Report]:
@@ -146,7 +117,7 @@ def relabelled(reports: Sequence[Report], labels: Sequence[str] | None) -> list[
     """
     names = list(labels) if labels else [report.label for report in reports]
     if len(names) != len(reports):
-        raise LNSError(f"--labels: found {len(names)} for {len(reports)} results")
+        raise LNSError(f"--labels: found {len(names)} names, expected {len(reports)}, one a result")
     if len(set(names)) != len(names):
         raise LNSError(f"two results have one label ({', '.join(names)}): name them with --labels")
     return [dataclasses.replace(report, label=name) for name, report in zip(names, reports, strict=True)]
@@ -155,11 +126,11 @@ def relabelled(reports: Sequence[Report], labels: Sequence[str] | None) -> list[
 def check_comparable(reports: Sequence[Report]) -> list[str]:
     """Names of the settings in which the reports differ, each logged as a warning.
 
-    :raises LNSError: different diagnostics.
+    :raises LNSError: different diagnostics, or no report.
     """
     kinds = sorted({report.what for report in reports})
     if len(kinds) != 1:
-        raise LNSError(f"only results of one diagnostic can be compared: found {', '.join(kinds)}")
+        raise LNSError(f"only results of one diagnostic can be compared: found {', '.join(kinds) or 'no result'}")
     values = {"data": [report.data for report in reports], "tokens": [report.result.tokens for report in reports]}
     values |= {name: [report.settings.get(name) for report in reports] for name in MATTERS}
     values |= {name: [getattr(r.result, name, None) for r in reports] for name in ("variant", "method")}
@@ -169,14 +140,22 @@ def check_comparable(reports: Sequence[Report]) -> list[str]:
     return different
 
 
-def table(reports: Sequence[Report]) -> tuple[str, list[list[str]]]:
-    """What the numbers are, and the rows: a header, then a row a block and a column a model.
+def table(reports: Sequence[Report]) -> tuple[str, Any]:
+    """What the numbers are, and a pandas table of text: a row a block and a column a model.
 
     A block that a model has not is an empty cell.
     """
-    name, values = COLUMNS[reports[0].what]
-    columns = [values(report.result) for report in reports]
-    rows = [["block", *(report.label for report in reports)]]
-    for block in range(max(map(len, columns))):
-        rows.append([str(block + 1), *(f"{c[block]:.4g}" if block < len(c) else "" for c in columns)])
-    return name, rows
+    import pandas
+
+    columns = {report.label: pandas.Series([f"{value:.4g}" for value in report.per_block]) for report in reports}
+    cells = pandas.DataFrame(columns).fillna("")
+    cells.insert(0, "block", [str(block + 1) for block in cells.index], allow_duplicates=True)
+    shows = MEASURES[reports[0].what].shows
+    return shows[0].upper() + shows[1:], cells
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """The table as Markdown, under a line that says what the numbers are."""
+    shows, cells = table(reports)
+    rows = [list(cells.columns), ["---"] * len(cells.columns), *cells.to_numpy().tolist()]
+    return "\n".join([shows, "", *(f"| {' | '.join(row)} |" for row in rows)])

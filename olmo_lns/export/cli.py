@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
-from olmo_lns.dtypes import NAMES as DTYPES
+from olmo_lns.arguments import DTYPES
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes.factor import check_exponent
 

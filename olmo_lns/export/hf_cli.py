@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 from olmo_lns import hub
-from olmo_lns.arguments import seed
-from olmo_lns.dtypes import NAMES as DTYPES
+from olmo_lns.arguments import DTYPES, seed
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse

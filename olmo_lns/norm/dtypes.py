@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from olmo_lns.dtypes import NAMES
+from olmo_lns.arguments import DTYPES as NAMES
 from olmo_lns.errors import LNSConfigError
 
 __all__ = [

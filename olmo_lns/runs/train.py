@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Iterator, Sequence
 import yaml
 
 from olmo_lns import environment, hub
+from olmo_lns.arguments import process_group
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
-from olmo_lns.processes import process_group
 from olmo_lns.study import pack
 
 if TYPE_CHECKING:

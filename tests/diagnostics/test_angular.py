@@ -37,7 +37,7 @@ def assert_close(found, reference, **tolerance):
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(reference), **tolerance)
 
 
-def test_against_numpy_on_a_toy():
+def test_against_numpy_over_two_batches():
     model, batches = Toy([Mixer(m) for m in matrices(4)]), [ids(), ids(2, 7, seed=5)]
     result = angular_distance(model, None, batches)
     states = [
@@ -49,23 +49,19 @@ def test_against_numpy_on_a_toy():
     assert result.adjacent == [row[0] for row in result.distance] and len(result.adjacent) == 4
 
 
-@pytest.mark.parametrize("kind, lns", [("lns_rms", True), ("rms", False)])
-def test_against_numpy_on_olmo(kind, lns):
+@pytest.mark.parametrize("kind", ["lns_rms", "rms"])
+def test_against_numpy_on_olmo(kind):
     model, tokens = olmo_models.build(layer_norm_type=kind), olmo_models.tokens()
     result = angular_distance(model, None, [tokens])
-    assert_close(result.distance, expected(olmo_states(model, tokens, lns=lns)), atol=1e-5)
-
-
-def test_identity_blocks_have_distance_zero():
-    result = angular_distance(Toy([Identity() for _ in range(5)]), None, [ids()])
-    # Rounding leaves cosines above 1: without the clamp these are NaN.
-    assert max(map(max, result.distance)) < 1e-7
+    assert_close(result.distance, expected(olmo_states(model, tokens, lns=kind != "rms")), atol=1e-5)
 
 
 def test_known_angles():
+    same = angular_distance(Toy([Identity() for _ in range(5)]), None, [ids()])
+    assert max(map(max, same.distance)) < 1e-7  # rounding leaves cosines above 1: without the clamp these are NaN
     quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]]) - torch.eye(2)
-    result = angular_distance(Toy([Linear(quarter) for _ in range(3)], width=2), None, [ids()])
-    assert_close(result.distance, [[0.5, 1.0, 0.5], [0.5, 1.0], [0.5]], atol=1e-6)
+    turned = angular_distance(Toy([Linear(quarter) for _ in range(3)], width=2), None, [ids()])
+    assert_close(turned.distance, [[0.5, 1.0, 0.5], [0.5, 1.0], [0.5]], atol=1e-6)
 
 
 @given(st.integers(1, 5), st.integers(2, 5), st.integers(1, 16), st.floats(1e-6, 1e6), st.integers(0, 2**31))
@@ -78,13 +74,6 @@ def test_angles_are_finite_symmetric_and_ignore_size(tokens, states, width, size
     torch.testing.assert_close(angles, angles.transpose(1, 2))
     assert float(angles[:, 0, 1].max()) < 1e-3
     torch.testing.assert_close(angles[:, 0], angles[:, 1], atol=1e-3, rtol=0)
-
-
-def test_nearly_equal_float32_states_are_not_nan():
-    x = torch.randn(4096, 1, 64, generator=torch.Generator().manual_seed(0)).repeat(1, 2, 1)
-    unit = x / x.norm(dim=-1, keepdim=True)
-    assert bool(((unit[:, 0] * unit[:, 1]).sum(-1) > 1).any()), "the case that needs the clamp"
-    assert float(pairwise_angles(unit).max()) < 1e-7
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any), st.booleans(), st.integers(0, 999))
@@ -108,12 +97,8 @@ def test_left_padding_takes_the_real_last_token():
     assert_close(result.distance, expected(numpy_states(model, tokens), keep), atol=2e-6)
 
 
-def test_first_bad_block_and_embedding_are_named():
+def test_a_bad_embedding_is_named():
     model = huggingface("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
-    with pytest.raises(LNSError, match=r"^block 2 is the first whose output holds NaN or infinity"):
-        angular_distance(model, None, [ids()])
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
     with pytest.raises(LNSError, match=r"the input of block 1 \(the embedding\) holds NaN"):

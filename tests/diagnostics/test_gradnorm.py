@@ -5,7 +5,6 @@ from support.diagnostic_models import Linear, Toy, huggingface, ids, matrices, n
 
 from olmo_lns.diagnostics.gradnorm import gradient_norms, kind_of
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import find_blocks
 
 
 def by_hand(model, tokens, keep):
@@ -55,18 +54,8 @@ def test_parts_add_up_and_the_model_keeps_its_gradients():
         assert sum(n**2 for n in kinds.values()) == pytest.approx(total**2)
         assert sum(n**2 for n in parameters.values()) == pytest.approx(total**2)
         assert parameters["self_attn.q_norm.weight"] > 0
-    rows = result.rows()
-    assert {row["block"] for row in rows} == {0, 1, 2, 3} and {row["kind"] for row in rows if not row["block"]} == {
-        "outside"
-    }
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "bert", "olmo2"])
-def test_every_parameter_of_a_block_has_a_kind(kind):
-    model = huggingface(kind)
-    names = [name for name, _ in find_blocks(model)[0].named_parameters()]
-    assert {kind_of(name) for name in names} == {"norm", "attention", "mlp"}
-    assert all(kind_of(name) == "norm" for name in names if "norm" in name.lower() or ".ln_" in name)
+    rows = result.frame()
+    assert set(rows["block"]) == {0, 1, 2, 3} and set(rows["kind"][rows["block"] == 0]) == {"outside"}
 
 
 def test_kinds_of_olmo_parameters():

@@ -6,7 +6,7 @@ import torch
 from support import olmo_models
 from support.diagnostic_models import Linear, Toy, huggingface, ids, matrices, numpy_states
 
-from olmo_lns.diagnostics.layer_drop import bypassed, drop_layers, perplexity
+from olmo_lns.diagnostics.layer_drop import LayerDropResult, bypassed, drop_layers
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import find_blocks
 
@@ -24,7 +24,8 @@ def test_against_numpy_with_padding_and_stderr():
     model, tokens = Toy(blocks), ids(5, 9)
     lengths = np.array([9, 4, 7, 1, 2])
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
-    result = drop_layers(model, None, [{"input_ids": tokens, "attention_mask": mask.long()}])
+    batches = [{"input_ids": tokens[s], "attention_mask": mask[s].long()} for s in (slice(0, 2), slice(2, 5))]
+    result = drop_layers(model, None, batches)
     head = model.head.weight.detach().double().numpy()
 
     def sums(kept):
@@ -46,13 +47,6 @@ def _with_blocks(model, blocks):
     other = Toy(blocks)
     other.embed, other.head = model.embed, model.head
     return other
-
-
-def test_batches_do_not_matter():
-    model, tokens = Toy([Linear(m) for m in matrices(2)]), ids(6, 9)
-    whole, pieces = drop_layers(model, None, [tokens]), drop_layers(model, None, tokens.split([1, 3, 2]))
-    np.testing.assert_allclose(whole.loss, pieces.loss, rtol=1e-6)
-    np.testing.assert_allclose(whole.loss_stderr, pieces.loss_stderr, rtol=1e-4)
 
 
 def test_a_loss_that_is_not_finite_names_the_removed_block():
@@ -102,14 +96,11 @@ def _reference_loss(model, tokens, numbers, removed):
 
 
 def test_bypass_is_undone_even_after_an_error():
-    model, tokens = huggingface("llama"), ids()
-    with torch.no_grad():
-        before = model(tokens).logits
-        with pytest.raises(RuntimeError, match="stop"), bypassed(model.model.layers[0], 0):
-            assert not torch.equal(model(tokens).logits, before)
-            raise RuntimeError("stop")
-        assert torch.equal(model(tokens).logits, before)
-    assert "forward" not in model.model.layers[0].__dict__
+    block = huggingface("llama").model.layers[0]
+    with pytest.raises(RuntimeError, match="stop"), bypassed(block, 0):
+        assert bool((block(torch.ones(1, 1, 32)) == 1).all())
+        raise RuntimeError("stop")
+    assert "forward" not in block.__dict__
 
 
 def test_encoders_need_their_mask_token():
@@ -127,10 +118,10 @@ def test_encoders_need_their_mask_token():
 
 def test_rows_and_bad_input():
     model = Toy([Linear(m) for m in matrices(2)])
-    rows = drop_layers(model, None, [ids()]).rows()
-    assert [row["block"] for row in rows] == [0, 1, 2] and rows[0]["loss_increase"] == 0
-    assert rows[1]["perplexity"] == pytest.approx(math.exp(rows[1]["loss"]))
-    assert math.isfinite(perplexity(1e9))
+    rows = drop_layers(model, None, [ids()]).frame()
+    assert list(rows["block"]) == [0, 1, 2] and rows["loss_increase"][0] == 0
+    assert rows["perplexity"][1] == pytest.approx(math.exp(rows["loss"][1]))
+    assert math.isfinite(LayerDropResult(1.0, [1e9], [None], 1).frame()["perplexity"][1])
     with pytest.raises(LNSError, match="no token to predict"):
         drop_layers(model, None, [ids(3, 1)])
     with torch.no_grad():

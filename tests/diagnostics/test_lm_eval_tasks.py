@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 from support import multiple_choice
-from support.diagnostic_models import huggingface
 
 from olmo_lns import cli
 from olmo_lns.diagnostics.layer_drop import bypassed, output_lengths
@@ -66,18 +65,6 @@ def test_unknown_metric_and_no_document_end(llama_folder, task_folder, tokenizer
         score_tasks(loaded, tokenizer, ["local_words"], include_path=str(task_folder), metric="f1", limit=2)
 
 
-def test_generation_needs_no_cache(llama_folder):
-    """With block 1 bypassed its cache slot stays empty, and its length is what positions are counted from."""
-    model, ids = huggingface("llama"), torch.tensor([[5, 6, 7]])
-    model.config.use_cache = model.generation_config.use_cache = False
-    with bypassed(model.model.layers[0], 0), torch.no_grad():
-        generated = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-        by_hand = ids
-        for _ in range(4):
-            by_hand = torch.cat([by_hand, model(by_hand, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(generated, by_hand)
-
-
 def test_without_the_harness_the_model_is_not_loaded(monkeypatch, tmp_path, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -99,16 +86,7 @@ def test_data_that_cannot_be_had_is_said_before_the_losses(
     shutil.copytree(task_folder, tmp_path / "tasks")
     for path in (tmp_path / "tasks").glob("*.yaml"):
         path.write_text(path.read_text().replace("words.jsonl", "gone.jsonl"))
-    command = [
-        "analyze",
-        "layer-drop",
-        "--model",
-        llama_folder,
-        "--data",
-        token_file,
-        "--quiet",
-        "--tasks",
-        "local_words",
-    ]
-    assert cli.main([*map(str, command), "--task-path", str(tmp_path / "tasks"), "-o", str(tmp_path / "out.json")]) == 1
+    words = f"analyze layer-drop --model {llama_folder} --data {token_file} --quiet --tasks local_words"
+    words += f" --task-path {tmp_path / 'tasks'} -o {tmp_path / 'out.json'}"
+    assert cli.main(words.split()) == 1
     assert "--tasks local_words: their data cannot be loaded (" in capsys.readouterr().err

@@ -53,8 +53,6 @@ def read(path):
 
 
 VARIANTS = {
-    "plain": {},
-    "checkpointed": {"activation_checkpointing": "whole_layer"},
     "grouped": {"model.block_group_size": 2, "activation_checkpointing": "whole_layer"},
     "compiled": {"compile": {"mode": None, "backend": "eager"}, "activation_checkpointing": "one_in_two"},
     "preln": {"model.layer_norm_type": "rms"},
@@ -83,7 +81,6 @@ def test_training_is_bit_for_bit_the_same(tmp_path, monkeypatch):
     config = launch.write_config(tmp_path, **{"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True})
     monkeypatch.delenv("OLMO_LNS_MONITOR", raising=False)
     plain = run(config, Recorder(set()))
-    assert getattr(plain.trainer, "_olmo_lns_monitor", None) is None
     monkeypatch.setenv("OLMO_LNS_MONITOR", f"every=1,path={tmp_path / 'rows.csv'}")
     watched = run(config, Recorder(set()))
     assert watched.losses == plain.losses
@@ -92,30 +89,22 @@ def test_training_is_bit_for_bit_the_same(tmp_path, monkeypatch):
         assert torch.equal(one, two)
 
 
-def launched(folder, ranks, **changes):
-    """Rows of a run of ``ranks`` processes with four sequences a step in all."""
-    changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True, **changes}
-    config, rows = launch.write_config(folder, **changes), folder / "rows.csv"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = launch.environment(OLMO_LNS_MONITOR=f"every=2,path={rows}")
-    launch.run([sys.executable, *torchrun, "-m", "olmo_lns", "train", config], cwd=folder, env=environment).ok()
-    return read(rows)
-
-
-def assert_same(one, two):
-    assert [row["tokens"] for row in two] == [128.0] * 8
-    for a, b in zip(one, two, strict=True):
-        assert b == pytest.approx(a, rel=1e-3)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_fsdp_ranks_with_and_without_checkpointing(tmp_path):
     """FSDP draws other weights on two ranks than on one, so both runs have two."""
-    changes = {"distributed_strategy": "fsdp", "save_num_checkpoints_to_keep": 1}
-    changes["fsdp"] = {"wrapping_strategy": "by_block", "precision": "pure"}
-    recomputed = launched(tmp_path / "b", 2, activation_checkpointing="whole_layer", **changes)
-    assert_same(launched(tmp_path / "a", 2, **changes), recomputed)
+    changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True, "distributed_strategy": "fsdp"}
+    changes |= {"save_num_checkpoints_to_keep": 1, "fsdp": {"wrapping_strategy": "by_block", "precision": "pure"}}
+    found = {}
+    for name, more in {"a": {}, "b": {"activation_checkpointing": "whole_layer"}}.items():
+        config, rows = launch.write_config(tmp_path / name, **changes, **more), tmp_path / name / "rows.csv"
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "olmo_lns", "train"]
+        environment = launch.environment(OLMO_LNS_MONITOR=f"every=2,path={rows}")
+        launch.run([sys.executable, *torchrun, config], cwd=tmp_path / name, env=environment).ok()
+        found[name] = read(rows)
+    assert [row["tokens"] for row in found["a"]] == [128.0] * 8
+    for plain, recomputed in zip(found["a"], found["b"], strict=True):
+        assert recomputed == pytest.approx(plain, rel=1e-3)
 
 
 class FakeTrainer(SimpleNamespace):
@@ -186,12 +175,16 @@ def test_a_resumed_run_replaces_only_later_rows(tmp_path, trainer):
     trainer.global_step = 10
     install(trainer, every=5)
     assert [row["step"] for row in read(path)] == [5, 10]
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(LNSConfigError, match=r"found columns \['a', 'b'\], expected step, block"):
-        start_file(path, 0)
 
 
-def test_unknown_model_fails_at_the_start(tmp_path):
+def test_what_cannot_be_watched_is_refused_at_the_start(tmp_path):
+    path = tmp_path / "rows.csv"
+    for text, message in (("a,b\n1,2\n", "found columns 'a,b', expected 'step,block"), (f"{','.join(COLUMNS)}\nx,1\n", "not a file of the monitor")):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(LNSConfigError, match=message):
+            start_file(path, 0)
+    with pytest.raises(LNSConfigError, match=r"OLMO_LNS_MONITOR: .*rows\.csv/x\.csv cannot be written"):
+        start_file(path / "x.csv", 0)
     with pytest.raises(LNSError, match="not sure where the transformer blocks"):
         install(FakeTrainer(tmp_path, torch.nn.Linear(2, 2)), every=100)
 
@@ -202,9 +195,3 @@ def test_settings():
     for bad in ("100", "every=0", "every=-1", "every=x", "every=", "every=1,every=2", "evry=1"):
         with pytest.raises(LNSConfigError, match="OLMO_LNS_MONITOR"):
             parse_setting(bad)
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(LNSConfigError, match=r"OLMO_LNS_MONITOR: .*file/rows\.csv cannot be written"):
-        start_file(tmp_path / "file" / "rows.csv", 0)

@@ -71,12 +71,6 @@ def test_what_one_rank_finds_all_report(what, where, olmo_folder, tmp_path):
     assert "Connection closed by peer" not in result.text
 
 
-@pytest.mark.exhaustive
-def test_what_runs_in_one_process_says_so(olmo_folder, token_file, tmp_path):
-    result = torchrun(tmp_path, "layer-drop", *options(olmo_folder, token_file, 4))
-    assert "layer-drop runs in one process: found WORLD_SIZE=2; start it without torchrun" in result.text
-
-
 @pytest.mark.parametrize("world", ["two", "0", "-1"])
 def test_a_world_size_that_is_no_number_is_refused(world, llama_folder, token_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", world)

@@ -37,20 +37,11 @@ def measured(result):
     return np.array([result.variance, result.variance_std, result.rms, result.max]).T
 
 
-def test_against_numpy_on_a_toy():
-    model, tokens = Toy([Mixer(m) for m in matrices(3)]), ids()
+@pytest.mark.parametrize(("kind", "group"), [("lns_rms", 1), ("lns_rms", 2), ("rms", 1)])
+def test_against_numpy_on_olmo(kind, group):
+    model, tokens = olmo_models.build(layer_norm_type=kind, block_group_size=group), olmo_models.tokens()
     result = block_output_variance(model, None, [tokens])
-    np.testing.assert_allclose(measured(result), expected(numpy_states(model, tokens)), rtol=1e-5)
-    assert result.tokens == tokens.numel()
-
-
-@pytest.mark.parametrize("kind, lns", [("lns_rms", True), ("rms", False)])
-@pytest.mark.parametrize("group", [1, 2])
-def test_against_numpy_on_olmo(kind, lns, group):
-    model = olmo_models.build(layer_norm_type=kind, block_group_size=group)
-    tokens = olmo_models.tokens()
-    result = block_output_variance(model, None, [tokens])
-    np.testing.assert_allclose(measured(result), expected(olmo_states(model, tokens, lns=lns)), rtol=2e-4)
+    np.testing.assert_allclose(measured(result), expected(olmo_states(model, tokens, lns=kind != "rms")), rtol=2e-4)
 
 
 def test_scaled_isotropic_noise_has_its_known_variance():
@@ -101,35 +92,15 @@ def test_padding_is_excluded(lengths, seed):
     assert result.tokens == sum(lengths)
 
 
-def test_padding_of_a_real_model_changes_nothing():
-    model, tokens = huggingface("llama"), ids(1, 8)
-    padded = torch.cat([tokens, torch.zeros(1, 4, dtype=torch.long)], 1)
-    mask = (torch.arange(12) < 8).long()[None]
-    plain = block_output_variance(model, None, [tokens])
-    result = block_output_variance(model, None, [{"input_ids": padded, "attention_mask": mask}])
-    np.testing.assert_allclose(measured(result), measured(plain), rtol=1e-5)
-
-
 def test_mode_dtype_and_gradients_are_left_alone():
     model = huggingface("llama").to(torch.bfloat16).train()
     model.model.layers[1].eval()
     result = block_output_variance(model, None, [ids()])
     assert model.training and not model.model.layers[1].training
     assert all(p.grad is None and p.dtype == torch.bfloat16 for p in model.parameters())
-    assert all(value > 0 for value in result.variance)
-
-
-def test_first_block_with_nan_is_named():
-    model = huggingface("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
-    with pytest.raises(LNSError, match=r"^block 2 is the first whose output holds NaN or infinity"):
-        block_output_variance(model, None, [ids(), ids()])
-
-
-def test_no_data():
-    with pytest.raises(LNSError, match="holds no token"):
-        block_output_variance(Toy([Identity(), Identity()]), None, [])
+    np.testing.assert_allclose(
+        result.variance, block_output_variance(huggingface("llama"), None, [ids()]).variance, rtol=0.05
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -182,17 +153,18 @@ def test_ranks_are_pooled_exactly(tmp_path):
         np.testing.assert_allclose(measured(result), measured(together), rtol=1e-12)
 
 
-def test_a_block_that_returns_no_tensor_is_reported():
+def test_bad_input_is_named():
+    with pytest.raises(LNSError, match="holds no token"):
+        block_output_variance(Toy([Identity(), Identity()]), None, [])
+
     class Odd(nn.Module):
         def forward(self, x):
             return {"x": x}
 
     class Wrap(Toy):
         def forward(self, tokens, attention_mask=None):
-            x = self.embed(tokens)
             for block in self.stack:
-                x = block(x)["x"]
-            return self.head(x)
+                block(self.embed(tokens))
 
     with pytest.raises(LNSError, match="a block returned dict, expected a tensor"):
         block_output_variance(Wrap([Odd(), Odd()]), None, [ids()])

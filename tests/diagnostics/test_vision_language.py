@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +20,6 @@ from olmo_lns.cli import main
 from olmo_lns.diagnostics.layer_drop import drop_layers
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import find_blocks
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("branch", "count"), [("vision", VISION_LAYERS), ("language", LANGUAGE_LAYERS)])
@@ -136,20 +132,3 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     assert run("--model", str(model), "--data", str(records), *options, "--batch-size", "1") == 0
     scores = json.loads((tmp_path / "r.json").read_text())["result"]["tasks"]["pictures"]
     assert len(scores["without"]) == (VISION_LAYERS if branch == "vision" else LANGUAGE_LAYERS)
-
-
-def test_the_harness_parses_the_documented_command_and_has_what_it_names():
-    """`lm_eval --model hf-multimodal … --tasks mmmu_val` as docs/diagnostics.md gives it."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'olmo-lns[eval]'")
-    from lm_eval._cli.harness import HarnessCLI
-    from lm_eval.api.registry import get_model
-
-    text = (REPOSITORY / "docs" / "diagnostics.md").read_text().replace("\\\n", " ")
-    (command,) = [line for line in text.splitlines() if line.startswith("lm_eval ")]
-    words = shlex.split(command)[1:]
-    args = HarnessCLI()._parser.parse_args(words if words[0] == "run" else ["run", *words])
-    assert get_model(args.model).__name__ == "HFMultimodalLM" and args.model_args["max_images"]
-    import lm_eval.tasks
-
-    groups = [path.read_text() for path in Path(lm_eval.tasks.__file__).parent.joinpath("mmmu").glob("_*.yaml")]
-    assert args.tasks == ["mmmu_val"] and any("group: mmmu_val\n" in group for group in groups)

@@ -16,8 +16,8 @@ from support.launch import REPOSITORY, Result, environment, torchrun, write_conf
 from support.launch import run as launch
 
 from olmo_lns import cli
+from olmo_lns.arguments import process_group
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
-from olmo_lns.processes import process_group
 from olmo_lns.record import Record
 from olmo_lns.runs.train import load_config, prepare
 from olmo_lns.runs.trainer import LocalTrainer, RunResult, run

@@ -15,10 +15,10 @@ from support.launch import Result, environment, torchrun, write_config
 from support.launch import run as launch
 
 from olmo_lns import cli
+from olmo_lns.arguments import process_group
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.olmo import mark
 from olmo_lns.integrations.olmo import register, state
-from olmo_lns.processes import process_group
 from olmo_lns.record import Record
 from olmo_lns.runs.train import load_config, prepare
 from olmo_lns.runs.trainer import run
@@ -36,7 +36,7 @@ import sys
 from olmo.config import TrainConfig
 from olmo.util import clean_opt, prepare_cli_environment
 from olmo_lns.runs.train import prepare
-from olmo_lns.processes import process_group
+from olmo_lns.arguments import process_group
 prepare_cli_environment()
 config = TrainConfig.load(sys.argv[1], [clean_opt(text) for text in sys.argv[2:]])
 with process_group() as device:

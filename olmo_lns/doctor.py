@@ -1,17 +1,22 @@
-"""``olmo-lns doctor``: what is installed here, whether it is supported, and what would run."""
+"""``olmo-lns doctor``: what is installed here, whether it is supported, and what would run.
+
+No framework is imported: their sources are read and compared with those that were verified.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import platform
+import re
 import runpy
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
 from packaging.version import Version
 from rich.console import Console
@@ -19,16 +24,59 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from olmo_lns import __version__, environment, extras, schemes
-from olmo_lns.doctor.frameworks import FRAMEWORKS, Finding, framework_row, transformers_row, tree_of
 from olmo_lns.errors import LNSError
-from olmo_lns.integrations import autoload
+from olmo_lns.integrations import autoload, sources
 from olmo_lns.integrations.olmo.types import check_environment
 
-__all__ = ["Finding", "examine", "main"]
+__all__ = ["FRAMEWORKS", "Finding", "examine", "framework_row", "main", "transformers_row", "tree_of"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: ``state`` is ``ok``, ``absent``, ``note`` or ``unsupported`` (the only one that fails)."""
+
+    what: str
+    found: str
+    state: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Where a framework's name, version and verified sources stand.
+
+    :param release: path below the source tree, and the variable in it, that holds the version.
+    """
+
+    label: str
+    extra: str
+    module: str
+    release: tuple[str, str]
+    detail: str
+
+
+_BLOCK = "block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}"
+FRAMEWORKS = (
+    Framework(
+        "OLMo",
+        "olmo",
+        "olmo",
+        ("olmo/version.py", "VERSION"),
+        "layer_norm_type: lns, lns_rms, lns_default, lns_low_precision; so for the other schemes",
+    ),
+    Framework("OLMo-core", "olmo-core", "olmo_core", ("olmo_core/version.py", "VERSION"), _BLOCK),
+    Framework(
+        "Megatron core",
+        "megatron",
+        "megatron.core",
+        ("megatron/core/package_info.py", "__version__"),
+        "flags --layernorm-scaling, --norm-scheme, --no-scaled-init",
+    ),
+)
 
 
 def examine() -> list[Finding]:
-    """Look at every part. No framework is imported: their sources are read and compared with those verified."""
+    """Look at every part."""
     return [
         Finding("Python", platform.python_version(), "ok", "3.10 to 3.12 are supported"),
         _settings(),
@@ -40,6 +88,66 @@ def examine() -> list[Finding]:
         _autoload(),
         *(_extra(name) for name in extras.names()),
     ]
+
+
+def framework_row(framework: Framework) -> Finding:
+    """What stands here of a framework, and whether its sources are those that were verified."""
+    label = framework.label
+    if (tree := tree_of(framework.module)) is None:
+        here = Path(*framework.module.split("."))
+        if not here.is_dir():
+            return Finding(label, "-", "absent", extras.advice(framework.extra))
+        # A script of this folder would import it; `olmo-lns` itself, which lies elsewhere, does not.
+        return Finding(label, "-", "absent", f"only ./{here}, for scripts of this folder: python -m olmo_lns doctor")
+    upstream = importlib.import_module(f"olmo_lns.integrations.{framework.extra.replace('-', '_')}.upstream")
+    path, name = framework.release
+    try:  # as the sources that would be imported say; metadata may be another copy's
+        version = str(runpy.run_path(str(tree / path))[name])
+    except (KeyError, OSError):
+        return Finding(label, "-", "unsupported", f"{tree / path} says no {name}")
+    if framework.module == "olmo_core" and Version(version) < Version(upstream.OLDEST):
+        return Finding(label, version, "note", f"older than {upstream.OLDEST}: not used; ai2-olmo brings it for itself")
+    try:
+        if framework.module == "olmo":
+            upstream.check_version(version)
+        targets = {target.path: target.verified for target in upstream.TARGETS}
+        # Of Megatron's symbols no version has all.
+        changed = sources.unverified(tree, targets, all_needed=framework.extra != "megatron")
+    except (LNSError, OSError, SyntaxError) as error:
+        return Finding(label, version, "unsupported", f"{type(error).__name__}: {error}")
+    if changed:
+        text = f"{', '.join(changed)}: source not verified, in {tree}"
+        allowed = environment.is_set(environment.ALLOW_UNVERIFIED)
+        return Finding(label, version, "note" if allowed else "unsupported", text)
+    return Finding(label, version, "ok", f"{framework.detail}; in {tree}")
+
+
+def tree_of(module: str) -> Path | None:
+    """The folder that holds a framework's top-level package, or None where it cannot be imported."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # the parent is absent
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))).parents[module.count(".")]
+
+
+def transformers_row() -> Finding:
+    """It has no sources to compare: its integration is made of its own extension points, in a range of versions."""
+    if (tree := tree_of("transformers")) is None:
+        return Finding("transformers", "-", "absent", extras.advice("hf"))
+    from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, VERIFIED
+
+    source = tree / "transformers" / "__init__.py"
+    written = re.search(r'^__version__ = "(.+)"', source.read_text(encoding="utf-8"), re.MULTILINE)
+    if written is None:
+        return Finding("transformers", "-", "unsupported", f"{source} says no __version__")
+    version, wanted = written[1], extras.wanted("hf", "transformers")
+    types = ", ".join(f"{PREFIX}{kind}" for kind, family in FAMILIES.items() if family.sub_layers)
+    if not wanted.contains(version, prereleases=True):
+        return Finding("transformers", version, "note", f"wanted {wanted}; verified: {VERIFIED}")
+    return Finding("transformers", version, "ok", f"model types {types}")
 
 
 def _settings() -> Finding:
@@ -143,41 +251,30 @@ def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
     return lines
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str]) -> int:
+    """Print the table. Exit code 1 if an installed framework, a chosen backend or a required extra cannot be used."""
     parser = argparse.ArgumentParser(
         prog="olmo-lns doctor", description="What is installed here, whether it is supported, and what would run."
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    parser.add_argument(
-        "--require",
-        action="append",
-        default=[],
-        metavar="EXTRA",
-        choices=extras.names(),
-        help=f"exit with 1 where it is absent; may be given again: {', '.join(extras.names())}",
-    )
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the table. Exit code 1 if an installed framework, a chosen backend or a required extra cannot be used."""
-    args = _parser().parse_args(argv)
+    text = f"exit with 1 where it is absent; may be given again: {', '.join(extras.names())}"
+    choices: dict[str, Any] = {"metavar": "EXTRA", "choices": extras.names()}
+    parser.add_argument("--require", action="append", default=[], **choices, help=text)
+    args = parser.parse_args(argv)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of optional parts that are absent
         findings = examine()
     if args.json:
         print(json.dumps([asdict(row) for row in findings], indent=1))
     else:
-        _print(findings)
+        table = Table(
+            "", "version", "state", Column("", overflow="fold"), title="olmo-lns doctor", title_justify="left"
+        )
+        colours = {"ok": "green", "absent": "dim", "note": "yellow", "unsupported": "red"}
+        for row in findings:
+            table.add_row(row.what, row.found, f"[{colours[row.state]}]{row.state}[/]", escape(row.detail))
+        Console().print(table)
     lacking = _lacking(findings, args.require)
     for line in lacking:
         print(f"olmo-lns doctor: {line}", file=sys.stderr)
     return int(bool(lacking) or any(row.state == "unsupported" for row in findings))
-
-
-def _print(findings: Sequence[Finding]) -> None:
-    table = Table("", "version", "state", Column("", overflow="fold"), title="olmo-lns doctor", title_justify="left")
-    colours = {"ok": "green", "absent": "dim", "note": "yellow", "unsupported": "red"}
-    for row in findings:
-        table.add_row(row.what, row.found, f"[{colours[row.state]}]{row.state}[/]", escape(row.detail))
-    Console().print(table)
