@@ -25,7 +25,7 @@ from rich.table import Column, Table
 
 from olmo_lns import __version__, environment, extras, schemes
 from olmo_lns.errors import LNSError
-from olmo_lns.integrations import autoload, sources
+from olmo_lns.integrations import autoload, patching
 from olmo_lns.integrations.olmo.types import check_environment
 
 __all__ = ["FRAMEWORKS", "Finding", "examine", "framework_row", "main", "transformers_row", "tree_of"]

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Iterable, Mapping
 
-from olmo_lns.integrations import sources
+from olmo_lns.integrations import patching
 
 
 def table(paths: Iterable[str], trees: Mapping[str, Path]) -> dict[str, dict[str, list[str]]]:
@@ -22,8 +22,8 @@ def table(paths: Iterable[str], trees: Mapping[str, Path]) -> dict[str, dict[str
     rows: dict[str, dict[str, list[str]]] = {}
     for path in paths:
         for version, tree in trees.items():
-            text = sources.read(tree, path)
-            found = "missing" if text is None else sources.digest(text)
+            text = patching.source_below(tree, path)
+            found = "missing" if text is None else patching.digest(text)
             rows.setdefault(path, {}).setdefault(found, []).append(version)
     return rows
 

@@ -101,7 +101,7 @@ PY
   run "$version" autoload "PP2 x VPP2" "$tree" 2 -- $lns --pipeline-model-parallel-size 2 \
     --num-layers-per-virtual-pipeline-stage 1
   run "$version" autoload "DP2, distributed optimizer, bf16" "$tree" 2 -- $lns --bf16 --use-distributed-optimizer
-  for patch in "$root"/patches/megatron/*.patch; do
+  for patch in "$root"/patches/megatron/load-plugins-*.patch; do
     [ -e "$patch" ] || continue
     if git -C "$tree" apply --check "$patch" 2>/dev/null || (cd "$tree" && patch -p1 -s --dry-run -F0 -f <"$patch" >/dev/null 2>&1); then
       copy=$(patched_copy "$tree" "$patch") || continue

@@ -30,8 +30,6 @@ PLUGIN_GROUPS = {
     "olmo": "olmo.plugins",
     "olmo_core": "olmo_core.plugins",
     "megatron.core": "megatron.plugins",
-    "megatron.training": "megatron.plugins",
-    "megatron.post_training": "megatron.plugins",
     # A converter of OLMo's imports this and never OLMo (olmo_lns.export.guards).
     "transformers.models.olmo.configuration_olmo": "transformers.plugins",
     # The auto classes, by which a model type of ours is found.
@@ -63,10 +61,10 @@ class PluginError(LNSError):
 class _PostImportFinder:
     """What watches where the start-up hook does not run (``-S``, ``pip --target``)."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return find_spec(name, path, target)
+    olmo_lns_start_up = False  # that of the hook has True
+
+    def find_spec(self, *args: Any, **kwargs: Any) -> ModuleSpec | None:
+        return find_spec(*args, **kwargs)
 
 
 def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -96,18 +94,14 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
 
 
 def _real_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    for finder in list(sys.meta_path):
-        # Python 3.12 passes over a finder that has only the find_module of long ago; so do we.
-        search = getattr(finder, "find_spec", None)
-        if search is None or isinstance(finder, _PostImportFinder) or _is_start_up_finder(finder):
-            continue
-        if (spec := search(name, path, target)) is not None:
-            return spec
-    return None
+    # Python 3.12 passes over a finder that has only the find_module of long ago; so do we.
+    others = [finder for finder in sys.meta_path if hasattr(finder, "find_spec") and not _is_ours(finder)]
+    specs = (finder.find_spec(name, path, target) for finder in others)
+    return next((spec for spec in specs if spec is not None), None)
 
 
-def _is_start_up_finder(finder: Any) -> bool:
-    return bool(getattr(finder, "olmo_lns_start_up", False))
+def _is_ours(finder: Any) -> bool:
+    return hasattr(finder, "olmo_lns_start_up")
 
 
 def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
@@ -120,7 +114,7 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
         callback(module)
         return
     _callbacks.setdefault(name, []).append(callback)
-    if not any(isinstance(finder, _PostImportFinder) or _is_start_up_finder(finder) for finder in sys.meta_path):
+    if not any(map(_is_ours, sys.meta_path)):
         sys.meta_path.insert(0, _PostImportFinder())
 
 
@@ -145,7 +139,8 @@ def load_plugins(group: str) -> None:
     _loaded_groups.add(group)
     found = {entry.value: entry for entry in importlib.metadata.entry_points(group=group)}
     for entry in found.values():
-        if group in OWN_GROUPS and not _is_ours(entry):
+        own = entry.dist is not None and entry.dist.name.replace("_", "-") == "olmo-lns"
+        if group in OWN_GROUPS and not own:
             continue
         try:
             entry.load()()
@@ -155,10 +150,6 @@ def load_plugins(group: str) -> None:
                 f"plugin {entry.name!r} ({entry.value}, group {group}) failed: {error} "
                 f"[{DISABLE}=1 starts without olmo-lns]"
             ) from error
-
-
-def _is_ours(entry: importlib.metadata.EntryPoint) -> bool:
-    return entry.dist is not None and entry.dist.name.replace("_", "-") == "olmo-lns"
 
 
 def _is_namesake(group: str) -> bool:
@@ -171,7 +162,7 @@ def _is_namesake(group: str) -> bool:
 
 def autoload_active() -> bool:
     """Whether the start-up hook ran in this interpreter (it does not under ``-S`` or ``-I -S``)."""
-    return any(_is_start_up_finder(finder) for finder in sys.meta_path)
+    return any(getattr(finder, "olmo_lns_start_up", False) for finder in sys.meta_path)
 
 
 def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

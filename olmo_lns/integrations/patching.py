@@ -8,22 +8,26 @@ with a framework); where one is, :func:`require_verified` raises.
 
 from __future__ import annotations
 
+import ast
 import functools
+import hashlib
 import importlib
 import inspect
 import logging
+import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
 from olmo_lns.environment import ALLOW_UNVERIFIED, DISABLE, is_set
 from olmo_lns.errors import UpstreamChangedError
-from olmo_lns.integrations.sources import digest
 
 __all__ = [
     "ALLOW_UNVERIFIED",
     "MARKER",
     "Target",
     "check_target",
+    "digest",
     "exists",
     "fingerprint",
     "is_patched",
@@ -31,6 +35,9 @@ __all__ = [
     "replace_all",
     "require_verified",
     "set_aside",
+    "source_below",
+    "unverified",
+    "verify",
 ]
 
 log = logging.getLogger(__name__)
@@ -96,6 +103,45 @@ def fingerprint(function: Callable[..., Any]) -> str:
     except (OSError, TypeError) as error:
         raise UpstreamChangedError(f"cannot read the source of {function!r}: {error}") from error
     return digest(source)
+
+
+def digest(source: str) -> str:
+    """16 hex digits that identify a function's source (SHA-256; indentation and empty lines ignored)."""
+    lines = (line.rstrip() for line in textwrap.dedent(source).splitlines())
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
+
+
+def source_below(tree: Path, path: str) -> str | None:
+    """The source of ``package.module:Class.method`` below ``tree``, or None where it is not defined."""
+    module, _, qualname = path.partition(":")
+    place = tree.joinpath(*module.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    if not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    body: list[ast.stmt] = ast.parse(text).body
+    node: ast.FunctionDef | ast.ClassDef | None = None
+    for name in qualname.split("."):
+        node = next((n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == name), None)
+        if node is None:
+            return None
+        body = node.body
+    assert node is not None  # a path names at least one symbol
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+
+
+def unverified(tree: Path, targets: Sequence[Target], *, all_needed: bool) -> list[str]:
+    """The paths of those ``targets`` whose source below ``tree`` is none of those verified.
+
+    :param all_needed: a symbol that is not there counts too (else it belongs to another version).
+    """
+    found = []
+    for target in targets:
+        source = source_below(tree, target.path)
+        if all_needed if source is None else digest(source) not in target.verified:
+            found.append(target.path)
+    return found
 
 
 def is_patched(function: Any) -> bool:

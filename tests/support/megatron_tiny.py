@@ -13,7 +13,8 @@ import torch
 VOCAB, SEQUENCE, BATCH, LAYERS, HIDDEN = 128, 16, 2, 4, 32
 
 
-def config(**changes: Any) -> Any:
+def config(kind: Any = None, **changes: Any) -> Any:
+    """A ``TransformerConfig``, or one of another ``kind``."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values: dict[str, Any] = {
@@ -33,7 +34,7 @@ def config(**changes: Any) -> Any:
     }
     if changes.get("num_moe_experts"):
         values |= {"moe_router_topk": 2, "moe_ffn_hidden_size": 64}
-    return TransformerConfig(**(values | changes))
+    return (kind or TransformerConfig)(**(values | changes))
 
 
 def local_spec(cfg: Any, **kwargs: Any) -> Any:
@@ -97,10 +98,13 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def hook_reference(model: Any, exponent: float = 0.5) -> Any:
     """Turn a stock model with standalone norms into the reference."""
     for layer in model.decoder.layers:
-        factor = float(layer.layer_number) ** -exponent
-        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
-            norm.register_forward_hook(lambda module, inputs, output, factor=factor: output * factor)
+        hook_layer(layer, float(layer.layer_number) ** -exponent)
     return model
+
+
+def hook_layer(layer: Any, factor: float) -> None:
+    for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+        norm.register_forward_hook(lambda module, inputs, output: output * factor)
 
 
 def branch_reference(model: Any, scheme: str, learned: dict[str, torch.Tensor]) -> Any:

@@ -20,7 +20,6 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import upstream
 from olmo_lns.integrations.megatron.norms import scale_norm
 from olmo_lns.integrations.norm_sites import Site, attach
-from olmo_lns.integrations.patching import exists, verify
 from olmo_lns.schemes import Learned, Plan
 
 __all__ = ["SLOTS", "SchemeAddition", "attach_addition", "unsupported"]
@@ -122,7 +121,7 @@ def attach_addition(layer: Any, site: Site) -> None:
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-    _check_upstream()
+    upstream.check_readings()
     slot, config = SLOTS[site.sub_layer], layer.config
     if (found := getattr(layer, slot, None)) is not get_bias_dropout_add:
         name = getattr(found, "__name__", type(found).__name__)
@@ -163,10 +162,3 @@ def _branch_norm(layer: Any) -> Any:
 def _is_te(spec: Any) -> bool:
     kind = getattr(spec, "module", spec)
     return str(getattr(kind, "__module__", "")).startswith("megatron.core.extensions.transformer_engine")
-
-
-@lru_cache(maxsize=1)
-def _check_upstream() -> None:
-    for target in (*upstream.ADDITIONS, *filter(exists, upstream.ADDITION_STEPS)):
-        owner, name = target.locate()
-        verify(target, vars(owner)[name])

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron import upstream
 from olmo_lns.integrations.megatron.building import (
     inside_mtp,
     say,
@@ -21,9 +22,8 @@ from olmo_lns.integrations.megatron.building import (
     use_plain_initialization,
     vision_towers,
 )
-from olmo_lns.integrations.megatron.layers import attach_layer, check_config, count_sites
+from olmo_lns.integrations.megatron.layers import attach_layer, check_config, count_sites, layers_of
 from olmo_lns.integrations.megatron.settings import VISION, Settings, mark
-from olmo_lns.integrations.megatron.upstream import CORE, LAYER, install_core
 from olmo_lns.integrations.norm_sites import read_back
 from olmo_lns.integrations.patching import check_target, require_verified
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, parse
@@ -71,10 +71,18 @@ def apply(
             f"cannot apply {settings.scheme.definition.title} to {type(target).__name__}: expected a "
             "TransformerConfig, a TransformerLayer, or a module that holds some."
         )
-    install_core()
-    require_verified(CORE)
+    upstream.install_core()
+    require_verified(upstream.CORE)
     check_config(config, settings.scheme)
-    _check_unused(config, settings, vision)
+    found = Settings.of(config)
+    # A vision tower's config is often a copy of the language model's: the same settings, and vision on top.
+    same = (found.scheme, found.initialization) == (settings.scheme, settings.initialization)
+    if found.active and not (same and vision):
+        raise LNSConfigError(
+            f"{found.scheme.definition.title} is on in this {type(config).__name__} already ({found.scheme}): call "
+            "apply once, or start from a fresh config."
+        )
+    _refuse_used(config)
     mark(config, settings, vision=vision)
     if settings.scaled_init_off:
         use_plain_initialization(config)
@@ -88,8 +96,8 @@ def ask_for_plain_initialization(config: Any) -> None:
         return
     if found.active:
         raise LNSConfigError("plain_initialization(config) contradicts keep_scaled_init=True: leave one of them out.")
-    install_core()
-    require_verified(CORE)
+    upstream.install_core()
+    require_verified(upstream.CORE)
     _refuse_used(config)
     mark(config, Settings(no_scaled_init=True), vision=getattr(config, VISION, False))
     use_plain_initialization(config)
@@ -123,7 +131,7 @@ def layer_spec(
     Example: ``GPTModel(config, layer_spec(config, get_gpt_layer_local_spec()), ...)``
     """
     settings = _settings(scheme, exponent, keep_scaled_init)
-    check_target(LAYER)
+    check_target(upstream.target("TransformerLayer.__init__"))
     check_config(config, settings.scheme)
     if (found := Settings.of(config)).active and found != settings.spelled_out():
         raise LNSConfigError(
@@ -199,42 +207,23 @@ def _settings(text: str, exponent: float, keep_scaled_init: bool) -> Settings:
     return Settings.of_scheme(scheme, keep_scaled_init=keep_scaled_init).check()
 
 
-def _check_unused(config: Any, settings: Settings, vision: bool) -> None:
-    """:raises LNSConfigError: the config was given to ``apply`` or used for a model before."""
-    found = Settings.of(config)
-    # A vision tower's config is often a copy of the language model's: the same settings, and vision on top.
-    if found.active and (
-        (found.scheme, found.initialization) != (settings.scheme, settings.initialization) or not vision
-    ):
-        raise LNSConfigError(
-            f"{found.scheme.definition.title} is on in this {type(config).__name__} already ({found.scheme}): call "
-            "apply once, or start from a fresh config."
-        )
-    _refuse_used(config)
-
-
 def _refuse_used(config: Any) -> None:
-    if _is_in_use(config):
-        gc.collect()  # a model that nobody holds any more does not count
-        if _is_in_use(config):
-            raise LNSConfigError(
-                f"a model was built from this {type(config).__name__} before: without a factor, and applied to the "
-                "config it stays so. Call apply(config) before the model is built, or apply(model) on what was built."
-            )
+    """Looked up among all living objects: a model built before the first ``apply`` left no other trace.
 
-
-def _is_in_use(config: Any) -> bool:
-    """Looked up among all living objects: a model built before the first ``apply`` left no other trace."""
+    :raises LNSConfigError: somebody holds a layer that was built from ``config``.
+    """
     module = sys.modules.get("megatron.core.transformer.transformer_layer")
-    if module is None:
-        return False
-    living = (x for x in gc.get_objects() if issubclass(type(x), module.TransformerLayer))
-    return any(getattr(layer, "config", None) is config for layer in living)
+    gc.collect()  # a model that nobody holds any more does not count
+    layers = (x for x in gc.get_objects() if module is not None and issubclass(type(x), module.TransformerLayer))
+    if any(getattr(layer, "config", None) is config for layer in layers):
+        raise LNSConfigError(
+            f"a model was built from this {type(config).__name__} before: without a factor, and applied to the "
+            "config it stays so. Call apply(config) before the model is built, or apply(model) on what was built."
+        )
 
 
 def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     if settings.layernorm_scaling_keep_scaled_init:
         raise LNSConfigError("keep_scaled_init has no meaning for a built model: its weights are made already.")
@@ -243,7 +232,7 @@ def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int
         raise LNSConfigError(f"{title} is on in this {type(module).__name__} already.")
     towers = [] if vision else vision_towers(module)
     left = {id(child) for tower in towers for child in tower.modules()}
-    layers = [child for child in module.modules() if isinstance(child, TransformerLayer) and id(child) not in left]
+    layers = [child for child in layers_of(module) if id(child) not in left]
     if not layers:
         raise LNSConfigError(
             f"{type(module).__name__} holds no TransformerLayer{' outside a vision tower' if towers else ''}: nothing "
@@ -255,8 +244,7 @@ def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int
         id(inner): mtp.config.num_layers + mtp.layer_number
         for mtp in module.modules()
         if isinstance(mtp, MultiTokenPredictionLayer)
-        for inner in mtp.modules()
-        if isinstance(inner, TransformerLayer)
+        for inner in layers_of(mtp)
     }
     sites = sum(attach_layer(layer, settings, depth=depths.get(id(layer))) for layer in layers)
     config: Any = layers[0].config

@@ -7,18 +7,15 @@ here, since their ``run_config.yaml`` has the fields of the config and their ten
 from __future__ import annotations
 
 import inspect
-from types import ModuleType
 from typing import Any, Callable
 
-from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.checkpoint import compare_built
 from olmo_lns.integrations.megatron.settings import Settings, mark
-from olmo_lns.integrations.megatron.upstream import BRIDGE
-from olmo_lns.integrations.patching import Target, replace, set_aside
 from olmo_lns.record import Record
 
-__all__ = ["MODULES", "extend"]
+__all__ = ["exported", "imported", "saved_config"]
 
 
 def saved_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,24 +62,3 @@ def imported(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _chunks(model: Any) -> list[Any]:
     return list(model) if isinstance(model, (list, tuple)) else [model]
-
-
-_CONVERSION = "megatron.bridge.models.conversion"
-#: Module of the Bridge -> its functions, and who looks at them.
-MODULES = {
-    "megatron.bridge.training.mlm_compat.arguments": {"_transformer_config_from_args": saved_config},
-    f"{_CONVERSION}.model_bridge": {
-        "MegatronModelBridge.stream_weights_megatron_to_hf": exported,
-        "MegatronModelBridge.load_weights_hf_to_megatron": imported,
-    },
-    f"{_CONVERSION}.peft_bridge": {"MegatronPeftBridge.stream_adapter_weights_megatron_to_hf": exported},
-}
-
-
-def extend(module: ModuleType) -> None:
-    """A function that this Bridge does not have is an error where a scheme is built (:func:`require_verified`)."""
-    for name, make in MODULES[module.__name__].items():
-        try:
-            replace(Target(f"{module.__name__}:{name}", {}), make, only_look=True)
-        except UpstreamChangedError as error:
-            set_aside(BRIDGE, error)

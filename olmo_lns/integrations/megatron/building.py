@@ -17,23 +17,22 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.megatron.layers import attach_layer, blocks_of, check_config, count_sites
+from olmo_lns.integrations.megatron.layers import attach_layer, blocks_of, check_config, count_sites, layers_of
 from olmo_lns.integrations.megatron.settings import FLAGS, VISION, Settings
 from olmo_lns.integrations.megatron.upstream import BRIDGE
 from olmo_lns.integrations.patching import require_verified
 
 __all__ = [
     "describe",
-    "forget",
     "hybrid_stack",
     "inside_mtp",
+    "layer_stack",
     "mtp_layer",
     "restore_initialization",
     "say",
     "say_left_out",
     "settings_of",
     "start_up_line",
-    "transformer_block",
     "transformer_layer",
     "use_plain_initialization",
     "vision_tower",
@@ -53,11 +52,6 @@ def say(text: str) -> None:
         return
     _said.add(text)
     print(f"olmo-lns: {text}", flush=True)
-
-
-def forget() -> None:
-    """Let every line be said again."""
-    _said.clear()
 
 
 def start_up_line(model: nn.Module, config: Any, *, initialization: str, hybrid: bool = False) -> str:
@@ -115,19 +109,21 @@ def describe(config: Any, off: bool) -> str:
 def settings_of(config: Any) -> Settings:
     """The settings a config was marked with.
 
-    :raises LNSConfigError: the command line asked for LNS, but this config did not come from it:
-        a model without factors must not be trained in silence.
+    :raises LNSConfigError: the command line asked for a scheme, but this config did not come from it (as with
+        ``--yaml-cfg``, which replaces every argument): a model without factors must not be trained in silence.
     """
     if not hasattr(config, "layernorm_scaling"):
-        training = sys.modules.get("megatron.training.global_vars")
-        args = getattr(training, "_GLOBAL_ARGS", None)
-        asked = Settings() if args is None else Settings.of(args)
-        if asked.active or asked.no_scaled_init:
-            flag = asked.flag if asked.active else FLAGS[3]
+        args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+        asked = Settings.of(args)
+        flag = asked.flag if asked.active else FLAGS[3] if asked.no_scaled_init else ""
+        if getattr(args, "yaml_cfg", None):
+            flag = next((word for word in sys.argv[1:] if word.split("=")[0] in FLAGS), flag)
+        if flag:
             raise LNSConfigError(
                 f"{flag} was given, but this {type(config).__name__} was not made by "
-                "core_transformer_config_from_args and does not carry it: call "
-                "olmo_lns.integrations.megatron.apply(config) before the model is built."
+                "core_transformer_config_from_args (--yaml-cfg replaces every argument) and does not carry it: give "
+                "Megatron's settings as flags, or call olmo_lns.integrations.megatron.apply(config) before the model "
+                "is built."
             )
     return Settings.of(config)
 
@@ -149,44 +145,45 @@ def transformer_layer(original: Init) -> Init:
     return __init__
 
 
-def transformer_block(original: Init) -> Init:
+def layer_stack(original: Init) -> Init:
     """After: two sites in each layer, or no model."""
+    return _stack(original, hybrid=False)
 
+
+def hybrid_stack(original: Init) -> Init:
+    """After: only attention and MLP/MoE layers, one site in each."""
+    return _stack(original, hybrid=True)
+
+
+def _stack(original: Init, *, hybrid: bool) -> Init:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         config = _config(args, kwargs)
         settings = settings_of(config)
         if settings.active:
             require_verified(BRIDGE)
             check_config(config, settings.scheme)
-        original(self, *args, **kwargs)
-        if settings.active:
-            _count(self, per_layer=2)
-            say(start_up_line(self, self.config, initialization=describe(self.config, settings.scaled_init_off)))
-
-    return __init__
-
-
-def hybrid_stack(original: Init) -> Init:
-    """After: only attention and MLP/MoE layers, one site in each."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        settings = settings_of(self.config)
-        if settings.active:
-            if inside_mtp.get():
+            if hybrid and inside_mtp.get():
                 raise LNSConfigError(
                     f"{settings.scheme.definition.title} does not support MTP layers of a hybrid model: drop one."
                 )
-            if self.config.num_layers % 2:
+            if hybrid and config.num_layers % 2:
                 raise LNSConfigError(
-                    f"the hybrid pattern has {self.config.num_layers} layers: attention without an MLP behind it is no "
+                    f"the hybrid pattern has {config.num_layers} layers: attention without an MLP behind it is no "
                     "block. Only the plain transformer patterns are supported, '*-' or '*E' repeated."
                 )
-            _count(self, per_layer=1)
-            line = start_up_line(
-                self, self.config, initialization=describe(self.config, settings.scaled_init_off), hybrid=True
-            )
-            say(line)
+        original(self, *args, **kwargs)
+        if not settings.active:
+            return
+        expected = 1 if hybrid else 2
+        for layer in self.layers:
+            if (found := count_sites(layer)) != expected:
+                raise LNSConfigError(
+                    f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} of {type(self).__name__} has "
+                    f"{found} sub-layers with the scheme, expected {expected}: only transformer layers are supported "
+                    "(no Mamba, GDN or custom layers)."
+                )
+        initialization = describe(self.config, settings.scaled_init_off)
+        say(start_up_line(self, self.config, initialization=initialization, hybrid=hybrid))
 
     return __init__
 
@@ -206,7 +203,7 @@ def mtp_layer(original: Init) -> Init:
         settings = settings_of(self.config)
         if settings.active:
             depth = self.config.num_layers + self.layer_number
-            inner = _layers_of(self)
+            inner = layers_of(self)
             if len(inner) != 1 or attach_layer(inner[0], settings, depth=depth) != 2:
                 raise LNSConfigError(
                     f"MTP layer {self.layer_number} holds {len(inner)} transformer layers, expected 1."
@@ -253,19 +250,3 @@ def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
             return kwargs[name]
     return args[0]
-
-
-def _layers_of(module: nn.Module) -> list[nn.Module]:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    return [child for child in module.modules() if isinstance(child, TransformerLayer)]
-
-
-def _count(stack: Any, *, per_layer: int) -> None:
-    for layer in stack.layers:
-        if (found := count_sites(layer)) != per_layer:
-            raise LNSConfigError(
-                f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} of {type(stack).__name__} has {found} "
-                f"sub-layers with the scheme, expected {per_layer}: only transformer layers are supported (no Mamba, "
-                "GDN or custom layers)."
-            )

@@ -10,18 +10,19 @@ from __future__ import annotations
 import argparse
 import inspect
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.building import say
+from olmo_lns.integrations.megatron.layers import layers_of
 from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
 from olmo_lns.integrations.patching import require_verified
 from olmo_lns.record import Record, accepted, check_match
 
-__all__ = ["compare_built", "load", "load_args", "load_base", "load_modelopt", "look", "save", "tensors"]
+__all__ = ["compare_built", "load", "load_args", "load_base", "look", "save", "tensors"]
 
 #: The key of the record in ``content_metadata``, and the attribute by which a sharded tensor carries it.
 _KEY, _MARK = "olmo_lns", "lns_record"
@@ -105,13 +106,8 @@ def look(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _record_of(module: Any) -> Record:
     """Of a built layer, or of a model; a pipeline stage without a layer has what its config says."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
     settings, config = Settings.of(module.config), module.config
-    holds_layers = isinstance(module, TransformerLayer) or any(
-        isinstance(m, TransformerLayer) for m in module.modules()
-    )
-    scheme = norm_sites.read_back(module) if holds_layers else settings.scheme
+    scheme = norm_sites.read_back(module) if layers_of(module) else settings.scheme
     plain = settings.scaled_init_off and config.output_layer_init_method is config.init_method
     return Record(scheme, scaled_init="plain" if plain else "upstream")
 
@@ -160,8 +156,7 @@ def compare_built(saved: Record | None, running: Record, source: object) -> None
         differences = ["missing-record"]
     else:
         differences = []
-    for name in differences:
-        say(f"going on in spite of {name}, allowed by {environment.ALLOW_MISMATCH}")
+    _say_allowed(differences)
 
 
 def _zero_centred(holder: Any) -> bool:
@@ -211,26 +206,6 @@ def load_base(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_base_checkpoint
 
 
-def load_modelopt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """ModelOpt reads a distributed checkpoint by itself when it needs no optimizer."""
-    parameters = inspect.signature(original)
-
-    def load_modelopt_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import dist_checkpointing
-        from megatron.post_training.checkpointing import get_sharded_load_dir
-        from megatron.training.global_vars import get_args
-
-        call = parameters.bind(*args, **kwargs).arguments
-        running = get_args()
-        folder, _ = get_sharded_load_dir(getattr(running, call.get("load_arg", "load")))
-        if folder is not None and dist_checkpointing.check_is_distributed_checkpoint(folder):
-            state = dist_checkpointing.load_common_state_dict(folder)
-            _compare(running, state, folder, training=call.get("optimizer") is not None)
-        return original(*args, **kwargs)
-
-    return load_modelopt_checkpoint
-
-
 def _restore(args: Any, saved_args: Any) -> None:
     saved, running = Settings.of(saved_args), Settings.of(args)
     # A user who allows a difference by name means the command line as it is.
@@ -238,39 +213,36 @@ def _restore(args: Any, saved_args: Any) -> None:
     _check(args, saved_args, filled.record(), "the checkpoint to load")
     if filled != running:
         filled.store(args)
-        say(f"from the checkpoint's arguments: {_words(filled)}")
+        say(f"from the checkpoint's arguments: {filled.words}")
 
 
-def _compare(args: Any, state: Any, source: object, *, training: bool = True) -> None:
+def _compare(args: Any, state: Any, source: object) -> None:
     if "args" in state:
         _check_gains(state["args"], _zero_centred(args), source)
-        _check(args, state["args"], Settings.of(args).record(args), source, training=training)
+        _check(args, state["args"], Settings.of(args).record(args), source)
     elif (running := Settings.of(args)).active:
         title = running.scheme.definition.title
         say(f"{source} holds no arguments: nobody can tell whether it was trained with {title}")
 
 
-def _check(args: Any, saved_args: Any, running: Record, source: object, *, training: bool = True) -> None:
+def _check(args: Any, saved_args: Any, running: Record, source: object) -> None:
     """``--finetune`` starts a new run from the weights, and folded ones are a Pre-LN model's."""
-    saved = Settings.of(saved_args).record(saved_args)
-    training = training and not getattr(args, "skip_train", False)
+    settings = Settings.of(saved_args)
+    saved = settings.record(saved_args)
+    training = not getattr(args, "skip_train", False)
     folded = saved.folded and not running.active
     if folded and training and getattr(args, "finetune", False):
         training = False
         say(f"{source} has the factor folded into its weights: they are trained on as plain Pre-LN (--finetune)")
     try:
-        differences = check_match(saved, running, source=source, training=training)
+        differences = check_match(saved, running, source=source, training=training, remedy=settings.words)
     except CheckpointMismatchError as error:
         if folded:
             raise CheckpointMismatchError(f"{error} --finetune starts a new Pre-LN run from them.") from None
         raise
+    _say_allowed(differences)
+
+
+def _say_allowed(differences: Iterable[str]) -> None:
     for name in differences:
         say(f"going on in spite of {name}, allowed by {environment.ALLOW_MISMATCH}")
-
-
-def _words(settings: Settings) -> str:
-    exponent = f" (exponent {settings.exponent:g})" if settings.layernorm_scaling else ""
-    words = [settings.flag + exponent] * settings.active
-    words += ["--layernorm-scaling-keep-scaled-init"] * settings.layernorm_scaling_keep_scaled_init
-    words += ["--no-scaled-init"] * settings.no_scaled_init
-    return " ".join(words)

@@ -1,27 +1,24 @@
-"""Wrappers around ``megatron.training``: flags, config, YAML, the built model."""
+"""Wrappers around ``megatron.training``: flags, config, the built model."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from typing import Any, Callable
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.building import describe, say, use_plain_initialization
 from olmo_lns.integrations.megatron.layers import check_scheme, count_sites
-from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
+from olmo_lns.integrations.megatron.settings import Settings, add_flags, mark
 from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
 from olmo_lns.integrations.patching import require_verified
 from olmo_lns.schemes import PRE_LN
 
-__all__ = ["add_arguments", "config_from_args", "load_yaml", "model_built"]
-
-AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+__all__ = ["add_arguments", "config_from_args", "model_built"]
 
 
-def add_arguments(original: AddArguments) -> AddArguments:
+def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's own options, then ours."""
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -36,12 +33,12 @@ def config_from_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:
         config = original(args, config_class)
         settings = Settings.of(args).check()
-        if settings != Settings():
-            require_verified(CORE, TRAINING)
+        if settings == Settings():
+            return config
+        require_verified(CORE, TRAINING)
         check_scheme(settings.scheme, int(config.num_layers))
-        settings.store(config)
-        if settings != Settings():
-            settings.store(args)  # with the exponent spelled out, for the checkpoint
+        mark(config, settings)
+        settings.store(args)  # with the exponent spelled out, for the checkpoint
         if settings.scaled_init_off:
             use_plain_initialization(config)
             if not settings.active:  # otherwise part of the start-up line
@@ -120,18 +117,3 @@ def _has_empty_stack(chunk: Any) -> bool:
     """Whether a pipeline stage holds a decoder with no layer in it, only an embedding or the loss."""
     stacks = ("TransformerBlock", "HybridStack", "MambaStack")
     return any(type(module).__name__ in stacks and not len(module.layers) for module in chunk.modules())
-
-
-def load_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``--yaml-cfg`` replaces all arguments; ours would be dropped without a word."""
-
-    def load_yaml(yaml_path: Any) -> Any:
-        given = [word for word in sys.argv[1:] if word.split("=")[0] in FLAGS]
-        if given:
-            raise LNSConfigError(
-                f"{given[0]} has no effect with --yaml-cfg, which replaces every command-line argument: pass "
-                "Megatron's settings as flags."
-            )
-        return original(yaml_path)
-
-    return load_yaml

@@ -31,7 +31,7 @@ from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.schemes import Scheme, names
 
-__all__ = ["FirstForward", "attach_layer", "blocks_of", "check_config", "check_scheme", "count_sites"]
+__all__ = ["FirstForward", "attach_layer", "blocks_of", "check_config", "check_scheme", "count_sites", "layers_of"]
 
 _WORDS = {"attn": "attention", "ff": "MLP"}
 _FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
@@ -165,6 +165,13 @@ class FirstForward:
 def blocks_of(config: Any, *, hybrid: bool) -> int:
     """How many blocks a model has; in a hybrid one attention and MLP are layers of their own."""
     return int(config.num_layers) // (2 if hybrid else 1)
+
+
+def layers_of(module: nn.Module) -> list[Any]:
+    """The ``TransformerLayer``s in ``module``, itself among them."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return [child for child in module.modules() if isinstance(child, TransformerLayer)]
 
 
 def count_sites(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ Three ways, each exact in the output and in all gradients:
   what was saved: TE's LayerNormLinear and Apex's norms. TE's standalone norms read
   ``self.weight`` again in backward and would return dx and dgain that are off by s.
 - ``FoldedOp``: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
-- ``ScaledOutput``: any other norm, its output times s.
+- ``MultipliedOutput``: any other norm, its output times s.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.upstream import FUSED
+from olmo_lns.integrations.megatron.upstream import target
 from olmo_lns.integrations.norm_sites import Site, attach
 from olmo_lns.integrations.patching import verify
-from olmo_lns.integrations.scaled import Scaled
-from olmo_lns.norm import Backend, choose_backend, layer_norm, rms_norm
+from olmo_lns.integrations.scaled import Scaled, ScaledOutput, give
+from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
 
 __all__ = ["attach_norm", "is_fused_linear", "scale_norm"]
@@ -85,10 +85,14 @@ class FoldedStandalone(FoldedParameters):
 class FoldedOp(_Scaled):
     """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
 
-    lns_backend: Backend
-    _returns_residual = False
+    # Of its class, as :func:`_scaled_class` finds them; TE's RMSNorm may hand the residual on (fused_residual_rmsnorm).
     _is_te_norm: bool
     _is_rms_norm: bool
+    _returns_residual: bool
+
+    @property
+    def lns_method(self) -> str:  # type: ignore[override]
+        return f"olmo_lns.norm ({self.lns_backend.name})"
 
     def forward(self, x: torch.Tensor) -> Any:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
@@ -110,25 +114,10 @@ class FoldedOp(_Scaled):
         return (y.to(dtype), x) if self._returns_residual else y.to(dtype)
 
 
-class FoldedOpWithResidual(FoldedOp):
-    """TE's RMSNorm that also hands the residual on (``fused_residual_rmsnorm``)."""
-
-    _returns_residual = True
-
-
-class ScaledOutput(_Scaled):
+class MultipliedOutput(_Scaled, ScaledOutput):
     """Any other norm: one multiplication after it."""
 
     lns_method = "output multiplied"
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        y = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not isinstance(y, torch.Tensor):
-            raise LNSConfigError(
-                f"{type(self).__module__}.{type(self).__name__} returned {type(y).__name__}, expected a tensor: "
-                "LayerNorm Scaling does not know this norm. Use Megatron's own norms."
-            )
-        return y * self.lns_scale
 
 
 def attach_norm(module: Any, site: Site) -> None:
@@ -143,11 +132,7 @@ def attach_norm(module: Any, site: Site) -> None:
 
 def scale_norm(module: Any, factor: float) -> None:
     """The factor alone, for a norm inside a module that has the site."""
-    module.__class__ = _scaled_class(_mixin_for(module), type(module))
-    module.lns_scale = factor
-    if isinstance(module, FoldedOp):
-        module.lns_backend = choose_backend()
-        module.lns_method = f"olmo_lns.norm ({module.lns_backend.name})"
+    give(module, _scaled_class(_mixin_for(module), type(module)), factor)
 
 
 def is_fused_linear(module: object) -> bool:
@@ -161,13 +146,13 @@ def _mixin_for(module: nn.Module) -> type[_Scaled]:
     if is_fused_linear(module):
         _verify_fused(kind)
         return FoldedParameters
-    if "TEFusedResidualRMSNorm" in names:
-        return FoldedOpWithResidual
-    if kind in (nn.LayerNorm, nn.RMSNorm) or (_is_te(kind) and names & {"LayerNorm", "RMSNorm"}):
+    if kind in (nn.LayerNorm, nn.RMSNorm) or "TEFusedResidualRMSNorm" in names:
+        return FoldedOp
+    if _is_te(kind) and names & {"LayerNorm", "RMSNorm"}:
         return FoldedOp
     if _is_from(kind, "megatron.core.fusions.fused_layer_norm"):
         return FoldedStandalone
-    return ScaledOutput
+    return MultipliedOutput
 
 
 def _scaled_class(mixin: type[_Scaled], base: type[nn.Module]) -> type[nn.Module]:
@@ -176,7 +161,9 @@ def _scaled_class(mixin: type[_Scaled], base: type[nn.Module]) -> type[nn.Module
         body: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         body["__doc__"] = base.__doc__
         if issubclass(mixin, FoldedOp):
-            body |= {"_is_te_norm": _is_te(base), "_is_rms_norm": _is_rms(base)}
+            names = {each.__name__ for each in base.__mro__}
+            body |= {"_is_te_norm": _is_te(base), "_is_rms_norm": "RMSNorm" in names}
+            body["_returns_residual"] = "TEFusedResidualRMSNorm" in names
         _classes[mixin, base] = types.new_class(
             base.__name__, (mixin, base), exec_body=lambda space: space.update(body)
         )
@@ -203,7 +190,7 @@ def _verify_fused(kind: type) -> None:
             f"{owner.__module__}.{owner.__name__} overrides the forward of Megatron's {name}: LayerNorm Scaling does "
             "not know how that one uses its gain. Use Megatron's own."
         )
-    verify(FUSED, vars(wrapper)["forward"])
+    verify(target(f"{name}.forward"), vars(wrapper)["forward"])
 
 
 def _is_from(kind: type, module: str) -> bool:
@@ -212,7 +199,3 @@ def _is_from(kind: type, module: str) -> bool:
 
 def _is_te(kind: type) -> bool:
     return _is_from(kind, "transformer_engine")
-
-
-def _is_rms(kind: type) -> bool:
-    return any(base.__name__ == "RMSNorm" for base in kind.__mro__)

@@ -127,6 +127,14 @@ class Settings:
         return FLAGS[0] if self.layernorm_scaling else f"{FLAGS[4]} {self.norm_scheme}"
 
     @property
+    def words(self) -> str:
+        """All options that give these settings, as they are typed."""
+        words = [self.flag] * self.active
+        words += [f"{FLAGS[1]} {self.exponent:g}"] * (self.layernorm_scaling and self.exponent != DEFAULT_EXPONENT)
+        words += [FLAGS[2]] * self.layernorm_scaling_keep_scaled_init + [FLAGS[3]] * self.no_scaled_init
+        return " ".join(words)
+
+    @property
     def scaled_init_off(self) -> bool:
         """Whether the residual output projections get plain initialization."""
         return self.no_scaled_init or (self.active and not self.layernorm_scaling_keep_scaled_init)

@@ -22,4 +22,4 @@ def megatron() -> Iterator[None]:
 def fresh_messages() -> None:
     from olmo_lns.integrations.megatron import building
 
-    building.forget()
+    building._said.clear()

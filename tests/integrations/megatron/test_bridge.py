@@ -16,7 +16,7 @@ from support import te_python
 
 from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations import patching
-from olmo_lns.integrations.megatron import bridge, upstream
+from olmo_lns.integrations.megatron import upstream
 
 TESTS = Path(__file__).parents[2]
 
@@ -71,15 +71,12 @@ def test_weights_for_and_from_stock_classes_are_refused(results: dict[str, Any])
     assert "saved with Pre-LN" in found["import, lns"]
 
 
-def test_the_modules_that_are_watched_are_those_that_are_looked_at() -> None:
-    assert tuple(bridge.MODULES) == upstream._BRIDGE
-
-
 def test_a_bridge_without_a_function_is_an_error_where_a_scheme_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching, "_aside", {})
-    for name in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.mlm_compat", *bridge.MODULES):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    upstream._extend(sys.modules["megatron.bridge.training.mlm_compat.arguments"])
+    name = "megatron.bridge.training.mlm_compat.arguments"
+    for part in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.mlm_compat", name):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    upstream._extend(sys.modules[name])
     with pytest.raises(
         UpstreamChangedError, match=r"this Megatron Bridge was left untouched.*_transformer_config_from"
     ):

@@ -190,7 +190,7 @@ def test_a_patched_megatron_has_the_guards_of_the_plugin(
     tree, patched = megatron_launch.checkout(), tmp_path / "Megatron-LM"
     shutil.copytree(tree, patched, ignore=shutil.ignore_patterns(".git", "__pycache__"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    patches = sorted((megatron_launch.TESTS.parent / "patches" / "megatron").glob("*.patch"))
+    patches = sorted((megatron_launch.TESTS.parent / "patches" / "megatron").glob("load-plugins-*.patch"))
     if all(
         subprocess.run(["git", "apply", str(patch)], cwd=patched, capture_output=True).returncode for patch in patches
     ):

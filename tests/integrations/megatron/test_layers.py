@@ -26,16 +26,23 @@ def reference(model: Any, *, exponent: float = 0.5, **changes: Any) -> Any:
     return tiny.hook_reference(stock, exponent)
 
 
-@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("exponent", [0.5, 1.0])
-def test_loss_and_all_gradients_are_those_of_the_hooked_model(normalization: str, exponent: float) -> None:
-    model = lns_model(normalization=normalization, exponent=exponent)
-    expected = reference(model, normalization=normalization, exponent=exponent)
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
+@pytest.mark.parametrize(
+    ("exponent", "changes"),
+    [
+        (0.5, {}),
+        (1.0, {"normalization": "LayerNorm"}),
+        (0.5, {"num_moe_experts": 4}),
+        (0.5, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    ],
+    ids=["RMSNorm", "LayerNorm", "MoE", "full recompute"],
+)
+def test_loss_and_all_gradients_are_those_of_the_hooked_model(exponent: float, changes: dict[str, Any]) -> None:
+    model = lns_model(exponent=exponent, **changes)
+    assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
+    expected = reference(model, exponent=exponent, **{k: v for k, v in changes.items() if "recompute" not in k})
     loss, grads = tiny.gradients(model, tiny.batch())
     right, right_grads = tiny.gradients(expected, tiny.batch())
-    stock, _ = tiny.gradients(tiny.build(tiny.config(normalization=normalization)), tiny.batch())
+    stock, _ = tiny.gradients(tiny.build(tiny.config(**changes)), tiny.batch())
     assert loss == pytest.approx(right, rel=1e-6)
     assert abs(loss - stock) > 1e-4  # the factor is felt
     tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
@@ -49,21 +56,63 @@ def test_steps_of_an_optimizer_follow_the_hooked_model() -> None:
     assert losses != pytest.approx(tiny.train(tiny.build(tiny.config())), rel=1e-4)
 
 
-def test_moe_layers() -> None:
-    model = lns_model(num_moe_experts=4)
-    assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
+def test_multi_token_prediction_goes_on_after_the_last_block() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    def model_of(cfg: Any) -> Any:
+        spec = tiny.local_spec(cfg)
+        return tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=False))
+
+    cfg, plain = (tiny.config(mtp_num_layers=2, init_method_std=0.2) for _ in "ab")
+    try:
+        stock = tiny.hook_reference(model_of(plain))
+    except TypeError as error:
+        pytest.skip(f"this Megatron builds no MTP layers without Transformer Engine: {error}")
+    apply(cfg)
+    model = model_of(cfg)
+    stock.load_state_dict(model.state_dict())
+    for number, mtp in enumerate(stock.mtp.layers, start=tiny.LAYERS + 1):
+        inner = getattr(mtp, "mtp_model_layer", None) or mtp.transformer_layer
+        tiny.hook_layer(inner, number**-0.5)
     loss, grads = tiny.gradients(model, tiny.batch())
-    right, right_grads = tiny.gradients(reference(model, num_moe_experts=4), tiny.batch())
+    right, right_grads = tiny.gradients(stock, tiny.batch())
     assert loss == pytest.approx(right, rel=1e-6)
     tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
 
 
-def test_full_recompute_changes_nothing() -> None:
-    model = lns_model(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+def test_multi_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the layer's own two norms, not those of q and of the compressed keys and values.
+
+    Megatron's local attention core does not take the arguments that MLA gives it, with or without LNS: ours drops them.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Core(DotProductAttention):
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    if not isinstance(
+        getattr(multi_latent_attention, "TELinear", Core), type
+    ):  # 0.16 asks for instances of what TE lacks
+        monkeypatch.setattr(multi_latent_attention, "TELinear", Core)
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+    cfg, plain = (
+        tiny.config(kind=MLATransformerConfig, **heads, kv_channels=8, rope_type="rope", apply_rope_fusion=False,
+                    qk_layernorm=True, init_method_std=0.2)
+        for _ in "ab"
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = Core
+    apply(cfg)
+    model, stock = tiny.build(cfg, spec), tiny.build(plain, spec)
+    stock.load_state_dict(model.state_dict())
+    assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
     loss, grads = tiny.gradients(model, tiny.batch())
-    right, right_grads = tiny.gradients(lns_model(), tiny.batch())
-    assert loss == right
-    tiny.assert_same_gradients(grads, right_grads, rtol=1e-6)
+    right, right_grads = tiny.gradients(tiny.hook_reference(stock), tiny.batch())
+    assert loss == pytest.approx(right, rel=1e-6)
+    tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
 
 
 def test_two_sites_a_layer_with_the_global_number() -> None:
@@ -102,12 +151,6 @@ def test_without_the_flag_the_model_is_stock_bit_for_bit() -> None:
     assert model.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
 
 
-def test_applied_twice_is_refused() -> None:
-    model = lns_model()
-    with pytest.raises(LNSConfigError, match="on in this GPTModel already"):
-        apply(model)
-
-
 def test_apply_to_a_built_model_equals_apply_to_its_config() -> None:
     model = tiny.build(tiny.config())
     other = lns_model()
@@ -130,6 +173,7 @@ def test_apply_to_one_layer() -> None:
         ({"enable_mhc_connections": True}, "enable_mhc_connections"),
         ({"transformer_impl": "inference_optimized"}, "transformer_impl='inference_optimized'"),
         ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs"),
+        ({"batch_invariant_mode": True}, "batch_invariant_mode"),
     ],
 )
 def test_settings_that_are_refused(change: dict[str, Any], words: str) -> None:
@@ -143,15 +187,11 @@ def test_settings_that_are_refused(change: dict[str, Any], words: str) -> None:
         apply(cfg)
 
 
-def _layer_spec(cfg: Any) -> Any:
-    return copy.deepcopy(tiny.local_spec(cfg))
-
-
 def test_a_layer_without_a_norm_is_refused() -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
     cfg = tiny.config()
-    spec = _layer_spec(cfg)
+    spec = copy.deepcopy(tiny.local_spec(cfg))
     spec.submodules.pre_mlp_layernorm = IdentityOp
     apply(cfg)
     with pytest.raises(LNSConfigError, match=r"TransformerLayer 1 has 0 norms in front of its MLP \(none\)"):
@@ -159,46 +199,21 @@ def test_a_layer_without_a_norm_is_refused() -> None:
 
 
 def test_cross_attention_is_refused() -> None:
-    cfg = tiny.config()
-    spec = _layer_spec(cfg)
-    spec.submodules.cross_attention = torch.nn.Identity
-    layer = tiny.build(cfg).decoder.layers[0]
+    layer = tiny.build(tiny.config()).decoder.layers[0]
     layer.cross_attention = torch.nn.Identity()
     with pytest.raises(LNSConfigError, match="cross attention"):
         apply(layer)
 
 
-@pytest.mark.parametrize(("number", "halves"), [(2, "attention"), (1, "MLP")])
-def test_a_hybrid_pattern_that_is_no_transformer_is_refused(number: int, halves: str) -> None:
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    layer = tiny.build(tiny.config()).decoder.layers[0]
-    layer.layer_number = number
-    setattr(layer, "mlp" if halves == "attention" else "self_attention", IdentityOp())
-    with pytest.raises(LNSConfigError, match=f"is layer {number} of a hybrid pattern and holds only {halves}"):
-        apply(layer)
-
-
-@pytest.mark.parametrize(("number", "halves", "block"), [(1, "attention", 1), (2, "MLP", 1), (7, "attention", 4)])
-def test_halves_of_a_hybrid_block_share_its_number(number: int, halves: str, block: int) -> None:
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    layer = tiny.build(tiny.config()).decoder.layers[0]
-    layer.layer_number = number
-    setattr(layer, "mlp" if halves == "attention" else "self_attention", IdentityOp())
-    assert apply(layer) == 1
-    assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(layer)] == [block]
-
-
 def test_an_unknown_norm_is_multiplied() -> None:
     class Doubling(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
+        def forward(self, x: torch.Tensor) -> Any:
+            return 2 * x, x
 
     layer = tiny.build(tiny.config()).decoder.layers[3]
     layer.input_layernorm = Doubling()
     apply(layer)
-    assert torch.equal(layer.input_layernorm(torch.ones(3)), torch.ones(3))
+    assert all(torch.equal(y, torch.ones(3)) for y in layer.input_layernorm(torch.ones(3)))  # not the residual
     assert "output multiplied" in layer.input_layernorm.lns_method
 
 
