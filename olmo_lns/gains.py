@@ -71,22 +71,15 @@ def _check_gain(model: nn.Module, name: str) -> None:
     norm, gain = model.get_submodule(owner), model.get_parameter(name)
     if gain.dim() != 1:
         raise ValueError(f"{name}: expected a gain of one dimension, found shape {tuple(gain.shape)}")
-    if leaf != "weight":  # fused into a projection (Transformer Engine's layer_norm_weight): not to be called alone
-        size = 2.0 if getattr(norm, "zero_centered_gamma", False) else 1.0
-    else:
-        device = "cpu" if gain.is_meta else gain.device
-        own = {
-            key: torch.zeros(value.shape, dtype=value.dtype, device=device) for key, value in norm.named_parameters()
-        }
+    size = 2.0 if getattr(norm, "zero_centered_gamma", False) else 1.0
+    if leaf == "weight":  # others are fused into a projection (Transformer Engine's): not to be called alone
+        like: dict[str, Any] = {"dtype": gain.dtype, "device": "cpu" if gain.is_meta else gain.device}
+        own = {key: torch.zeros(value.shape, **like) for key, value in norm.named_parameters()}
         own[leaf] += 1
-        x = torch.linspace(-4, 4, gain.numel(), dtype=gain.dtype, device=device)[None]
+        x = torch.linspace(-4, 4, gain.numel(), **like)[None]
         size = torch.func.functional_call(norm, own, (x,)).float().pow(2).mean().sqrt().item()
     if abs(size - 1) > 0.05:
-        why = (
-            "a zero-centred gain, 1 + g, cannot start from s"
-            if abs(size - 2) < 0.1
-            else "the norm has a factor already"
-        )
+        why = "a zero-centred gain, 1 + g, cannot start from s" if abs(size - 2) < 0.1 else "it has a factor already"
         raise ValueError(f"{name} of {type(norm).__name__}: with a gain of 1 its output has size {size:.3g}: {why}")
 
 

@@ -20,11 +20,15 @@ _FINAL_NORM = """
         if types.has_scheme(config.layer_norm_type):
             from olmo_lns.integrations.olmo import norms
 
-            norms.scale_norm(self.transformer.ln_f, config.n_layers, config.n_layers**-0.5)"""
+            norms.scale_norm(self.transformer.ln_f, config.n_layers**-0.5)"""
 
 #: Mutant -> (file in the package, text, what takes its place).
 MUTANTS = {
-    "depth off by one": ("integrations/olmo/model.py", "Site(scheme, layer_id + 1,", "Site(scheme, max(layer_id, 1),"),
+    "depth off by one": (
+        "integrations/olmo/block.py",
+        "Site(scheme, block.layer_id + 1,",
+        "Site(scheme, max(block.layer_id, 1),",
+    ),
     "depth off by one in the formula": ("schemes/factor.py", "number ** -check", "(number + 1) ** -check"),
     "RMSNorm's bias unscaled": ("norm/pytorch.py", "fold(bias, scale, dtype=compute", "fold(bias, 1.0, dtype=compute"),
     "LayerNorm's bias unscaled": ("norm/pytorch.py", "fold(bias, scale, dtype=dtype)", "fold(bias, 1.0, dtype=dtype)"),

@@ -264,7 +264,7 @@ def without(model: Any, name: str) -> Any:
         (
             lambda: Model(lns=True),
             PATTERNS,
-            r"blocks.1.first.weight of Norm.*size 0.707: the norm has a factor already",
+            r"blocks.1.first.weight of Norm.*size 0.707: it has a factor already",
         ),
         (
             lambda: Model(False),

@@ -1,10 +1,10 @@
-"""Which implementation of the norms runs, decided once, with the reason."""
+"""The two norms, and which implementation of them runs: decided once, with the reason."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from packaging.version import Version
@@ -14,7 +14,7 @@ from olmo_lns.errors import BackendUnavailableError, LNSConfigError, did_you_mea
 from olmo_lns.norm import pytorch
 from olmo_lns.norm import transformer_engine as te
 
-__all__ = ["NAMES", "Backend", "choose_backend"]
+__all__ = ["NAMES", "Backend", "choose_backend", "layer_norm", "rms_norm"]
 
 #: What may be asked for. "torch" includes PyTorch's own fused kernel where there is one.
 NAMES = ("auto", "te", "torch")
@@ -33,11 +33,70 @@ class Backend:
 
     def rms_norm(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As :func:`olmo_lns.norm.rms_norm`."""
-        return (te if self.name == "te" else pytorch).rms_norm(x, *args, **kwargs)
+        return rms_norm(x, *args, backend=self, **kwargs)
 
     def layer_norm(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As :func:`olmo_lns.norm.layer_norm`."""
-        return (te if self.name == "te" else pytorch).layer_norm(x, *args, **kwargs)
+        return layer_norm(x, *args, backend=self, **kwargs)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    *,
+    bias: torch.Tensor | None = None,
+    zero_centered: bool = False,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """``scale * (x / sqrt(mean(x^2) + eps) * weight + bias)``.
+
+    :param x: (..., width), fp64, fp32, bf16 or fp16; need not be contiguous, may be empty.
+    :param weight: (width,) or None for a norm without gain.
+    :param scale: the layer's factor, a Python float, dimensionless (:func:`olmo_lns.lns_scale`).
+    :param bias: (width,) or None.
+    :param zero_centered: the gain is ``weight + 1`` (Megatron's ``apply_layernorm_1p``).
+    :param backend: a :class:`Backend`, or what :func:`choose_backend` takes: a name, or None. A module chooses once,
+        when it is built, and passes the object.
+    :returns: shape of ``x``. Statistics are fp32 (fp64 for fp64). dtype: that of ``x * weight + bias`` as in OLMo's
+        RMSLayerNorm; under autocast the autocast dtype instead of fp32, rounded once, so that the linear layer that
+        follows sees the values it would have made itself.
+    :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
+    :raises BackendUnavailableError: ``te`` was asked for and cannot run here.
+    """
+    return _norm(backend)(x, weight, bias, eps, scale, centred=False, zero_centered=zero_centered)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    *,
+    zero_centered: bool = False,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """``scale * ((x - mean(x)) / sqrt(var(x) + eps) * weight + bias)``.
+
+    Parameters, errors and statistics as in :func:`rms_norm`. The dtype is that of ``x`` as in
+    ``torch.nn.functional.layer_norm``, under autocast the autocast dtype instead of fp32.
+    """
+    return _norm(backend)(x, weight, bias, eps, scale, centred=True, zero_centered=zero_centered)
+
+
+def _norm(backend: Backend | str | None) -> Callable[..., torch.Tensor]:
+    name = backend.name if isinstance(backend, Backend) else _name(backend)
+    return te.norm if name == "te" else pytorch.norm
+
+
+def _name(setting: str | None) -> str:
+    return choose_backend(setting).name
+
+
+# All that torch.compiler.assume_constant_result does, without the 2 s of CPU that importing the compiler takes.
+_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose_backend(name: str | None = None, *, device: torch.device | str | None = None) -> Backend:
@@ -83,12 +142,12 @@ def _decide(asked: str, origin: str, device: torch.device | None) -> Backend:
 
 def _device_problem(device: torch.device) -> str | None:
     """Why Transformer Engine's kernels cannot run on ``device``, None if they can."""
-    if device.type not in te.DEVICE_TYPES:
-        return "no CUDA device is visible" if not torch.cuda.is_available() else f"the model's device is {device.type}"
-    if device.type != "cuda":
-        return None
+    if device.type in te.DEVICE_TYPES - {"cuda"}:
+        return None  # a test's stand-in
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
+    if device.type != "cuda":
+        return f"the model's device is {device.type}"
     if torch.version.hip is not None:
         return "this torch is built for ROCm"
     major, minor = torch.cuda.get_device_capability(device)

@@ -12,13 +12,12 @@ from olmo_lns.errors import LNSConfigError
 __all__ = [
     "DTYPES",
     "autocast_dtype",
-    "cast",
     "check_shapes",
     "compute_dtype",
     "fold",
     "folded_gain",
-    "kernel_dtype",
     "output_dtype",
+    "rms_output_dtype",
     "without_autocast",
 ]
 
@@ -60,14 +59,13 @@ def output_dtype(base: torch.dtype, device_type: str) -> torch.dtype:
     return base
 
 
-def kernel_dtype(x: torch.Tensor, out: torch.dtype) -> torch.dtype:
-    """Dtype in which a fused kernel must read ``x`` so that the result is exact to ``out``."""
-    return torch.promote_types(x.dtype, out)
-
-
-def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor.to(dtype)``, which even where it does nothing costs as much as an operation on a small input."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+def rms_output_dtype(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.dtype:
+    """Dtype of an RMSNorm's result: what OLMo's RMSLayerNorm gives, but see :func:`output_dtype`."""
+    base = x.dtype
+    for parameter in (weight, bias):
+        if parameter is not None:
+            base = torch.promote_types(base, parameter.dtype)
+    return output_dtype(base, x.device.type)
 
 
 def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_centered: bool = False) -> torch.Tensor:
@@ -77,8 +75,8 @@ def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_cent
     """
     if parameter.dtype == dtype and not zero_centered and not torch.compiler.is_compiling():
         return parameter * scale  # a Python number times 16-bit ones is formed in fp32 and rounded once
-    wide = cast(parameter, compute_dtype(dtype))
-    return cast((wide + 1.0 if zero_centered else wide) * scale, dtype)
+    wide = parameter.to(compute_dtype(dtype))
+    return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
 
 
 def folded_gain(

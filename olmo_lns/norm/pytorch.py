@@ -11,17 +11,16 @@ import torch.nn.functional as F
 from packaging.version import Version
 
 from olmo_lns.norm.dtypes import (
-    cast,
     check_shapes,
     compute_dtype,
     fold,
     folded_gain,
-    kernel_dtype,
     output_dtype,
+    rms_output_dtype,
     without_autocast,
 )
 
-__all__ = ["has_fused_rms_norm", "layer_norm", "rms_norm", "rms_output_dtype"]
+__all__ = ["has_fused_rms_norm", "norm"]
 
 
 def has_fused_rms_norm() -> bool:
@@ -32,67 +31,27 @@ def has_fused_rms_norm() -> bool:
 _FUSED = has_fused_rms_norm()
 
 
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float | torch.Tensor,
-    scale: float,
-    *,
-    bias: torch.Tensor | None = None,
-    zero_centered: bool = False,
-) -> torch.Tensor:
-    """``scale * (x / rms(x) * weight + bias)``; see :func:`olmo_lns.norm.rms_norm`."""
-    check_shapes(x, weight, bias)
-    out = rms_output_dtype(x, weight, bias)
-    fused = x.is_cuda and _FUSED and not isinstance(eps, torch.Tensor)
-    dtype = kernel_dtype(x, out) if fused else compute_dtype(x.dtype)
-    # Autocast would run the kernel in fp32; mixed dtypes would fall back to the formula, which rounds before the gain.
-    with without_autocast(x.device.type):
-        gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-        wide = cast(x, dtype)
-        if isinstance(eps, torch.Tensor):
-            y = _written_out(wide, gain, eps)
-        else:
-            y = F.rms_norm(wide, x.shape[-1:], gain, eps)
-        if bias is not None:
-            y = y + fold(bias, scale, dtype=compute_dtype(dtype))
-        return cast(y, out)
-
-
-def layer_norm(
+def norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    eps: float | torch.Tensor,
+    eps: float,
     scale: float,
     *,
-    zero_centered: bool = False,
+    centred: bool,
+    zero_centered: bool,
 ) -> torch.Tensor:
-    """``scale * LayerNorm(x)``; see :func:`olmo_lns.norm.layer_norm`."""
+    """:func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
     check_shapes(x, weight, bias)
-    out = output_dtype(x.dtype, x.device.type)
-    dtype = x.dtype if x.is_cuda and not isinstance(eps, torch.Tensor) else compute_dtype(x.dtype)
+    out = output_dtype(x.dtype, x.device.type) if centred else rms_output_dtype(x, weight, bias)
+    dtype = torch.promote_types(x.dtype, out) if x.is_cuda and (centred or _FUSED) else compute_dtype(x.dtype)
+    # Autocast would run the kernel in fp32; mixed dtypes would fall back to the formula, which rounds before the gain.
     with without_autocast(x.device.type):
-        gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-        shift = None if bias is None else fold(bias, scale, dtype=dtype)
-        wide = cast(x, dtype)
-        if isinstance(eps, torch.Tensor):
-            y = _written_out(wide - wide.mean(-1, keepdim=True), gain, eps)
-            y = y if shift is None else y + shift
-        else:
-            y = F.layer_norm(wide, x.shape[-1:], gain, shift, eps)
-        return cast(y, out)
-
-
-def rms_output_dtype(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.dtype:
-    """Dtype of the result: what OLMo's RMSLayerNorm gives, but see :func:`~olmo_lns.norm.dtypes.output_dtype`."""
-    base = x.dtype
-    for parameter in (weight, bias):
-        if parameter is not None:
-            base = torch.promote_types(base, parameter.dtype)
-    return output_dtype(base, x.device.type)
-
-
-def _written_out(wide: torch.Tensor, gain: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """The definition, for compilers and an eps that their graph is not to hold: torch's norms take a number."""
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain
+        gain, wide = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), x.to(dtype)
+        if centred:
+            shift = None if bias is None else fold(bias, scale, dtype=dtype)
+            return F.layer_norm(wide, x.shape[-1:], gain, shift, eps).to(out)
+        y = F.rms_norm(wide, x.shape[-1:], gain, eps)
+        if bias is not None:
+            y = y + fold(bias, scale, dtype=compute_dtype(dtype))
+        return y.to(out)

@@ -10,22 +10,22 @@ import contextlib
 import functools
 import importlib
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Iterator, Optional
 
 import torch
 from packaging.version import InvalidVersion, Version
 
 from olmo_lns.environment import ALLOW_UNVERIFIED, is_set
 from olmo_lns.norm import pytorch
-from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, kernel_dtype, output_dtype
+from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, output_dtype, rms_output_dtype
 
-__all__ = ["SUPPORTED", "Status", "layer_norm", "rms_norm", "status"]
+__all__ = ["SUPPORTED", "Status", "norm", "status"]
 
 #: Oldest and first unsupported release: the kernels' signatures were read in 2.1, 2.5, 2.11 and 2.20.
 SUPPORTED = (Version("2.1"), Version("2.21"))
 #: Device types on which tensors are handed to TE (a test's stand-in adds "cpu").
 DEVICE_TYPES = {"cuda"}
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = {torch.float32: "kFloat32", torch.bfloat16: "kBFloat16", torch.float16: "kFloat16"}
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,21 @@ class Status:
 @functools.cache
 def status() -> Status:
     """Import Transformer Engine once and say whether its norm kernels can be called."""
+    version = None
     try:
         version = str(importlib.import_module("transformer_engine").__version__)
-    except ModuleNotFoundError as error:
-        if error.name == "transformer_engine":
-            return Status(None, "Transformer Engine is not installed (No module named 'transformer_engine')")
-        return Status(None, _import_failure(error))
-    except Exception as error:  # its failures are of many kinds: OSError, RuntimeError, AssertionError, ...
-        return Status(None, _import_failure(error))
-    if problem := _unsupported(version):
-        return Status(version, problem)
-    try:
+        if problem := _unsupported(version):
+            return Status(version, problem)
         importlib.import_module("transformer_engine.pytorch")
         tex = importlib.import_module("transformer_engine_torch")
-    except Exception as error:  # as above; the reason is kept and shown
-        return Status(version, _import_failure(error))
+    except Exception as error:  # its failures are of many kinds: OSError, RuntimeError, AssertionError, ...
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
+            return Status(None, "Transformer Engine is not installed (No module named 'transformer_engine')")
+        failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Status(version, f"importing Transformer Engine failed with {failure}")
     needed = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
     missing = ", ".join(name for name in needed if not hasattr(tex, name))
     return Status(version, f"transformer_engine_torch {version} has no {missing}" if missing else None)
-
-
-def _import_failure(error: Exception) -> str:
-    return f"importing Transformer Engine failed with {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _unsupported(version: str) -> str | None:
@@ -69,68 +62,42 @@ def _unsupported(version: str) -> str | None:
     except InvalidVersion:
         return f"Transformer Engine reports the version {version!r}, which is not a version number"
     oldest, too_new = SUPPORTED
-    if oldest <= found < too_new:
-        return None
-    if oldest <= found < Version("3") and is_set(ALLOW_UNVERIFIED):
+    if oldest <= found < (Version("3") if is_set(ALLOW_UNVERIFIED) else too_new):
         return None
     return f"Transformer Engine {version} is not supported (verified: 2.1 to 2.20)"
 
 
-@functools.cache
-def _tex() -> Any:
-    return importlib.import_module("transformer_engine_torch")
+@contextlib.contextmanager
+def _kernels(x: torch.Tensor) -> Iterator[Any]:
+    """TE's extension. It launches on the current device, which is made the tensor's."""
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        yield importlib.import_module("transformer_engine_torch")
 
 
-@functools.cache
-def _tex_dtype(dtype: torch.dtype) -> Any:
-    names = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
-    return getattr(_tex().DType, names[dtype])
-
-
-def _on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """TE launches on the current device: make it the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    scale: float,
-    *,
-    bias: torch.Tensor | None = None,
-    zero_centered: bool = False,
-) -> torch.Tensor:
-    """``scale * (x / rms(x) * weight + bias)``; see :func:`olmo_lns.norm.rms_norm`."""
-    if not _has_kernel(x):
-        return pytorch.rms_norm(x, weight, eps, scale, bias=bias, zero_centered=zero_centered)
-    check_shapes(x, weight, bias)
-    out = pytorch.rms_output_dtype(x, weight, bias)
-    dtype = kernel_dtype(x, out)
-    gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-    y = _norm_op(_as_rows(x, dtype), gain, None, eps, out)[0].view(x.shape)
-    # No kernel adds a bias to an RMSNorm.
-    return y if bias is None else (y + fold(bias, scale, dtype=torch.float32)).to(out)
-
-
-def layer_norm(
+def norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     scale: float,
     *,
-    zero_centered: bool = False,
+    centred: bool,
+    zero_centered: bool,
 ) -> torch.Tensor:
-    """``scale * LayerNorm(x)``; see :func:`olmo_lns.norm.layer_norm`."""
+    """:func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
     if not _has_kernel(x):
-        return pytorch.layer_norm(x, weight, bias, eps, scale, zero_centered=zero_centered)
+        return pytorch.norm(x, weight, bias, eps, scale, centred=centred, zero_centered=zero_centered)
     check_shapes(x, weight, bias)
-    out = output_dtype(x.dtype, x.device.type)
-    dtype = kernel_dtype(x, out)
-    gain = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype)
-    shift = torch.zeros_like(gain) if bias is None else fold(bias, scale, dtype=dtype)
-    return _norm_op(_as_rows(x, dtype), gain, shift, eps, out)[0].view(x.shape)
+    out = output_dtype(x.dtype, x.device.type) if centred else rms_output_dtype(x, weight, bias)
+    dtype = torch.promote_types(x.dtype, out)
+    gain, shift = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), None
+    if centred:
+        shift = torch.zeros_like(gain) if bias is None else fold(bias, scale, dtype=dtype)
+    # 2-D and contiguous: the forward kernels do not check it and would read the wrong memory.
+    rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()
+    y = _norm_op(rows, gain, shift, eps, out)[0].view(x.shape)
+    # No kernel adds a bias to an RMSNorm.
+    return y if centred or bias is None else (y + fold(bias, scale, dtype=torch.float32)).to(out)
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
@@ -138,14 +105,6 @@ def _has_kernel(x: torch.Tensor) -> bool:
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
     return x.device.type in DEVICE_TYPES and x.dtype in _KERNEL_DTYPES and x.dim() > 0 and x.numel() > 0
-
-
-def _as_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """2-D and contiguous: the forward kernels do not check it and would read the wrong memory."""
-    return x.to(dtype).reshape(-1, x.shape[-1]).contiguous()
-
-
-_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.library.custom_op("olmo_lns::te_norm", mutates_args=())
@@ -159,12 +118,12 @@ def _norm_op(
     """RMSNorm without ``shift``, LayerNorm with one: y, means (none of an RMSNorm) and 1 / standard deviations."""
     # Positional, as in every supported release: input, weight, (bias,) eps, ln_out, quantizer, otype, sm_margin,
     # zero_centered_gamma (the +1 is in our gain already, in fp32).
-    ending = (eps, None, None, _tex_dtype(out_dtype), 0, False)
-    with _on_device(x):
+    with _kernels(x) as tex:
+        ending = (eps, None, None, getattr(tex.DType, _KERNEL_DTYPES[out_dtype]), 0, False)
         if shift is None:
-            y, _, rstd = _tex().rmsnorm_fwd(x, gain, *ending)
+            y, _, rstd = tex.rmsnorm_fwd(x, gain, *ending)
             return y, rstd.new_empty(0), rstd
-        y, mean, rstd = _tex().layernorm_fwd(x, gain, shift, *ending)
+        y, mean, rstd = tex.layernorm_fwd(x, gain, shift, *ending)
         return y, mean, rstd
 
 
@@ -173,12 +132,15 @@ def _norm_backward_op(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dy = dy.to(gain.dtype).contiguous()
-    with _on_device(x):
+    with _kernels(x) as tex:
         if not mean.numel():
-            dx, dgain = _tex().rmsnorm_bwd(dy, x, rstd, gain, 0, False)
+            dx, dgain = tex.rmsnorm_bwd(dy, x, rstd, gain, 0, False)
             return dx, dgain, gain.new_empty(0)
-        dx, dgain, dshift = _tex().layernorm_bwd(dy, x, mean, rstd, gain, 0, False)
+        dx, dgain, dshift = tex.layernorm_bwd(dy, x, mean, rstd, gain, 0, False)
         return dx, dgain, dshift
+
+
+_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @_norm_op.register_fake

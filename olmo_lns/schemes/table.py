@@ -183,84 +183,42 @@ def _lns_reversed(layer_number: int, n_layers: int, sub_layer: str, *, exponent:
     return Plan(norm_scale=lns_scale(n_layers + 1 - layer_number, exponent=exponent))
 
 
-_POSITIONS = f"{_LNS_PAPER}, table 8"
+_POSITIONS, _PARTS = f"{_LNS_PAPER}, table 8", f"none: a part of {_LNS_PAPER}"
+_E = {"exponent": EXPONENT}
 
 define(Definition("preln", "Pre-LN", "Pre-LN", _pre_ln, f"{_LNS_PAPER}, eq. 2-3", initialization="upstream"))
-define(Definition("lns", "LayerNorm Scaling", "Pre-LN + LNS", _lns, f"{_LNS_PAPER}, eq. 12", {"exponent": EXPONENT}))
+define(Definition("lns", "LayerNorm Scaling", "Pre-LN + LNS", _lns, f"{_LNS_PAPER}, eq. 12", _E))
 define(Definition("postln", "Post-LN", "Post-LN", _post_ln, f"{_MIX_LN_PAPER}, figure 1a"))
 define(Definition("mixln", "Mix-LN", "Mix-LN", _mix_ln, f"{_MIX_LN_PAPER}, section 4 and table 7", {"alpha": ALPHA}))
 define(Definition("deepnorm", "DeepNorm", "DeepNorm", _deep_norm, "arXiv 2203.00555, figure 2"))
 define(Definition("sandwich", "Sandwich-LN", "Sandwich-LN", _sandwich, "arXiv 2105.13290; arXiv 2502.02732"))
-define(
-    Definition(
-        "sandwich_depth",
-        "Sandwich-LN with depth factor",
-        "Sandwich-LN / l^0.5",
-        _sandwich_depth,
-        "none: sandwich with the factor of arXiv 2502.05795",
-        {"exponent": EXPONENT},
-    )
-)
+_title, _source = "Sandwich-LN with depth factor", f"none: sandwich with the factor of {_LNS_PAPER}"
+define(Definition("sandwich_depth", _title, "Sandwich-LN / l^0.5", _sandwich_depth, _source, _E))
 define(Definition("branchln", "Branch-LN", "OLMo 2's order", _branch_ln, "arXiv 2501.00656, section 3"))
-define(
-    Definition(
-        "branchln_depth",
-        "Branch-LN with depth factor",
-        "OLMo 2's order / l^0.5",
-        _branch_ln_depth,
-        "none: OLMo 2's order with the factor of arXiv 2502.05795",
-        {"exponent": EXPONENT},
-    )
-)
+_title, _source = "Branch-LN with depth factor", f"none: OLMo 2's order with the factor of {_LNS_PAPER}"
+define(Definition("branchln_depth", _title, "OLMo 2's order / l^0.5", _branch_ln_depth, _source, _E))
 define(Definition("admin", "Admin", "Admin", _admin, "arXiv 2004.08249; admin-torch's closed form"))
-define(
-    Definition("groupln", "Group-LN", "Group-LN", _group_ln, f"{_LNS_PAPER}, table 7, made causal", {"groups": GROUPS})
-)
+_source = f"{_LNS_PAPER}, table 7, made causal"
+define(Definition("groupln", "Group-LN", "Group-LN", _group_ln, _source, {"groups": GROUPS}))
 define(Definition("layerscale", "LayerScale", "LayerScale", _layer_scale, "arXiv 2103.17239, eq. 2", {"start": START}))
 define(Definition("skipinit", "SkipInit", "SkipInit", _skip_init, f"{_LNS_PAPER}, section 6 (3)", {"start": START}))
-define(Definition("lnsbefore", "LNS before the norm", "LNS before LN", _lns_before, _POSITIONS, {"exponent": EXPONENT}))
-for _name, _where, _scaled in (
-    ("lnsafterbranch", "attention and feed-forward", ("attn", "ff")),
-    ("lnsafterattn", "attention", ("attn",)),
-    ("lnsafterff", "feed-forward", ("ff",)),
-):
-    _label = {"lnsafterbranch": "Attn/FFN", "lnsafterattn": "Attn", "lnsafterff": "FFN"}[_name]
-    define(
-        Definition(
-            _name,
-            f"LNS after {_where}",
-            f"LNS after {_label}",
-            _lns_after(*_scaled),
-            _POSITIONS,
-            {"exponent": EXPONENT},
-        )
-    )
-define(
-    Definition(
-        "lnsafterresidual",
-        "LNS after the residual addition",
-        "LNS after residual",
-        _lns_after_residual,
-        _POSITIONS,
-        {"exponent": EXPONENT},
-    )
-)
+define(Definition("lnsbefore", "LNS before the norm", "LNS before LN", _lns_before, _POSITIONS, _E))
+_title, _plan = "LNS after attention and feed-forward", _lns_after("attn", "ff")
+define(Definition("lnsafterbranch", _title, "LNS after Attn/FFN", _plan, _POSITIONS, _E))
+define(Definition("lnsafterattn", "LNS after attention", "LNS after Attn", _lns_after("attn"), _POSITIONS, _E))
+define(Definition("lnsafterff", "LNS after feed-forward", "LNS after FFN", _lns_after("ff"), _POSITIONS, _E))
+_title = "LNS after the residual addition"
+define(Definition("lnsafterresidual", _title, "LNS after residual", _lns_after_residual, _POSITIONS, _E))
 
 # What LNS is made of, one thing at a time.
 for _name, _title, _label, _plan, _parameters in (
-    (
-        "lnsvalue",
-        "LNS on values and feed-forward",
-        "LNS, logits unscaled",
-        _lns_value,
-        {"exponent": EXPONENT},
-    ),
-    ("lnsrate", "LNS without its start", "LNS, started as Pre-LN", _lns_rate, {"exponent": EXPONENT}),
-    ("lnsstart", "LNS's start without its factor", "Pre-LN, started as LNS", _lns_start, {"exponent": EXPONENT}),
+    ("lnsvalue", "LNS on values and feed-forward", "LNS, logits unscaled", _lns_value, _E),
+    ("lnsrate", "LNS without its start", "LNS, started as Pre-LN", _lns_rate, _E),
+    ("lnsstart", "LNS's start without its factor", "Pre-LN, started as LNS", _lns_start, _E),
     ("lnsuniform", "one factor for all blocks", "Pre-LN x s", _lns_uniform, {"factor": FACTOR}),
-    ("lnsreversed", "LNS with its profile reversed", "LNS, reversed", _lns_reversed, {"exponent": EXPONENT}),
+    ("lnsreversed", "LNS with its profile reversed", "LNS, reversed", _lns_reversed, _E),
 ):
-    define(Definition(_name, _title, _label, _plan, "none: a part of arXiv 2502.05795", _parameters, olmo_only=True))
+    define(Definition(_name, _title, _label, _plan, _PARTS, _parameters, olmo_only=True))
 
 #: Stock: nothing of a framework is touched.
 PRE_LN = Scheme.of("preln")

@@ -88,15 +88,6 @@ def test_gradients_of_first_and_second_order(norm):
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@NORMS
-def test_an_eps_that_is_a_tensor(norm):
-    """As compiled norms have it whose input carries a factor: the same norm."""
-    for dtype in (FP64, BF16):
-        x, weight, bias = tensors(dtype, dtype)
-        found, want = (call(norm, x, weight, bias, eps=eps) for eps in (torch.tensor(1e-3, dtype=FP64), 1e-3))
-        assert found.dtype == want.dtype and reference.relative_error(found, want) < torch.finfo(dtype).eps
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     lead=st.lists(st.integers(0, 5), max_size=3),

@@ -132,7 +132,7 @@ def module() -> types.ModuleType:
 
 
 def _clear_caches() -> None:
-    for cached in (te.status, te._tex, te._tex_dtype, backend._decide):
+    for cached in (te.status, backend._decide):
         cached.cache_clear()
 
 

@@ -24,8 +24,8 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
     :param initialization: ``plain`` or ``upstream``; the same as ``OLMO_LNS_INITIALIZATION``.
     An OLMo that is not verified is left untouched, with one warning; a type of a scheme is then an error.
 
-    :raises UpstreamChangedError: this OLMo is not one that was verified, and ``scheme``, ``initialization`` or their
-        variables ask for something.
+    :raises UpstreamChangedError: this OLMo is not one that was verified, and ``scheme``, ``initialization`` or
+        ``OLMO_LNS_INITIALIZATION``, which bears on stock models too, asks for something.
     :raises LNSConfigError: ``scheme`` or ``initialization`` is not allowed. A variable that is not: one warning, and
         an error where a model is built under a scheme.
 
@@ -42,45 +42,42 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
     except ImportError as error:
         raise LNSConfigError(f"OLMo cannot be imported ({error}): pip install 'olmo-lns[olmo]'") from error
 
+    from olmo_lns.integrations import patching
     from olmo_lns.integrations.autoload import on_import
     from olmo_lns.integrations.olmo import checkpoint, config, model, state, types, upstream
     from olmo_lns.integrations.olmo import initialization as init
-    from olmo_lns.integrations.patching import replace_all
 
     if scheme is None and initialization is None:
         environment.warn(types.check_environment)
     else:
         types.check_environment()
-    selected = any(environment.read(name) for name in (environment.SCHEME, environment.INITIALIZATION))
 
     def replace(*pairs: Any) -> bool:
         try:
             upstream.check_version(olmo.version.VERSION)
-            replace_all(pairs)
+            return patching.replace_all(pairs)
         except UpstreamChangedError as error:
-            upstream.set_aside(error)
-            if selected or config.selected:
-                upstream.require_verified()
-            return False
-        return True
+            patching.set_aside(upstream.NAME, error)
+        if config.selected or scheme or environment.read(environment.INITIALIZATION):
+            patching.require_verified(upstream.NAME)
+        return False
 
     complete = replace(
         (upstream.CONFIG_LOAD, config.wrap_load),
         (upstream.NORM_BUILD, model.wrap_norm_build),
         (upstream.SEQUENTIAL_INIT, model.wrap_block_init),
         (upstream.LLAMA_INIT, model.wrap_block_init),
-        (upstream.BLOCK_RESET, model.wrap_block_reset),
+        (upstream.BLOCK_RESET, init.wrap_block_reset),
         (upstream.SEQUENTIAL_RESET, init.wrap_reset),
         (upstream.LLAMA_RESET, init.wrap_reset),
         (upstream.MODEL_RESET, init.wrap_reset),
         (upstream.MODEL_INIT, model.wrap_model_init),
         (upstream.FROM_CHECKPOINT, checkpoint.wrap_from_checkpoint),
     )
+    types.extend(olmo.config.LayerNormType, olmo.config.InitFnType, verified=complete)
     if not complete:
-        types.refuse(olmo.config.LayerNormType, olmo.config.InitFnType)
         return
     state.allow_in_safe_loading()
-    types.extend(olmo.config.LayerNormType, olmo.config.InitFnType)
     # Not loaded by `import olmo`; a launch imports them later, this hook is then in place.
     on_import("olmo.checkpoint", lambda _: replace((upstream.SAVE_CONFIG, checkpoint.wrap_save)))
     trainer = (upstream.RESTORE, checkpoint.wrap_restore), (upstream.TRAINER_STATE, state.wrap_trainer_state)

@@ -11,7 +11,7 @@ a second one is ``attn_norm_out``; learned factors are ``attn_gate`` and ``attn_
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, Callable
 
 import torch
@@ -21,9 +21,10 @@ from torch import nn
 from olmo_lns.integrations import norm_sites, patching
 from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.integrations.olmo import initialization, norms, upstream
-from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
+from olmo_lns.record import Record
+from olmo_lns.schemes import SUB_LAYERS, Learned, Plan
 
-__all__ = ["LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "attach_block", "unsupported"]
+__all__ = ["LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "attach", "unsupported"]
 
 _Run = Callable[..., Any]
 
@@ -73,30 +74,40 @@ class LearnedFactor(LayerNormBase):
 
 @dataclass(frozen=True)
 class _Residual:
-    """Where the norms of a sub-layer sit, and the constants of its residual addition that no norm has folded in.
+    """Where the norms of a sub-layer sit, and the constants that no norm has folded in.
 
     :param weighs_shortcut: ``factor`` is the shortcut's, else the branch's.
-    :param multiplies_sum: whether the sum is multiplied by ``stream``; a flag, because a branch on the number itself
-        would make torch.compile build one graph per layer. The tensors are for it too, see :mod:`.norms`.
+    :param multiplies_input: whether the norm's input is multiplied by ``input``, ``multiplies_sum`` whether the sum is
+        by ``stream``; flags, because a branch on the number itself would make torch.compile build one graph per layer.
     """
 
     pre: bool
     branch: bool
     post: bool
     weighs_shortcut: bool
+    multiplies_input: bool
     multiplies_sum: bool
-    factor: float
-    stream: float
-    factor_tensor: torch.Tensor
-    stream_tensor: torch.Tensor
+    input: _Constant
+    factor: _Constant
+    stream: _Constant
 
     @classmethod
     def of(cls, plan: Plan) -> _Residual:
         shortcut = _weighs_shortcut(plan)
         factor = plan.alpha if shortcut else 1.0 if plan.branch else plan.branch_scale
         stream = 1.0 if plan.post else plan.stream_scale
-        tensors = [torch.tensor(value, dtype=torch.float64, device="cpu") for value in (factor, stream)]
-        return cls(plan.pre, plan.branch, plan.post, shortcut, stream != 1.0, factor, stream, *tensors)
+        constants = [_Constant(value) for value in (plan.pre_scale, factor, stream)]
+        return cls(plan.pre, plan.branch, plan.post, shortcut, plan.pre_scale != 1.0, stream != 1.0, *constants)
+
+
+class _Constant:
+    """A number; for torch.compile an equal 0-d CPU tensor, an input of the one graph (see :mod:`..scaled`)."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.tensor = value, torch.tensor(value, dtype=torch.float64, device="cpu")
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.tensor if torch.compiler.is_compiling() else self.value)
 
 
 class _SchemeBlock(OLMoBlock):
@@ -104,6 +115,7 @@ class _SchemeBlock(OLMoBlock):
 
     lns_residual_attn: _Residual
     lns_residual_ff: _Residual
+    lns_gains: dict[str, tuple[tuple[str, float], ...]]
 
     def forward(
         self,
@@ -140,10 +152,10 @@ class _SchemeBlock(OLMoBlock):
         return projected if limit is None else projected.clamp_(min=-limit, max=limit)
 
     def _enter(self, sub_layer: str, x: torch.Tensor, run: _Run) -> torch.Tensor:
-        if not getattr(self, f"lns_residual_{sub_layer}").pre:
-            return x
-        normed: torch.Tensor = run(getattr(self, f"{sub_layer}_norm"), x)
-        return normed
+        residual: _Residual = getattr(self, f"lns_residual_{sub_layer}")
+        if residual.multiplies_input:
+            x = residual.input.times(x)
+        return run(getattr(self, f"{sub_layer}_norm"), x) if residual.pre else x
 
     def _leave(self, sub_layer: str, x: torch.Tensor, h: torch.Tensor, run: _Run) -> torch.Tensor:
         """The stream after a sub-layer. :param x: the stream before it. :param h: what the sub-layer gave."""
@@ -156,8 +168,7 @@ class _SchemeBlock(OLMoBlock):
         else:
             x = _weighted_sum(x, h, getattr(self, f"{sub_layer}_gate", None), residual)
         if residual.multiplies_sum:
-            # In place: the sum is fresh, and an addition keeps nothing of it for its gradient.
-            x = x * residual.stream_tensor if torch.compiler.is_compiling() else x.mul_(residual.stream)
+            x = residual.stream.times(x)
         return run(self._last_norm(sub_layer), x) if residual.post else x
 
     def _last_norm(self, sub_layer: str) -> Any:
@@ -168,20 +179,21 @@ class _SchemeBlock(OLMoBlock):
         residual: _Residual = getattr(self, f"lns_residual_{sub_layer}")
         first, last = getattr(self, f"{sub_layer}_norm"), self._last_norm(sub_layer)
         gate, omega = (getattr(self, f"{sub_layer}_{name}", None) for name in ("gate", "omega"))
-        own = 1.0 if residual.weighs_shortcut else residual.factor
+        own = 1.0 if residual.weighs_shortcut else residual.factor.value
+        scale, behind = (getattr(norm, "lns_scale", 1.0) for norm in (first, last))
         return Plan(
             pre=residual.pre,
             branch=residual.branch,
             post=residual.post,
-            pre_scale=norms.pre_scale_of(first),
-            norm_scale=norms.scale_of(first) if residual.pre else 1.0,
-            branch_scale=own * (norms.scale_of(last) if residual.branch else 1.0),
-            stream_scale=residual.stream * (norms.scale_of(last) if residual.post else 1.0),
-            alpha=residual.factor if residual.weighs_shortcut else 1.0,
+            pre_scale=residual.input.value,
+            norm_scale=scale if residual.pre else 1.0,
+            branch_scale=own * (behind if residual.branch else 1.0),
+            stream_scale=residual.stream.value * (behind if residual.post else 1.0),
+            alpha=residual.factor.value if residual.weighs_shortcut else 1.0,
             gate=None if gate is None else gate.learned,
             omega=None if omega is None else omega.learned,
-            gains=initialization.gains_of(self, sub_layer),
-            groups=norms.groups_of(first),
+            gains=self.lns_gains[sub_layer],
+            groups=getattr(first, "lns_groups", 1),
         )
 
     def reset_parameters(self) -> None:
@@ -215,56 +227,62 @@ def _call(function: _Run, *args: Any, **kwargs: Any) -> Any:
 def _weighted_sum(plain: torch.Tensor, weighted: torch.Tensor, learned: Any, residual: _Residual) -> torch.Tensor:
     """``plain + factor * (learned * weighted)`` in one pass."""
     if torch.compiler.is_compiling():
-        if learned is not None:
-            weighted = learned.weight * weighted
-        return plain + residual.factor_tensor * weighted
+        return plain + residual.factor.times(weighted if learned is None else learned.weight * weighted)
     if learned is None:
-        return torch.add(plain, weighted, alpha=residual.factor)
-    return torch.addcmul(plain, learned.weight, weighted, value=residual.factor)
+        return torch.add(plain, weighted, alpha=residual.factor.value)
+    return torch.addcmul(plain, learned.weight, weighted, value=residual.factor.value)
 
 
 _CLASSES: dict[type, type] = {OLMoSequentialBlock: SchemeSequentialBlock, OLMoLlamaBlock: SchemeLlamaBlock}
 
 
-def attach_block(block: OLMoBlock, scheme: Scheme) -> None:
-    """Turn a block that OLMo has built into the block of ``scheme``, in place.
+def attach(block: OLMoBlock, asked: Record) -> None:
+    """Turn a block that OLMo has built into the block of the scheme and initialization ``asked``, in place.
+
+    A scheme that only multiplies the norm in front of a sub-layer leaves the block its class and attaches to its norms.
 
     :raises UpstreamChangedError: OLMo's own forward is not one that ours was read against.
     :raises TypeError: ``block`` is not one of OLMo's.
     """
+    if asked.scaled_init != "upstream":
+        block.lns_initialization = asked.scaled_init
+    scheme, config = asked.scheme, block.config
+    sites = [Site(scheme, block.layer_id + 1, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
+    if scheme.keeps_forward(config.n_layers):
+        for site in () if scheme.is_pre_ln else sites:
+            norms.attach_norm(getattr(block, f"{site.sub_layer}_norm"), site)
+        return
     _check_upstream()
     if type(block) not in _CLASSES:
         raise TypeError(
             f"no scheme for a {type(block).__name__}; expected OLMo's OLMoSequentialBlock or OLMoLlamaBlock"
         )
-    number, config = block.layer_id + 1, block.config
-    found = [Site(scheme, number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
-    norm_sites.attach(block, *found)
-    for site in found:
+    norm_sites.attach(block, *sites)
+    for site in sites:
         plan, sub_layer = site.plan, site.sub_layer
         if plan.norms == 2:
             setattr(block, f"{sub_layer}_norm_out", LayerNormBase.build(config, size=config.d_model))
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
                 setattr(block, f"{sub_layer}_{name}", LearnedFactor(config, learned))
-        _fold_into_norms(block, plan, sub_layer, number)
+        _fold_into_norms(block, plan, sub_layer)
         setattr(block, f"lns_residual_{sub_layer}", _Residual.of(plan))
-        initialization.keep_gains(block, sub_layer, plan.gains)
+    block.lns_gains = {site.sub_layer: site.plan.gains for site in sites}
     block.__class__ = _CLASSES[type(block)]
 
 
-def _fold_into_norms(block: OLMoBlock, plan: Plan, sub_layer: str, number: int) -> None:
+def _fold_into_norms(block: OLMoBlock, plan: Plan, sub_layer: str) -> None:
     """The constants that stand beside a norm; without one it stays OLMo's own norm."""
     first = getattr(block, f"{sub_layer}_norm")
     last = getattr(block, f"{sub_layer}_norm_out", first)
-    if plan.pre and (plan.norm_scale, plan.pre_scale, plan.groups) != (1.0, 1.0, 1):
-        norms.scale_norm(first, number, plan.norm_scale, pre_scale=plan.pre_scale, groups=plan.groups)
+    if plan.pre and (plan.norm_scale, plan.groups) != (1.0, 1):
+        norms.scale_norm(first, plan.norm_scale, groups=plan.groups)
     behind = plan.branch_scale if plan.branch else plan.stream_scale if plan.post else 1.0
     if behind != 1.0:
-        norms.scale_norm(last, number, behind)
+        norms.scale_norm(last, behind)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _check_upstream() -> None:
     for target in (upstream.SEQUENTIAL_FORWARD, upstream.LLAMA_FORWARD, upstream.ATTENTION):
         owner, name = target.locate()

@@ -16,15 +16,7 @@ from olmo_lns.integrations.olmo import state, types
 from olmo_lns.integrations.olmo.model import built_record, record_of
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
-__all__ = [
-    "asked_record",
-    "check_checkpoint",
-    "one_line_of",
-    "saved_record",
-    "wrap_from_checkpoint",
-    "wrap_restore",
-    "wrap_save",
-]
+__all__ = ["check_checkpoint", "one_line_of", "saved_record", "wrap_from_checkpoint", "wrap_restore", "wrap_save"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -32,13 +24,6 @@ log = logging.getLogger("olmo_lns")
 _OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
 #: Accepted in the override variable for a checkpoint whose record was lost.
 MISSING_RECORD = "missing-record"
-
-
-def asked_record(model_config: Any) -> Record:
-    """What a model built from ``model_config`` (an OLMo ``ModelConfig``) would be, under the current settings."""
-    scheme = types.scheme_in_force(model_config.layer_norm_type)
-    norm = "" if scheme.is_pre_ln else types.base_type(model_config.layer_norm_type)
-    return Record(scheme, norm, types.initialization_in_force(model_config))
 
 
 def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
@@ -51,30 +36,28 @@ def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
     """
     refused = ""
     try:
-        path = _resource(folder, RECORD_FILE, local_cache)
+        if (path := _resource(folder, RECORD_FILE, local_cache)) is not None:
+            return Record.from_json(path)
+    except CheckpointMismatchError:
+        raise
     except Exception as error:  # each store's client raises its own, also for a file that is only not there
-        path, refused = None, one_line(error)
-    if path is not None:
-        return Record.from_json(path)
-    config = _resource(folder, "config.yaml", local_cache)
-    if config is None:
+        refused = f"{RECORD_FILE} cannot be read: {one_line(error)}"
+    if (path := _resource(folder, "config.yaml", local_cache)) is None:
         return None
     from omegaconf import OmegaConf
 
-    model = OmegaConf.select(OmegaConf.load(str(config)), "model", default={})
+    model = OmegaConf.select(OmegaConf.load(str(path)), "model", default={})
     name = model.get("layer_norm_type")
     scheme = types.scheme_of(name)
     drawn = types.INIT_FNS.get(str(model.get("init_fn")), scheme.definition.initialization)
     if scheme.is_pre_ln:
         if refused:
-            log.warning(
-                "%s/%s cannot be read (%s): taken for the Pre-LN that its config names", folder, RECORD_FILE, refused
-            )
+            log.warning("%s: %s: taken for the Pre-LN that its config names", folder, refused)
         return Record(scaled_init=drawn)
     if refused:
         raise CheckpointMismatchError(
-            f"{folder}: config.yaml names layer_norm_type {name}, and {RECORD_FILE} cannot be read: {refused}. Give "
-            "this process access to it, or load a local copy of the checkpoint."
+            f"{folder}: config.yaml names layer_norm_type {name}, and {refused}. Give this process access to it, or "
+            "load a local copy of the checkpoint."
         )
     log.info("%s: no %s; its config.yaml says layer_norm_type %s", folder, RECORD_FILE, name)
     return Record(scheme, types.base_type(name), drawn)
@@ -82,10 +65,8 @@ def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
 
 def _resource(folder: Any, name: str, local_cache: Any) -> Path | None:
     if "://" not in str(folder):
-        for base in (local_cache, folder):
-            if base is not None and (path := Path(base) / name).is_file():
-                return path
-        return None
+        places = (Path(base) / name for base in (local_cache, folder) if base is not None)
+        return next((path for path in places if path.is_file()), None)
     from olmo.util import resource_path
 
     try:
@@ -94,28 +75,27 @@ def _resource(folder: Any, name: str, local_cache: Any) -> Path | None:
         return None
 
 
-def check_checkpoint(folder: Any, running: Record, *, training: bool, local_cache: Any = None) -> None:
+def check_checkpoint(folder: Any, running: Record, *, local_cache: Any = None) -> None:
     """:raises CheckpointMismatchError: the checkpoint and the model that runs disagree, or a scheme runs and the
     folder says nothing."""
     if "://" not in str(folder) and not Path(folder).exists():
         return  # OLMo says so
     saved = saved_record(folder, local_cache=local_cache)
-    if saved is None:
-        if running.active and MISSING_RECORD not in accepted():
-            raise CheckpointMismatchError(
-                f"{folder} has neither config.yaml nor {RECORD_FILE}: what its weights were trained with is unknown, "
-                f"and this run has {running}. Copy config.yaml from the run that saved it, or set "
-                f"{environment.ALLOW_MISMATCH}={MISSING_RECORD} to go on knowingly."
-            )
-        return
-    _compare(saved, running, folder, training)
+    if saved is not None:
+        _compare(saved, running, folder)
+    elif running.active and MISSING_RECORD not in accepted():
+        raise CheckpointMismatchError(
+            f"{folder} has neither config.yaml nor {RECORD_FILE}: what its weights were trained with is unknown, "
+            f"and this run has {running}. Copy config.yaml from the run that saved it, or set "
+            f"{environment.ALLOW_MISMATCH}={MISSING_RECORD} to go on knowingly."
+        )
 
 
-def _compare(saved: Record, running: Record, folder: Any, training: bool = True) -> None:
-    flag = f"--model.layer_norm_type={types.spell(saved.scheme, saved.norm) if saved.active else running.norm or 'rms'}"
+def _compare(saved: Record, running: Record, folder: Any) -> None:
+    kind = types.spell(saved.scheme, saved.norm) if saved.active else running.norm or "rms"
     if saved.active and running.norm in ("", saved.norm):
-        flag = f"--model.layer_norm_type={saved.scheme}"
-    for difference in check_match(saved, running, source=folder, training=training, remedy=flag):
+        kind = str(saved.scheme)
+    for difference in check_match(saved, running, source=folder, remedy=f"--model.layer_norm_type={kind}"):
         log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
 
 
@@ -129,17 +109,16 @@ def wrap_save(save_config: Callable[..., None]) -> Callable[..., None]:
         save_config(self, dir, upload_to=upload_to)
         record = built_record(self.cfg.model)
         if record is None:
-            record = asked_record(self.cfg.model)
+            record = types.asked_record(self.cfg.model)
             if record.active:
                 raise CheckpointMismatchError(
                     f"{dir}: a checkpoint of {record} is being saved, but no model was built from this config: what "
                     "the weights were trained with is unknown."
                 )
-        if record == Record() or get_global_rank() != 0:
-            return
-        path = record.write(dir)
-        if upload_to is not None:
-            upload(path, f"{upload_to}/{RECORD_FILE}", save_overwrite=self.cfg.save_overwrite)
+        if record != Record() and get_global_rank() == 0:
+            path = record.write(dir)
+            if upload_to is not None:
+                upload(path, f"{upload_to}/{RECORD_FILE}", save_overwrite=self.cfg.save_overwrite)
 
     return wrapped
 
@@ -149,7 +128,7 @@ def wrap_restore(restore: Callable[..., None]) -> Callable[..., None]:
 
     def wrapped(self: Any, load_path: Any, **kwargs: Any) -> None:
         running = record_of(self.model)
-        check_checkpoint(load_path, running, training=True, local_cache=kwargs.get("local_cache"))
+        check_checkpoint(load_path, running, local_cache=kwargs.get("local_cache"))
         with state.records_read() as found:
             restore(self, load_path, **kwargs)
         for saved in found:  # what the folder's files may have lost
@@ -191,7 +170,7 @@ def wrap_from_checkpoint(from_checkpoint: Callable[..., Any]) -> Callable[..., A
         from olmo.util import resource_path
 
         config = ModelConfig.load(resource_path(checkpoint_dir, "config.yaml"), key="model", validate_paths=False)
-        check_checkpoint(checkpoint_dir, asked_record(config), training=False)
+        check_checkpoint(checkpoint_dir, types.asked_record(config))
         return from_checkpoint(cls, checkpoint_dir, *args, **kwargs)
 
     return wrapped

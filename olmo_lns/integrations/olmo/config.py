@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import logging
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Callable
 
 import torch
 from omegaconf import OmegaConf
 
+from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.integrations import patching
 from olmo_lns.integrations.olmo import types, upstream
 
-__all__ = ["MOST_LAYERS", "check_sizes", "require_no_decay", "require_supported", "wrap_load", "written"]
+__all__ = ["MOST_LAYERS", "check_sizes", "require_supported", "wrap_load"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -58,36 +57,37 @@ def require_supported(config: Any) -> None:
         return
     global selected
     selected = True
-    types.check_environment()
-    upstream.require_verified()
+    patching.require_verified(upstream.NAME)
+    environment.check()
     check_sizes(config)
-    scheme = types.scheme_of(config.layer_norm_type)
+    scheme, problem = types.scheme_of(config.layer_norm_type), ""
     if config.norm_after:
-        raise OLMoConfigurationError(
-            f"layer_norm_type={config.layer_norm_type!s} with norm_after=true: a scheme says itself where the norms "
-            "sit. Set norm_after: false, or a stock layer_norm_type."
+        problem = (
+            " with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false, or a stock "
+            "layer_norm_type."
         )
-    if scheme.name == "lnsvalue" and config.clip_qkv is not None:
-        raise OLMoConfigurationError(
-            f"layer_norm_type={config.layer_norm_type!s} with clip_qkv={config.clip_qkv:g}: lnsvalue is LNS but for "
-            "the attention logits, and a clipped v is not. Set clip_qkv: null."
+    elif scheme.name == "lnsvalue" and config.clip_qkv is not None:
+        problem = (
+            f" with clip_qkv={config.clip_qkv:g}: lnsvalue is LNS but for the attention logits, a clipped v is not. "
+            "Set clip_qkv: null."
         )
-    from olmo_lns.integrations.olmo.block import unsupported  # made of OLMo's classes: see integrations.olmo.model
+    else:
+        from olmo_lns.integrations.olmo.block import unsupported  # made of OLMo's classes: see integrations.olmo.model
 
-    for number, sub_layer, plan in scheme.plans(config.n_layers):
-        if problem := unsupported(plan, config.d_model):
-            raise OLMoConfigurationError(
-                f"layer_norm_type={config.layer_norm_type!s}, block {number}, {sub_layer}: {problem}."
-            )
+        for number, sub_layer, plan in scheme.plans(config.n_layers):
+            if reason := unsupported(plan, config.d_model):
+                problem = f", block {number}, {sub_layer}: {reason}."
+                break
+    if problem:
+        raise OLMoConfigurationError(f"layer_norm_type={config.layer_norm_type!s}{problem}")
 
 
-def require_no_decay(config: Any) -> None:
+def _require_no_decay(config: Any) -> None:
     """:raises OLMoConfigurationError: an OLMo ``TrainConfig`` that would decay the learned factors of its scheme."""
     from olmo.exceptions import OLMoConfigurationError
 
-    scheme = types.scheme_in_force(config.model.layer_norm_type)
-    learned = any(plan.learned for _, _, plan in scheme.plans(config.model.n_layers))
-    if not learned or (optimizer := config.optimizer) is None:
+    scheme, optimizer = types.scheme_of(config.model.layer_norm_type), config.optimizer
+    if optimizer is None or not any(plan.learned for _, _, plan in scheme.plans(config.model.n_layers)):
         return
     found = "decay_norm_and_bias=true" if optimizer.decay_norm_and_bias else ""
     if optimizer.no_decay_norm_and_bias is False:  # its old name, which the launcher obeys after this load
@@ -128,7 +128,7 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
         model_key = {"TrainConfig": "model.", "ModelConfig": ""}.get(cls.__name__)
         if model_key is None:
             return load(cls, path, overrides, key, validate_paths)
-        named, override = _written_types(path, overrides, key, f"{model_key}layer_norm_type")
+        named, override = _written_types(path, list(overrides or []), key, f"{model_key}layer_norm_type")
         for value in (named, override):
             _reject_unknown(value)
         config = load(cls, path, overrides, key, validate_paths)
@@ -137,54 +137,38 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
             _resolve(model, named, overridden=override is not None)
             require_supported(model)
             if model_key:
-                require_no_decay(config)
+                _require_no_decay(config)
                 _warn_of_checkpointer(config)
         return config
 
     return wrapped
 
 
-def _written_types(path: Any, overrides: list[str] | None, key: str | None, name: str) -> tuple[str | None, str | None]:
-    """The type that the YAML file names and the one that the command line asks for, as written."""
-    given = list(overrides or [])
-    parent, _, leaf = name.rpartition(".")
-    mine = [text for text in given if leaf in text or text.partition("=")[0] == parent]
-    if not any("${" in text for text in mine):  # they may name the others; parsing takes long
-        given = mine
-    # Of several overrides of the type the last counts, and what the others make of the file names the base norm.
-    earlier = _asked_type(tuple(given[:-1]), name) if len(mine) > 1 else None
-    in_file = _named_type(Path(path).read_text(encoding="utf-8"), key, name)
-    return earlier or in_file, _asked_type(tuple(given), name)
+def _written_types(path: Any, overrides: list[str], key: str | None, name: str) -> tuple[str | None, str | None]:
+    """The type that is in the file, and the one that the command line asks for, as written.
 
-
-@lru_cache  # a study loads one file for each of its runs, with the overrides of a few arms
-def _asked_type(given: tuple[str, ...], name: str) -> str | None:
-    override = OmegaConf.select(OmegaConf.from_dotlist([*given]), name) if given else None
-    return None if override is None else str(override)
-
-
-@lru_cache(maxsize=1)
-def written(text: str) -> Any:
-    """A YAML file as OmegaConf reads it; whoever changes it takes a copy."""
-    return OmegaConf.load(io.StringIO(text))
-
-
-@lru_cache
-def _named_type(text: str, key: str | None, name: str) -> str | None:
-    raw = written(text)
+    Of several overrides of the type the last counts, and what the others make of the file names the base norm.
+    """
+    written = OmegaConf.load(str(path))
     if key is not None:
-        raw = OmegaConf.select(raw, key) or OmegaConf.create()
-    named = OmegaConf.select(raw, name, throw_on_missing=False)
-    return None if named is None else str(named)
+        written = OmegaConf.select(written, key) or OmegaConf.create()
+
+    def after(count: int) -> str | None:
+        merged = OmegaConf.merge(written, OmegaConf.from_dotlist(overrides[:count]))
+        named = OmegaConf.select(merged, name, throw_on_missing=False)
+        return None if named is None else str(named)
+
+    keys = (name, name.rpartition(".")[0])
+    last = max((i for i, text in enumerate(overrides) if text.partition("=")[0].strip() in keys), default=None)
+    return (after(0), None) if last is None else (after(last), after(len(overrides)))
 
 
 def _reject_unknown(value: str | None) -> None:
     from olmo.config import LayerNormType
     from olmo.exceptions import OLMoConfigurationError
 
-    if value is None:
-        return
-    if value in [str(member) for member in LayerNormType] and not types.has_parameters(value):
+    known = [str(member) for member in LayerNormType if not types.has_parameters(member)]
+    if value is None or value in known:
         return
     if types.has_scheme(value):
         try:
@@ -192,7 +176,6 @@ def _reject_unknown(value: str | None) -> None:
         except LNSConfigError as error:
             raise OLMoConfigurationError(f"layer_norm_type {value!r}: {error}") from None
         return
-    known = [str(member) for member in LayerNormType if not types.has_parameters(member)]
     suffixes = tuple(f"_{base}" for base in types.BASES)
     short = [name for name in known if not name.endswith(suffixes)]
     raise OLMoConfigurationError(
@@ -209,7 +192,7 @@ def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
     kept = (named or str(ModelConfig.layer_norm_type)) if overridden else "rms"
     resolved = types.resolve(asked, kept)
     # What the environment adds is written down: a resumed run has the config, not the variable.
-    spelled = types.spell(types.scheme_in_force(resolved), types.base_type(resolved))
+    spelled = types.spell(types.asked_record(model).scheme, types.base_type(resolved))
     if spelled == asked:
         return
     model.layer_norm_type = LayerNormType[spelled]

@@ -14,8 +14,7 @@ A scheme's own gains on freshly drawn weights (DeepNorm's) are by role: ``qkv``,
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -24,19 +23,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo.types import INIT_FNS, has_scheme
 from olmo_lns.schemes.initialization import factor
 
-__all__ = [
-    "ATTRIBUTE",
-    "apply_gains",
-    "depth_factor",
-    "gains_of",
-    "initialization_of",
-    "keep_gains",
-    "redraw",
-    "wrap_reset",
-]
-
-#: Where a block keeps what was decided when it was built; absent for ``upstream``.
-ATTRIBUTE = "lns_initialization"
+__all__ = ["apply_gains", "depth_factor", "initialization_of", "wrap_block_reset", "wrap_reset"]
 
 
 def depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
@@ -60,51 +47,47 @@ def depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
 
 def initialization_of(block: Any) -> str:
     """What was decided when ``block`` was built."""
-    return str(getattr(block, ATTRIBUTE, "upstream"))
+    return str(getattr(block, "lns_initialization", "upstream"))
 
 
-@torch.no_grad()
-def redraw(block: Any) -> None:
-    """Give the freshly drawn ``attn_out`` and ``ff_out`` of an OLMo block the depth factor of its initialization.
+def wrap_block_reset(reset: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``OLMoBlock.reset_parameters``, which draws ``attn_out`` and ``ff_out`` with OLMo's depth factor.
 
-    To be called once after each draw (``block.reset_parameters()``). Multiplying the stock draw
-    keeps the random stream, and is exact for OLMo's normals truncated at a multiple of their
-    standard deviation. Works on meta tensors and on FSDP shards.
+    Multiplying the stock draw keeps the random stream, and is exact for OLMo's normals truncated at a multiple of
+    their standard deviation. It works on meta tensors and on FSDP shards.
     """
-    wanted = initialization_of(block)
-    if wanted == "upstream":
-        return
-    number, count = block.layer_id + 1, block.config.n_layers
-    present, scale = depth_factor(block.config.init_fn, number, count), factor(wanted, number, count)
-    for weight in (block.attn_out.weight, block.ff_out.weight):
-        if present != 1.0:
-            weight.div_(present)
-        if scale != 1.0:
-            weight.mul_(scale)
 
+    @torch.no_grad()
+    def wrapped(self: Any) -> None:
+        reset(self)
+        wanted = initialization_of(self)
+        if wanted == "upstream":
+            return
+        number, count = self.layer_id + 1, self.config.n_layers
+        present, scale = depth_factor(self.config.init_fn, number, count), factor(wanted, number, count)
+        for weight in (self.attn_out.weight, self.ff_out.weight):
+            if present != 1.0:
+                weight.div_(present)
+            if scale != 1.0:
+                weight.mul_(scale)
 
-@contextmanager
-def _as_normal(config: Any) -> Iterator[None]:
-    """OLMo draws our initializations as ``normal``; the config keeps the name that defines the run."""
-    from olmo.config import InitFnType
-
-    asked = config.init_fn
-    if str(asked) not in INIT_FNS:
-        yield
-        return
-    config.init_fn = InitFnType.normal
-    try:
-        yield
-    finally:
-        config.init_fn = asked
+    return wrapped
 
 
 def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``reset_parameters`` of the model or of a block class, which ask for ``init_fn`` by name."""
+    """Wrap ``reset_parameters`` of the model or of a block class, which ask for ``init_fn`` by name.
+
+    OLMo draws our initializations as ``normal``; the config keeps the name that defines the run.
+    """
 
     def wrapped(self: Any) -> None:
-        with _as_normal(self.config):
+        asked = self.config.init_fn
+        if str(asked) in INIT_FNS:
+            self.config.init_fn = type(asked).normal
+        try:
             reset(self)
+        finally:
+            self.config.init_fn = asked
         embedding_norm = getattr(getattr(self, "transformer", None), "emb_norm", None)
         if embedding_norm is not None and has_scheme(self.config.layer_norm_type):
             # OLMo never resets it: after meta device it would be what the memory held.
@@ -123,25 +106,14 @@ _ROLES = {
 }
 
 
-def keep_gains(block: Any, sub_layer: str, gains: tuple[tuple[str, float], ...]) -> None:
-    """Note on ``block`` what :func:`apply_gains` is to multiply by."""
-    setattr(block, f"lns_gains_{sub_layer}", gains)
-
-
-def gains_of(block: Any, sub_layer: str) -> tuple[tuple[str, float], ...]:
-    """The gains of ``block``, as its plan for ``sub_layer`` names them."""
-    found: tuple[tuple[str, float], ...] = getattr(block, f"lns_gains_{sub_layer}")
-    return found
-
-
 @torch.no_grad()
 def apply_gains(block: Any) -> None:
-    """Multiply the freshly drawn weights of ``block``; once after each draw.
+    """Multiply the freshly drawn weights of ``block`` by its ``lns_gains``; once after each draw.
 
     :raises LNSConfigError: the rows of ``v`` cannot be found in this process's shard.
     """
-    for sub_layer in ("attn", "ff"):
-        for role, gain in gains_of(block, sub_layer):
+    for sub_layer, gains in block.lns_gains.items():
+        for role, gain in gains:
             owner, modules = _ROLES[role]
             if owner != sub_layer:
                 continue
@@ -153,39 +125,26 @@ def apply_gains(block: Any) -> None:
 
 
 def _rows_of_v(block: Any) -> torch.Tensor:
-    """The last rows of the fused projection ``att_proj``; of a shard of FSDP, the elements that lie in them."""
+    """The last rows of the fused projection ``att_proj``; of a shard of FSDP, the elements that lie in them.
+
+    FSDP (meta device: OLMo draws after it has sharded) leaves a 1-D piece of each parameter, and the pieces lie in the
+    order of the ranks. With hybrid sharding each group of consecutive ranks has the whole.
+
+    :raises LNSConfigError: the pieces of all ranks do not make whole parameters.
+    """
     weight: torch.Tensor = block.att_proj.weight
     width, rows = block.config.d_model, block.fused_dims[2]
     if weight.dim() == 2:
         return weight[-rows:]
-    total = sum(block.fused_dims) * width
-    first = _offset_of_shard(weight, total)
-    return weight[max(0, total - rows * width - first) :]
-
-
-def _offset_of_shard(weight: torch.Tensor, total: int) -> int:
-    """Where this process's elements of a parameter begin in the whole of it.
-
-    FSDP (meta device: OLMo draws after it has sharded) leaves a 1-D piece of each parameter, and
-    the pieces lie in the order of the ranks. With hybrid sharding each group of consecutive
-    ranks has the whole.
-
-    :param total: elements of the whole parameter.
-    :raises LNSConfigError: the pieces of all ranks do not make whole parameters.
-    """
-    sizes = [weight.numel()]
+    total, sizes, rank = sum(block.fused_dims) * width, [weight.numel()], 0
     if dist.is_available() and dist.is_initialized():
-        mine = torch.tensor([weight.numel()], dtype=torch.int64, device=weight.device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        sizes = [int(size) for size in gathered]
-        first = sum(sizes[: dist.get_rank()]) % total
-    else:
-        first = 0
+        sizes, rank = [0] * dist.get_world_size(), dist.get_rank()
+        dist.all_gather_object(sizes, weight.numel())
+    first = sum(sizes[:rank]) % total
     if sum(sizes) % total or first + weight.numel() > total:
         raise LNSConfigError(
             f"the gain on the v rows of att_proj cannot be placed: this process has {weight.numel()} of {total} "
             f"elements, all ranks {sizes}, which are not consecutive parts. Use model.block_type: llama, whose v_proj "
             "is a matrix of its own, or initialize without meta device (model.init_device: cpu)."
         )
-    return first
+    return weight[max(0, total - rows * width - first) :]

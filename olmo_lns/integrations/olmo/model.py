@@ -10,36 +10,25 @@ import logging
 from typing import Any, Callable
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.norm_sites import Site
+from olmo_lns.integrations import norm_sites, patching
 from olmo_lns.integrations.olmo import initialization, types, upstream
 from olmo_lns.integrations.olmo.config import require_supported
 from olmo_lns.record import Record
-from olmo_lns.schemes import SUB_LAYERS
 
 __all__ = [
-    "BLOCK_NORMS",
-    "ask_for_plain_initialization",
-    "blocks_of",
-    "built_record",
-    "record_of",
-    "wrap_block_init",
-    "wrap_block_reset",
-    "wrap_model_init",
+    "ask_for_plain_initialization", "blocks_of", "built_record", "record_of", "wrap_block_init", "wrap_model_init",
     "wrap_norm_build",
-]
+]  # fmt: skip
 
 log = logging.getLogger("olmo_lns")
 
-#: Sub-layer -> its norm in an OLMo block.
-BLOCK_NORMS = {"attn": "attn_norm", "ff": "ff_norm"}
 #: Where a config keeps the record of the model that was last built from it, as plain data: a pickled stock model
 #: must not need this package.
 _RECORD = "_olmo_lns_record"
 
 
 def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``LayerNormBase.build``: a type of ours gives the plain base norm.
+    """Wrap ``LayerNormBase.build``: a type of ours gives OLMo's own norm, without a factor.
 
     Final, embedding and q/k norms stay that way; a block attaches its own two afterwards.
     """
@@ -47,9 +36,12 @@ def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(cls: Any, config: Any, size: int | None = None, **kwargs: Any) -> Any:
         if not types.has_scheme(config.layer_norm_type):
             return build(cls, config, size, **kwargs)
-        from olmo_lns.integrations.olmo import norms
+        from olmo.model import LayerNorm, RMSLayerNorm
 
-        return norms.base_norm(types.base_type(config.layer_norm_type), config, size, **kwargs)
+        base = types.base_type(config.layer_norm_type)
+        if base == "rms":
+            return RMSLayerNorm(config, size=size, **kwargs)
+        return LayerNorm(config, size=size, low_precision=base == "low_precision", **kwargs)
 
     return wrapped
 
@@ -62,29 +54,11 @@ def wrap_block_init(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     def wrapped(self: Any, layer_id: int, config: Any, cache: Any) -> None:
-        from olmo_lns.integrations.olmo import block, norms
+        from olmo_lns.integrations.olmo import block
 
         require_supported(config)
         init(self, layer_id, config, cache)
-        if (wanted := types.initialization_in_force(config)) != "upstream":
-            setattr(self, initialization.ATTRIBUTE, wanted)
-        scheme = types.scheme_in_force(config.layer_norm_type)
-        if not scheme.keeps_forward(config.n_layers):
-            block.attach_block(self, scheme)
-        elif not scheme.is_pre_ln:
-            for sub_layer in SUB_LAYERS:
-                norm = getattr(self, BLOCK_NORMS[sub_layer])
-                norms.attach_norm(norm, Site(scheme, layer_id + 1, config.n_layers, sub_layer))
-
-    return wrapped
-
-
-def wrap_block_reset(reset: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``OLMoBlock.reset_parameters``, which draws the residual output projections."""
-
-    def wrapped(self: Any) -> None:
-        reset(self)
-        initialization.redraw(self)
+        block.attach(self, types.asked_record(config))
 
     return wrapped
 
@@ -94,19 +68,31 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
 
     def wrapped(self: Any, config: Any, init_params: bool = True) -> None:
         require_supported(config)
-        if types.has_scheme(kind := config.layer_norm_type):
+        asked = types.asked_record(config)
+        if asked.active:
             # A parameter from the environment is written down: what is saved with the weights is the config.
-            config.layer_norm_type = type(kind)(types.spell(types.scheme_in_force(kind), types.base_type(kind)))
+            config.layer_norm_type = type(config.layer_norm_type)(types.spell(asked.scheme, asked.norm))
         init(self, config, init_params)
-        norm_sites.check(self, types.scheme_in_force(config.layer_norm_type), config.n_layers)
+        norm_sites.check(self, asked.scheme, config.n_layers)
         record = record_of(self)
         setattr(config, _RECORD, record.as_dict())
+        state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
+        drawn = f"scaled initialization {state} (init_fn {config.init_fn})"
         if record.active:
-            _report(self, record)
+            kind = str(config.layer_norm_type)
+            how = _backend_in_words(self)
+            line = norm_sites.start_up_line(record.scheme, config.n_layers, norm=kind, how=how, initialization=drawn)
+            log.info("%s", line)
         elif record.scaled_init != "upstream":
-            log.info("Pre-LN; %s", _initialization_in_words(record, config))
+            log.info("Pre-LN; %s", drawn)
 
     return wrapped
+
+
+def _backend_in_words(model: Any) -> str:
+    modules = (module for block in blocks_of(model) for module in block.children())
+    backend = next((module.lns_backend for module in modules if hasattr(module, "lns_backend")), None)
+    return "OLMo's own norms" if backend is None else f"backend {backend.name} ({backend.reason})"
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -118,11 +104,11 @@ def blocks_of(model: Any) -> list[Any]:
 
 def ask_for_plain_initialization(config: Any) -> None:
     """See :func:`olmo_lns.plain_initialization`."""
-    upstream.require_verified()
+    patching.require_verified(upstream.NAME)
     if getattr(config, _RECORD, None) is not None:
         raise LNSConfigError("a model was built from this ModelConfig before: its weights are drawn already")
     setattr(config, types.PLAIN, True)
-    types.initialization_in_force(config)
+    types.asked_record(config)
 
 
 def built_record(config: Any) -> Record | None:
@@ -143,23 +129,3 @@ def record_of(model: Any) -> Record:
         raise UpstreamChangedError(f"one model with the initializations {', '.join(drawn)}: expected one.")
     norm = "" if scheme.is_pre_ln else types.base_type(model.config.layer_norm_type)
     return Record(scheme, norm, drawn[0] if drawn else "upstream")
-
-
-def _report(model: Any, record: Record) -> None:
-    from olmo_lns.integrations.olmo import norms
-
-    scaled = (norms.backend_of(module) for block in blocks_of(model) for module in block.children())
-    backend = next((found for found in scaled if found is not None), None)
-    line = norm_sites.start_up_line(
-        record.scheme,
-        model.config.n_layers,
-        norm=str(model.config.layer_norm_type),
-        how="OLMo's own norms" if backend is None else f"backend {backend.name} ({backend.reason})",
-        initialization=_initialization_in_words(record, model.config),
-    )
-    log.info("%s", line)
-
-
-def _initialization_in_words(record: Record, config: Any) -> str:
-    state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
-    return f"scaled initialization {state} (init_fn {config.init_fn})"

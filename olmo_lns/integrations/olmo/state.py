@@ -18,13 +18,8 @@ from olmo_lns.record import Record
 
 __all__ = ["KEY", "Mark", "allow_in_safe_loading", "needs_olmo_lns", "records_read", "wrap_trainer_state"]
 
-#: Where this module was when development versions saved its name.
-sys.modules.setdefault("olmo_lns.doors.olmo.state", sys.modules[__name__])
-
 #: Of the member. No word that another part of the state could share with it in the pickle.
 KEY = "trained under a scheme of olmo-lns"
-
-
 #: The records of the marks that are read while a checkpoint is restored.
 _read: list[Record] = []
 
@@ -81,4 +76,4 @@ def allow_in_safe_loading() -> None:
     """For an OLMo that loads with torch's ``weights_only=True`` (ai2-olmo 0.6.0 under torch 2.6 and newer)."""
     import torch
 
-    torch.serialization.add_safe_globals([needs_olmo_lns, (needs_olmo_lns, "olmo_lns.doors.olmo.state.needs_olmo_lns")])
+    torch.serialization.add_safe_globals([needs_olmo_lns])

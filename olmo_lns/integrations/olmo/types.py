@@ -12,22 +12,22 @@ from typing import Any, Callable
 
 from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.integrations import patching
+from olmo_lns.integrations.olmo.upstream import NAME
+from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
-from olmo_lns.schemes.initialization import resolve as resolve_initialization
 
 __all__ = [
     "BASES",
     "INIT_FNS",
     "PLAIN",
+    "asked_record",
     "base_type",
     "check_environment",
     "extend",
     "has_parameters",
     "has_scheme",
-    "initialization_in_force",
-    "refuse",
     "resolve",
-    "scheme_in_force",
     "scheme_of",
     "spell",
     "type_names",
@@ -37,19 +37,20 @@ __all__ = [
 BASES = ("rms", "default", "low_precision")
 #: Our init_fn -> the initialization of the residual output projections; everything else as ``normal``.
 INIT_FNS = {"normal_scaled": "scaled", "normal_depth_scaled": "depth_scaled"}
+#: What the environment may say; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
+_INITIALIZATIONS = ("plain", "upstream")
+#: On a ``ModelConfig`` that was given to ``olmo_lns.plain_initialization``.
+PLAIN = "lns_plain_initialization"
 
 
 def _split(layer_norm_type: Any) -> tuple[str, str, str]:
     """``"lns_rms:exponent=0.25"`` -> ``("lns", "rms", "exponent=0.25")``; the scheme of a stock type is ``""``."""
     name, _, arguments = str(layer_norm_type).partition(":")
-    # The longest first: one scheme's name may begin another's.
-    for scheme in sorted(names(), key=len, reverse=True):
-        if scheme == PRE_LN.name:
-            continue
-        if name == scheme:
-            return scheme, "", arguments
-        if name.startswith(f"{scheme}_") and name.removeprefix(f"{scheme}_") in BASES:
-            return scheme, name.removeprefix(f"{scheme}_"), arguments
+    schemes = set(names()) - {PRE_LN.name}
+    for base in ("", *BASES):
+        scheme = name.removesuffix(f"_{base}") if base else name
+        if scheme in schemes:
+            return scheme, base, arguments
     return "", str(layer_norm_type), ""
 
 
@@ -92,52 +93,40 @@ def resolve(asked: str, named: str) -> str:
     return f"{scheme}_{base_type(named)}" + (f":{arguments}" if arguments else "")
 
 
-#: What the environment may say; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
-_INITIALIZATIONS = ("plain", "upstream")
-#: On a ``ModelConfig`` that was given to ``olmo_lns.plain_initialization``.
-PLAIN = "lns_plain_initialization"
-
-
-def scheme_in_force(layer_norm_type: Any) -> Scheme:
-    """The scheme of a type; one named without parameters takes them from ``$OLMO_LNS_SCHEME``.
+def asked_record(config: Any) -> Record:
+    """What a model built from an OLMo ``ModelConfig`` would be; a scheme named without parameters takes them from
+    ``$OLMO_LNS_SCHEME``.
 
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
-    written = scheme_of(layer_norm_type)
-    if written.is_pre_ln or (given := _from_environment()) in (None, written):
-        return written
-    if given.name != written.name or has_parameters(layer_norm_type):
-        raise LNSConfigError(
-            f"layer_norm_type {layer_norm_type!s} and {environment.SCHEME}={given} contradict each other: "
-            "unset the variable, or make them agree."
-        )
-    return given
-
-
-def initialization_in_force(config: Any) -> str:
-    """How the residual output projections of an OLMo ``ModelConfig`` are drawn.
-
-    :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
-    """
-    ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_from_environment()
+    kind = config.layer_norm_type
+    scheme, given = scheme_of(kind), _scheme_of_environment()
+    if not scheme.is_pre_ln and given is not None and given != scheme:
+        if given.name != scheme.name or has_parameters(kind):
+            raise LNSConfigError(
+                f"layer_norm_type {kind!s} and {environment.SCHEME}={given} contradict each other: "
+                "unset the variable, or make them agree."
+            )
+        scheme = given
+    ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
     asked = {f"init_fn {config.init_fn!s}": ours, f"{environment.INITIALIZATION}={variable}": variable}
     asked["plain_initialization(config)"] = "plain" if getattr(config, PLAIN, False) else None
-    given = {words: value for words, value in asked.items() if value}
-    if (ours and len(given) > 1) or len(set(given.values())) > 1:
-        raise LNSConfigError(f"{' and '.join(given)} contradict each other: unset the variable, or leave the call out.")
-    return resolve_initialization(next(iter(given.values()), ""), scheme_of(config.layer_norm_type))
+    said = {words: value for words, value in asked.items() if value}
+    if (ours and len(said) > 1) or len(set(said.values())) > 1:
+        raise LNSConfigError(f"{' and '.join(said)} contradict each other: unset the variable, or leave the call out.")
+    drawn = next(iter(said.values()), scheme.definition.initialization)
+    return Record(scheme, "" if scheme.is_pre_ln else base_type(kind), str(drawn))
 
 
 def check_environment() -> None:
     """:raises LNSConfigError: a variable that is unknown, or whose value is not allowed."""
     environment.check()
-    _from_environment()
-    _initialization_from_environment()
+    _scheme_of_environment()
+    _initialization_of_environment()
 
 
-def _from_environment() -> Scheme | None:
-    text = environment.read(environment.SCHEME)
-    if not text:
+def _scheme_of_environment() -> Scheme | None:
+    if not (text := environment.read(environment.SCHEME)):
         return None
     try:
         return parse(text)
@@ -145,7 +134,7 @@ def _from_environment() -> Scheme | None:
         raise LNSConfigError(f"{environment.SCHEME}: {error}") from None
 
 
-def _initialization_from_environment() -> str:
+def _initialization_of_environment() -> str:
     value = environment.read(environment.INITIALIZATION)
     if value and value not in _INITIALIZATIONS:
         hint = {ours: name for name, ours in INIT_FNS.items()}.get(value)
@@ -163,29 +152,21 @@ def type_names() -> tuple[str, ...]:
     return tuple(name for scheme in schemes for name in (scheme, *(f"{scheme}_{base}" for base in BASES)))
 
 
-def extend(layer_norm_type: Any, init_fn_type: Any) -> None:
-    """Add our members to OLMo's two enums; idempotent."""
-    for name in type_names():
-        _add_member(layer_norm_type, name)
-    for name in INIT_FNS:
-        _add_member(init_fn_type, name)
-    for table in ("_member_map_", "_value2member_map_"):
-        present = getattr(layer_norm_type, table)
-        if not isinstance(present, _Members):
-            type.__setattr__(layer_norm_type, table, _Members(present, lambda n: _add_member(layer_norm_type, n)))
+def extend(layer_norm_type: Any, init_fn_type: Any, *, verified: bool) -> None:
+    """Add our members to OLMo's two enums; idempotent.
 
-
-def refuse(layer_norm_type: Any, init_fn_type: Any) -> None:
-    """Leave OLMo's two enums as they are, but let a look-up of a name of ours say why it is not there."""
-    from olmo_lns.integrations.olmo.upstream import require_verified
-
-    def stop(name: str) -> Any:
-        require_verified()
-        raise KeyError(name)
-
-    for enum_class, ours in ((layer_norm_type, has_scheme), (init_fn_type, INIT_FNS.__contains__)):
+    :param verified: else there are none, and a look-up of one says why.
+    """
+    for enum_class, ours, known in (
+        (layer_norm_type, has_scheme, type_names()),
+        (init_fn_type, INIT_FNS.__contains__, tuple(INIT_FNS)),
+    ):
+        for name in known if verified else ():
+            _add_member(enum_class, name)
         for table in ("_member_map_", "_value2member_map_"):
-            type.__setattr__(enum_class, table, _Members(getattr(enum_class, table), stop, ours))
+            present = getattr(enum_class, table)
+            if not isinstance(present, _Members):
+                type.__setattr__(enum_class, table, _Members(present, enum_class, ours))
 
 
 class _Members(dict):
@@ -194,20 +175,19 @@ class _Members(dict):
     In every way a member can be asked for: by name (OmegaConf), by value (unpickling), by this or another process.
     """
 
-    def __init__(
-        self, present: dict[Any, Any], add: Callable[[str], Any], ours: Callable[[str], bool] = has_scheme
-    ) -> None:
+    def __init__(self, present: dict[Any, Any], enum_class: Any, ours: Callable[[str], bool]) -> None:
         super().__init__(present)
-        self._add, self._ours = add, ours
+        self.enum_class, self.ours = enum_class, ours
 
     def __missing__(self, name: Any) -> Any:
-        if not isinstance(name, str) or not self._ours(name):
+        if not isinstance(name, str) or not self.ours(name):
             raise KeyError(name)
+        patching.require_verified(NAME)
         try:
             scheme_of(name)
         except LNSConfigError as error:
             raise KeyError(f"{name}: {error}") from error
-        return self._add(name)
+        return _add_member(self.enum_class, name)
 
 
 def _add_member(enum_class: Any, name: str) -> Any:

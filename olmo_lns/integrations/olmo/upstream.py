@@ -5,18 +5,14 @@ Made by ``python scripts/fingerprints.py``; a new line here means that somebody 
 
 from __future__ import annotations
 
-import logging
-
 from packaging.version import Version
 
-from olmo_lns.environment import ALLOW_UNVERIFIED, DISABLE
 from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations.patching import Target
 
-__all__ = ["OLDEST", "TARGETS", "VERIFIED", "check_version", "require_verified", "set_aside"]
+__all__ = ["NAME", "OLDEST", "TARGETS", "VERIFIED", "check_version"]
 
-log = logging.getLogger("olmo_lns")
-
+NAME = "OLMo"
 #: Before 0.4.0 ``init_fn: normal`` divides residual weights by sqrt(2L): scaled initialization
 #: cannot be told from a plain one there.
 OLDEST = "0.4.0"
@@ -45,44 +41,9 @@ TRAINER_STATE = Target(
 RESTORE = Target("olmo.train:Trainer.restore_checkpoint", {"eb219c5ea30743e1": _ALL})
 
 TARGETS = (
-    CONFIG_LOAD,
-    NORM_BUILD,
-    SEQUENTIAL_INIT,
-    LLAMA_INIT,
-    BLOCK_RESET,
-    SEQUENTIAL_RESET,
-    LLAMA_RESET,
-    MODEL_RESET,
-    MODEL_INIT,
-    FROM_CHECKPOINT,
-    SEQUENTIAL_FORWARD,
-    LLAMA_FORWARD,
-    ATTENTION,
-    SAVE_CONFIG,
-    RESTORE,
-    TRAINER_STATE,
-)
-
-
-#: What was found in this process that is not verified.
-_problem: UpstreamChangedError | None = None
-
-
-def set_aside(problem: UpstreamChangedError) -> None:
-    """Note an OLMo that is not verified: while nothing of ours is selected it runs as it is, after one warning."""
-    global _problem
-    if _problem is None:
-        log.warning("olmo-lns leaves this OLMo untouched, its schemes are not available: %s", problem)
-    _problem = problem
-
-
-def require_verified() -> None:
-    """:raises UpstreamChangedError: a scheme was selected in an OLMo that is not verified."""
-    if _problem is not None:
-        raise UpstreamChangedError(
-            f"a scheme of olmo-lns was selected, and this OLMo is not one that was verified: {_problem} Two ways out: "
-            f"{ALLOW_UNVERIFIED}=1 goes on with functions nobody has read; {DISABLE}=1 runs stock OLMo without schemes."
-        )
+    CONFIG_LOAD, NORM_BUILD, SEQUENTIAL_INIT, LLAMA_INIT, BLOCK_RESET, SEQUENTIAL_RESET, LLAMA_RESET, MODEL_RESET,
+    MODEL_INIT, FROM_CHECKPOINT, SEQUENTIAL_FORWARD, LLAMA_FORWARD, ATTENTION, SAVE_CONFIG, RESTORE, TRAINER_STATE,
+)  # fmt: skip
 
 
 def check_version(found: str) -> None:

@@ -280,7 +280,6 @@ def test_the_scheme_is_read_back_from_the_blocks(spelling):
     ("name", "norm", "message"),
     [
         ("sandwich_depth", "ff_norm_out", "branch_scale=1.0 instead of 0.57"),
-        ("lnsbefore", "attn_norm", "pre_scale=1.0 instead of 0.57"),
         ("groupln", "attn_norm", "groups=1 instead of 8"),
     ],
 )

@@ -207,9 +207,9 @@ def test_a_model_that_was_changed_after_building_is_found(tmp_path, tamper):
 def test_folded_weights_run_as_preln_but_not_under_lns(tmp_path):
     save(tmp_path / "a", "rms")
     Record(parse("lns"), "rms", "plain", folded=True).write(tmp_path / "a")
-    checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="rms")), training=True)
+    checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="rms")))
     with pytest.raises(CheckpointMismatchError, match="applied twice"):
-        checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="lns_rms")), training=False)
+        checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="lns_rms")))
 
 
 def test_another_initialization_does_not_matter_to_weights_that_are_loaded(tmp_path, monkeypatch):

@@ -1,13 +1,11 @@
-"""The norms of a block by themselves: dtypes and rounding, and what torch.compile makes of them."""
+"""The norms of a block by themselves: dtypes and rounding."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support import norm_reference as reference
-from support import tex
 from support.olmo_models import TINY, build
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from olmo_lns.integrations.olmo import register
 
@@ -48,31 +46,3 @@ def test_grouped_norms_of_16_bit_inputs_without_autocast(base, out):
     y = norm(x)
     assert y.dtype == out
     assert reference.relative_error(y, exact(norm, x, base)) < (1e-6 if out == torch.float32 else 3e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("base", "backend"), [("default", "torch"), ("default", "te"), ("rms", "te")])
-def test_blocks_whose_eps_differs_share_their_graphs(base, backend, monkeypatch):
-    """Under lnsbefore each block's norms have an eps of their own; Dynamo gives up at eight graphs of one function."""
-    monkeypatch.setenv("OLMO_LNS_NORM_BACKEND", backend)
-    torch._dynamo.reset()
-    with tex.installed():
-        model = build(layer_norm_type=f"lnsbefore_{base}", n_layers=6, include_bias=True, bias_for_layer_norm=True)
-        blocks, counter = model.transformer.blocks, CompileCounterWithBackend("aot_eager")
-        x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0))
-
-        def run():
-            start = x.clone().requires_grad_()
-            y = start
-            for block in blocks:
-                y, _ = block(y)
-            return y, *torch.autograd.grad(y.square().sum(), [start, *(block.attn_norm.weight for block in blocks)])
-
-        eager = run()
-        for block in blocks:
-            block.compile(backend=counter)
-        compiled = run()
-    torch._dynamo.reset()
-    assert counter.frame_count <= 4  # two frames a block, for the first, whose factor is 1, and for all others
-    for got, want in zip(compiled, eager, strict=True):
-        assert reference.relative_error(got, want) < 1e-5
