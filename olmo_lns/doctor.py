@@ -110,9 +110,8 @@ def framework_row(framework: Framework) -> Finding:
     try:
         if framework.module == "olmo":
             upstream.check_version(version)
-        targets = {target.path: target.verified for target in upstream.TARGETS}
         # Of Megatron's symbols no version has all.
-        changed = sources.unverified(tree, targets, all_needed=framework.extra != "megatron")
+        changed = patching.unverified(tree, upstream.TARGETS, all_needed=framework.extra != "megatron")
     except (LNSError, OSError, SyntaxError) as error:
         return Finding(label, version, "unsupported", f"{type(error).__name__}: {error}")
     if changed:
