@@ -203,37 +203,42 @@ def removal() -> pd.DataFrame:
 
 
 def draw(found: pd.DataFrame, depth: pd.DataFrame, path: Path) -> None:
-    """Left: our contrasts by tokens a parameter, 100 steps of warm-up. Right: DepthBench, minus Pre-LN, by depth.
+    """Left: our contrasts by tokens a parameter. Right: DepthBench, minus Pre-LN, by depth.
 
     An arm has one colour and marker in both. Hollow: against scaled initialization. Small: fewer than three seeds.
+    Pale: 20 steps of warm-up instead of 100.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    chart, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.2), dpi=130)
-    ours = found[found.table.isin(["runs-e1", "runs-e3", "runs-e4"]) | (found.variant == "warmup100")]
-    shift, named = 0.9, set()
-    for name in ("lns", "lnsvalue"):
-        arm, short = ARMS[name], {"lns": "LNS", "lnsvalue": "lnsvalue"}[name]
+    chart, (left, right) = pyplot.subplots(1, 2, figsize=(8.4, 4.4), dpi=140)
+    short = (found.table == "runs") & (found.width == 32) & (found["tokens a parameter"] > 3)  # 20 steps of warm-up
+    ours = found[found.table.isin(["runs-e1", "runs-e3", "runs-e4"]) | (found.variant == "warmup100") | short]
+    shift, named = 0.97, set()
+    for name, short_name in (("lns", "LNS"), ("lnsvalue", "lnsvalue")):
+        arm = ARMS[name]
         for base, fill in (("preln", "full"), ("preln_scaled_init", "none")):
-            label = f"{short} − {ARMS[base].label.removeprefix('Pre-LN + ')}"
-            for _, line in ours[ours.contrast == f"{name} − {base}"].iterrows():
-                several = line.seeds > 2
-                left.errorbar(line["tokens a parameter"] * shift, line["mean"], line["±"] if several else None,
-                              color=arm.colour, capsize=3, linewidth=1, marker=arm.marker, fillstyle=fill,
-                              markersize=7 if several else 4, linestyle="none",
-                              label=None if label in named else label)  # fmt: skip
-                named.add(label)
-            shift *= 1.07
+            label = f"{short_name} − {ARMS[base].label.removeprefix('Pre-LN + ')}"
+            for _, line in ours[ours.contrast == f"{name} − {base}"].sort_values("table", ascending=False).iterrows():
+                several, pale = line.seeds > 2, line.table == "runs"
+                style = {"alpha": 0.35 if pale else 1, "markersize": 7 if several else 4, "fillstyle": fill}
+                if not pale and label not in named:
+                    style["label"] = label
+                    named.add(label)
+                left.errorbar(line["tokens a parameter"] * shift * (0.96 if pale else 1), line["mean"],
+                              line["±"] if several else None, color=arm.colour, capsize=3, linewidth=1,
+                              marker=arm.marker, linestyle="none", **style)  # fmt: skip
+            shift *= 1.03
     left.set_xscale("log")
-    ticks = [0.25, 0.5, 1, 2, 4, 8, 16]
+    ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16) if tick > ours["tokens a parameter"].min() / 2.1]
     left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     left.minorticks_off()
+    left.set_ylim(-0.1, 0.1)
     left.set_xlabel("tokens a parameter")
     left.set_ylabel("difference of loss (nats a token)")
-    left.set_title("ours: 24 to 48 blocks, 0.4M to 3M parameters", fontsize=9)
+    left.set_title("ours: 0.4M to 3M parameters", fontsize=10)
     styles = {name: (ARMS[name].line, ARMS[name].marker, ARMS[name].colour) for name in ("lns", "sandwich", "deepnorm")}
     styles["hyper_connections"] = ("-", "x", "#444444")
     names = {"lns": "LNS", "sandwich": "Sandwich-LN", "deepnorm": "DeepNorm", "hyper_connections": "hyper-connections"}
@@ -242,11 +247,11 @@ def draw(found: pd.DataFrame, depth: pd.DataFrame, path: Path) -> None:
                    label=f"{names[name]} − Pre-LN")  # fmt: skip
     right.set_xticks(depth.layers)
     right.set_xlabel("blocks")
-    right.set_title("DepthBench: 400M parameters, one seed", fontsize=9)
+    right.set_title("DepthBench: 400M parameters, one seed", fontsize=10)
     for axes in (left, right):
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, frameon=False)
+        axes.legend(fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2, frameon=False)
     chart.tight_layout()
     chart.savefig(path, metadata={"Software": None})
     pyplot.close(chart)
