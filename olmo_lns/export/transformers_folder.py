@@ -43,7 +43,7 @@ class ModelFolder(Source):
 
     def fold(self, folder: Path, options: Options) -> Target:
         from olmo_lns.integrations.transformers.configs import record_of
-        from olmo_lns.integrations.transformers.folding import fold
+        from olmo_lns.integrations.transformers.sites import fold
 
         model = _skeleton(folder)
         options.require_exponent(record_of(model.config), folder)

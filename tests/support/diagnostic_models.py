@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from support.olmo_models import reference_states as olmo_states  # noqa: F401
+
 VOCABULARY = 97
 LAYERS = 3
 LLAMA_LIKE = dict(
@@ -125,20 +127,5 @@ def numpy_states(model: Toy, tokens: torch.Tensor) -> list[np.ndarray]:
             x = x + np.tanh(x.cumsum(1) / np.arange(1, x.shape[1] + 1)[:, None]) @ a.T
         else:
             x = x + x @ a.T
-        states.append(x)
-    return states
-
-
-def olmo_states(model: Any, tokens: torch.Tensor, *, lns: bool = True) -> list[np.ndarray]:
-    """fp64 states of an OLMo model from its state dict and the paper's formula only."""
-    from support import olmo_models as reference
-
-    state = {k: v.detach().double().numpy() for k, v in model.state_dict().items()}
-    norm = reference._rms if "rms" in str(model.config.layer_norm_type) else reference._layer
-    x = state["transformer.wte.weight"][tokens.numpy()]
-    states = [x]
-    for index in range(model.config.n_layers):
-        block = reference._block_state(state, index, model.config.block_group_size)
-        x = reference._block(x, block, model.config, norm, float(index + 1) ** -0.5 if lns else 1.0)
         states.append(x)
     return states

@@ -15,6 +15,8 @@ from typing import Any, Sequence
 import pytest
 import yaml
 
+from support import olmo_models
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = REPOSITORY / "tests" / "upstream" / "olmo" / "programs"
 #: Environment variable that names an OLMo checkout; without it only the pip package is used.
@@ -26,28 +28,13 @@ TINY = {
     "seed": 6198,
     "dry_run": False,
     "model": {
-        "d_model": 32,
-        "n_heads": 4,
-        "n_layers": 4,
-        "mlp_hidden_size": 96,
-        "activation_type": "swiglu",
-        "rope": True,
+        **olmo_models.TINY,
         "alibi": False,
         "vocab_size": 256,
         "embedding_size": 256,
         "eos_token_id": 0,
         "pad_token_id": 1,
         "max_sequence_length": 32,
-        "include_bias": False,
-        "bias_for_layer_norm": False,
-        "layer_norm_eps": 1e-6,
-        "attention_dropout": 0.0,
-        "residual_dropout": 0.0,
-        "embedding_dropout": 0.0,
-        "weight_tying": False,
-        "init_device": "cpu",
-        "init_fn": "normal",
-        "init_std": 0.02,
     },
     "optimizer": {"name": "adamw", "learning_rate": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95]},
     "scheduler": {"name": "cosine_with_warmup", "t_warmup": 3, "alpha_f": 0.1},

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from olmo_lns.olmo_core import apply
 from support import olmo_core_models as small
 
 
-def everything(blocks: tuple[str, ...], only: tuple[str, ...] = ()) -> None:
+def everything(blocks: tuple[str, ...]) -> None:
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     for block in blocks:
@@ -30,18 +31,39 @@ def everything(blocks: tuple[str, ...], only: tuple[str, ...] = ()) -> None:
         reference = small.model(made, seed=None)
         loss = small.loss_of(reference(small.TOKENS))
         loss.backward()
-        for check in _CHECKS:
-            if only and check.__name__ not in only:
-                continue
+        for name, check in CHECKS.items():
             try:
                 check(made, reference)
             except Exception as error:
-                raise AssertionError(f"{block}, {check.__name__}: {error}") from error
+                raise AssertionError(f"{block}, {name}: {error}") from error
             dist.barrier()
 
 
-def _compare(built: Any, made: Any, reference: Any, *, gradients: bool = True) -> None:
-    """Draws, logits, loss gradients: those of one process. Every rank sees the whole batch."""
+def _mesh(*shape: int, **names: Any) -> Any:
+    return init_device_mesh("cpu", shape, **names)
+
+
+def _tensor_parallel_and_fsdp(built: Any) -> None:
+    mesh = _mesh(2, 2, mesh_dim_names=("dp", "tp"))
+    built.apply_tp(mesh["tp"])
+    built.apply_fsdp(mesh["dp"])
+
+
+#: What a model is wrapped in before its weights are drawn; every rank sees the whole batch.
+WRAPPED: dict[str, Callable[[Any], None]] = {
+    "ddp": lambda built: built.apply_ddp(_mesh(4)),
+    "fsdp": lambda built: built.apply_fsdp(_mesh(4), prefetch_factor=1),
+    "fsdp, fine grained": lambda built: built.apply_fsdp(_mesh(4), wrapping_strategy=Wrapping.fine_grained),
+    "hsdp": lambda built: built.apply_fsdp(_mesh(2, 2, mesh_dim_names=("dp_replicate", "dp_shard"))),
+    "tensor parallel": lambda built: built.apply_tp(_mesh(4, mesh_dim_names=("tp",))["tp"]),
+    "tensor parallel and fsdp": _tensor_parallel_and_fsdp,
+}
+
+
+def _wrapped(name: str, made: Any, reference: Any) -> None:
+    """Draws, logits, loss gradients: those of one process."""
+    built = made.build(**({} if name == "ddp" else {"init_device": "meta"}))
+    WRAPPED[name](built)
     built.init_weights(device=torch.device("cpu"), max_seq_len=16)
     wanted = dict(reference.named_parameters())
     for name, parameter in built.named_parameters():
@@ -53,44 +75,6 @@ def _compare(built: Any, made: Any, reference: Any, *, gradients: bool = True) -
     for name, parameter in built.named_parameters():
         grad = get_full_tensor(parameter.grad)
         torch.testing.assert_close(grad, wanted[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def _ddp(made: Any, reference: Any) -> None:
-    built = made.build()
-    built.apply_ddp(init_device_mesh("cpu", (4,)))
-    _compare(built, made, reference)
-
-
-def _fsdp(made: Any, reference: Any) -> None:
-    built = made.build(init_device="meta")
-    built.apply_fsdp(init_device_mesh("cpu", (4,)), prefetch_factor=1)
-    _compare(built, made, reference)
-
-
-def _fsdp_fine_grained(made: Any, reference: Any) -> None:
-    built = made.build(init_device="meta")
-    built.apply_fsdp(init_device_mesh("cpu", (4,)), wrapping_strategy=Wrapping.fine_grained)
-    _compare(built, made, reference)
-
-
-def _hsdp(made: Any, reference: Any) -> None:
-    built = made.build(init_device="meta")
-    built.apply_fsdp(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
-    _compare(built, made, reference)
-
-
-def _tensor_parallel(made: Any, reference: Any) -> None:
-    built = made.build(init_device="meta")
-    built.apply_tp(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))["tp"])
-    _compare(built, made, reference)
-
-
-def _tensor_parallel_and_fsdp(made: Any, reference: Any) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    built = made.build(init_device="meta")
-    built.apply_tp(mesh["tp"])
-    built.apply_fsdp(mesh["dp"])
-    _compare(built, made, reference)
 
 
 def _pipeline(made: Any, reference: Any) -> None:
@@ -134,9 +118,8 @@ def _context_parallel(made: Any, reference: Any) -> None:
     # A sum over the sequence: each rank's gradient is a summand of the whole one.
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
     (logits * weight[:, part]).sum().backward()
-    wanted = dict(
-        zip(dict(reference.named_parameters()), _gradients(reference, (expected * weight).sum()), strict=True)
-    )
+    gradients = torch.autograd.grad((expected * weight).sum(), list(reference.parameters()))
+    wanted = dict(zip(dict(reference.named_parameters()), gradients, strict=True))
     for name, parameter in built.named_parameters():
         dist.all_reduce(parameter.grad)
         torch.testing.assert_close(
@@ -144,13 +127,11 @@ def _context_parallel(made: Any, reference: Any) -> None:
         )
 
 
-def _gradients(model: Any, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(loss, list(model.parameters()))
-
-
-_CHECKS = (
-    _ddp, _fsdp, _fsdp_fine_grained, _hsdp, _tensor_parallel, _tensor_parallel_and_fsdp, _pipeline, _context_parallel,
-)  # fmt: skip
+CHECKS: dict[str, Callable[[Any, Any], None]] = {
+    **{name: functools.partial(_wrapped, name) for name in WRAPPED},
+    "pipeline": _pipeline,
+    "context parallel": _context_parallel,
+}
 
 
 def guard(folder: Path) -> None:

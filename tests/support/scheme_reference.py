@@ -29,9 +29,10 @@ def residual(
     which: str,
     number: int,
     count: int,
+    exponent: float = 0.5,
 ) -> Tensor:
     """The stream after one sub-layer. :param n: its first norm. :param m: its second. :param p: the block's weights."""
-    root = math.sqrt(number)
+    root = number**exponent
     formulas: dict[str, Callable[[], Tensor]] = {
         "preln": lambda: x + f(n(x)),
         "lns": lambda: x + f(n(x) / root),
@@ -63,7 +64,7 @@ def residual(
 def loss_logits_gradients(model: Any, name: str, base: str, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Of an OLMo model's weights, whose own code is not run. :param base: ``rms``, ``default`` or ``low_precision``."""
     weights = {key: value.detach().double().requires_grad_() for key, value in model.state_dict().items()}
-    logits = _logits(weights, model.config, name, base, ids)
+    logits = logits_of(weights, model.config, states_of(weights, model.config, name, base, ids)[-1], base)
     loss = loss_of(logits, ids)
     loss.backward()
     return loss.detach(), logits.detach(), {key: value.grad for key, value in weights.items()}
@@ -73,26 +74,40 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def _logits(weights: dict[str, Tensor], config: Any, name: str, base: str, ids: Tensor) -> Tensor:
-    x, count = weights["transformer.wte.weight"][ids], config.n_layers
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {key: value.detach().double() for key, value in model.state_dict().items()}
 
-    def norm(gain: str, p: dict[str, Tensor], groups: int = 1) -> Function:
-        def function(h: Tensor) -> Tensor:
-            parts = h.unflatten(-1, (groups, -1))
-            if base != "rms":
-                parts = parts - parts.mean(-1, keepdim=True)
-            parts = parts / torch.sqrt((parts**2).mean(-1, keepdim=True) + config.layer_norm_eps)
-            return parts.flatten(-2) * p.get(f"{gain}.weight", 1) + p.get(f"{gain}.bias", 0)
 
-        return function
+def _norm(p: dict[str, Tensor], gain: str, config: Any, base: str, groups: int = 1) -> Function:
+    def function(h: Tensor) -> Tensor:
+        parts = h.unflatten(-1, (groups, -1))
+        if base != "rms":
+            parts = parts - parts.mean(-1, keepdim=True)
+        parts = parts / torch.sqrt((parts**2).mean(-1, keepdim=True) + config.layer_norm_eps)
+        return parts.flatten(-2) * p.get(f"{gain}.weight", 1) + p.get(f"{gain}.bias", 0)
 
-    for number in range(1, count + 1):
-        p = _of_block(weights, number - 1, config.block_group_size)
+    return function
+
+
+def states_of(
+    weights: dict[str, Tensor], config: Any, name: str, base: str, ids: Tensor, exponent: float = 0.5
+) -> list[Tensor]:
+    """The stream before each block and after the last, each of shape (batch, length, width)."""
+    states = [weights["transformer.wte.weight"][ids]]
+    for number in range(1, config.n_layers + 1):
+        p, x = _of_block(weights, number - 1, config.block_group_size), states[-1]
         groups = 8 if name == "groupln" else 1
         for which, f in (("attn", lambda h, p=p: _attention(h, p, config)), ("ff", lambda h, p=p: _feed_forward(h, p))):
-            n, m = norm(f"{which}_norm", p, groups), norm(f"{which}_norm_out", p)
-            x = residual(name, x, f, n, m, p, which, number, count)
-    return norm("transformer.ln_f", weights)(x) @ weights["transformer.ff_out.weight"].T
+            n, m = (_norm(p, f"{which}_norm{second}", config, base, groups) for second in ("", "_out"))
+            x = residual(name, x, f, n, m, p, which, number, config.n_layers, exponent)
+        states.append(x)
+    return states
+
+
+def logits_of(weights: dict[str, Tensor], config: Any, last: Tensor, base: str) -> Tensor:
+    """Of the stream after the last block."""
+    head = weights["transformer.wte.weight" if config.weight_tying else "transformer.ff_out.weight"]
+    return _norm(weights, "transformer.ln_f", config, base)(last) @ head.T + weights.get("transformer.ff_out.bias", 0)
 
 
 def _of_block(weights: dict[str, Tensor], index: int, group: int) -> dict[str, Tensor]:
@@ -101,25 +116,28 @@ def _of_block(weights: dict[str, Tensor], index: int, group: int) -> dict[str, T
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
 
 
+def _linear(h: Tensor, p: dict[str, Tensor], *names: str) -> Tensor:
+    """The outputs of projections side by side."""
+    return torch.cat([h @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0) for name in names], -1)
+
+
 def _feed_forward(h: Tensor, p: dict[str, Tensor]) -> Tensor:
-    up, gate = (h @ p["ff_proj.weight"].T).chunk(2, -1)
-    return (gate / (1 + torch.exp(-gate)) * up) @ p["ff_out.weight"].T
+    up, gate = _linear(h, p, "ff_proj").chunk(2, -1)
+    return _linear(gate / (1 + torch.exp(-gate)) * up, p, "ff_out")
 
 
 def _attention(h: Tensor, p: dict[str, Tensor], config: Any) -> Tensor:
     width, heads = config.d_model, config.n_heads
     size, kv = width // heads, config.effective_n_kv_heads
-    fused = p.get("att_proj.weight")
-    if fused is None:
-        fused = torch.cat([p["q_proj.weight"], p["k_proj.weight"], p["v_proj.weight"]])
-    q, k, v = (h @ fused.T).split([width, kv * size, kv * size], -1)
+    fused = _linear(h, p, *(["att_proj"] if "att_proj.weight" in p else ["q_proj", "k_proj", "v_proj"]))
+    q, k, v = fused.split([width, kv * size, kv * size], -1)
     q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t in (q, k, v))
     q, k = _rotated(q, config), _rotated(k, config)
     k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(size)
     length = h.shape[1]
     scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ p["attn_out.weight"].T
+    return _linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), p, "attn_out")
 
 
 def _rotated(t: Tensor, config: Any) -> Tensor:

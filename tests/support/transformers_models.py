@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from olmo_lns.schemes import Plan, lns_scale, names, registry
 from olmo_lns.schemes.registry import Definition
 from olmo_lns.schemes.table import EXPONENT
+from support import launch
 from support.diagnostic_models import ARCHITECTURES, LAYERS, VOCABULARY
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'olmo-lns[hf]'")
@@ -53,6 +55,11 @@ LLAMA_OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
 if transformers.__version__.startswith("4."):
     OUTPUTS["vit"] = ("attention.output.dense", "output.dense")
     OUTPUTS["dinov2"] = ("attention.output.dense", "mlp.fc2")
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """Of a process that loads models of ours: it finds the package that these tests found."""
+    return launch.environment(PYTHONPATH=os.environ.get("PYTHONPATH"), **changes)
 
 
 def config(kind: str, **changes: Any) -> Any:

@@ -76,6 +76,7 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
 
     from olmo_lns.integrations.transformers import configs, models, sites
 
+    register()
     if not isinstance(model, PreTrainedModel):
         raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}")
     family = sites.known_family(model)
@@ -104,8 +105,8 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
 def fold(model: Any) -> Any:
     """Multiply the factors of a model of ours into its weights, in place: it becomes a stock model.
 
-    See :func:`olmo_lns.integrations.transformers.folding.fold`.
+    See :func:`olmo_lns.integrations.transformers.sites.fold`.
     """
-    from olmo_lns.integrations.transformers import folding
+    from olmo_lns.integrations.transformers import sites
 
-    return folding.fold(model)
+    return sites.fold(model)

@@ -18,20 +18,26 @@ from olmo_lns.integrations.transformers.families import PREFIX
 from olmo_lns.record import RECORD_FILE, Record, check_match
 from olmo_lns.schemes import LNS
 
-__all__ = ["guard_loading", "guard_resuming", "require_record"]
-
-CONFIG_NAME = "config.json"
+__all__ = ["guard_loading", "guard_resuming"]
 
 log = logging.getLogger("olmo_lns")
 
 
 def guard_loading(module: Any) -> None:
-    """``transformers.modeling_utils``: a stock class stops at a folder whose weights need a scheme."""
+    """``transformers.modeling_utils``: no class loads a folder whose weights need another scheme than it has."""
 
     def wrap(from_pretrained: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-            if not str(getattr(cls.config_class, "model_type", "")).startswith(PREFIX):  # ours compare for themselves
-                require_record(name, Record(), {**kwargs, "local_files_only": True})
+            ours, config = str(getattr(cls.config_class, "model_type", "")).startswith(PREFIX), kwargs.get("config")
+            saved = None
+            if name is not None and not kwargs.get("gguf_file"):
+                saved = _saved_record(name, kwargs if ours else {**kwargs, "local_files_only": True})
+            if saved is not None and not ours:
+                _compare(saved, Record(), name)
+            elif saved is not None and hasattr(config, "model_type"):
+                _compare(saved, record_of(config), name)
+            elif saved is not None and not saved.active:  # whose config the model will have
+                _compare(saved, Record(LNS, "", "plain"), name)
             return from_pretrained(cls, name, *args, **kwargs)
 
         return wrapped
@@ -49,7 +55,7 @@ def guard_resuming(module: Any) -> None:
     class KeepRecord(module.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             folder, record = Path(args.output_dir) / f"checkpoint-{state.global_step}", record_of(model.config)
-            alone = folder.is_dir() and not (folder / CONFIG_NAME).exists()
+            alone = folder.is_dir() and not (folder / "config.json").exists()
             if record.active and state.is_world_process_zero and alone:
                 record.write(folder)
 
@@ -63,7 +69,7 @@ def guard_resuming(module: Any) -> None:
                 if saved is not None:
                     _compare(saved, running, folder)
                 elif running.active and not Path(folder, "adapter_config.json").is_file():
-                    log.warning("%s has no %s and no %s: nothing is compared", folder, CONFIG_NAME, RECORD_FILE)
+                    log.warning("%s has no config.json and no %s: nothing is compared", folder, RECORD_FILE)
             if running.active:
                 self.pop_callback(KeepRecord)
                 self.add_callback(KeepRecord)
@@ -74,20 +80,11 @@ def guard_resuming(module: Any) -> None:
     replace(Target("transformers.trainer:Trainer.train", {}), wrap, only_look=True)
 
 
-def require_record(name: Any, running: Record | None, kwargs: Mapping[str, Any]) -> None:
-    """Compare a folder or hub name with the model that is about to be built for it.
-
-    :param running: record of the config that was given; None: the model's config is the folder's.
-    :param kwargs: of ``from_pretrained``, by which the hub is asked.
-    :raises CheckpointMismatchError: the folder's record is another one.
-    """
-    saved = _saved_record(name, kwargs) if name is not None and not kwargs.get("gguf_file") else None
-    if saved is not None and not (running is None and saved.active):
-        _compare(saved, running or Record(LNS, "", "plain"), name)
-
-
 def _saved_record(name: Any, kwargs: Mapping[str, Any]) -> Record | None:
-    """What ``config.json`` says; None, which is unknown and not Pre-LN, where there is none within reach."""
+    """What ``config.json`` says; None, which is unknown and not Pre-LN, where there is none within reach.
+
+    :param name: a folder, or a hub name. :param kwargs: of ``from_pretrained``, by which the hub is asked.
+    """
     from transformers import PretrainedConfig
 
     known = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")

@@ -91,20 +91,17 @@ def building(config: Any) -> Iterator[None]:
         _building.reset(token)
 
 
-class _Activation:
+def _activation(name: str) -> property:
     """A config's activation function: its plain name while a class of ours builds, else with the preface."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, config: Any, owner: Any = None) -> Any:
-        if config is None:
-            return self
-        value = vars(config)[self.name]
+    def shown(config: Any) -> Any:
+        value = vars(config)[name]
         return NEEDS + value if isinstance(value, str) and not _building.get() else value
 
-    def __set__(self, config: Any, value: Any) -> None:
-        vars(config)[self.name] = value.removeprefix(NEEDS) if isinstance(value, str) else value
+    def stored(config: Any, value: Any) -> None:
+        vars(config)[name] = value.removeprefix(NEEDS) if isinstance(value, str) else value
+
+    return property(shown, stored)
 
 
 @functools.cache
@@ -161,7 +158,7 @@ def config_class(family: Family) -> Any:
             super().save_pretrained(save_directory, *args, **kwargs)
             _write_modeling_file(save_directory, family)
 
-    setattr(Config, family.activation, _Activation(family.activation))
+    setattr(Config, family.activation, _activation(family.activation))
     Config.__name__ = Config.__qualname__ = f"LNS{family.stem}Config"
     Config.__module__ = "olmo_lns.integrations.transformers.models"  # which resolves the name for pickle
     return Config

@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.transformers.checkpoint import require_record
 from olmo_lns.integrations.transformers.configs import available, building, config_class, heads, record_of
 from olmo_lns.integrations.transformers.families import Family
 
@@ -35,11 +34,6 @@ def model_class(stock: Any, family: Family) -> Any:
         def _init_weights(self, module: Any) -> None:
             super()._init_weights(module)
             redraw(module)
-
-        @classmethod
-        def from_pretrained(cls, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-            require_record(name, None if config is None else record_of(config), kwargs)
-            return super().from_pretrained(name, *args, config=config, **kwargs)
 
         def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
             require_as_recorded(self, record_of(self.config))

@@ -1,4 +1,8 @@
-"""A scheme on the blocks of one transformers model: attached, counted, read back and reported."""
+"""A scheme on the blocks of one transformers model: attached, counted, read back, reported, and folded away.
+
+Folded, a norm's factor goes into its gain and bias, or, for a norm without gain, into the weights of the
+projections that read it; a branch's goes into weight and bias of its last projection.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,24 @@ import logging
 import os
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, Callable, Iterator
 
 import torch
+from torch import nn
 
+from olmo_lns import __version__
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.scaled import give
+from olmo_lns.integrations.transformers.configs import record_of, stock_config_class
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
+from olmo_lns.integrations.transformers.models import stock_class
 from olmo_lns.integrations.transformers.norms import how, scaled_class
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
 from olmo_lns.schemes.initialization import factor
 
-__all__ = ["attach_model", "blocks_of", "known_family", "redraw", "require_as_recorded", "require_supported"]
+__all__ = ["attach_model", "fold", "known_family", "redraw", "require_as_recorded", "require_supported"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -37,15 +45,20 @@ def known_family(model: Any) -> Family:
     )
 
 
-def blocks_of(model: Any, family: Family) -> list[Any]:
-    """:raises UpstreamChangedError: the list of blocks is not where it was verified to be."""
-    blocks = at(model.base_model, family.blocks)
-    if blocks is None:
-        raise UpstreamChangedError(
-            f"{type(model).__name__} has no list of blocks at {family.blocks!r} below base_model: "
-            "this transformers builds the family in a way that was not verified."
-        )
-    return list(blocks)
+def _parts(model: Any) -> tuple[Family, list[Any], int]:
+    """Its family, its blocks, and how many of them its config says."""
+    family = known_family(model)
+    return family, list(_require(model.base_model, family.blocks, family)), int(model.config.num_hidden_layers)
+
+
+def _require(module: Any, path: str, family: Family) -> Any:
+    """:raises UpstreamChangedError: nothing is where it was verified to be."""
+    if (found := at(module, path)) is not None:
+        return found
+    raise UpstreamChangedError(
+        f"{type(module).__name__} has no {path}: this transformers builds {family.model_type} in a way that was not "
+        "verified."
+    )
 
 
 def require_supported(family: Family, scheme: Scheme, n_layers: int) -> None:
@@ -69,8 +82,7 @@ def attach_model(model: Any, record: Record) -> None:
     Freshly drawn residual output projections get the depth factor of the record's initialization. A model that has
     the scheme already (a head around a base model of ours) is only checked.
     """
-    family = known_family(model)
-    blocks, n_layers = blocks_of(model, family), int(model.config.num_hidden_layers)
+    family, blocks, n_layers = _parts(model)
     require_supported(family, record.scheme, n_layers)
     if any(True for _ in norm_sites.sites(model)):
         norm_sites.check(model, record.scheme, n_layers)
@@ -85,11 +97,7 @@ def attach_model(model: Any, record: Record) -> None:
         field = "branch_scale" if on_branch else "norm_scale"
         path = place.branch if on_branch else place.norm
         for number, block in enumerate(blocks, start=1):
-            if (module := at(block, path)) is None:
-                raise UpstreamChangedError(
-                    f"{type(block).__name__} has no {path}: this transformers builds {family.model_type} in a way that "
-                    "was not verified."
-                )
+            module = _require(block, path, family)
             site = norm_sites.Site(record.scheme, number, n_layers, sub_layer)
             norm_sites.attach(module, site)
             give(module, scaled_class(type(module)), getattr(site.plan, field), form=family.form, field=field)
@@ -103,8 +111,7 @@ def require_as_recorded(model: Any, record: Record) -> None:
 
     :raises CheckpointMismatchError: blocks or norms were removed, moved, doubled or replaced since it was built.
     """
-    family = known_family(model)
-    blocks, n_layers = blocks_of(model, family), int(model.config.num_hidden_layers)
+    _, blocks, n_layers = _parts(model)
     number = len(blocks)
     try:
         if number != n_layers:
@@ -160,3 +167,65 @@ def _report(model: Any, norm: Any, record: Record) -> None:
         log.info("%s", line)
     else:
         print(line, file=sys.stderr)
+
+
+#: ``scale(name, tensor, factor, dtype)`` -> the product in ``dtype``.
+Scale = Callable[[str, torch.Tensor, float, torch.dtype], torch.Tensor]
+
+
+def _exactly(name: str, tensor: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    return (tensor.double() * factor).to(dtype)
+
+
+@torch.no_grad()
+def fold(model: Any, scale: Scale = _exactly) -> Any:
+    """Fold a model of ours in place and return it; it is transformers' own class afterwards.
+
+    Merge adapters first: one that was trained on the unfolded model does not fit the folded one.
+
+    :param scale: multiplies one tensor, in fp64 and rounded once.
+    :raises LNSConfigError: not a model of ours, weights that two sub-layers share, or an adapter on a projection that
+        a factor goes into.
+    """
+    if stock_class(model) is None:
+        raise LNSConfigError(f"{type(model).__name__} is no model of ours: there is nothing to fold")
+    (family, blocks, n_layers), record = _parts(model), record_of(model.config)
+    norm_sites.check(model, record.scheme, n_layers)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: set[int] = set()
+    for parameter, by in _targets(model, family, blocks):
+        if id(parameter) in seen:
+            raise LNSConfigError(f"{names[id(parameter)]} belongs to two sub-layers: its factor has no one place")
+        seen.add(id(parameter))
+        parameter.copy_(scale(names[id(parameter)], parameter.detach(), by, parameter.dtype))
+    for module in model.modules():
+        if "lns_scale" in vars(module):
+            module.__class__ = type(module).__bases__[1]  # (the kind of scaling, the stock class)
+        elif (stock := stock_class(module)) is not None:
+            module.__class__ = stock
+        for name in [name for name in vars(module) if name.startswith("lns_")]:
+            delattr(module, name)
+    model.config.__class__ = stock_config_class(family)
+    model.config.lns = "folded"
+    model.config.lns_record = replace(record, folded=True, plugin_version=__version__).as_dict()
+    return model
+
+
+def _targets(model: Any, family: Family, blocks: list[Any]) -> Iterator[tuple[nn.Parameter, float]]:
+    """Parameters and what each is multiplied by."""
+    for _, carrier, site in norm_sites.sites(model):
+        block, place = blocks[site.layer_number - 1], family.sub_layers[site.sub_layer]
+        into, parts = [carrier], ["weight", "bias"]
+        if carrier is not at(block, place.norm):
+            into = [at(block, place.output)]
+        elif getattr(carrier, "weight", None) is None:
+            into, parts = [at(block, path) for path in place.readers], ["weight"]  # a bias there is added after
+        for module in into if carrier.lns_scale != 1.0 else ():
+            if hasattr(module, "base_layer"):
+                raise LNSConfigError(
+                    f"{site.sub_layer}: a factor goes into a projection that has an adapter, which would stay as it "
+                    "is. Merge adapters first (merge_and_unload())."
+                )
+            for part in parts:
+                if (parameter := getattr(module, part, None)) is not None:
+                    yield parameter, carrier.lns_scale

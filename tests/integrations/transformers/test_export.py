@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.olmo_models import build, tokens
+from support.exports import save_olmo
+from support.olmo_models import tokens
 from support.transformers_models import inputs, read_config, stock
 
 from olmo_lns.cli import main
 from olmo_lns.integrations.transformers import apply, register
-from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 
 register()
@@ -106,23 +106,6 @@ def test_export_refuses_what_the_folder_is_not(tmp_path, capsys):
     assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out")]) == 0  # its own format
 
 
-def save_olmo(folder, layer_norm_type, scheme, **changes):
-    """A checkpoint as OLMo's trainer leaves it."""
-    from olmo.config import TrainConfig
-    from omegaconf import OmegaConf
-
-    from olmo_lns.integrations.olmo import register as register_olmo
-
-    register_olmo()
-    model = build(layer_norm_type=layer_norm_type, **changes)
-    folder.mkdir()
-    OmegaConf.save(OmegaConf.structured(TrainConfig(model=model.config)), folder / "config.yaml")
-    torch.save(model.state_dict(), folder / "model.pt")
-    if scheme:
-        Record(parse(scheme), layer_norm_type.partition("_")[2].partition(":")[0], "plain").write(folder)
-    return model
-
-
 @pytest.mark.parametrize(
     ("kind", "type_", "changes"),
     [
@@ -136,7 +119,7 @@ def test_an_olmo_checkpoint_comes_in_as_trained_and_folded_ones_unfolded(kind, t
     import transformers
 
     scheme = "lns:exponent=0.25" if "exponent" in type_ else type_.partition("_")[0]
-    model = save_olmo(tmp_path / "olmo", type_, scheme, **changes)
+    model = save_olmo(tmp_path / "olmo", layer_norm_type=type_, **changes)
     assert main(["hf", "import", str(tmp_path / "olmo"), "-o", str(tmp_path / "model"), "--tokenizer", "none"]) == 0
     out = capsys.readouterr().out
     assert f"lns_{kind}: {parse(scheme).name}" in out and "as trained, factors outside the weights" in out
@@ -158,6 +141,6 @@ def test_an_olmo_checkpoint_comes_in_as_trained_and_folded_ones_unfolded(kind, t
 
 def test_a_pre_ln_checkpoint_is_not_taken_for_another(tmp_path, capsys):
     pytest.importorskip("olmo")
-    save_olmo(tmp_path / "olmo", "rms", "")
+    save_olmo(tmp_path / "olmo", layer_norm_type="rms")
     assert main(["hf", "import", str(tmp_path / "olmo"), "-o", str(tmp_path / "model")]) == 1
     assert "is Pre-LN: olmo-lns export --format hf makes a stock model of it" in capsys.readouterr().err

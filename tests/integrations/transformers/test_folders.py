@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.transformers_models import IN_FRONT, MODELS, hooked, inputs, read_config, same, schemes, stock  # noqa: F401
+from support import launch
+from support.transformers_models import (  # noqa: F401
+    IN_FRONT,
+    MODELS,
+    environment,
+    hooked,
+    inputs,
+    read_config,
+    same,
+    schemes,
+    stock,
+)
 
 from olmo_lns.cli import main
 from olmo_lns.errors import CheckpointMismatchError
@@ -34,14 +43,19 @@ def run(folder: Path, kind: str, *, trust: bool = False, package: bool = True, a
     """Load in a new process; returns what it printed and the logits (None where it failed)."""
     file = folder.parent / f"{folder.name}-{trust}-{package}.pt"
     torch.save(inputs(kind), file)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder.parent / "modules")}
-    environment |= {} if package else {"OLMO_LNS_DISABLE": "1"}
-    auto = auto or AUTO.get(kind, "AutoModelForCausalLM")
+    more = {"HF_MODULES_CACHE": str(folder.parent / "modules"), "OLMO_LNS_DISABLE": None if package else "1"}
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        folder,
+        file,
+        auto or AUTO.get(kind, "AutoModelForCausalLM"),
+        str(int(trust)),
+    ]
     # Another directory than the repository's: what is found is what is installed.
-    command = [sys.executable, "-c", PROGRAM, str(folder), str(file), auto, str(int(trust))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder.parent, timeout=300)
-    out = Path(f"{file}.out")
-    return done.stdout + done.stderr, torch.load(out) if done.returncode == 0 else None
+    done = launch.run(command, cwd=folder.parent, env=environment(**more))
+    return done.text, torch.load(f"{file}.out") if done.code == 0 else None
 
 
 @pytest.mark.parametrize("kind", IN_FRONT)

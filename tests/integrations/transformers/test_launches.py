@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import runpy
 import signal
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.transformers_models import inputs, stock
+from support import launch
+from support.transformers_models import environment, inputs, stock
 
 from olmo_lns.integrations.transformers import apply, register
 
@@ -38,27 +37,19 @@ def unbroken(model, tmp_path_factory) -> Path:
     return folder
 
 
-def port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-def launch(*words: str, returncode: int = 0) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-    assert done.returncode == returncode, done.stderr[-3000:]
-    assert "LayerNorm Scaling on: 6 norms (LlamaRMSNorm)" in done.stderr
-    return done.stderr
+def ran(done: launch.Result, code: int = 0) -> None:
+    assert done.code == code, done.text[-4000:]
+    assert "LayerNorm Scaling on: 6 norms (LlamaRMSNorm)" in done.text
 
 
 def found(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-def train(model: Path, output: Path, *launcher: str, returncode: int = 0, **options: Any) -> dict[str, Any]:
+def train(model: Path, output: Path, *launcher: str, code: int = 0, **options: Any) -> dict[str, Any]:
     command = [*(launcher or [sys.executable]), str(PROGRAMS / "train.py"), str(model), str(output)]
-    launch(*command, json.dumps({**OPTIONS, **options}), returncode=returncode)
-    return {} if returncode else found(output)
+    ran(launch.run([*command, json.dumps({**OPTIONS, **options})], cwd=model, env=environment()), code)
+    return {} if code else found(output)
 
 
 @pytest.mark.exhaustive
@@ -67,7 +58,7 @@ def test_killed_and_resumed_is_as_never_stopped(model, unbroken, tmp_path):
     """Trainer's own shuffling, warm-up and cosine; killed after step 5, two steps past its checkpoint."""
     whole = found(unbroken)
     assert whole["class"] == "LNSLlamaForCausalLM" and len(whole["losses"]) == 8
-    train(model, tmp_path / "cut", returncode=-signal.SIGKILL, die_at=5)
+    train(model, tmp_path / "cut", code=-signal.SIGKILL, die_at=5)
     assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-3"]
     resumed = train(model, tmp_path / "cut", resume=True)
     assert resumed == whole
@@ -80,7 +71,7 @@ def test_killed_and_resumed_is_as_never_stopped(model, unbroken, tmp_path):
 def test_accelerate_with_two_processes_is_as_one(model, unbroken, tmp_path):
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     quiet = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    launcher = [accelerate, "launch", "--multi_gpu", "--num_processes", "2", *quiet, "--main_process_port", port()]
+    launcher = [accelerate, "launch", "--multi_gpu", "--num_processes", "2", *quiet, "--main_process_port", "0"]
     one = found(unbroken)
     two = train(model, tmp_path / "two", *launcher, per_device_train_batch_size=2, ddp_backend="gloo")
     assert (one["world"], two["world"]) == (1, 2) and two["distributed"].endswith("MULTI_CPU")
@@ -96,8 +87,7 @@ def test_fully_shard_is_as_one_process(model, tmp_path, monkeypatch):
     program = [str(PROGRAMS / "shard.py"), str(model)]
     monkeypatch.setattr(sys, "argv", [*program, str(tmp_path / "one")])
     runpy.run_path(program[0])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port()]
-    launch(*torchrun, *program, str(tmp_path / "two"))
+    ran(launch.torchrun(sys.executable, 2, *program, tmp_path / "two", cwd=tmp_path, env=environment()))
     one, two = found(tmp_path / "one"), found(tmp_path / "two")
     assert (one["world"], two["world"]) == (1, 2)
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)

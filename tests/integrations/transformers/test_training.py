@@ -13,6 +13,9 @@ from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers import apply, fold, register
 
 register()
+transformers = pytest.importorskip("transformers")
+#: In CI PEFT and TRL stand in the environment of OLMo-core.
+SFT = "pip install 'olmo-lns[sft]'"
 
 
 def losses(done) -> list[float]:
@@ -40,8 +43,6 @@ def test_trainer_equals_a_hand_written_loop_also_when_resumed(tmp_path):
     done = trainer(apply(copy.deepcopy(model)), tmp_path)
     done.train()
     assert losses(done) == pytest.approx(expected, rel=1e-4)
-    import transformers
-
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
     assert type(fresh).__name__ == "LNSLlamaForCausalLM"
     resumed = trainer(fresh, tmp_path)
@@ -87,7 +88,7 @@ def test_low_precision_and_autocast():
 
 @pytest.mark.parametrize("scheme", ["lns", "lnsafterbranch"])
 def test_lora_with_the_default_targets(scheme, tmp_path, schemes):  # noqa: F811
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'olmo-lns[sft]'")
+    peft = pytest.importorskip("peft", reason=SFT)
     model, reference = apply(stock("llama"), scheme), hooked("llama", stock("llama"), scheme)
     tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
     names = [name for name, parameter in tuned.named_parameters() if parameter.requires_grad]
@@ -106,7 +107,7 @@ def test_lora_with_the_default_targets(scheme, tmp_path, schemes):  # noqa: F811
 
 @pytest.mark.parametrize(("kind", "scheme", "kept"), [("llama", "lns", True), ("olmo", "lns", False), ("llama", "lnsafterbranch", False)])  # fmt: skip
 def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind, scheme, kept, schemes, tmp_path):  # noqa: F811
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'olmo-lns[sft]'")
+    peft = pytest.importorskip("peft", reason=SFT)
     model = apply(stock(kind), scheme)
     base = fold(copy.deepcopy(model))
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
@@ -122,3 +123,16 @@ def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind
     limit = 1e-5 * expected.abs().max()
     assert (merged_first - expected).abs().max() <= limit
     assert ((on_folded - expected).abs().max() <= limit) == kept
+
+
+def test_the_tools_around_read_the_config_as_before(tmp_path):
+    """PEFT and TRL take a config and a folder of ours."""
+    peft, trl = (pytest.importorskip(name, reason=SFT) for name in ("peft", "trl"))
+    apply(stock("llama")).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+    tuned.save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert peft.PeftModel.from_pretrained(base, tmp_path / "adapter").config.model_type == "lns_llama"
+    assert trl.trainer.utils.get_config_model_id(model.config) == model.config._name_or_path
