@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/compatibility.md from the registries of versions that the integrations check at run time.
+"""Write docs/compatibility.md from the registries of versions that the integrations check at run time, and from RUNS.
 
 python scripts/compatibility.py            # writes the page
 python scripts/compatibility.py --check    # exit status 1 where the committed page is another
@@ -34,6 +34,14 @@ FRAMEWORKS: Sequence[tuple[str, str, str, str, Sequence[Target]]] = (
 )
 
 
+NOT_RUN = (
+    "Not run: torch 2.15 (PyPI has one build, of 539 MB, which imports some 3 GB of CUDA libraries; none for",
+    "CPUs), real Transformer Engine kernels (no GPU). OLMo-core 2.5.0 is not on PyPI any more; it was verified before.",
+)
+#: What, with which environment, the command behind ``pytest -q``, what it printed.
+RUNS: Sequence[tuple[str, str, str, str]] = ()
+
+
 def page() -> str:
     lines = [
         "# Compatibility",
@@ -48,14 +56,28 @@ def page() -> str:
     lines += [f"| {name} | `{x}` | {p} {_accepted(p, x)} | {v} |" for name, p, x, v, _ in FRAMEWORKS]
     lines += [
         "",
-        "Each function that is replaced, or was read against, is known by a fingerprint of its source. One that is",
-        "not in the tables below stops with the function's name; `OLMO_LNS_ALLOW_UNVERIFIED=1` goes on with code that",
-        "nobody has read. `python scripts/fingerprints.py MODULE VERSION=SOURCE` prints those of a source tree.",
+        "## What was run",
+        "",
+        "Beside what the suite installs (`constraints.txt`, `constraints-olmo-core.txt`), on a CPU with Python 3.11",
+        "and torch 2.13.0, 24 November 2026:",
+        "",
+        "| what | environment | `pytest -q` | printed |",
+        "|---|---|---|---|",
+        *(f"| {what} | {where} | `{command}` | {printed} |" for what, where, command, printed in RUNS),
+        "",
+        *NOT_RUN,
+        "",
+        "## What is replaced",
+        "",
+        "Each function that is replaced, or was read against, is known by a fingerprint of its source, in these",
+        "versions. One that is not known is an error with its name where a scheme is selected, and one warning else;",
+        "`OLMO_LNS_ALLOW_UNVERIFIED=1` goes on with code that nobody has read. `python scripts/fingerprints.py MODULE",
+        "VERSION=SOURCE` prints the fingerprints of a source tree.",
     ]
     for name, _, _, _, targets in FRAMEWORKS:
         if targets:
-            lines += ["", f"## {name}", "", "| function | fingerprint | versions |", "|---|---|---|"]
-            lines += [f"| `{t.path}` | `{f}` | {v} |" for t in targets for f, v in t.verified.items()]
+            lines += ["", f"### {name}", "", "| function | versions |", "|---|---|"]
+            lines += [f"| `{t.path}` | {', '.join(t.verified.values())} |" for t in targets]
     return "\n".join(lines) + "\n"
 
 

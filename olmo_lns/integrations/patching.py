@@ -60,28 +60,24 @@ class Target:
     path: str
     verified: Mapping[str, str]
 
-    def locate(self) -> tuple[Any, str]:
-        """The object that holds the symbol, and the symbol's name there.
+    def locate(self) -> tuple[Any, str, Any]:
+        """The object that holds the symbol, the symbol's name there, and what it is (a classmethod as such).
 
         :raises UpstreamChangedError: the module, class or function does not exist.
         """
         module_name, _, qualname = self.path.partition(":")
         *parents, name = qualname.split(".")
+        versions = "; ".join(dict.fromkeys(self.verified.values()))
         try:
             owner: Any = importlib.import_module(module_name)
             for parent in parents:
                 owner = getattr(owner, parent)
-            inspect.getattr_static(owner, name)
+            return owner, name, inspect.getattr_static(owner, name)
         except (ImportError, AttributeError) as error:
             raise UpstreamChangedError(
-                f"{self.path} does not exist ({error}); it was verified in {self.versions}. This upstream "
+                f"{self.path} does not exist ({error}); it was verified in {versions or 'no version'}. This upstream "
                 f"version has moved or renamed it: install a verified version or a newer olmo-lns, or set {DISABLE}=1."
             ) from error
-        return owner, name
-
-    @property
-    def versions(self) -> str:
-        return "; ".join(dict.fromkeys(self.verified.values())) or "no version"
 
 
 def exists(target: Target) -> bool:
@@ -161,7 +157,7 @@ def replace(
     :returns: whether it was; False when this symbol was replaced before (nothing is done then).
     :raises UpstreamChangedError: missing, or its source is not one that was verified.
     """
-    owner, name, original = _found(target) if only_look else check_target(target)
+    owner, name, original = target.locate() if only_look else check_target(target)
     if is_patched(original):
         return False
     wrapper_type = type(original) if isinstance(original, (classmethod, staticmethod)) else None
@@ -219,15 +215,10 @@ def check_target(target: Target) -> tuple[Any, str, Any]:
 
     :raises UpstreamChangedError: it is missing, or its source is not one that was verified.
     """
-    owner, name, original = _found(target)
+    owner, name, original = target.locate()
     if not is_patched(original):
         verify(target, getattr(original, "__func__", original))
     return owner, name, original
-
-
-def _found(target: Target) -> tuple[Any, str, Any]:
-    owner, name = target.locate()
-    return owner, name, inspect.getattr_static(owner, name)
 
 
 def verify(target: Target, function: Callable[..., Any]) -> None:

@@ -61,10 +61,19 @@ def test_nothing_but_sys_is_imported_before_the_framework():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_failing_plugin_fails_the_import_by_name(plugin):
-    done = run(ONLY_PROBE + "import olmo", path=plugin("raise RuntimeError('out of order')"), check=False)
-    assert done.returncode != 0
-    assert "plugin 'probe' (lns_test_plugin:register, group olmo.plugins) failed: out of order" in done.stderr
+def test_a_failing_plugin_fails_the_import_by_name_again_and_again(plugin):
+    code = """
+    for attempt in range(2):
+        try:
+            import olmo
+        except Exception as error:
+            print(error)
+    """
+    done = run(ONLY_PROBE + textwrap.dedent(code), path=plugin("raise RuntimeError('out of order')"))
+    lines = [line for line in done.stdout.splitlines() if line != "framework ran"]
+    assert len(lines) == 2
+    for line in lines:
+        assert "plugin 'probe' (lns_test_plugin:register, group olmo.plugins) failed: out of order" in line
 
 
 def test_a_strangers_entry_point_of_a_name_of_ours_is_not_run(plugin):
@@ -84,14 +93,11 @@ def test_a_strangers_entry_point_of_a_name_of_ours_is_not_run(plugin):
     assert run("import importlib.metadata as md\n" + textwrap.dedent(code), path=folder).stdout == "True\n"
 
 
-def test_a_namesake_is_left_alone(plugin):
-    done = run(ONLY_PROBE + "import olmo", path=plugin(framework=""))
-    assert done.stdout == "framework ran\n"
-
-
-def test_opt_out(plugin):
-    done = run(ONLY_PROBE + "import olmo", path=plugin(), OLMO_LNS_DISABLE="1")
-    assert done.stdout == "framework ran\n"
+def test_a_namesake_is_left_alone_and_so_is_what_is_disabled(plugin, tmp_path):
+    folder = plugin()
+    assert run(ONLY_PROBE + "import olmo", path=folder, OLMO_LNS_DISABLE="1").stdout == "framework ran\n"
+    (folder / "olmo" / "__init__.py").write_text("print('framework ran')\n")
+    assert run(ONLY_PROBE + "import olmo", path=folder).stdout == "framework ran\n"
 
 
 def test_an_absent_framework_is_an_ordinary_import_error():
@@ -127,14 +133,10 @@ def test_on_import_runs_now_or_later_and_fails_the_import(tmp_path):
     assert run(code, path=tmp_path).stdout.strip() == "refused"
 
 
-def test_the_real_olmo_is_registered_by_its_import_alone():
-    done = run("from olmo.config import LayerNormType\nprint(LayerNormType('lns'))")
-    assert done.stdout.strip().endswith("lns")
-
-
-def test_the_real_olmo_without_us_does_not_know_the_type():
-    done = run("from olmo.config import LayerNormType\nLayerNormType('lns')", check=False, OLMO_LNS_DISABLE="1")
-    assert "'lns' is not a valid LayerNormType" in done.stderr
+def test_the_real_olmo_knows_the_type_by_its_import_alone():
+    code = "from olmo.config import LayerNormType\nprint(LayerNormType('lns'))"
+    assert run(code).stdout.strip().endswith("lns")
+    assert "'lns' is not a valid LayerNormType" in run(code, check=False, OLMO_LNS_DISABLE="1").stderr
 
 
 @pytest.mark.slow
@@ -152,26 +154,11 @@ def test_olmos_converter_script_is_guarded_by_installation_alone(tmp_path):
     assert run(boot + f"runpy.run_path({str(script)!r})", OLMO_LNS_DISABLE="1").stdout == "would convert\n"
 
 
-def test_an_import_that_failed_with_our_error_fails_again(plugin):
-    code = """
-    for attempt in range(2):
-        try:
-            import olmo
-        except Exception as error:
-            print('refused' if 'out of order' in str(error) else error)
-    """
-    done = run(ONLY_PROBE + textwrap.dedent(code), path=plugin("raise RuntimeError('out of order')"))
-    assert [line for line in done.stdout.splitlines() if line != "framework ran"] == ["refused", "refused"]
-
-
-def test_a_finder_of_the_old_kind_is_passed_over(plugin):
-    code = "class Old:\n    def find_module(self, name, path=None): pass\nsys.meta_path.insert(0, Old())\nimport olmo"
+def test_a_finder_of_the_old_kind_is_passed_over_and_our_module_may_be_there_already(plugin):
+    code = "class Old:\n    def find_module(self, name, path=None): pass\nsys.meta_path.insert(0, Old())\n"
+    code += "import olmo_lns.integrations.autoload, olmo"
     warnings = {"PYTHONWARNINGS": "ignore"}  # Python's own, about the finder
     assert "plugin ran" in run(ONLY_PROBE + code, path=plugin(), **warnings).stdout
-
-
-def test_the_module_being_there_already_does_not_keep_the_plugin_out(plugin):
-    assert "plugin ran" in run(ONLY_PROBE + "import olmo_lns.integrations.autoload, olmo", path=plugin()).stdout
 
 
 @pytest.mark.parametrize("name", ["olmo", "transformers", "megatron"])
@@ -218,27 +205,19 @@ def test_other_imports_are_untouched_while_a_thread_imports_the_framework(plugin
     [w.start() for w in workers], [w.join() for w in workers]
     print(failed, len([m for m in sys.modules if m.startswith('lns_other_')]))
     """
-    for _ in range(5):
+    for _ in range(2):
         done = run(ONLY_PROBE + textwrap.dedent(code), path=folder, OLMO_LNS_DISABLE=disabled)
         assert done.stdout.splitlines()[-1] == "[] 400"
         assert ("plugin ran" in done.stdout) == (not disabled)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from hf_olmo.convert_olmo_to_hf import write_config",
-        pytest.param(
-            "import olmo.model\nfrom hf_olmo.convert_olmo_to_hf import write_config", marks=pytest.mark.exhaustive
-        ),
-    ],
-)
-def test_the_guard_of_hf_olmo_is_there_before_what_it_guards(tmp_path, statement):
+def test_the_guard_of_hf_olmo_is_there_before_what_it_guards(tmp_path):
     """In a fresh process by installation alone: nobody calls install()."""
     (tmp_path / "config.yaml").write_text(
         "model:\n  layer_norm_type: lns_rms\n  d_model: 8\n  n_heads: 2\n  n_layers: 2\n"
     )
+    statement = "from hf_olmo.convert_olmo_to_hf import write_config"
     done = run(f"{statement}\nwrite_config({str(tmp_path)!r})", check=False)
     assert done.returncode != 0 and not (tmp_path / "config.json").exists()
     assert "OLMO_LNS_ALLOW_MISMATCH=lns-to-preln" in done.stderr

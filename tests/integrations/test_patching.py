@@ -42,7 +42,7 @@ def upstream(tmp_path, monkeypatch):
 
 def target(upstream: types.ModuleType, path: str) -> Target:
     unverified = Target(f"lns_fake_upstream:{path}", {})
-    owner, name = unverified.locate()
+    owner, name, _ = unverified.locate()
     return Target(unverified.path, {fingerprint(getattr(owner, name)): "1.0"})
 
 
@@ -68,7 +68,7 @@ def test_replacing_twice_wraps_once(upstream):
     assert upstream.Upstream().method(1) == (2, "wrapped")
 
 
-@pytest.mark.parametrize("path", ["Upstream.gone", "Gone.method", "gone"])
+@pytest.mark.parametrize("path", ["Upstream.gone", "Gone.method"])
 def test_missing_symbols_are_named(upstream, path):
     with pytest.raises(UpstreamChangedError, match=f"lns_fake_upstream:{path} does not exist.*verified in 1.0"):
         replace(Target(f"lns_fake_upstream:{path}", {"0": "1.0"}), doubled)

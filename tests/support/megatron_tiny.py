@@ -43,6 +43,12 @@ def local_spec(cfg: Any, **kwargs: Any) -> Any:
     return get_gpt_layer_local_spec(num_experts=cfg.num_moe_experts, normalization=cfg.normalization, **kwargs)
 
 
+def parts_of_mlp(spec: Any) -> Any:
+    """The submodules of a layer's MLP; newer specs name a function with them bound."""
+    mlp = spec.submodules.mlp
+    return mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
+
+
 class ParallelRMSNorm:
     """torch's RMSNorm with the mark that TE sets, which Megatron's own wrapper of torch refuses to set."""
 

@@ -98,8 +98,7 @@ def check_readings() -> None:
         needed = each.path.endswith((":get_bias_dropout_add", "._forward_attention", "._forward_mlp"))
         step = each.path.endswith(("._forward_post_mlp", "_bda_step"))  # of some versions
         if needed or (step and exists(each)):
-            owner, name = each.locate()
-            verify(each, vars(owner)[name])
+            verify(each, each.locate()[2])
 
 
 def install() -> None:

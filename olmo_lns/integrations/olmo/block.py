@@ -285,5 +285,4 @@ def _fold_into_norms(block: OLMoBlock, plan: Plan, sub_layer: str) -> None:
 @cache
 def _check_upstream() -> None:
     for target in (upstream.SEQUENTIAL_FORWARD, upstream.LLAMA_FORWARD, upstream.ATTENTION):
-        owner, name = target.locate()
-        patching.verify(target, getattr(owner, name))
+        patching.verify(target, target.locate()[2])

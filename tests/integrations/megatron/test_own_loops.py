@@ -43,25 +43,25 @@ def pickled(cfg: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [dataclasses.replace, field_by_field, copy.deepcopy, pickled])
-@pytest.mark.parametrize("how", [{}, {"scheme": "sandwich_depth:exponent=0.25", "keep_scaled_init": True}])
+@pytest.mark.parametrize(
+    ("copied", "how"),
+    [
+        (dataclasses.replace, {}),
+        (field_by_field, {"scheme": "sandwich_depth:exponent=0.25", "keep_scaled_init": True}),
+        (copy.deepcopy, {"scheme": "sandwich"}),
+        (pickled, {"keep_scaled_init": True}),
+    ],
+)
 def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied: Any, how: Any) -> None:
-    if copied is pickled:  # torch's functools.partial objects alone: Megatron's initializers are closures
-        cfg = dataclasses.replace(
-            tiny.config(), init_method=torch.nn.init.zeros_, output_layer_init_method=torch.nn.init.ones_
-        )
-        apply(cfg, **how)
-    else:
-        cfg = applied(**how)
+    cfg = tiny.config()
+    if copied is pickled:  # torch's functions alone: Megatron's initializers are closures
+        cfg.init_method, cfg.output_layer_init_method = torch.nn.init.zeros_, torch.nn.init.ones_
+    apply(cfg, **how)
     other = copied(cfg)
     assert Settings.of(other) == Settings.of(cfg) and Settings.of(other).active
     assert isinstance(other, type(tiny.config()))
     assert (other.output_layer_init_method is other.init_method) is not how.get("keep_scaled_init", False)
     norm_sites.check(tiny.build(other), parse(how.get("scheme", "lns")), tiny.LAYERS)
-
-
-def gpt(cfg: Any, spec: Any) -> Any:
-    return tiny.build(cfg, spec)
 
 
 @pytest.mark.parametrize(
@@ -84,28 +84,19 @@ def test_the_layer_spec_is_the_flag(wrapped: Any) -> None:
     assert tiny.gradients(one, tiny.batch())[0] == pytest.approx(tiny.gradients(two, tiny.batch())[0], rel=1e-6)
 
 
-def test_the_layer_spec_of_another_scheme() -> None:
+def test_the_layer_spec_of_another_scheme_and_beside_apply() -> None:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     cfg, other = tiny.config(), applied("sandwich", keep_scaled_init=True)
     one = tiny.build(cfg, layer_spec(cfg, tiny.local_spec(cfg), scheme="sandwich", keep_scaled_init=True))
-    two = tiny.build(other)
+    two = tiny.build(other, layer_spec(other, tiny.local_spec(other), scheme="sandwich", keep_scaled_init=True))
     assert list(one.state_dict()) == list(two.state_dict())
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_layer_spec_beside_apply() -> None:
-    cfg = applied()
-    model = tiny.build(cfg, layer_spec(cfg, tiny.local_spec(cfg)))
-    assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
     with pytest.raises(
-        LNSConfigError, match=r"the config has lns already \(plain initialization\): sandwich .* was asked"
+        LNSConfigError, match=r"the config has sandwich already \(upstream initialization\): lns .plain. was"
     ):
-        layer_spec(cfg, scheme="sandwich")
-
-
-def test_a_spec_that_is_no_layers_is_refused() -> None:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
+        layer_spec(cfg)
     with pytest.raises(LNSConfigError, match="'Linear' is not the spec of a TransformerLayer"):
         layer_spec(tiny.config(), ModuleSpec(module=torch.nn.Linear))
 
@@ -180,6 +171,8 @@ def test_a_checkpoint_of_a_loop_keeps_its_record_and_is_compared(scheme: str, tm
 
 
 def test_other_weights_are_refused_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import dist_checkpointing
+
     lns, stock = save(tmp_path / "lns", tiny.build(applied())), save(tmp_path / "stock", tiny.build(tiny.config()))
     with pytest.raises(CheckpointMismatchError, match=r"lns was saved with lns:exponent=0.5 .*this run has Pre-LN"):
         load(lns, tiny.build(tiny.config()))
@@ -188,6 +181,7 @@ def test_other_weights_are_refused_with_a_name(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(CheckpointMismatchError, match="holds neither Megatron's arguments nor a record"):
         load(stock, tiny.build(applied()))
     assert load(stock, tiny.build(tiny.config())).keys() == {"model"}
+    assert dist_checkpointing.load_content_metadata(stock) is None  # nothing of ours in Megatron's own
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record,lns-to-preln")
     load(stock, tiny.build(applied()))
     load(lns, tiny.build(tiny.config()))
@@ -201,8 +195,7 @@ def test_the_record_is_that_of_the_built_model(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", model)
     with pytest.raises(CheckpointMismatchError, match="was saved with lns"):
         load(folder, tiny.build(tiny.config()))
-    built = tiny.build(tiny.config())
-    apply(built)
+    apply(built := tiny.build(tiny.config()))
     load(folder, built)
 
 
@@ -230,11 +223,3 @@ def test_a_checkpoint_is_read_without_a_model(tmp_path: Path) -> None:
     assert torch.equal(dist_checkpointing.load({name: own}, folder)[name], torch.ones(tiny.HIDDEN))
     assert set(dist_checkpointing.load_plain_tensors(folder)) >= {name}
     assert dist_checkpointing.load_common_state_dict(folder) is not None
-
-
-def test_pre_ln_checkpoints_are_megatrons_own(tmp_path: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    folder = save(tmp_path / "run", tiny.build(tiny.config()))
-    assert set(dist_checkpointing.load_common_state_dict(folder)) <= {"content_metadata"}
-    assert dist_checkpointing.load_content_metadata(folder) is None

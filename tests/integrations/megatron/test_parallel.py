@@ -59,19 +59,11 @@ LAYOUTS = {
 
 #: Of each kind of residual addition one: a constant, a norm with a constant, a learned vector, a learned number.
 SCHEMES = ("lnsafterbranch", "sandwich_depth", "layerscale:start=0.5", "skipinit")
-#: The global batch is one: from one checkpoint they train as one process does.
-MODEL_PARALLEL = [name for name, layout in LAYOUTS.items() if {"tp", "pp"} & set(layout)]
-#: Of these, what a slow run tries: a sharded sequence, and stages that hold blocks which are not neighbours.
+#: With the schemes: a sharded sequence, and stages that hold blocks which are not neighbours. The global batch is one, so
+#: that from one checkpoint they train as one process does.
 FEW = ("TP2, sequence parallel", "PP2 x VPP2")
-#: Other ways of the same over the blocks; with the schemes of the rest they are an exhaustive run.
+#: Other ways of the same over the blocks: an exhaustive run.
 LATER = ("FSDP2", "PP2", "PP2, full recompute", "DP2, distributed optimizer, bf16")
-#: Each rank has batches of its own: what they are compared with has two ranks too.
-DATA_PARALLEL: dict[str, dict[str, Any]] = {
-    "DP2": {},
-    "distributed optimizer": {"distopt": True},
-    "FSDP2": {"fsdp2": True},
-    "Megatron-FSDP": {"mfsdp": True},
-}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +84,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     two = {name: compared(name) for name in LAYOUTS if name not in LATER}
     two |= {f"loaded, {name}": {"lns": "plugin", **saved, **LAYOUTS[name]} for name in ("TP2", "PP2")}
     two |= {f"schemes, {name}": start | LAYOUTS[name] for name in FEW}
-    return launched(1, alone) | launched(2, two) | {"start": start}
+    return launched(1, alone) | launched(2, two)
 
 
 def compared(name: str) -> dict[str, Any]:
@@ -104,14 +96,9 @@ def launched(ranks: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def all_found(found: dict[str, Any]) -> dict[str, Found]:
-    """With LNS and the schemes under every layout."""
-    rest = {name: compared(name) for name in LATER if {"tp", "pp"} & set(LAYOUTS[name])}
-    rest |= {f"schemes, {name}": found["start"] | LAYOUTS[name] for name in MODEL_PARALLEL if name not in FEW}
+def later() -> dict[str, Found]:
     # PyTorch's FSDP2 in a second parallel state would meet the groups of the first: a process of its own.
-    apart = {f"schemes, {name}": {"schemes": SCHEMES, **layout} for name, layout in DATA_PARALLEL.items()}
-    apart |= {name: compared(name) for name in LATER if name not in rest}
-    return found | launched(2, rest) | launched(2, apart)
+    return {name: launched(2, {name: compared(name)})[name] for name in LATER}
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in LATER])
@@ -121,8 +108,8 @@ def test_training_follows_the_hooked_reference(name: str, found: dict[str, Found
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LATER)
-def test_training_follows_the_hooked_reference_elsewhere(name: str, all_found: dict[str, Found]) -> None:
-    follows(name, all_found)
+def test_training_follows_the_hooked_reference_elsewhere(name: str, later: dict[str, Found]) -> None:
+    follows(name, later)
 
 
 def follows(name: str, found: dict[str, Found]) -> None:
@@ -140,29 +127,11 @@ def follows(name: str, found: dict[str, Found]) -> None:
 @pytest.mark.parametrize("name", FEW)
 def test_schemes_train_alike(name: str, found: dict[str, Found]) -> None:
     """From one checkpoint, resharded: learned factors and norms are sharded, reduced, updated as in one process."""
-    alike(name, found)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in MODEL_PARALLEL if name not in FEW])
-def test_schemes_train_alike_under_every_layout(name: str, all_found: dict[str, Found]) -> None:
-    alike(name, all_found)
-
-
-def alike(name: str, found: dict[str, Found]) -> None:
     for scheme in SCHEMES:
         ranks, expected = found[f"schemes, {name}"][scheme], losses(found["schemes"][scheme])
         assert losses(ranks) == pytest.approx(expected, rel=2e-5), scheme
         assert len(set(expected)) == 4
         assert {site[0] for rank in ranks for site in rank["sites"]} == set(range(1, BLOCKS + 1)), scheme
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in DATA_PARALLEL if name != "DP2"])
-def test_schemes_under_the_distributed_optimizer_and_fsdp(name: str, all_found: dict[str, Found]) -> None:
-    for scheme in SCHEMES:
-        expected = losses(all_found["schemes, DP2"][scheme])
-        assert losses(all_found[f"schemes, {name}"][scheme]) == pytest.approx(expected, rel=1e-5), scheme
 
 
 def test_a_checkpoint_gives_the_same_loss_under_another_layout(found: dict[str, Found]) -> None:

@@ -46,25 +46,15 @@ def case(results: dict[str, Any], name: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "zero-centred gain", "MoE", "selective recompute"])
-def test_loss_and_all_gradients_are_those_of_the_hooked_local_model(results: dict[str, Any], name: str) -> None:
-    found = case(results, name)
-    assert found["same_parameters"]
-    assert found["loss"] == pytest.approx(found["reference"], rel=1e-6)
-    assert found["error"] < 2e-5, f"gradient of {found['worst']}"
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        "sandwich_depth",
-        "sandwich_depth, LayerNorm",
-        "sandwich_depth, zero-centred gain",
+        *("RMSNorm", "LayerNorm", "zero-centred gain", "MoE", "selective recompute"),
+        *("sandwich_depth", "sandwich_depth, LayerNorm", "sandwich_depth, zero-centred gain", "lnsafterbranch"),
         "layerscale, MoE, selective recompute",
-        "lnsafterbranch",
     ],
 )
-def test_other_schemes_are_those_of_the_equation_on_the_local_model(results: dict[str, Any], name: str) -> None:
+def test_loss_and_all_gradients_are_those_of_the_hooked_local_model(results: dict[str, Any], name: str) -> None:
     found = case(results, name)
     assert found["same_parameters"]
     assert found["loss"] == pytest.approx(found["reference"], rel=1e-6)
@@ -83,27 +73,16 @@ def test_moe_layers_have_one_fused_and_one_standalone_site(results: dict[str, An
     assert [site[2] for site in sites[:2]] == [FUSED, "olmo_lns.norm (te)"]
 
 
-def test_a_weight_swapped_for_the_forward_only_is_wrong_in_backward(results: dict[str, Any]) -> None:
-    """The trap: TE's standalone norm reads its weight again in backward. The output looks right."""
-    found = case(results, "naive standalone")
-    assert found["naive y"] < 1e-6
-    assert found["naive dx"] > 0.1 and found["naive dgain"] > 0.1
-    assert max(found[f"ours {what}"] for what in ("y", "dx", "dgain")) < 1e-5
-
-
 def test_checkpoint_keys_are_those_of_stock_and_initialization_is_plain(results: dict[str, Any]) -> None:
     found = case(results, "keys")
-    assert found["state_dict"] and found["sharded"]
-    assert found["std"]["stock"] == pytest.approx(0.02 / 8**0.5, rel=0.05)
-    assert found["std"]["lns"] == pytest.approx(0.02, rel=0.05)
+    for name in ("state_dict", "sharded"):
+        stock, lns = found[name]
+        assert stock == lns
+    assert found["std"] == pytest.approx([0.02 / 8**0.5, 0.02], rel=0.05)
 
 
 def test_mtp_layers_go_on_after_the_last_block(results: dict[str, Any]) -> None:
     assert case(results, "MTP") == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
-
-
-def test_gradients_accumulate_over_micro_batches(results: dict[str, Any]) -> None:
-    assert case(results, "accumulation") < 1e-5
 
 
 def test_mla_scales_neither_the_q_nor_the_kv_norm(results: dict[str, Any]) -> None:

@@ -52,15 +52,16 @@ def test_the_installed_core_is_verified_symbol_by_symbol_in_memory_and_in_its_fi
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     tree, found = Path(inspect.getfile(megatron.core)).parents[2], 0
+    version = megatron.core.__version__.replace("0.20.0", "main")
     for path, target in TABLE.items():
         fused = path.endswith("TELayerNormColumnParallelLinear.forward") and not HAVE_TE  # then an empty class
-        if path.startswith("megatron.core.") and megatron.core.__version__ in versions(path) and not fused:
-            function = inspect.getattr_static(*target.locate())
-            assert megatron.core.__version__ in target.verified[fingerprint(function)].split(", "), path
+        if path.startswith("megatron.core.") and version in versions(path) and not fused:
+            function = target.locate()[2]
+            assert version in target.verified[fingerprint(function)].split(", "), path
             text = patching.source_below(tree, path)
             assert text is not None and patching.digest(text) == fingerprint(function), path
             found += 1
-    assert found >= 13, f"megatron-core {megatron.core.__version__} is not in the table"
+    assert found >= 13, f"megatron-core {version} is not in the table"
 
 
 def test_the_checkout_is_verified() -> None:

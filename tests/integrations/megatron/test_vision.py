@@ -37,7 +37,7 @@ def llava(cfg: Any, tower: Any) -> Any:
         vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
         drop_vision_class_token=False,
         vision_projection_config=copy.deepcopy(cfg),
-        vision_projection_layer_spec=copy.deepcopy(language.submodules.mlp.submodules),
+        vision_projection_layer_spec=copy.deepcopy(tiny.parts_of_mlp(language)),
         language_position_embedding_type="rope",
         img_h=28,
         img_w=28,
