@@ -61,23 +61,12 @@ class BlockConfig(_upstream.TransformerBlockConfig):
     def build(self, *, d_model: int, block_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None) -> Any:
         """OLMo-core's block with the scheme attached. :param block_idx: 0-based, global."""
         upstream.require_enabled()
-        scheme = self.resolved_scheme
-        blocks.require_supported(scheme, self.name, n_layers)
+        blocks.require_supported(self.resolved_scheme, self.name, n_layers)
         block = self.stock().build(
             d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache
         )
-        norm = "" if self.layer_norm is None else str(self.layer_norm.name)
-        blocks.attach_scheme(
-            block,
-            scheme,
-            name=self.name,
-            norm=norm,
-            block_idx=block_idx,
-            n_layers=n_layers,
-            initialization=str(self.initialization),
-            scale_router=self.scale_router,
-        )
-        draw.take(cache, block, block_idx=block_idx, n_layers=n_layers, scheme=scheme, norm=norm)
+        blocks.attach_scheme(block, self, block_idx=block_idx, n_layers=n_layers)
+        draw.take(cache, block, self.resolved_scheme, block_idx=block_idx, n_layers=n_layers)
         return block
 
     def stock(self) -> _upstream.TransformerBlockConfig:

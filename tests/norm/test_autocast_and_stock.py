@@ -55,14 +55,8 @@ def test_under_autocast_the_next_linear_sees_the_same_values(x_dtype, low):
         assert torch.equal(ours, full.to(low)) and torch.equal(ours_layer, full_layer.to(low))
         assert torch.equal(linear(ours), linear(full))
         assert stock(x).dtype == torch.float32  # what this saves the cast of
-
-
-def test_autocast_leaves_16_bit_and_fp64_as_they_are():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
         for dtype in (torch.float64, torch.float16, torch.bfloat16):
-            x = torch.randn(3, WIDTH).to(dtype)
-            assert rms_norm(x, None, EPS, SCALE).dtype == dtype
-            assert layer_norm(x, None, None, EPS, SCALE).dtype == dtype
+            assert rms_norm(x.to(dtype), None, EPS, SCALE).dtype == dtype
 
 
 def test_statistics_are_fp32_and_extreme_rows_stay_finite():
@@ -73,14 +67,3 @@ def test_statistics_are_fp32_and_extreme_rows_stay_finite():
     y = rms_norm(x, None, EPS, SCALE)
     y.sum().backward()
     assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
-
-
-def test_backward_under_autocast_is_the_same_as_outside():
-    weight = torch.rand(WIDTH, requires_grad=True)
-    x = torch.randn(64, WIDTH, requires_grad=True)
-    dy = torch.randn(64, WIDTH)
-    y = rms_norm(x, weight, EPS, SCALE)
-    outside = torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = torch.autograd.grad(y, (x, weight), dy)
-    assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))

@@ -65,6 +65,7 @@ def test_24_layers_compiled_one_by_one_share_their_graphs(kind, autocast, backen
         assert reference.relative_error(got, want) < tolerance
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_values():
     torch._dynamo.reset()
     block = Block(5, "rms", Backend("torch", "test"))

@@ -20,6 +20,7 @@ def load(path):
     return module
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_ours_with_stock_and_stock_with_itself(tmp_path, capsys):
     bench, report = load("bench.py"), tmp_path / "report.json"
     assert bench.median_and_interval(range(21)) == (10, 5, 15) and bench.median_and_interval(range(6)) == (2.5, 0, 5)
@@ -31,19 +32,6 @@ def test_the_benchmark_compares_ours_with_stock_and_stock_with_itself(tmp_path, 
         median, low, high = results["lns"]["ratio"]
         assert 0 < low <= median <= high
     assert "| step small | lns | " in capsys.readouterr().out
-
-
-def test_the_benchmarked_arms_are_what_they_say():
-    bench, device = load("bench.py"), torch.device("cpu")
-    from olmo_lns.integrations.olmo import register
-
-    register()
-    blocks = {kind: bench.step(kind, "small", device, False) for kind in ("rms", "lns_rms")}
-    models = {
-        kind: dict(zip(work.__code__.co_freevars, work.__closure__, strict=True)) for kind, work in blocks.items()
-    }
-    norms = {kind: found["model"].cell_contents.transformer.blocks[3].attn_norm for kind, found in models.items()}
-    assert not hasattr(norms["rms"], "lns_scale") and norms["lns_rms"].lns_scale == 0.5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

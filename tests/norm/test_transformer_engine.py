@@ -75,19 +75,21 @@ def test_the_stand_in_takes_the_dtypes_of_the_libraries(version, name):
     assert taken == KERNELS[version][name]
 
 
-#: affine, autocast, zero-centred: with the dtypes every pair of two of them.
-SETTINGS = [
-    *((("none", False, False), ("weight", True, True), ("weight+bias", False, True))),
-    *((("none", True, True), ("weight", False, False), ("weight+bias", True, False))),
-    *((("weight", False, True), ("weight+bias", False, False), ("none", True, False))),
+#: dtype of x, of the parameters, affine, autocast, zero-centred: every pair of two of them.
+CASES = [
+    (torch.float32, torch.float32, "none", False, False),
+    (torch.float32, torch.bfloat16, "weight", True, True),
+    (torch.float32, torch.float16, "weight+bias", False, True),
+    (torch.bfloat16, torch.float32, "none", True, True),
+    (torch.bfloat16, torch.bfloat16, "weight", False, False),
+    (torch.bfloat16, torch.float16, "weight+bias", True, False),
+    (torch.float16, torch.float32, "weight", False, True),
+    (torch.float16, torch.bfloat16, "weight+bias", False, False),
+    (torch.float16, torch.float16, "none", True, False),
 ]
 
 
-@pytest.mark.parametrize(
-    ("x_dtype", "p_dtype", "affine", "autocast", "zero_centered"),
-    [(*dtypes, *rest) for dtypes, rest in zip(itertools.product(DTYPES, DTYPES), SETTINGS, strict=True)],
-    ids=str,
-)
+@pytest.mark.parametrize(("x_dtype", "p_dtype", "affine", "autocast", "zero_centered"), CASES, ids=str)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_values_and_gradients(kind, x_dtype, p_dtype, autocast, affine, zero_centered, backend):
     x, weight, bias = make(x_dtype, p_dtype, affine)
@@ -216,24 +218,6 @@ def test_operators_pass_opcheck(dtype, low):
     for shift, mean in ((None, row.new_empty(0)), (beta, row)):
         torch.library.opcheck(te._norm_op, (x, gamma, shift, EPS, out))
         torch.library.opcheck(te._norm_backward_op, (x.detach().to(out), x.detach(), mean, row, gamma.detach()))
-
-
-def test_the_stand_in_refuses_what_the_kernels_cannot_do():
-    x, gamma, dtype = torch.randn(4, 8), torch.ones(8), tex.DType.kFloat32
-    for bad_x, bad_gamma, bad_dtype in (
-        (torch.randn(2, 4, 8), gamma, dtype),
-        (torch.randn(8, 4).t(), gamma, dtype),
-        (x.bfloat16(), gamma, tex.DType.kBFloat16),  # 16-bit input with an fp32 gamma
-        (x.bfloat16(), gamma.bfloat16(), dtype),
-        (x, torch.ones(4), dtype),
-        (x[:0], gamma, dtype),
-    ):
-        with pytest.raises(RuntimeError):
-            tex.rmsnorm_fwd(bad_x, bad_gamma, EPS, None, None, bad_dtype, 0, False)
-    with pytest.raises(TypeError):
-        tex.rmsnorm_bwd(dz=x, x=x, rsigma=torch.ones(4), gamma=gamma, sm_margin=0, zero_centered_gamma=False)
-    with pytest.raises(RuntimeError, match=r"dz\.data\.dtype == gamma\.data\.dtype"):
-        tex.rmsnorm_bwd(x.bfloat16(), x, torch.ones(4), gamma, 0, False)
 
 
 def run(model, autocast=False):

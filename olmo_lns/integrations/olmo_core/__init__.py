@@ -68,9 +68,7 @@ def _wrap_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
 def _classes(data: Any) -> Iterator[str]:
     """What ``_CLASS_`` says, anywhere in a config as a plain dict."""
     if isinstance(data, dict):
-        name = data.get("_CLASS_")
-        yield from [name] if isinstance(name, str) else []
+        yield str(data.get("_CLASS_", ""))
         data = list(data.values())
-    if isinstance(data, (list, tuple)):
-        for each in data:
-            yield from _classes(each)
+    for each in data if isinstance(data, (list, tuple)) else ():
+        yield from _classes(each)

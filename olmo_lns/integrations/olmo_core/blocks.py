@@ -11,14 +11,15 @@ from typing import Any, Mapping
 from olmo_core.nn.moe.router import MoELinearRouter
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.integrations.olmo_core import draw
 from olmo_lns.integrations.olmo_core.checkpoint import compare_converted
-from olmo_lns.integrations.olmo_core.norms import attach_norm, scale_norm
+from olmo_lns.integrations.olmo_core.norms import scale_norm
 from olmo_lns.integrations.scaled import Scaled, give
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 
-__all__ = ["FORMS", "Form", "attach_scheme", "form_of", "require_one_factor", "require_supported", "sees_factor"]
+__all__ = ["FORMS", "Form", "attach_scheme", "require_one_factor", "require_supported"]
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,17 @@ _WITHOUT_FORM = {
 _FITTING = {_PRE: "lns", _BRANCH: "branchln_depth", _BOTH: "sandwich_depth"}
 
 
-def form_of(name: Any) -> Form:
-    """The form of the block type ``name``. :raises LNSConfigError: a type without one, with the reason."""
+def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
+    """The form of the block type ``name``.
+
+    :raises LNSConfigError: it has its norms elsewhere than the scheme wants them, or no scheme can be laid on it.
+    """
     if str(name) not in FORMS:
         why = _WITHOUT_FORM.get(str(name), "this version of olmo-lns does not know it")
         raise LNSConfigError(
             f"block.name={name}: no scheme can be laid on this block: {why}. Expected one of {', '.join(FORMS)}."
         )
-    return FORMS[str(name)]
-
-
-def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
-    """:raises LNSConfigError: the block has its norms elsewhere than the scheme wants them."""
-    form = form_of(name)
+    form = FORMS[str(name)]
     scheme.require_built_by("OLMo-core")
     for _, _, plan in scheme.plans(n_layers):
         if not form.fits(plan):
@@ -92,33 +91,22 @@ def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
     return form
 
 
-def attach_scheme(
-    block: Any,
-    scheme: Scheme,
-    *,
-    name: Any,
-    norm: str,
-    block_idx: int,
-    n_layers: int,
-    initialization: str,
-    scale_router: bool,
-) -> None:
-    """Attach ``scheme`` to a block that OLMo-core has just built from a config of type ``name``.
+def attach_scheme(block: Any, config: Any, *, block_idx: int, n_layers: int) -> None:
+    """Attach the scheme of a ``BlockConfig`` to the block that OLMo-core has just built from it.
 
-    :param norm: name of its layer norms. :param block_idx: 0-based, global, as OLMo-core counts.
-    :param scale_router: whether a router sees the scaled norm, as the experts do.
+    :param block_idx: 0-based, global, as OLMo-core counts.
     """
-    form = require_supported(scheme, name, n_layers)
+    scheme = config.resolved_scheme
+    form = require_supported(scheme, config.name, n_layers)
     for sub_layer in SUB_LAYERS:
         site = Site(scheme, block_idx + 1, n_layers, sub_layer)
-        first, *others = form.norms[sub_layer]
-        attach_norm(getattr(block, first), site, form=form.plan, field=form.field, base=norm)
-        for other in others:
-            scale = getattr(site.plan, form.field)
-            scale_norm(getattr(block, other), scale, form=form.plan, field=form.field, base=norm)
-    if not scale_router:
+        for name in form.norms[sub_layer]:
+            scale_norm(getattr(block, name), getattr(site.plan, form.field), form=form.plan, field=form.field)
+        norm_sites.attach(getattr(block, form.norms[sub_layer][0]), site)
+    if not config.scale_router:
         _unscale_router(block, form)
-    block.attention.init_weights = draw.Draw(block.attention, initialization)
+    block.lns_base = "" if config.layer_norm is None else str(config.layer_norm.name)
+    block.attention.init_weights = draw.Draw(block.attention, str(config.initialization))
     block.register_load_state_dict_pre_hook(compare_converted)
 
 
@@ -138,11 +126,6 @@ class UnscaledRouter(Scaled, MoELinearRouter):
     def get_expert_logits(self, x: Any) -> Any:
         # The logits are linear in x: a pass over tokens x experts instead of tokens x channels.
         return super().get_expert_logits(x) * self.lns_factor
-
-
-def sees_factor(router: Any) -> bool:
-    """Whether a block's router sees the scaled norm; asked by attribute, which wrappers of the module pass on."""
-    return not hasattr(router, "lns_scale")
 
 
 def _unscale_router(block: Any, form: Form) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Callable
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
+from olmo_lns.schemes import Scheme, parse
 
 __all__ = [
     "CLASS", "CONFIG_FILE", "check", "compare_converted", "from_config", "record_of", "routers_of", "saved_record",
@@ -50,17 +51,17 @@ def record_of(model: Any) -> Record:
     draw.require_complete(found)
     for block in found:
         blocks.require_one_factor(block)
-    drawn = {draw.initialization_of(block) for block in found}
-    norm = next(module for _, module, _ in norm_sites.sites(model)).lns_base
-    return Record(scheme, norm, drawn.pop() if len(drawn) == 1 else "upstream")
+    drawn = {block.attention.init_weights.initialization for block in found}
+    return Record(scheme, found[0].lns_base, drawn.pop() if len(drawn) == 1 else "upstream")
 
 
 def routers_of(model: Any) -> dict[int, bool]:
-    """``scale_router`` of each block (from 0) of a built model that has a router."""
-    from olmo_lns.integrations.olmo_core.blocks import sees_factor
+    """``scale_router`` of each block (from 0) of a built model that has a router.
 
+    By attribute, which wrappers of the router pass on: one without the factor of its norm has its inverse.
+    """
     routers = {b.block_idx: getattr(getattr(b, "feed_forward_moe", None), "router", None) for b in _built_blocks(model)}
-    return {index: sees_factor(router) for index, router in routers.items() if router is not None}
+    return {index: not hasattr(router, "lns_scale") for index, router in routers.items() if router is not None}
 
 
 def _built_blocks(model: Any) -> list[Any]:
@@ -72,10 +73,8 @@ def from_config(config: Any, *, source: object) -> Record:
 
     :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not know.
     """
-    from olmo_lns.schemes.initialization import INITIALIZATIONS
-
     records = set()
-    for block in _blocks(_model(config)):
+    for block in _blocks(config):
         if block.get("_CLASS_") != CLASS:
             records.add(Record())
             continue
@@ -84,39 +83,32 @@ def from_config(config: Any, *, source: object) -> Record:
         except LNSError as error:
             raise CheckpointMismatchError(f"{source}: {error}") from None
         norm = (block.get("layer_norm") or {}).get("name", "default")
-        drawn = block.get("initialization") or "plain"
-        records.add(Record(scheme, str(norm), drawn if drawn in INITIALIZATIONS else "upstream"))
+        records.add(Record(scheme, str(norm), str(block.get("initialization") or "plain")))
     if len(records) > 1:
         raise CheckpointMismatchError(f"{source}: blocks of one model with different schemes: {records}")
     return records.pop() if records else Record()
 
 
-def scheme_of(text: Any, **fields: Any) -> Any:
-    """The scheme that a block config's fields say: ``text`` is a name or its full spelling, a field a parameter.
+def scheme_of(text: Any, exponent: Any = None) -> Scheme:
+    """The scheme that a block config's fields say. :param text: its name, or its full spelling.
 
-    :raises LNSConfigError: an unknown scheme or value, a parameter said twice and differently, or stock Pre-LN.
+    :raises LNSConfigError: an unknown scheme or value, an exponent said twice and differently, or stock Pre-LN.
     """
-    from olmo_lns.schemes import Scheme, parse
-
     scheme = parse(str(text))
     if scheme.is_pre_ln:
         raise LNSConfigError("scheme=preln is OLMo-core's own block: leave _CLASS_ away")
-    given = {key: value for key, value in fields.items() if value is not None}
-    spelled = ":" in str(text)  # also where it spells a parameter's default
-    for key, value in given.items():
-        written = scheme.parameters.get(key)
-        if spelled and written is not None and written != float(value):
-            raise LNSConfigError(f"scheme={text} and {key}={value} contradict each other")
-    return Scheme.of(scheme.name, **{**scheme.parameters, **given})
+    if exponent is None:
+        return scheme
+    # Also where it spells the default, which a scheme leaves out when it is written.
+    if ":" in str(text) and scheme.parameters.get("exponent", exponent) != float(exponent):
+        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other")
+    return Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
 
 
-def _model(config: Any) -> dict[str, Any]:
+def _blocks(config: Any) -> list[dict[str, Any]]:
+    """The config of every block, as OLMo-core resolves it; none where ``config`` is of no model."""
     model = config.get("model", config) if isinstance(config, dict) else None
-    return model if isinstance(model, dict) else {}
-
-
-def _blocks(model: dict[str, Any]) -> list[dict[str, Any]]:
-    """The config of every block, as OLMo-core resolves it."""
+    model = model if isinstance(model, dict) else {}
     block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
     whose = [pattern[i % len(pattern)] if pattern else "" for i in range(model.get("n_layers", 0))]
     overrides = {int(index): override for index, override in overrides.items()}  # JSON has words for keys
@@ -146,7 +138,7 @@ def saved_routers(folder: Any) -> dict[int, bool]:
     """
     if (path := _find(folder, CONFIG_FILE)) is None:
         return {}
-    blocks = enumerate(_blocks(_model(_json(path))))
+    blocks = enumerate(_blocks(_json(path)))
     return {index: bool(block.get("scale_router", True)) for index, block in blocks if block.get("_CLASS_") == CLASS}
 
 
@@ -179,7 +171,7 @@ def _json(path: Path) -> Any:
         raise CheckpointMismatchError(f"{path} cannot be read: {error}") from None
 
 
-def check(folder: Any, parts: list[Any], *, training: bool, group: Any = None) -> None:
+def check(folder: Any, parts: list[Any], *, group: Any = None) -> None:
     """:param group: the processes that load, default all.
 
     :raises CheckpointMismatchError: the checkpoint and the model that runs, in its parts, disagree.
@@ -187,21 +179,21 @@ def check(folder: Any, parts: list[Any], *, training: bool, group: Any = None) -
     saved, routers = _read_once(folder, group)
     running = _record_of(parts)
     if saved is not None:
-        _compare(saved, running, folder, training=training)
+        _compare(saved, running, folder)
+        if saved.active and running.active:
+            for part in parts:
+                _require_routers(folder, routers, routers_of(part))
     elif running.active and not {"missing-record", f"preln-to-{running.running}"} & accepted():
         raise CheckpointMismatchError(
             f"{folder} has neither {RECORD_FILE} nor {CONFIG_FILE}: what its weights were trained with is unknown, and "
             f"this model has {running}. Set {environment.ALLOW_MISMATCH}=missing-record if they were trained so, or "
             "are to be from here on."
         )
-    if saved is not None and saved.active and running.active:
-        for part in parts:
-            _require_routers(folder, routers, routers_of(part))
 
 
-def _compare(saved: Record, running: Record, source: Any, *, training: bool = False) -> None:
+def _compare(saved: Record, running: Record, source: Any) -> None:
     remedy = f"--model.block._CLASS_={CLASS} --model.block.scheme={saved.scheme}" if saved.active else ""
-    for difference in check_match(saved, running, source=source, training=training, remedy=remedy):
+    for difference in check_match(saved, running, source=source, remedy=remedy):
         log.warning("loading %s although it differs (%s), as %s says", source, difference, environment.ALLOW_MISMATCH)
 
 
@@ -228,10 +220,11 @@ def _read_once(folder: Any, group: Any) -> tuple[Record | None, dict[int, bool]]
         except LNSError as error:
             found = str(error)
         except Exception as error:  # of any kind: the others wait for an answer
-            looked = (
-                f"{folder}: {RECORD_FILE} and {CONFIG_FILE} cannot be looked for; expected a folder or URL that this"
+            cause = error
+            found = (
+                f"{folder}: {RECORD_FILE} and {CONFIG_FILE} cannot be looked for; expected a folder or URL that this "
+                f"process can read ({type(error).__name__}: {error})"
             )
-            found, cause = f"{looked} process can read ({type(error).__name__}: {error})", error
     found = broadcast_object(found, src=get_global_rank(0, group), group=group)
     if isinstance(found, str):
         raise CheckpointMismatchError(found) from cause
@@ -256,7 +249,7 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Checkpointer.load``."""
 
     def wrapped(self: Any, dir: Any, train_module: Any, **kwargs: Any) -> Any:
-        check(dir, _parts(train_module), training=True)
+        check(dir, _parts(train_module))
         return load(self, dir, train_module, **kwargs)
 
     return wrapped
@@ -266,7 +259,7 @@ def wrap_load_model(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``load_model_and_optim_state``, by which everything but a trainer reads weights."""
 
     def wrapped(dir: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        check(dir, [model], training=False, group=kwargs.get("process_group"))
+        check(dir, [model], group=kwargs.get("process_group"))
         return load(dir, model, *args, **kwargs)
 
     return wrapped
@@ -322,7 +315,7 @@ def wrap_save_hf(save: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(save_dir: Any, model_state_dict: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         record = record_of(model)
         try:
-            allowed = check_match(record, Record(scaled_init=record.scaled_init), source="this model", training=False)
+            allowed = check_match(record, Record(scaled_init=record.scaled_init), source="this model")
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"OLMo-core's converter drops the factor. {error} Or: olmo-lns export CHECKPOINT OUT --format hf"

@@ -17,7 +17,7 @@ from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.integrations import norm_sites
 from olmo_lns.schemes import Scheme
 
-__all__ = ["INITIALIZATIONS", "Draw", "initialization_of", "require_complete", "resolve", "take"]
+__all__ = ["INITIALIZATIONS", "Draw", "draw_of", "require_complete", "resolve", "take"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -39,40 +39,39 @@ def resolve(asked: str | None) -> str:
     return name
 
 
-class Census:
-    """Which blocks of a model have a scheme, and which one. :param n_layers: of the whole model."""
+class Census(dict[int, tuple[Scheme, str]]):
+    """Block, counted from 0 -> its scheme and initialization. :param n_layers: of the whole model."""
 
     def __init__(self, n_layers: int) -> None:
+        super().__init__()
         self.n_layers = n_layers
-        self.schemes: dict[int, tuple[Scheme, str]] = {}
 
     def add(self, block_idx: int, scheme: Scheme, initialization: str) -> None:
         """:raises LNSConfigError: the block is there already, or has another scheme than those before it."""
-        if block_idx in self.schemes:
+        if block_idx in self:
             raise LNSConfigError(f"block {block_idx} of {self.n_layers} was built twice for one model")
-        self.schemes[block_idx] = (scheme, initialization)
-        if len(set(self.schemes.values())) > 1:
-            found = {index: f"{s}, initialization {i}" for index, (s, i) in self.schemes.items()}
+        self[block_idx] = (scheme, initialization)
+        if len(set(self.values())) > 1:
+            found = {index: f"{s}, initialization {i}" for index, (s, i) in self.items()}
             raise LNSConfigError(f"one model with two schemes (block: scheme): {found}. Give all blocks the same.")
 
     def require_complete(self) -> None:
         """:raises LNSConfigError: some blocks of the model have no scheme."""
-        if missing := sorted(set(range(self.n_layers)) - set(self.schemes)):
-            scheme = next(iter(self.schemes.values()))[0]
+        if missing := sorted(set(range(self.n_layers)) - set(self)):
             raise LNSConfigError(
-                f"{scheme} was asked for, but blocks {missing} of {self.n_layers} (counted from 0) are OLMo-core's "
-                "own: block_overrides and named blocks are configs of their own, and each needs the class "
-                "(olmo_lns.olmo_core.apply(config) gives it to all of them)."
+                f"{next(iter(self.values()))[0]} was asked for, but blocks {missing} of {self.n_layers} (counted from "
+                "0) are OLMo-core's own: block_overrides and named blocks are configs of their own, and each needs "
+                "the class (olmo_lns.olmo_core.apply(config) gives it to all of them)."
             )
 
 
 class Draw:
     """In place of ``init_weights`` of a block's sequence mixer, which OLMo-core calls before it draws a block."""
 
-    def __init__(self, mixer: Any, initialization: str, census: Census | None = None) -> None:
+    def __init__(self, mixer: Any, initialization: str) -> None:
         self.mixer = mixer
         self.initialization = initialization
-        self.census = census
+        self.census: Census | None = None
 
     def __call__(self, *, init_method: Any, **kwargs: Any) -> None:
         if self.census is not None:
@@ -87,15 +86,10 @@ class Draw:
         type(self.mixer).init_weights(self.mixer, init_method=init_method, **kwargs)
 
 
-def _draw_of(block: Any) -> Draw | None:
+def draw_of(block: Any) -> Draw | None:
+    """What was decided when ``block`` was built; None for a block of OLMo-core's own."""
     draw = getattr(getattr(block, "attention", None), "init_weights", None)
     return draw if isinstance(draw, Draw) else None
-
-
-def initialization_of(block: Any) -> str:
-    """What was decided when ``block`` was built; ``upstream`` for a block of OLMo-core's own."""
-    draw = _draw_of(block)
-    return "upstream" if draw is None else draw.initialization
 
 
 def require_complete(blocks: list[Any]) -> None:
@@ -103,14 +97,14 @@ def require_complete(blocks: list[Any]) -> None:
 
     :raises LNSConfigError: some blocks have a scheme and others have none.
     """
-    for census in {id(draw.census): draw.census for block in blocks if (draw := _draw_of(block))}.values():
-        if census is not None:
-            census.require_complete()
+    for draw in map(draw_of, blocks):
+        if draw is not None and draw.census is not None:
+            draw.census.require_complete()
     if stock := [block.block_idx for block in blocks if not any(norm_sites.sites(block))]:
         raise LNSConfigError(f"blocks {stock} (counted from 0) are OLMo-core's own, the others have a scheme")
 
 
-def take(cache: Any, block: Any, *, block_idx: int, n_layers: int, scheme: Scheme, norm: str) -> None:
+def take(cache: Any, block: Any, scheme: Scheme, *, block_idx: int, n_layers: int) -> None:
     """Count ``block``; with the last one the whole model is checked and the start-up line written.
 
     :param cache: the model's ``BufferCache``; None for a block that is built alone, which is not counted.
@@ -119,9 +113,9 @@ def take(cache: Any, block: Any, *, block_idx: int, n_layers: int, scheme: Schem
         return
     census = getattr(cache, _ATTRIBUTE, None) or Census(n_layers)
     setattr(cache, _ATTRIBUTE, census)
-    drawn = initialization_of(block)
-    census.add(block_idx, scheme, drawn)
-    block.attention.init_weights.census = census
+    draw: Draw = block.attention.init_weights
+    census.add(block_idx, scheme, draw.initialization)
+    draw.census = census
     norm_sites.check(nn.ModuleList([block]), scheme, n_layers, layer_numbers=[block_idx + 1])
     if block_idx != n_layers - 1:
         return
@@ -130,8 +124,8 @@ def take(cache: Any, block: Any, *, block_idx: int, n_layers: int, scheme: Schem
     line = norm_sites.start_up_line(
         scheme,
         n_layers,
-        norm=norm,
+        norm=block.lns_base,
         how=f"backend {backend.name} ({backend.reason})",
-        initialization="scaled initialization " + {"plain": "off", "upstream": "as upstream"}[drawn],
+        initialization="scaled initialization " + {"plain": "off", "upstream": "as upstream"}[draw.initialization],
     )
     log.info("%s", line)

@@ -13,19 +13,15 @@ from olmo_core.nn import layer_norm as stock
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.scaled import Scaled, give
 from olmo_lns.norm.dtypes import fold
 from olmo_lns.schemes import Plan
 
-__all__ = ["attach_norm", "scale_norm"]
+__all__ = ["scale_norm"]
 
 
 class _Scaled(Scaled):
     """What every scaled norm of OLMo-core's has."""
-
-    #: ``LayerNormConfig.name`` of the stock class.
-    lns_base: str
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``lns_scale * Norm(x)``; x of shape (..., d_model), also a DTensor sharded over the sequence."""
@@ -104,11 +100,10 @@ if hasattr(stock, "NemotronRMSNorm"):  # since 3.0
     _SCALED[stock.NemotronRMSNorm] = LNSNemotronRMSNorm
 
 
-def scale_norm(norm: Any, scale: float, *, form: Plan, field: str, base: str) -> None:
+def scale_norm(norm: Any, scale: float, *, form: Plan, field: str) -> None:
     """Give a norm a factor, in place.
 
     :param form: the plan of the sub-layer without the factor. :param field: the factor's name in the plan.
-    :param base: what OLMo-core's config calls the norm.
     :raises LNSConfigError: a class that this integration does not know, or a norm that has a factor already.
     """
     scaled = _SCALED.get(type(norm))
@@ -118,13 +113,6 @@ def scale_norm(norm: Any, scale: float, *, form: Plan, field: str, base: str) ->
             f"{', '.join(kind.__name__ for kind in _SCALED)}"
         )
     give(norm, scaled, scale, form=form, field=field)
-    norm.lns_base = base
-
-
-def attach_norm(norm: Any, site: norm_sites.Site, *, form: Plan, field: str, base: str) -> None:
-    """:func:`scale_norm` with the factor of a site's plan, and the site noted on the norm."""
-    scale_norm(norm, getattr(site.plan, field), form=form, field=field, base=base)
-    norm_sites.attach(norm, site)
 
 
 def _locally(

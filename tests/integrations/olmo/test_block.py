@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from olmo.config import ActivationCheckpointingStrategy, ModelConfig, TrainConfig
+from olmo.config import ActivationCheckpointingStrategy, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
 from olmo.model import OLMo, RMSLayerNorm
 from olmo.optim import get_param_groups
@@ -23,7 +23,12 @@ from olmo_lns.schemes import names, parse
 
 register()
 
-BASES = ("rms", "default", "low_precision")
+#: Block and base norm, with what else a norm may have.
+MODELS = (
+    ("sequential", "rms", {}),
+    ("llama", "default", {"layer_norm_with_affine": False}),
+    ("sequential", "low_precision", {"bias_for_layer_norm": True}),
+)
 #: What has a block of its own here.
 OTHERS = tuple(name for name in NAMES if name != "lns")
 #: New keys of a block, by scheme; no other scheme has any.
@@ -52,11 +57,10 @@ def assert_close(found, expected, tolerance):
         assert error < tolerance, f"{name}: relative error {error:.2g}"
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("block", ["sequential", "llama"])
+@pytest.mark.parametrize(("block", "base", "changes"), MODELS, ids=[block for block, *_ in MODELS])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_gradients_are_the_formulas(name, block, base):
-    model, ids = build(layer_norm_type=f"{name}_{base}", block_type=block), tokens()
+def test_logits_and_gradients_are_the_formulas(name, block, base, changes):
+    model, ids = build(layer_norm_type=f"{name}_{base}", block_type=block, **changes), tokens()
     _, logits, expected = loss_logits_gradients(model, name, base, ids)
     assert_close({"logits": model(ids).logits}, {"logits": logits}, 2e-5)
     assert_close(gradients(model, ids), expected, 2e-4)
@@ -71,17 +75,16 @@ def test_the_formulas_tell_the_schemes_apart(name):
     assert difference < 1e-4 if name in ("lnsbefore", "lnsstart") else difference > 0.02
 
 
-@pytest.mark.parametrize("block", ["sequential", "llama"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_names_of_the_weights(name, block):
-    stock = set(build(layer_norm_type="rms", block_type=block).state_dict())
-    ours = set(build(layer_norm_type=f"{name}_rms", block_type=block).state_dict())
+def test_names_of_the_weights(name):
+    stock = set(build(layer_norm_type="rms").state_dict())
+    ours = set(build(layer_norm_type=f"{name}_rms").state_dict())
     new = {f"transformer.blocks.{n}.{s}_{KEYS[name]}.weight" for n in range(4) for s in ("attn", "ff") if name in KEYS}
     assert ours - stock == new and stock <= ours
     assert parse(name).stock_keys(4) is (not new)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_checkpointing_strategy_gives_the_same_gradients(name):
     model, ids = build(layer_norm_type=f"{name}_rms").train(), tokens()
     expected = gradients(model, ids)
@@ -91,7 +94,7 @@ def test_every_checkpointing_strategy_gives_the_same_gradients(name):
         assert all(torch.equal(found[key], expected[key]) for key in expected), strategy
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_cache_and_block_groups(name):
     model, ids = build(layer_norm_type=f"{name}_rms"), tokens(1, 6)
     full = model(ids).logits
@@ -145,21 +148,6 @@ def draw(**changes):
     return OLMo(model_config(d_model=64, **changes))
 
 
-@pytest.mark.parametrize("block", ["sequential", "llama"])
-def test_deepnorm_draws_with_its_gain(block):
-    """(8 L)^(-1/4) on v, o and both feed-forward matrices, 1 on q and k, from the same random numbers as stock."""
-    stock = draw(layer_norm_type="rms", block_type=block).state_dict()
-    ours = draw(layer_norm_type="deepnorm_rms", block_type=block).state_dict()
-    gain = 32**-0.25
-    for key, value in stock.items():
-        factor = torch.ones(len(value), *[1] * (value.dim() - 1))
-        if any(part in key for part in ("v_proj", "attn_out", "ff_proj")) or ("ff_out" in key and "blocks" in key):
-            factor *= gain
-        elif "att_proj" in key:
-            factor[128:] *= gain
-        torch.testing.assert_close(ours[key], value * factor, rtol=1e-6, atol=0)
-
-
 def input_matrices(model):
     """Key of each matrix that reads a block's norm -> the block's number."""
     found = {}
@@ -171,17 +159,22 @@ def input_matrices(model):
 
 
 @pytest.mark.parametrize("block", ["sequential", "llama"])
-@pytest.mark.parametrize(("name", "power"), [("lnsrate", 0.5), ("lnsstart", -0.5)])
-def test_input_matrices_are_drawn_times_a_power_of_the_depth(name, power, block):
+def test_gains_on_what_was_drawn(block):
+    """From the same random numbers as stock. DeepNorm: (8 L)^(-1/4) on v, o and both feed-forward matrices."""
     stock = draw(layer_norm_type="rms", block_type=block)
-    ours = draw(layer_norm_type=f"{name}_rms", block_type=block)
-    inputs, weights = input_matrices(stock), ours.state_dict()
+    names = ("deepnorm", "lnsrate", "lnsstart")
+    ours = {name: draw(layer_norm_type=f"{name}_rms", block_type=block).state_dict() for name in names}
+    inputs = input_matrices(stock)
     assert len(inputs) == 4 * (2 if block == "sequential" else 4)
     for key, value in stock.state_dict().items():
-        torch.testing.assert_close(weights[key], value * inputs.get(key, 1) ** power, rtol=1e-6, atol=0)
-    # One starts as Pre-LN, the other as LNS with that draw.
-    like = stock if name == "lnsrate" else draw(layer_norm_type="lns_rms", block_type=block)
-    torch.testing.assert_close(ours(tokens()).logits, like(tokens()).logits, rtol=1e-5, atol=1e-5)
+        factor = torch.ones(len(value), *[1] * (value.dim() - 1))
+        if any(part in key for part in ("v_proj", "attn_out", "ff_proj")) or ("ff_out" in key and "blocks" in key):
+            factor *= 32**-0.25
+        elif "att_proj" in key:
+            factor[128:] *= 32**-0.25
+        root = inputs.get(key, 1) ** 0.5
+        for name, wanted in zip(names, (factor, root, 1 / root), strict=True):
+            torch.testing.assert_close(ours[name][key], value * wanted, rtol=1e-6, atol=0)
 
 
 def test_lnsrate_is_pre_ln_whose_input_matrices_learn_at_a_rate_times_the_factor():
@@ -208,22 +201,16 @@ def test_lnsrate_is_pre_ln_whose_input_matrices_learn_at_a_rate_times_the_factor
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize(
-    ("init_fn", "factor"),
-    [
-        ("normal", lambda number: 1.0),
-        ("normal_scaled", lambda number: 8**-0.5),
-        ("normal_depth_scaled", lambda number: (2 * number) ** -0.5),
-    ],
-)
-def test_initializations_combine_with_every_scheme(name, init_fn, factor):
+def test_initializations_combine_with_every_scheme(name):
     stock = draw(layer_norm_type="rms", init_fn="normal").state_dict()
-    ours = draw(layer_norm_type=f"{name}_rms", init_fn=init_fn).state_dict()
-    for number in range(1, 5):
-        for matrix in ("attn_out", "ff_out"):
-            key = f"transformer.blocks.{number - 1}.{matrix}.weight"
-            gain = 32**-0.25 if name == "deepnorm" else 1.0
-            torch.testing.assert_close(ours[key], stock[key] * factor(number) * gain, rtol=1e-6, atol=0)
+    for init_fn in ("normal", "normal_scaled", "normal_depth_scaled"):
+        ours = draw(layer_norm_type=f"{name}_rms", init_fn=init_fn).state_dict()
+        for number in range(1, 5):
+            factor = {"normal": 1.0, "normal_scaled": 8**-0.5}.get(init_fn, (2 * number) ** -0.5)
+            for matrix in ("attn_out", "ff_out"):
+                key = f"transformer.blocks.{number - 1}.{matrix}.weight"
+                gain = 32**-0.25 if name == "deepnorm" else 1.0
+                torch.testing.assert_close(ours[key], stock[key] * factor * gain, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +226,13 @@ def test_learned_factors_start_at_their_formula(name, key, start):
     name, _, arguments = name.partition(":")
     model = draw(layer_norm_type=f"{name}_rms" + (f":{arguments}" if arguments else ""))
     assert getattr(blocks_of(model)[2], key).weight.tolist() == pytest.approx(start)
+
+
+def test_dropout_and_clipped_projections():
+    model, ids = build(layer_norm_type="sandwich_rms", residual_dropout=0.5, clip_qkv=0.1), tokens()
+    assert not torch.allclose(model(ids).logits, build(layer_norm_type="sandwich_rms")(ids).logits)  # clipped
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)  # dropped
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -262,13 +256,7 @@ def test_weight_decay_of_learned_factors_is_refused(tmp_path, name, key, value):
     TrainConfig.load(path, [f"optimizer.{key}={'false' if value == 'true' else 'true'}"])
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_norm_after_is_refused(name):
-    with pytest.raises(OLMoConfigurationError, match="a scheme says itself where the norms sit"):
-        OLMo(model_config(layer_norm_type=f"{name}_rms", norm_after=True))
-
-
-@pytest.mark.parametrize("spelling", [*OTHERS, "mixln:alpha=0.6", "groupln:groups=4", "lnsafterbranch:exponent=1.0"])
+@pytest.mark.parametrize("spelling", [*OTHERS, "mixln:alpha=0.6", "lnsafterbranch:exponent=1.0"])
 def test_the_scheme_is_read_back_from_the_blocks(spelling):
     name, _, arguments = spelling.partition(":")
     model = build(layer_norm_type=f"{name}_default" + (f":{arguments}" if arguments else ""))
@@ -298,30 +286,6 @@ def test_another_forward_of_olmos_is_refused(monkeypatch):
     OLMo(model_config(layer_norm_type="lns_rms"))
     with pytest.raises(UpstreamChangedError, match=r"OLMoBlock.attention .*none of those verified"):
         OLMo(model_config(layer_norm_type="postln_rms"))
-
-
-def test_dropout_and_clipped_projections():
-    model, ids = build(layer_norm_type="sandwich_rms", residual_dropout=0.5, clip_qkv=0.1), tokens()
-    stock = build(layer_norm_type="sandwich_rms")
-    assert not torch.allclose(model(ids).logits, stock(ids).logits)  # clipped
-    model.train()
-    assert not torch.equal(model(ids).logits, model(ids).logits)  # dropped
-
-
-def test_without_gains_and_with_biases():
-    for changes in ({"layer_norm_with_affine": False}, {"include_bias": True, "bias_for_layer_norm": True}):
-        for name in ("groupln", "sandwich_depth", "lnsbefore", "deepnorm"):
-            model, ids = build(layer_norm_type=f"{name}_default", **changes), tokens()
-            assert torch.isfinite(model(ids).logits).all()
-
-
-def test_config_round_trip(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("model:\n  layer_norm_type: default\n  d_model: 64\n  n_heads: 4\n  n_layers: 4\n")
-    config = TrainConfig.load(path, ["model.layer_norm_type=branchln_depth:exponent=0.25"])
-    assert config.model.layer_norm_type == "branchln_depth_default:exponent=0.25"
-    config.save(tmp_path / "again.yaml")
-    assert ModelConfig.load(tmp_path / "again.yaml", key="model") == config.model
 
 
 def test_the_start_up_line(caplog):

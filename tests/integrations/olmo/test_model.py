@@ -11,7 +11,6 @@ import numpy as np
 import olmo.model
 import pytest
 import torch
-from olmo.config import LayerNormType
 from olmo.exceptions import OLMoConfigurationError
 from olmo.model import BufferCache, OLMo, OLMoSequentialBlock
 from olmo.optim import get_param_groups
@@ -37,31 +36,14 @@ VARIANTS = {
 }
 
 
-def stock_kind(changes: dict) -> dict:
-    kind = changes["layer_norm_type"].removeprefix("lns_")
-    return {**changes, "layer_norm_type": "rms" if kind == "lns" else "default" if kind == "low_precision" else kind}
-
-
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_logits_equal_an_independent_fp64_computation(changes):
-    model, ids = build(**changes), tokens()
-    kind = stock_kind(changes)["layer_norm_type"]
-    expected = reference_logits(_named(model, kind), ids)
-    np.testing.assert_allclose(model(ids).logits.detach().numpy(), expected, rtol=2e-4, atol=2e-5)
+def test_values_are_an_fp64_formulas_and_a_stock_models_with_output_hooks(changes):
+    kind = changes["layer_norm_type"].removeprefix("lns_").replace("lns", "rms")
+    lns, stock, ids = build(**changes), build(**{**changes, "layer_norm_type": kind}), tokens()
+    expected = reference_logits(lns, ids)
+    np.testing.assert_allclose(lns(ids).logits.detach().numpy(), expected, rtol=2e-4, atol=2e-5)
     # and the factor matters: without it the same weights are far away
-    assert np.abs(reference_logits(_named(model, kind), ids, lns=False) - expected).max() > 0.05
-
-
-def _named(model, kind):
-    model = copy.copy(model)
-    model.config = copy.copy(model.config)
-    model.config.layer_norm_type = kind
-    return model
-
-
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_stock_model_with_output_hooks_gives_the_same_logits_and_gradients(changes):
-    lns, stock, ids = build(**changes), build(**stock_kind(changes)), tokens()
+    assert np.abs(reference_logits(lns, ids, lns=False) - expected).max() > 0.05
     stock.load_state_dict(lns.state_dict())
     for number, block in enumerate(blocks_of(stock), start=1):
         for norm in (block.attn_norm, block.ff_norm):
@@ -90,13 +72,6 @@ def test_only_the_two_norms_of_each_block_are_scaled():
         assert type(norm) is olmo.model.RMSLayerNorm
 
 
-def test_exponent_setting_changes_the_factor(monkeypatch):
-    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
-    model, ids = build(layer_norm_type="lns_rms"), tokens()
-    expected = reference_logits(_named(model, "rms"), ids, exponent=0.25)
-    np.testing.assert_allclose(model(ids).logits.detach().numpy(), expected, rtol=2e-4, atol=2e-5)
-
-
 def test_state_dict_keys_optimizer_groups_and_flops_are_upstreams():
     lns, stock = build(layer_norm_type="lns_rms"), build(layer_norm_type="rms")
     assert list(lns.state_dict()) == list(stock.state_dict())
@@ -113,20 +88,6 @@ def test_state_dict_keys_optimizer_groups_and_flops_are_upstreams():
     assert groups(lns) == groups(stock)
 
 
-@pytest.mark.parametrize("strategy", ["whole_layer", "fine_grained", "one_in_two"])
-@pytest.mark.parametrize("block_type", ["sequential", "llama"])
-def test_activation_checkpointing_changes_nothing(strategy, block_type):
-    from olmo.config import ActivationCheckpointingStrategy
-
-    plain = build(layer_norm_type="lns_rms", block_type=block_type)
-    checkpointed, ids = copy.deepcopy(plain), tokens()
-    checkpointed.set_activation_checkpointing(ActivationCheckpointingStrategy(strategy))
-    for model in (plain, checkpointed):
-        model.train()(ids).logits.square().mean().backward()
-    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
-
-
 def test_deepcopy_and_pickle_keep_the_factor():
     model, ids = build(layer_norm_type="lns_rms"), tokens()
     for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -135,14 +96,6 @@ def test_deepcopy_and_pickle_keep_the_factor():
     torch.save(model, buffer)
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=False)(ids).logits, model(ids).logits)
-
-
-def test_kv_cache_generation_equals_full_forward():
-    model, ids = build(layer_norm_type="lns_rms"), tokens(1, 6)
-    full = model(ids).logits
-    first = model(ids[:, :4], use_cache=True)
-    rest = model(ids[:, 4:], past_key_values=first.attn_key_values, use_cache=True)
-    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), full, rtol=1e-4, atol=1e-5)
 
 
 def test_meta_device_then_reset_gives_the_same_model():
@@ -175,14 +128,11 @@ def test_a_model_whose_blocks_lost_a_norm_is_refused(monkeypatch):
         OLMo(model_config(layer_norm_type="lns_rms"))
 
 
-@pytest.mark.parametrize("name", ["lns", "lns_rms", "lns_default", "lns_low_precision"])
+@pytest.mark.parametrize("name", ["lns", "lns_default", "sandwich_rms"])
 def test_norm_after_is_refused(name):
+    OLMo(model_config(layer_norm_type="rms", norm_after=True))
     with pytest.raises(OLMoConfigurationError, match="a scheme says itself where the norms sit"):
         OLMo(model_config(layer_norm_type=name, norm_after=True))
-
-
-def test_norm_after_without_lns_is_upstreams_business():
-    OLMo(model_config(layer_norm_type="rms", norm_after=True))
 
 
 def test_start_up_line_names_sites_factors_backend_and_initialization(caplog):
@@ -191,19 +141,3 @@ def test_start_up_line_names_sites_factors_backend_and_initialization(caplog):
     (line,) = [r.getMessage() for r in caplog.records if "LayerNorm Scaling on" in r.getMessage()]
     assert line.startswith("LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5; ")
     assert "; backend torch (" in line and line.endswith("; scaled initialization off (init_fn mitchell)")
-
-
-def test_enum_members_survive_pickle_copy_and_omegaconf():
-    from omegaconf import OmegaConf
-    from omegaconf.errors import ValidationError
-
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        assert pickle.loads(pickle.dumps(LayerNormType.lns_rms, protocol)) is LayerNormType.lns_rms
-    assert copy.deepcopy(LayerNormType.lns) is LayerNormType.lns and LayerNormType("lns") is LayerNormType.lns
-    config = OmegaConf.structured(model_config(layer_norm_type="lns_default"))
-    again = OmegaConf.create(OmegaConf.to_yaml(config))
-    assert again.layer_norm_type == "lns_default"
-    with pytest.raises(ValidationError):
-        config.layer_norm_type = "lns_rsm"
-    register()
-    assert [str(m) for m in LayerNormType].count("lns") == 1

@@ -1,4 +1,4 @@
-"""A scheme in the OLMo integration: what is attached is read back, and a new row of the table is enough for a new one."""
+"""What is attached to a model is counted and read back; what cannot be built is refused by name."""
 
 from __future__ import annotations
 
@@ -6,55 +6,20 @@ import copy
 
 import pytest
 import torch
-from olmo.config import LayerNormType, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
 from olmo.model import OLMo, OLMoSequentialBlock, RMSLayerNorm
-from support.olmo_models import TINY, build, model_config
+from support.olmo_models import build, model_config
 
 from olmo_lns import schemes
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.norm_sites import Site
-from olmo_lns.integrations.olmo import checkpoint, norms, register
+from olmo_lns.integrations.olmo import norms, register
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
 from olmo_lns.record import Record
-from olmo_lns.schemes import LNS, PRE_LN, Definition, Parameter, Plan, parse, registry
+from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, parse, registry
 
 register()
-
-
-@pytest.fixture
-def toy(monkeypatch):
-    """A scheme of a few lines, for the time of a test."""
-    monkeypatch.setattr(registry, "_table", dict(registry._table))
-
-    def plan(layer_number, n_layers, sub_layer, *, base):
-        return Plan(norm_scale=base**layer_number if sub_layer == "attn" else 1.0)
-
-    base = Parameter(0.5, lambda value: None, "of the geometric factor")
-    return schemes.define(Definition("toy", "Toy norms", "Toy", plan, "a test", {"base": base}))
-
-
-def test_a_scheme_is_one_row(tmp_path, caplog, toy):
-    path = tmp_path / "config.yaml"
-    path.write_text("model:\n  d_model: 64\n  n_heads: 4\n  layer_norm_type: default\n")
-    config = TrainConfig.load(path, ["model.layer_norm_type=toy:base=0.25", "model.n_layers=3"])
-    assert config.model.layer_norm_type is LayerNormType["toy_default:base=0.25"]
-    with caplog.at_level("INFO", logger="olmo_lns"):
-        model = OLMo(config.model)
-    assert [(b.attn_norm.lns_scale, b.ff_norm.lns_scale) for b in blocks_of(model)] == [
-        (0.25**n, 1.0) for n in (1, 2, 3)
-    ]
-    (line,) = [r.getMessage() for r in caplog.records if " on: " in r.getMessage()]
-    assert line.startswith("Toy norms on: 6 norms (toy_default:base=0.25); s = 0.25 (block 1) to ")
-    assert "; base 0.25; " in line and line.endswith("scaled initialization off (init_fn normal)")
-    config.save_folder = str(tmp_path)
-    saver = type("Saver", (), {"cfg": config})()
-    checkpoint.wrap_save(lambda self, folder, upload_to=None: None)(saver, tmp_path)
-    record = Record.read(tmp_path)
-    assert record == Record(parse("toy:base=0.25"), "default", "plain") == record_of(model)
-    assert '"scheme": "toy"' in (tmp_path / "lns.json").read_text()
-
 
 GATE = schemes.Learned(per_channel=False, start=0.5)
 
@@ -89,37 +54,21 @@ def test_lnsvalue_says_both_factors_and_refuses_clipped_values(caplog):
         build(layer_norm_type="lnsvalue_rms", clip_qkv=8.0)
 
 
-def test_without_its_row_a_type_is_unknown(tmp_path):
-    # (of a name that no test gives a row: an enum member stays)
-    path = tmp_path / "config.yaml"
-    path.write_text("model:\n  layer_norm_type: rowless_rms\n")
-    with pytest.raises(OLMoConfigurationError, match="unknown layer_norm_type 'rowless_rms'"):
-        TrainConfig.load(path)
-
-
-def site(number=1, sub_layer="ff"):
-    return Site(LNS, number, 4, sub_layer)
-
-
-def test_a_second_scheme_is_refused():
+def test_a_norm_gets_one_scheme_and_is_one_of_olmos():
     norm = RMSLayerNorm(model_config())
-    norms.attach_norm(norm, site(2))
+    norms.attach_norm(norm, Site(LNS, 2, 4, "ff"))
     before = dict(norm.__dict__)
-    with pytest.raises(
-        LNSConfigError, match=r"LNSRMSLayerNorm of block 2 has scheme lns already: a block gets its scheme once"
-    ):
-        norms.attach_norm(norm, site(3))
+    with pytest.raises(LNSConfigError, match=r"LNSRMSLayerNorm of block 2 has scheme lns already: a block gets its"):
+        norms.attach_norm(norm, Site(LNS, 3, 4, "ff"))
     assert norm.__dict__ == before and norm.lns_scale == 2**-0.5
-
-
-def test_what_is_no_norm_of_olmos_is_refused_and_left_alone():
     module = torch.nn.LayerNorm(8)
     with pytest.raises(TypeError, match="cannot scale a LayerNorm; expected OLMo's RMSLayerNorm or LayerNorm"):
-        norms.attach_norm(module, site())
+        norms.attach_norm(module, Site(LNS, 1, 4, "ff"))
     assert list(norm_sites.sites(module)) == []
 
 
 def test_sites_in_order_and_scheme_read_back():
+    quarter = parse("lns:exponent=0.25")
     model = build(layer_norm_type="lns_rms:exponent=0.25", block_group_size=2)
     found = [(name.split(".", 1)[1], s.layer_number, s.sub_layer, s.n_layers) for name, _, s in norm_sites.sites(model)]
     assert found[:3] == [
@@ -127,16 +76,12 @@ def test_sites_in_order_and_scheme_read_back():
         ("block_groups.0.0.ff_norm", 1, "ff", 4),
         ("block_groups.0.1.attn_norm", 2, "attn", 4),
     ]
-    assert len(found) == 8 and norm_sites.read_back(model) == parse("lns:exponent=0.25")
-    norm_sites.check(model, parse("lns:exponent=0.25"), 4)
-    assert norm_sites.read_back(copy.deepcopy(model)) == parse("lns:exponent=0.25")
+    assert len(found) == 8 and norm_sites.read_back(model) == norm_sites.read_back(copy.deepcopy(model)) == quarter
+    norm_sites.check(model, quarter, 4)
     assert norm_sites.read_back(build(layer_norm_type="rms")) == PRE_LN
-
-
-@pytest.mark.parametrize("asked", [LNS, PRE_LN, parse("lns:exponent=0")])
-def test_another_scheme_than_the_one_asked_for_is_found(asked):
-    with pytest.raises(UpstreamChangedError, match="was asked for .*, but lns:exponent=0.25 is on 8 sub-layers"):
-        norm_sites.check(build(layer_norm_type="lns_rms:exponent=0.25"), asked, 4)
+    for asked in (LNS, PRE_LN, parse("lns:exponent=0")):
+        with pytest.raises(UpstreamChangedError, match="was asked for .*, but lns:exponent=0.25 is on 8 sub-layers"):
+            norm_sites.check(model, asked, 4)
 
 
 def test_a_part_of_the_blocks_is_counted_as_a_part():
@@ -179,19 +124,12 @@ def test_a_model_none_of_whose_norms_has_a_site_is_refused(monkeypatch):
         OLMo(model_config(layer_norm_type="lns_rms"))
 
 
-def test_the_start_up_line_says_every_factor():
-    assert norm_sites.factors_in_words(PRE_LN, 4) == []
-    assert norm_sites.factors_in_words(LNS, 16) == ["s = 1 (block 1) to 0.25 (block 16)"]
-    line = norm_sites.start_up_line(
-        parse("lns:exponent=0.25"), 16, norm="RMSNorm", here="here blocks 5-8", how="torch", initialization="plain"
-    )
-    assert line == (
-        "LayerNorm Scaling on: 32 norms (RMSNorm), here blocks 5-8; s = 1 (block 1) to 0.5 (block 16); exponent 0.25; "
-        "torch; plain"
-    )
-
-
 def test_the_start_up_line_of_other_forms(monkeypatch):
+    line = norm_sites.start_up_line(LNS, 16, norm="RMSNorm", here="here blocks 5-8", how="te", initialization="plain")
+    assert line == (
+        "LayerNorm Scaling on: 32 norms (RMSNorm), here blocks 5-8; s = 1 (block 1) to 0.25 (block 16); exponent 0.5; "
+        "te; plain"
+    )
     monkeypatch.setattr(registry, "_table", dict(registry._table))
 
     def plan(layer_number, n_layers, sub_layer):
@@ -203,9 +141,3 @@ def test_the_start_up_line_of_other_forms(monkeypatch):
         "learned gate from 0.1 to 0.1",
         "norm after the addition in blocks 1 to 2",
     ]
-
-
-def test_a_model_from_a_plain_dict_config(toy):
-    """As hf_olmo and tests make one: no file was loaded."""
-    model = OLMo(type(model_config()).new(**{**TINY, "layer_norm_type": "toy_rms"}))
-    assert norm_sites.read_back(model) == parse("toy")

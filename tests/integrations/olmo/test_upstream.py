@@ -1,4 +1,4 @@
-"""The table of verified OLMo functions, and the script that makes its lines."""
+"""The table of verified OLMo functions, the script that makes its lines, and what an OLMo beside them does."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import olmo
 import pytest
+from olmo.config import InitFnType, LayerNormType
 
 from olmo_lns.errors import UpstreamChangedError
-from olmo_lns.integrations.olmo import upstream
+from olmo_lns.integrations import patching
+from olmo_lns.integrations.olmo import config, register, types, upstream
 from olmo_lns.integrations.patching import Target
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "fingerprints.py"
@@ -42,13 +44,45 @@ def test_the_script_finds_in_the_source_what_was_verified(fingerprints, capsys):
         assert missing.strip() == '"missing": "none",'
 
 
-def test_the_script_names_a_tree_that_is_not_there(fingerprints, capsys):
-    assert fingerprints.main(["olmo_lns.integrations.olmo.upstream", "9.9=/nowhere"]) == 2
-    assert "no such source tree: 9.9=/nowhere" in capsys.readouterr().err
-    assert fingerprints.main(["olmo_lns.integrations.olmo.upstream"]) == 2
-
-
 def test_an_olmo_that_is_too_old_is_refused_and_a_newer_one_judged_by_its_source():
     with pytest.raises(UpstreamChangedError, match=r"ai2-olmo 0\.3\.0: .*needs at least 0\.4\.0"):
         upstream.check_version("0.3.0")
     upstream.check_version("0.7.0")
+
+
+@pytest.fixture
+def unverified(monkeypatch):
+    """An OLMo, found here, that was not verified; its enums as they are before anything of ours is in them."""
+    monkeypatch.setattr(patching, "_aside", {})
+    monkeypatch.setattr(config, "selected", False)
+    monkeypatch.setattr(upstream, "check_version", lambda found: (_ for _ in ()).throw(UpstreamChangedError("odd")))
+    before = {
+        (kind, table): getattr(kind, table)
+        for kind in (LayerNormType, InitFnType)
+        for table in ("_member_map_", "_value2member_map_")
+    }
+    for (kind, table), present in before.items():
+        stock = {name: member for name, member in dict(present).items() if not types.has_scheme(name)}
+        type.__setattr__(kind, table, {name: member for name, member in stock.items() if name not in types.INIT_FNS})
+    yield
+    for (kind, table), present in before.items():
+        type.__setattr__(kind, table, present)
+
+
+def test_an_olmo_that_is_not_verified_stops_where_a_scheme_is_asked_for(unverified, monkeypatch, caplog):
+    """``OLMO_LNS_SCHEME`` alone selects nothing; ``OLMO_LNS_INITIALIZATION`` bears on stock models, at once."""
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
+    register()
+    assert caplog.text.count("leaves this OLMo untouched") == 1 and LayerNormType["rms"] is LayerNormType.rms
+    for look_up in (
+        lambda: LayerNormType["lns"],
+        lambda: LayerNormType("lns_rms"),
+        lambda: InitFnType["normal_scaled"],
+    ):
+        with pytest.raises(UpstreamChangedError, match="A scheme was asked for, but this OLMo was left untouched: odd"):
+            look_up()
+    with pytest.raises(UpstreamChangedError, match="left untouched"):
+        register(scheme="lns:exponent=0.25")
+    monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "plain")
+    with pytest.raises(UpstreamChangedError, match="left untouched"):
+        register()
