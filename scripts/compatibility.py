@@ -39,7 +39,26 @@ NOT_RUN = (
     "CPUs), real Transformer Engine kernels (no GPU). OLMo-core 2.5.0 is not on PyPI any more; it was verified before.",
 )
 #: What, with which environment, the command behind ``pytest -q``, what it printed.
-RUNS: Sequence[tuple[str, str, str, str]] = ()
+RUNS: Sequence[tuple[str, str, str, str]] = (
+    (
+        "Megatron Core 0.19.2, from PyPI",
+        "`pip install --no-deps --ignore-requires-python --target`, and triton",
+        '-m "not slow and not gpu" tests/integrations/megatron',
+        "211 passed, 3 skipped",
+    ),
+    (
+        "Megatron Core main (22 August 2026)",
+        "the checkout on `PYTHONPATH`, and triton",
+        '-m "not slow and not gpu" tests/integrations/megatron',
+        "212 passed, 2 skipped",
+    ),
+    (
+        "Transformer Engine 2.20.2, its Python over a stand-in for its kernels",
+        "`TE_VERSION=2.20.2`",
+        "tests/integrations/megatron/test_te.py",
+        "17 passed",
+    ),
+)
 
 
 def page() -> str:

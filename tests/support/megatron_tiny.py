@@ -165,19 +165,6 @@ def scaled_norms(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "lns_scale")]
 
 
-def train(model: Any, steps: int = 6, lr: float = 3e-3) -> list[float]:
-    """A few Adam steps, each on another batch; the loss of each."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(seed=step))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> None:
     """Relative to the largest element of each gradient, so that no small tensor is lost among others."""
     assert set(found) == set(expected)

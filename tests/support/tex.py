@@ -47,8 +47,10 @@ _BACKWARD = {(d, d) for d in _TORCH.values()} | {(torch.float32, torch.float16),
 
 
 def _check_forward(x, gamma, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
-    if not isinstance(otype, DType) or not isinstance(sm_margin, int) or not isinstance(zero_centered_gamma, bool):
+    named = type(otype).__name__ == "DType"  # from 2.20 on TE hands an IntEnum of its own, of that name
+    if not named or not isinstance(sm_margin, int) or not isinstance(zero_centered_gamma, bool):
         raise TypeError("incompatible function arguments")  # pybind11's words
+    otype = DType(int(otype))
     if not isinstance(eps, float) or ln_out is not None or quantizer is not None:
         raise TypeError("stand-in: only eps: float, ln_out=None, quantizer=None are provided for")
     if x.dim() != 2 or x.numel() == 0:

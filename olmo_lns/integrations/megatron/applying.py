@@ -26,7 +26,7 @@ from olmo_lns.integrations.megatron.layers import attach_layer, check_config, co
 from olmo_lns.integrations.megatron.settings import VISION, Settings, mark
 from olmo_lns.integrations.norm_sites import read_back
 from olmo_lns.integrations.patching import check_target, require_verified
-from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, parse
+from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, Scheme, parse
 
 __all__ = ["apply", "layer_spec"]
 
@@ -198,10 +198,10 @@ def _layer_class(base: type) -> type:
 def _settings(text: str, exponent: float, keep_scaled_init: bool) -> Settings:
     """:raises LNSConfigError: an unknown scheme, Pre-LN, or an exponent beside another scheme."""
     scheme = parse(text)
-    if scheme == LNS:
-        return Settings(True, exponent, keep_scaled_init).check()
     if exponent != DEFAULT_EXPONENT:
-        raise LNSConfigError(f"exponent={exponent!r} beside scheme {text!r}: write it in the scheme, name:exponent=…")
+        if scheme != LNS:
+            raise LNSConfigError(f"exponent={exponent!r} beside {text!r}: write it in the scheme, name:exponent=…")
+        scheme = Scheme.of(LNS.name, exponent=exponent)
     if scheme.is_pre_ln:
         raise LNSConfigError("preln is what Megatron builds by itself: leave apply out.")
     return Settings.of_scheme(scheme, keep_scaled_init=keep_scaled_init).check()

@@ -15,17 +15,9 @@ from types import ModuleType
 from typing import Any, Callable
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations import patching
 from olmo_lns.integrations.autoload import on_import
-from olmo_lns.integrations.patching import (
-    Target,
-    exists,
-    is_patched,
-    replace,
-    replace_all,
-    require_verified,
-    set_aside,
-    verify,
-)
+from olmo_lns.integrations.patching import Target
 
 __all__ = ["BRIDGE", "CORE", "TARGETS", "TRAINING", "VERSIONS", "WRAPPERS", "install", "install_core", "target"]
 
@@ -97,8 +89,8 @@ def check_readings() -> None:
     for each in TARGETS:
         needed = each.path.endswith((":get_bias_dropout_add", "._forward_attention", "._forward_mlp"))
         step = each.path.endswith(("._forward_post_mlp", "_bda_step"))  # of some versions
-        if needed or (step and exists(each)):
-            verify(each, each.locate()[2])
+        if needed or (step and patching.exists(each)):
+            patching.verify(each, each.locate()[2])
 
 
 def install() -> None:
@@ -139,18 +131,18 @@ def _extend(module: ModuleType) -> None:
     if module.__name__.startswith("megatron.bridge."):
         for path, make in mine.items():
             try:
-                replace(Target(path, {}), make, only_look=True)
+                patching.replace(Target(path, {}), make, only_look=True)
             except UpstreamChangedError as error:  # an error where a scheme is built
-                set_aside(BRIDGE, error)
+                patching.set_aside(BRIDGE, error)
         return
     framework = CORE if module.__name__.startswith("megatron.core.") else TRAINING
     pairs = [(each, mine[each.path]) for each in TARGETS if each.path in mine]
-    if not replace_all(pairs, framework=framework):
+    if not patching.replace_all(pairs, framework=framework):
         if any(word.split("=")[0] in FLAGS for word in sys.argv[1:]):
-            require_verified(framework)
+            patching.require_verified(framework)
         for each, _ in pairs:  # a checkpoint of a scheme is an error all the same
-            if each.path in _LOADERS and exists(each):
-                replace(each, checkpoint.look, only_look=True)
+            if each.path in _LOADERS and patching.exists(each):
+                patching.replace(each, checkpoint.look, only_look=True)
     if module.__name__ == _DIST:  # the package hands on the functions that it imported, perhaps before this
         package = sys.modules.get("megatron.core.dist_checkpointing")
         for name in ("save", "load"):
@@ -169,4 +161,4 @@ def _defines(module: ModuleType, path: str) -> bool:
     if name != module.__name__ or head not in _MOVED:
         return name == module.__name__
     owner = getattr(module, head, None)
-    return owner is not None and owner.__module__ == module.__name__ and not is_patched(owner)
+    return owner is not None and owner.__module__ == module.__name__ and not patching.is_patched(owner)
