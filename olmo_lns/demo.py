@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--arms", help="with commas between, such as preln,postln,lns; docs/study.md lists them")
     out.add_argument("--learning-rate", type=above_zero, help="one peak rate for all arms, instead of each arm's own")
     out.add_argument("--seeds", type=seed, nargs="+", help="every arm is trained under each")
-    out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (%(default)s)")
+    out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (default %(default)s)")
     return out
 
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,39 +16,33 @@ from olmo_lns import __version__, cli
 from olmo_lns.errors import LNSConfigError
 
 
-def test_help_lists_every_command(capsys):
+def test_what_is_no_command(capsys):
     assert cli.main([]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in cli.COMMANDS)
-
-
-def test_version(capsys):
-    assert cli.main(["--version"]) == 0
+    usage = capsys.readouterr().out
+    assert all(name in usage for name in cli.COMMANDS) and cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"olmo-lns {__version__}"
-
-
-def test_unknown_command_suggests_the_nearest(capsys):
     assert cli.main(["docter"]) == 2
     assert "(did you mean 'doctor'?)" in capsys.readouterr().err
 
 
-def test_errors_of_ours_are_one_line(monkeypatch, capsys):
+def test_errors_of_ours_are_one_line_and_faults_are_not(monkeypatch, capsys):
     import olmo_lns.doctor
 
-    def fail(argv):
-        raise LNSConfigError("found 3, expected 4: do this")
-
-    monkeypatch.setattr(olmo_lns.doctor, "main", fail)
-    assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().err == "olmo-lns doctor: found 3, expected 4: do this\n"
-
-
-@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main([command, "--help"])
-    assert stop.value.code == 0
-    assert f"olmo-lns {command}" in capsys.readouterr().out
+    errors = [
+        LNSConfigError("found 3, expected 4: do this"),
+        KeyboardInterrupt(),
+        RecursionError(),
+        ModuleNotFoundError("No module named 'nowhere'", name="nowhere"),
+        ValueError("a fault"),
+    ]
+    monkeypatch.setattr(olmo_lns.doctor, "main", mock.Mock(side_effect=errors))
+    assert [cli.main(["doctor"]) for _ in range(3)] == [1, 130, 1]
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "olmo-lns doctor: found 3, expected 4: do this"
+    assert second.endswith("interrupted") and third.endswith("nested too deeply, or contains itself")
+    for kind in (ModuleNotFoundError, ValueError):  # a module that no extra brings is a fault
+        with pytest.raises(kind):
+            cli.main(["doctor"])
 
 
 class _Built(Exception):
@@ -98,19 +94,20 @@ def test_importing_the_package_loads_no_framework():
     assert done.stdout.strip() == "[]"
 
 
+def launched(*words, **environment):
+    command = [sys.executable, "-m", "olmo_lns", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
 def test_launcher_runs_a_script_as_python_would(tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     script = tmp_path / "script.py"
     script.write_text("import sys, beside\nif __name__ == '__main__':\n    print(beside.VALUE, sys.argv[1:])\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "olmo_lns", str(script), "--a=1", "b"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "7 ['--a=1', 'b']"
-
-
-def test_launcher_names_a_missing_script(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "olmo_lns", "nowhere.py"], capture_output=True, text=True)
-    assert done.returncode == 2 and "no script 'nowhere.py'" in done.stderr and done.stderr.count("\n") == 1
+    assert launched(script, "--a=1", "b").stdout.strip() == "7 ['--a=1', 'b']"
+    missing, off = launched("nowhere.py"), launched(script, OLMO_LNS_DISABLE="1")
+    assert (missing.returncode, off.returncode) == (2, 2)
+    assert "no script 'nowhere.py'" in missing.stderr and missing.stderr.count("\n") == 1
+    assert "OLMO_LNS_DISABLE=1 is set, but the launcher was asked for: unset OLMO_LNS_DISABLE" in off.stderr
 
 
 #: Runs a command in a process where some packages are not installed, as the import system sees it.
@@ -137,10 +134,10 @@ def without(*words):
         (("demo",), "olmo"),
         (("train", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
         (("config", "check", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
-        (("study", "plan", CONFIGS / "study" / "tiny.yaml"), "olmo"),
         (("analyze", "variance", "--model", "gpt2", "--data", CONFIGS / "olmo" / "60M-lns.yaml"), "analysis"),
         (("hf", "init", "llama", "-o", CONFIGS / "x"), "hf"),
         (("study", "launch", CONFIGS / "study" / "tiny.yaml", "--out", "/tmp/study-never-written"), "olmo"),
+        (("study", "report", CONFIGS / "study" / "paper-megatron.yaml", "--out", CONFIGS), "study"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -151,14 +148,6 @@ def test_what_is_missing_is_named_with_its_extra_in_one_line(words, extra):
     assert f"pip install 'olmo-lns[{extra}" in done.stderr
 
 
-def test_a_report_names_the_study_extra_and_an_export_its_own(tmp_path):
-    (tmp_path / "results.csv").write_text("")
-    done = without("study", "report", CONFIGS / "study" / "paper-megatron.yaml", "--out", tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "pip install 'olmo-lns[study]'" in done.stderr
-    done = without("hf", "import", tmp_path, "-o", tmp_path / "out")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "pip install 'olmo-lns[hf]'" in done.stderr
-
-
 def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
     (tmp_path / "a.npy").write_bytes(b"\1\0" * 4096)
     done = without("data", "check", tmp_path, "--budget", "0", "--eos", "1", "--sequence", "64")
@@ -167,25 +156,11 @@ def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
     assert done.returncode == 0 and "7B" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("study", "plan", CONFIGS / "study" / "paper-megatron.yaml", "--csv", "/dev/full"), "No space left on device"),
-        (("study", "plan", CONFIGS / "study" / "paper-megatron.yaml", "--csv", "/dev/null/x.csv"), "/dev/null/x.csv: Not a directory"),
-        (("demo", "--steps", "1", "--out", "/dev/null/x"), "/dev/null"),
-    ],
-    ids=["full", "no-folder", "demo"],
-)  # fmt: skip
-def test_a_target_that_cannot_be_written_is_one_line(words, said, capsys):
-    assert cli.main([str(word) for word in words]) == 1
-    err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
+        ("study", "plan", CONFIGS / "study" / "paper-megatron.yaml", "--csv", "/dev/full"),
         ("study", "collect", CONFIGS / "study" / "paper-megatron.yaml", "--out", "/dev/null/x", "--allow-missing"),
         ("study", "status", CONFIGS / "study" / "paper-megatron.yaml", "--out", "/dev/null/x"),
         ("config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"),
@@ -193,6 +168,7 @@ def test_a_target_that_cannot_be_written_is_one_line(words, said, capsys):
         ("hf", "init", "llama", "-o", "/dev/null/x"),
         ("export", "CHECKPOINT", "/dev/null/x"),
         ("analyze", "all", "CHECKPOINT", "--data", "DATA", "-o", "/dev/null/x"),
+        ("demo", "--steps", "1", "--out", "/dev/null/x"),
     ],
     ids=lambda words: "-".join(words[:2]) if words[0] == "study" else words[0],
 )
@@ -208,7 +184,7 @@ def test_every_command_names_a_target_that_cannot_be_written(words, tmp_path, ca
     places = {"CONFIG": config, "CHECKPOINT": tmp_path / "lns", "DATA": tmp_path / "run" / "data.npy"}
     assert cli.main([str(places.get(word, word)) for word in words]) == 1
     err = capsys.readouterr().err
-    assert "/dev/null" in err and err.count("\n") == 1, err
+    assert ("No space left" if "/dev/full" in words else "/dev/null") in err and err.count("\n") == 1, err
 
 
 @pytest.mark.slow
@@ -216,11 +192,10 @@ def test_every_command_names_a_target_that_cannot_be_written(words, tmp_path, ca
     ("old", "new", "said"),
     [
         ("n_layers: 4", "n_layers: 10000000", "10,?000,?000"),
-        ("n_heads: 4", "n_heads: 0", r"n_heads:? (expected|must be) at least 1"),
         ("n_layers: 4", "n_layers: four", "four"),
         ("n_layers: 4", "n_layers: 4\n  x: &x [*x]", "alias|recursive"),
     ],
-    ids=["layers", "heads", "type", "recursive"],
+    ids=["layers", "type", "recursive"],
 )
 def test_a_config_that_makes_no_model_is_refused_at_once_by_every_command(old, new, said, tmp_path, capsys):
     """Ten million layers were built for nine minutes."""
@@ -243,10 +218,8 @@ def test_a_config_that_makes_no_model_is_refused_at_once_by_every_command(old, n
         ["analyze", "variance", "--model", folder, "--data", data, "--quiet"],
         ["export", folder, str(tmp_path / "out")],
         ["hf", "import", folder, "-o", str(tmp_path / "hf")],
-        ["config", "check", config],
         ["config", "check", stock],
         ["train", config],
-        ["train", stock],
     ):
         start = time.monotonic()
         assert cli.main(words) == 1, words
@@ -255,13 +228,12 @@ def test_a_config_that_makes_no_model_is_refused_at_once_by_every_command(old, n
         assert err.count("\n") <= 1 and time.monotonic() - start < 60, (words, err)
 
 
-@pytest.mark.parametrize(("text", "said"), [("a: [1\n", "not YAML: "), ("a: &x [*x]\n", "recursive aliases")])
-def test_a_file_that_is_no_yaml_is_one_line(text, said, tmp_path, capsys):
+def test_a_file_that_is_no_yaml_is_one_line(tmp_path, capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    (tmp_path / "bad.yaml").write_text(text)
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
     assert cli.main(["train", str(tmp_path / "bad.yaml")]) == 1
     err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1
+    assert "not YAML: " in err and err.count("\n") == 1
 
 
 def test_a_reader_that_stops_early_is_no_error():
@@ -293,14 +265,3 @@ def test_an_extra_that_breaks_what_is_there_is_not_advised_beside_it(monkeypatch
         said = f" in another environment: {why}" if why else ""
         assert extras.advice(extra).startswith(f"pip install 'olmo-lns[{extra}]'{said}")
         assert bool(said) == ("another environment" in extras.advice(extra))
-
-
-def test_a_missing_module_that_no_extra_brings_stays_a_traceback(monkeypatch):
-    import olmo_lns.doctor
-
-    def fail(argv):
-        raise ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
-
-    monkeypatch.setattr(olmo_lns.doctor, "main", fail)
-    with pytest.raises(ModuleNotFoundError):
-        cli.main(["doctor"])

@@ -38,21 +38,17 @@ def test_what_is_cached_is_loaded_without_asking() -> None:
 
     if huggingface_hub.try_to_load_from_cache("somebody/model", "config.json") is None:
         pytest.skip("this client reads the cache's place once, at import")
-    assert hub.cached_only("somebody/model", "config.json")
+    assert hub.cached_only("somebody/model", "config.json") and not hub.cached_only("/", "config.json")
     with pytest.raises(LNSError, match="not in the cache of the Hugging Face hub"):
         hub.cached_only("somebody/model", "tokenizer.json")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "nobody/nothing", "a/b/c", "--"])
+@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "--"])
 def test_what_is_nowhere_is_one_line_at_once(name: str) -> None:
     start = time.monotonic()
     with pytest.raises(LNSError, match=r"the hub cannot be reached \(http://127.0.0.1:9\)"):
         hub.cached_only(name, "config.json")
     assert time.monotonic() - start < 2 * hub.PATIENCE
-
-
-def test_what_is_here_is_nobodys_question(tmp_path: Path) -> None:
-    assert not hub.cached_only(str(tmp_path), "config.json")
 
 
 def test_a_host_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

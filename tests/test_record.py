@@ -22,6 +22,7 @@ WRITTEN = LNS.as_dict()
 
 def test_round_trip(tmp_path):
     record = lns("exponent=0.25", "default", "upstream")
+    assert Record.read(tmp_path) is None
     record.write(tmp_path)
     assert Record.read(tmp_path) == record
     assert [p.name for p in tmp_path.iterdir()] == [RECORD_FILE]
@@ -38,10 +39,6 @@ def test_the_form_is_flat_and_holds_every_parameter(tmp_path):
         "scaled_init": "plain",
         "folded": False,
     }
-
-
-def test_absent_record_is_none(tmp_path):
-    assert Record.read(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -63,31 +60,20 @@ def test_absent_record_is_none(tmp_path):
         (json.dumps({**WRITTEN, "folded": 1}), "'folded' must be a bool, found 1"),
         (json.dumps({**WRITTEN, "scaled_init": "off"}), "scaled_init 'off': expected one of plain, scaled"),
         (json.dumps({**WRITTEN, "format": True}), "not a record of format 1"),
+        (json.dumps({"format": 7, "whatever": 1}), rf"format 7 of a newer olmo-lns.*reads format {FORMAT}"),
+        (json.dumps({"type": "lns_rms", "exponent": 0.5}), r"without 'format'.*before 0\.2 wrote it.*reads format 1"),
+        (b"\xff\xfe\x00", "not valid JSON"),
     ],
 )
 def test_damaged_records_are_refused(tmp_path, text, message):
-    (tmp_path / RECORD_FILE).write_text(text)
+    (tmp_path / RECORD_FILE).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CheckpointMismatchError, match=message):
         Record.read(tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="cannot be read"):
+        Record.from_json(tmp_path)
 
 
-def test_a_newer_format_is_refused_with_both_numbers(tmp_path):
-    text = json.dumps({"format": FORMAT + 6, "whatever": "a later version writes"})
-    (tmp_path / RECORD_FILE).write_text(text)
-    with pytest.raises(
-        CheckpointMismatchError, match=rf"format {FORMAT + 6} of a newer olmo-lns.*reads format {FORMAT}"
-    ):
-        Record.read(tmp_path)
-
-
-def test_the_form_of_development_versions_is_named(tmp_path):
-    old = {"type": "lns_rms", "exponent": 0.5, "scaled_init": "auto", "folded": False, "plugin_version": "0.1.0"}
-    (tmp_path / RECORD_FILE).write_text(json.dumps(old))
-    with pytest.raises(CheckpointMismatchError, match=r"without 'format'.*before 0\.2 wrote it.*reads format 1"):
-        Record.read(tmp_path)
-
-
-@pytest.mark.parametrize("depth", [100, 900, 100_000])
+@pytest.mark.parametrize("depth", [100, 100_000])
 @pytest.mark.parametrize("place", ["whole", "format", "norm", "exponent"])
 def test_deeply_nested_json_is_one_error_of_ours(tmp_path, depth, place):
     nested = "[" * depth + "]" * depth
@@ -98,14 +84,6 @@ def test_deeply_nested_json_is_one_error_of_ours(tmp_path, depth, place):
     with pytest.raises(CheckpointMismatchError) as caught:
         Record.read(tmp_path)
     assert len(str(caught.value)) < 1000
-
-
-def test_a_file_that_is_no_text_and_one_that_cannot_be_read(tmp_path):
-    (tmp_path / RECORD_FILE).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointMismatchError, match="not valid JSON"):
-        Record.read(tmp_path)
-    with pytest.raises(CheckpointMismatchError, match="cannot be read"):
-        Record.from_json(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -130,34 +108,18 @@ def test_each_difference_stops_and_has_its_own_override(monkeypatch, saved, runn
 
 @pytest.mark.parametrize("record", [PRE_LN, LNS, lns("exponent=0.3", scaled_init="upstream")])
 def test_what_does_not_matter_to_weights_that_are_loaded(record):
-    assert check_match(record, replace(record, scaled_init="depth_scaled"), source="x") == []
+    assert check_match(record, replace(record, scaled_init="depth_scaled", plugin_version="9.9"), source="x") == []
     assert check_match(replace(record, folded=True), Record(), source="x") == []
 
 
-@pytest.mark.parametrize("record", [PRE_LN, LNS, lns("exponent=0.3", scaled_init="upstream")])
-def test_equal_records_match_whatever_version_wrote_them(record):
-    other = Record.from_dict({**record.as_dict(), "plugin_version": "9.9"})
-    assert check_match(other, record, source="x") == []
-
-
-def test_both_values_are_named():
-    with pytest.raises(CheckpointMismatchError, match=r"lns:exponent=0.5 over rms .*lns:exponent=0.25 over rms"):
-        check_match(LNS, lns("exponent=0.25"), source="x", allow="")
-
-
 def test_an_override_for_one_difference_does_not_allow_another():
-    with pytest.raises(CheckpointMismatchError, match="exponent"):
+    with pytest.raises(CheckpointMismatchError, match=r"lns:exponent=0.5 over rms .*lns:exponent=0.25 over rms"):
         check_match(LNS, lns("exponent=0.25", scaled_init="upstream"), source="x", allow="scaled-init")
+    with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
+        check_match(LNS, PRE_LN, source="x", training=False, allow="exponent")
 
 
 @pytest.mark.parametrize("name", ["everything", "lns-to-nothing", "Exponent"])
 def test_unknown_override_names_are_refused(name):
     with pytest.raises(CheckpointMismatchError, match=f"names .'{name}'.; known"):
         check_match(LNS, LNS, source="x", allow=name)
-
-
-def test_evaluation_accepts_folded_weights_and_other_initialization():
-    assert check_match(FOLDED, PRE_LN, source="x", training=False) == []
-    assert check_match(LNS, lns(scaled_init="upstream"), source="x", training=False) == []
-    with pytest.raises(CheckpointMismatchError):
-        check_match(LNS, PRE_LN, source="x", training=False, allow="")

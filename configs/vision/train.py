@@ -26,6 +26,8 @@ import transformers
 import yaml
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
+from olmo_lns.diagnostics.capture import observe
+from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.integrations.transformers import apply
 
 #: Arm -> scheme, where LayerScale starts, ImageNet-1K accuracy of the paper's ViT-S (arXiv 2502.05795 v5, table 5).
@@ -160,17 +162,11 @@ def image_folder(folder: str, size: int, jitter: float) -> tuple[Any, Any, list[
 @torch.no_grad()
 def block_variance(model: Any, images: torch.Tensor) -> list[float]:
     """Variance over the channels of every block's output, mean over tokens and images."""
-    found: list[float] = []
-
-    def hook(module: Any, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        found.append(hidden.double().var(-1, unbiased=False).mean().item())
-
-    handles = [block.register_forward_hook(hook) for block in model.dinov2.encoder.layer]
-    model.eval()(pixel_values=images.to(model.device))
-    for handle in handles:
-        handle.remove()
-    return found
+    blocks = model.dinov2.encoder.layer
+    moments = Moments(len(blocks))
+    with observe(blocks, on_output=moments.add):
+        model.eval()(pixel_values=images.to(model.device))
+    return moments.result().variance
 
 
 def main() -> None:

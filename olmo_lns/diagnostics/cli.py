@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         ("compare", "Two or more models on one figure and table"),
     ):
         made, add = command(name, title)
-        add("results", nargs="+", type=Path, metavar="results.json")
+        add("results", nargs="+", type=Path, metavar="results.json", help="what the single diagnostics have written")
         add("-o", "--output", type=Path, action="append", help=".png, .svg or .pdf; may be repeated")
         add("--labels", type=names, help="comma-separated names of the models")
         add("--log", action="store_true", help="logarithmic vertical axis")
@@ -155,8 +155,7 @@ def _one(args: argparse.Namespace) -> None:
     if args.plot:
         from olmo_lns.diagnostics import plots
 
-        figure = plots.draw([measured])
-        written += [plots.save(figure, path) for path in args.plot]
+        written += [plots.save(plots.draw([measured]), path) for path in args.plot]
     result = measured.result
     print(markdown([measured]))
     if args.what == "jacobian":

@@ -61,8 +61,10 @@ class JacobianResult:
 
     def frame(self) -> Any:
         """A pandas table with a row per block, ``block`` 1-based."""
-        names = ("identity_distance", "diagonal_dominance", "diagonal_mean", "method", "width", "tokens")
-        return by_block({name: getattr(self, name) for name in names} | {"rows": len(self.coordinates)})
+        numbers = ("identity_distance", "diagonal_dominance", "diagonal_mean")
+        columns: dict[str, Any] = {name: getattr(self, name) for name in numbers}
+        columns |= {"method": self.method, "rows": len(self.coordinates), "width": self.width, "tokens": self.tokens}
+        return by_block(columns)
 
 
 def block_jacobians(

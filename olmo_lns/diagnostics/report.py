@@ -6,6 +6,7 @@ import argparse
 import base64
 import html
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
@@ -49,10 +50,10 @@ def plot(args: argparse.Namespace) -> int:
         labels = args.labels or [result.parent.name or result.stem for result in args.results]
         if len(labels) != len(args.results):
             raise LNSError(f"--labels: found {len(labels)} names, expected {len(args.results)}, one a file")
-        figure = plots.draw_training(args.results, labels, log=args.log)
+        draw = partial(plots.draw_training, args.results, labels, log=args.log)
     else:
-        figure = plots.draw(relabelled([Report.read(p) for p in args.results], args.labels), log=args.log)
-    print(f"Written: {', '.join(str(plots.save(figure, path)) for path in outputs)}")
+        draw = partial(plots.draw, relabelled([Report.read(p) for p in args.results], args.labels), log=args.log)
+    print(f"Written: {', '.join(str(plots.save(draw(), path)) for path in outputs)}")
     return 0
 
 
@@ -71,8 +72,8 @@ def compare(args: argparse.Namespace) -> int:
     if args.output:
         from olmo_lns.diagnostics import plots
 
-        figure = plots.draw(reports, log=args.log)
-        written += [plots.save(figure, path) for path in args.output]
+        # Each file is of a figure of its own: a second one of the same has another layout in its last digits.
+        written += [plots.save(plots.draw(reports, log=args.log), path) for path in args.output]
     if args.table:
         import pandas
 

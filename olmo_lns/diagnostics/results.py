@@ -157,5 +157,5 @@ def table(reports: Sequence[Report]) -> tuple[str, Any]:
 def markdown(reports: Sequence[Report]) -> str:
     """The table as Markdown, under a line that says what the numbers are."""
     shows, cells = table(reports)
-    rows = [list(cells.columns), ["---"] * len(cells.columns), *cells.to_numpy().tolist()]
-    return "\n".join([shows, "", *(f"| {' | '.join(row)} |" for row in rows)])
+    head, *rows = [f"| {' | '.join(row)} |" for row in (cells.columns, *cells.to_numpy())]
+    return "\n".join([shows, "", head, "|" + "---|" * len(cells.columns), *rows])

@@ -1,9 +1,9 @@
-import csv
 import logging
 import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from support import launch
@@ -14,27 +14,24 @@ from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.runs import train
 
 
-class Recorder:
-    """Keeps batch and weights of the steps that are to be checked, taken before the step."""
+def run(config, steps=()):
+    """Trains; (the trainer, step -> its batch and the weights before it, the losses)."""
+    seen, losses, found = {}, [], []
 
-    def __init__(self, steps):
-        self.steps, self.seen, self.losses = steps, {}, []
-
-    def on_start(self, trainer):
+    def watch(trainer):
         step_function = trainer.train_step
 
         def train_step(batch, **kwargs):
-            if trainer.global_step in self.steps:
+            if trainer.global_step in steps:
                 weights = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-                self.seen[trainer.global_step] = (batch["input_ids"].clone(), weights)
+                seen[trainer.global_step] = (batch["input_ids"].clone(), weights)
             metrics = step_function(batch, **kwargs)
-            self.losses.append(trainer.cur_train_loss)
+            losses.append(trainer.cur_train_loss)
             return metrics
 
-        trainer.train_step, self.trainer = train_step, trainer
+        trainer.train_step = train_step
+        found.append(trainer)
 
-
-def run(config, recorder):
     cfg = train.load_config(str(config))
     with train.process_group() as device:
         train.prepare(cfg, device)
@@ -42,14 +39,13 @@ def run(config, recorder):
 
         fit = trainer.LocalTrainer.fit
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(trainer.LocalTrainer, "fit", lambda self: (recorder.on_start(self), fit(self)))
+            patched.setattr(trainer.LocalTrainer, "fit", lambda self: (watch(self), fit(self)))
             trainer.run(cfg, device)
-    return recorder
+    return found[0], seen, losses
 
 
 def read(path):
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return pandas.read_csv(path).to_dict("records")
 
 
 VARIANTS = {
@@ -63,14 +59,13 @@ VARIANTS = {
 def test_rows_are_those_of_the_fp64_formula(variant, tmp_path, monkeypatch):
     monkeypatch.setenv("OLMO_LNS_MONITOR", "every=2")
     changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True, **VARIANTS[variant]}
-    recorder = run(launch.write_config(tmp_path, **changes), Recorder({2, 4}))
+    trainer, seen, _ = run(launch.write_config(tmp_path, **changes), (2, 4))
     rows = read(tmp_path / "run" / "lns_variance.csv")
     assert [(row["step"], row["block"]) for row in rows] == [(s, b) for s in (2, 4) for b in (1, 2, 3, 4)]
     assert all(row["tokens"] == 4 * 32 for row in rows), "all micro-batches, each once"
-    for step, (batch, weights) in recorder.seen.items():
-        model = recorder.trainer.model
-        model.load_state_dict(weights)
-        states = olmo_states(model, batch, lns=variant != "preln")
+    for step, (batch, weights) in seen.items():
+        trainer.model.load_state_dict(weights)
+        states = olmo_states(trainer.model, batch, lns=variant != "preln")
         for row, state in zip([row for row in rows if row["step"] == step], states[1:], strict=True):
             assert row["variance"] == pytest.approx(state.var(-1).mean(), rel=1e-4)
             assert row["rms"] == pytest.approx(np.sqrt((state**2).mean()), rel=1e-4)
@@ -80,12 +75,12 @@ def test_rows_are_those_of_the_fp64_formula(variant, tmp_path, monkeypatch):
 def test_training_is_bit_for_bit_the_same(tmp_path, monkeypatch):
     config = launch.write_config(tmp_path, **{"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True})
     monkeypatch.delenv("OLMO_LNS_MONITOR", raising=False)
-    plain = run(config, Recorder(set()))
+    plain, _, losses = run(config)
     monkeypatch.setenv("OLMO_LNS_MONITOR", f"every=1,path={tmp_path / 'rows.csv'}")
-    watched = run(config, Recorder(set()))
-    assert watched.losses == plain.losses
+    watched, _, same = run(config)
+    assert same == losses
     assert len(read(tmp_path / "rows.csv")) == 4 * 4
-    for one, two in zip(plain.trainer.model.parameters(), watched.trainer.model.parameters(), strict=True):
+    for one, two in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
         assert torch.equal(one, two)
 
 
@@ -152,19 +147,14 @@ def test_nothing_is_hooked_between_samples_and_after_a_failure(trainer):
     assert hooks() == 0 and {row["step"] for row in read(monitor.path)} == {3, 6}
 
 
-def test_padding_is_excluded(trainer):
-    monitor = install(trainer, every=1)
-    trainer.step({"input_ids": ids(), "attention_mask": torch.ones(3, 12).tril()})
-    assert [row["tokens"] for row in read(monitor.path)] == [6.0] * 3
-
-
-def test_nan_is_written_and_said_but_does_not_stop_training(trainer, caplog):
+def test_padding_is_excluded_and_nan_is_written_and_said_but_does_not_stop_training(trainer, caplog):
     monitor = install(trainer, every=1)
     with torch.no_grad():
         trainer.model.stack[1].proj[0, 0] = float("nan")
     with caplog.at_level(logging.WARNING):
-        trainer.step({"input_ids": ids()})
+        trainer.step({"input_ids": ids(), "attention_mask": torch.ones(3, 12).tril()})
     rows = read(monitor.path)
+    assert [row["tokens"] for row in rows] == [6] * 3
     assert np.isfinite(rows[0]["variance"]) and np.isnan(rows[1]["variance"]) and np.isnan(rows[2]["variance"])
     assert "step 1: the output of block 2 is the first that is not finite" in caplog.text
 

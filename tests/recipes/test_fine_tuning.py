@@ -95,17 +95,13 @@ def test_the_printed_command_runs_the_seven_tasks(tmp_path):
     words = shlex.split(line.replace("pretrained=tuned", f"pretrained={model}"))
     names = words[words.index("--tasks") + 1].split(",")
     for name in names:
-        content = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(tasks / "rows.jsonl")}},
-            "test_split": "test",
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "{{answer}}",
-            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        content = {"task": name, "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
+        content |= {"dataset_kwargs": {"data_files": {"test": str(tasks / "rows.jsonl")}}}
+        content |= {
+            f"doc_to_{part}": f"{{{{{field}}}}}"
+            for part, field in (("text", "question"), ("choice", "choices"), ("target", "answer"))
         }
+        content |= {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
         (tasks / f"{name}.yaml").write_text(yaml.safe_dump(content))
     words[0] = str(shutil.which("lm_eval", path=str(Path(sys.executable).parent)))
     words += ["--include_path", str(tasks), "--device", "cpu"]
@@ -117,46 +113,41 @@ def test_the_printed_command_runs_the_seven_tasks(tmp_path):
     assert len(names) == 7 and all(0 <= results[name]["acc,none"] <= 1 for name in names)
 
 
-def trl(folder: Path, command: str, model: Path, *more: str) -> subprocess.Popen[str]:
+@pytest.mark.trl
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "config"), [("sft", "sft/commonsense170k.yaml"), ("dpo", "dpo/ultrafeedback.yaml")]
+)
+def test_trl_saves_an_lns_model(command, config, tmp_path):
     """The unmodified program with the shipped config, on a CPU, in a process of its own."""
     pytest.importorskip("trl", reason="trl is not installed: pip install 'olmo-lns[sft]'")
-    program = shutil.which("trl", path=str(Path(sys.executable).parent))
-    config = REPOSITORY / "configs" / {"sft": "sft/commonsense170k.yaml", "dpo": "dpo/ultrafeedback.yaml"}[command]
-    options = f"--config {config} --dataset_name data --use_cpu true --bf16 false --logging_steps 1 "
-    options += "--per_device_train_batch_size 2"
-    return subprocess.Popen(
-        [str(program), command, "--model_name_or_path", str(model), *options.split(), *more],
-        cwd=folder,
-        env=offline(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # the program starts another: both are killed
-    )
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    text, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, text[-3000:]
-    assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in text
-    return text
-
-
-@pytest.mark.trl
-@pytest.mark.slow
-def test_trl_dpo_on_local_pairs(tmp_path):
     model = model_folder(tmp_path)
-    (tmp_path / "data").mkdir()
-    rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(24)]
-    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finished(trl(tmp_path, "dpo", model, "--max_steps", "3", "--output_dir", "out"))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "lns_llama"
-
-
-@pytest.mark.trl
-@pytest.mark.slow
-def test_trl_sft_saves_an_lns_model(tmp_path):
-    model = model_folder(tmp_path)
-    assert len(converted(tmp_path, examples())) == 24
-    finished(trl(tmp_path, "sft", model, "--max_steps", "3", "--output_dir", "out"))
+    if command == "sft":
+        assert len(converted(tmp_path, examples())) == 24
+    else:
+        (tmp_path / "data").mkdir()
+        rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(24)]
+        (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        str(shutil.which("trl", path=str(Path(sys.executable).parent))),
+        command,
+        "--model_name_or_path",
+        str(model),
+    ]
+    words += ["--config", str(REPOSITORY / "configs" / config), "--dataset_name", "data", "--output_dir", "out"]
+    words += [
+        "--use_cpu",
+        "true",
+        "--bf16",
+        "false",
+        "--logging_steps",
+        "1",
+        "--per_device_train_batch_size",
+        "2",
+        "--max_steps",
+        "3",
+    ]
+    done = subprocess.run(words, cwd=tmp_path, env=offline(tmp_path), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in done.stdout + done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "lns_llama"
