@@ -102,10 +102,6 @@ def _steps(run: Run) -> int:
     return int(run.overrides["max_duration"])
 
 
-def _label(run: Run) -> str:
-    return f"{ARMS[run.arm].label}, learning rate {run.overrides['optimizer.learning_rate']:g}, seed {run.seed}"
-
-
 class _Display:
     """One bar over start, training, evaluation and measurements, by the logs; without a terminal a line now and then.
 
@@ -153,7 +149,10 @@ class _Display:
             proof = re.search(rf"{re.escape(ARMS[run.arm].scheme.definition.title)} on: .*\n", text)
             if (step or proof) and run.name not in self.announced:
                 self.announced.add(run.name)
-                self.say(f"{_label(run)}: the run has started{f'{chr(10)}  {proof[0].rstrip()}' if proof else ''}")
+                how = f"learning rate {run.overrides['optimizer.learning_rate']:g}, seed {run.seed}"
+                self.say(f"{ARMS[run.arm].label}, {how}: the run has started")
+                if proof:
+                    self.say(f"  {proof[0].rstrip()}")
             if batch < self.evaluations:
                 at = f"evaluating {batch}/{self.evaluations}" if batch else f"{step}/{_steps(run)}"
                 parts.append(f"{run.arm} {at if step else 'starting'}")
@@ -222,8 +221,8 @@ def report(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _draw(rows: Sequence[Row], out: Path) -> Path:
-    """``demo.png``: loss by step, and output variance by block."""
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    """Loss by step, and output variance by block."""
     import pandas
 
     from olmo_lns.diagnostics.plots import block_axis, new_figure, save
@@ -233,7 +232,7 @@ def _draw(rows: Sequence[Row], out: Path) -> Path:
     late: list[float] = []
     for row in rows:
         arm = ARMS[row.run.arm]
-        losses = pandas.Series(logs.merge(logs.read(path) for path in attempts(out / row.run.name)).losses)
+        losses = pandas.Series(logs.merge(logs.read(path) for path in attempts(path.parent / row.run.name)).losses)
         losses = losses.rolling(smoothing).mean().dropna()
         late += losses.iloc[len(losses) // 10 :].tolist()
         style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
@@ -252,8 +251,7 @@ def _draw(rows: Sequence[Row], out: Path) -> Path:
         f"{len(rows[0].after)} blocks, {one.parameters / 1e6:.2f}M parameters, {one.tokens / 1e6:.2f}M bytes of text"
     )
     figure.suptitle(f"OLMo, {sizes}; in brackets the learning rate", fontsize=10)
-    save(figure, out / "demo.png")
-    return out / "demo.png"
+    save(figure, path)
 
 
 def _next(rows: Sequence[Row], out: Path) -> list[str]:
@@ -295,6 +293,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         display.say(f"Stopped: {display.look()[1]}. To go on: {_program()} {shlex.join(['demo', *argv])}")
         return 130
-    for line in ("", *report(rows), "", f"figure  {_draw(rows, out)}", "", "next:", *_next(rows, out)):
-        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal or line.startswith("  "))
+    for line in ("", *report(rows), ""):
+        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    _draw(rows, out / "demo.png")  # the seconds of matplotlib, after what can be read meanwhile
+    for line in (f"figure  {out / 'demo.png'}", "", "next:", *_next(rows, out)):
+        display.say(line)
     return 0

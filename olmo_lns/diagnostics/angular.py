@@ -86,9 +86,8 @@ def angular_distance(
     blocks = find_blocks(model) if blocks is None else blocks
     forward, count = body_forward(model), len(blocks) + 1
     states: list[torch.Tensor] = []
-    # The sums of all pairs, the tokens, and the states that were not finite: added up over ranks as one tensor.
-    total = torch.zeros(count, count, dtype=torch.float64)
-    bad, tokens = torch.zeros(count, dtype=torch.float64), 0
+    # A state that is not finite makes the angle with itself NaN, also in the sum over ranks.
+    total, tokens = torch.zeros(count, count, dtype=torch.float64), 0
 
     def last_block(block: int, hidden: torch.Tensor) -> None:
         if block == count - 2:
@@ -101,15 +100,14 @@ def angular_distance(
 
     for ids, mask in run(model, batches, device, watched, may_be_empty=all_ranks):
         selected = _select(ids, mask, last_token)
-        total, infinite = _add(total, states, selected)
-        bad, tokens = bad + infinite.cpu(), tokens + int(selected.sum())
-        if bool(bad.any()):
+        total = total + _sums(states, selected).cpu()
+        tokens += int(selected.sum())
+        if bool(total.diagonal().isnan().any()):
             break
     states.clear()
-    packed = torch.cat([total.flatten().cpu().double(), bad, torch.tensor([float(tokens)]).double()])
-    packed = over_ranks(packed) if all_ranks else packed
-    total, bad, tokens = packed[: count**2].view(count, count), packed[count**2 : -1], int(packed[-1])
-    if bool(bad.any()):  # of one rank is enough, and all say it
+    if all_ranks:
+        total, tokens = over_ranks(total), int(over_ranks(torch.tensor(tokens)))
+    if bool((bad := total.diagonal().isnan()).any()):
         first = int(bad.nonzero()[0])
         where = f"block {first} is the first whose output" if first else "the input of block 1 (the embedding)"
         raise not_finite(where)
@@ -131,21 +129,15 @@ def _select(ids: torch.Tensor, mask: torch.Tensor | None, last_token: bool) -> t
 
 
 @torch.no_grad()
-def _add(
-    total: torch.Tensor, states: Sequence[torch.Tensor], selected: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums with the ``selected`` (batch, sequence) tokens' angles, and the states (count,) that are not finite.
+def _sums(states: Sequence[torch.Tensor], selected: torch.Tensor) -> torch.Tensor:
+    """The angles of all pairs, summed over the ``selected`` (batch, sequence) tokens.
 
     :param states: (batch, sequence, d_model) each; with a device_map they sit on several devices.
     """
     device = states[0].device
-    total = total.to(device, accumulator_dtype(device))
-    index = selected.flatten().nonzero().squeeze(1)
+    total = torch.zeros(len(states), len(states), dtype=accumulator_dtype(device), device=device)
     flat = [state.flatten(0, -2) for state in states]
-    for chunk in index.split(CHUNK):
+    for chunk in selected.flatten().nonzero().squeeze(1).split(CHUNK):
         tokens = torch.stack([state[chunk.to(state.device)].to(device) for state in flat], dim=1)
-        infinite = ~torch.isfinite(tokens).all(dim=2).all(dim=0)
-        if bool(infinite.any()):
-            return total, infinite
-        total = total + pairwise_angles(tokens).sum(dim=0)
-    return total, torch.zeros(len(states), dtype=torch.bool)
+        total += pairwise_angles(tokens).sum(dim=0)
+    return total

@@ -6,7 +6,8 @@ import argparse
 import importlib
 import importlib.util
 import logging
-from contextlib import contextmanager
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
         return report.plot(args) if args.what == "plot" else report.compare(args)
     from olmo_lns.diagnostics.data import check_source
 
+    _need("pandas", "matplotlib")
     check_source(args.data, pack=args.pack)
     labels = args.labels or [_label(model) for model in args.models]
     if len(labels) != len(args.models):
@@ -137,17 +139,19 @@ def _add_layer_drop(command: argparse.ArgumentParser) -> None:
 def _one(args: argparse.Namespace) -> None:
     """One diagnostic of one model: measured, written, drawn, and printed by the first rank."""
     from olmo_lns.diagnostics.data import check_source
-    from olmo_lns.diagnostics.report import check_figures
     from olmo_lns.diagnostics.results import check_writable, markdown
 
     # Before the work: what would be found out after it.
     output = args.output or Path(f"{args.what}.json")
     check_writable(output, [".json"])
-    check_figures(args.plot)
+    for path in args.plot:
+        check_writable(path)
     check_source(args.data, pack=args.pack)
-    if args.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
-    with _ranks(args.what) as (rank, world):
+    _need("pandas", *(["matplotlib"] if args.plot else []), *(["lm_eval"] if args.tasks else []))
+    if (world := processes()) > 1 and not MEASURES[args.what].pools:
+        raise LNSError(f"{args.what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
+    with process_group() if world > 1 else nullcontext():
+        rank = int(os.environ["RANK"]) if world > 1 else 0
         measured = _measure(args, _load(args, args.model), rank, world)
     if rank:
         return
@@ -161,6 +165,13 @@ def _one(args: argparse.Namespace) -> None:
     if args.what == "jacobian":
         print(f"\n{result.method}: {len(result.coordinates)} of {result.width} rows")
     print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
+
+
+def _need(*modules: str) -> None:
+    """:raises ModuleNotFoundError: one is not installed, before the work that ends with it."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def _load(args: argparse.Namespace, model: str) -> Any:
@@ -245,21 +256,6 @@ def _run(
     if tasks:
         result.tasks.update(tasks)
     return result
-
-
-@contextmanager
-def _ranks(what: str) -> Iterator[tuple[int, int]]:
-    """Rank and world size; joins the process group that torchrun announces, if it did."""
-    world = processes()
-    if world == 1:
-        yield 0, 1
-        return
-    if not MEASURES[what].pools:
-        raise LNSError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
-    import torch.distributed as dist
-
-    with process_group():
-        yield dist.get_rank(), world
 
 
 def _label(model: str) -> str:

@@ -15,7 +15,6 @@ __all__ = ["score_tasks"]
 
 #: Read first, if a task reports several metrics.
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
-Scores = dict[str, dict[str, Any]]
 
 
 def score_tasks(
@@ -40,17 +39,6 @@ def score_tasks(
     if tokenizer.eos_token_id is None:
         raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
     lm = _harness_model(loaded, tokenizer, batch_size)
-    settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat_template}
-    evaluate = _evaluator(tasks, include_path, settings)
-    with output_lengths(loaded.blocks) as lengths, torch.no_grad():
-        runs: list[Scores] = [evaluate(lm)]
-    for block, length in zip(loaded.blocks, lengths, strict=True):
-        with bypassed(block, length), torch.no_grad():
-            runs.append(evaluate(lm))
-    return {task: _collect(task, [run[task] for run in runs], metric) for task in runs[0]}
-
-
-def _evaluator(tasks: Sequence[str], include_path: str | None, settings: dict[str, Any]) -> Any:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -60,34 +48,33 @@ def _evaluator(tasks: Sequence[str], include_path: str | None, settings: dict[st
         manager = TaskManager(include_path=include_path)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise LNSError(f"lm-eval knows no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
+    settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat_template}
 
-    def evaluate(lm: Any) -> Scores:
+    @torch.no_grad()
+    def evaluate() -> dict[str, dict[str, Any]]:
+        how = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000, **settings}
         try:
-            output = simple_evaluate(
-                model=lm,
-                tasks=list(tasks),
-                task_manager=manager,
-                **settings,
-                log_samples=False,
-                bootstrap_iters=1000,
-            )
+            found: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **how)["results"]
         except OSError as error:  # a data set that is neither here nor to be reached
             raise LNSError(
                 f"--tasks {','.join(tasks)}: their data cannot be loaded ({one_line(error)}): run once with a network, "
                 "or give --task-path with tasks whose files are here"
             ) from error
-        return {task: values for task, values in output["results"].items() if task in tasks}
+        return found
 
-    return evaluate
+    with output_lengths(loaded.blocks) as lengths:
+        runs = [evaluate()]
+    for block, length in zip(loaded.blocks, lengths, strict=True):
+        with bypassed(block, length):
+            runs.append(evaluate())
+    return {task: _collect(task, [run[task] for run in runs], metric) for task in runs[0] if task in tasks}
 
 
 def _harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise LNSError(
-            f"evaluation tasks need lm-eval and accelerate: pip install 'olmo-lns[eval]' ({error})"
-        ) from None
+        raise LNSError(f"tasks need lm-eval and accelerate: pip install 'olmo-lns[eval]' ({error})") from None
     model: Any = loaded.model if loaded.kind == "huggingface" else _as_huggingface(loaded)
     # A removed block would leave its slot of the key-value cache empty, and the cache's length is read from block 1.
     model.config.use_cache = False
@@ -99,14 +86,9 @@ def _harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
 
         kind, options = HFMultimodalLM, {"tokenizer": None}  # given one it forgets it; it loads the model's own
         _never_cached(loaded)
+    options |= {"batch_size": batch_size, "max_length": loaded.max_length, "device": str(loaded.device)}
     try:
-        return kind(
-            pretrained=model,
-            **options,
-            batch_size=batch_size,
-            max_length=loaded.max_length,
-            device=str(loaded.device),
-        )
+        return kind(pretrained=model, **options)
     except (ValueError, TypeError, AttributeError) as error:
         raise LNSError(f"lm-eval cannot use this model: {one_line(error)}") from error
 
@@ -146,20 +128,14 @@ def _as_huggingface(loaded: LoadedModel) -> Any:
 
 
 def _collect(task: str, runs: Sequence[dict[str, Any]], metric: str | None) -> TaskScores:
-    names = [key for key, value in runs[0].items() if isinstance(value, (int, float)) and "_stderr" not in key]
-    names = [key for key in names if "," in key]
-    wanted = (metric,) if metric else PREFERRED
-    chosen = next((key for want in wanted for key in names if key.split(",")[0] == want), None)
-    if chosen is None and not metric and names:
-        chosen = names[0]
-    if chosen is None:
-        raise LNSError(f"task {task} reports {', '.join(names) or 'no number'}, expected {metric or 'a metric'}")
-    name, _, filtered = chosen.partition(",")
-
-    def stderr(run: dict[str, Any]) -> float | None:
-        value = run.get(f"{name}_stderr,{filtered}")
-        return float(value) if isinstance(value, (int, float)) else None
-
-    scores = [float(run[chosen]) for run in runs]
-    errors = [stderr(run) for run in runs]
-    return TaskScores(name, scores[0], errors[0], scores[1:], errors[1:])
+    """The scores by one metric, whose key is ``name,filter``; its error's is ``name_stderr,filter``."""
+    numbers = [name for name, value in runs[0].items() if isinstance(value, (int, float))]
+    keys = [name for name in numbers if "," in name and "_stderr" not in name]
+    wanted = [key for want in ([metric] if metric else PREFERRED) for key in keys if key.split(",")[0] == want]
+    if not (found := wanted or ([] if metric else keys)):
+        raise LNSError(f"task {task} reports {', '.join(keys) or 'no number'}, expected {metric or 'a metric'}")
+    name, _, filtered = found[0].partition(",")
+    scores = [float(run[found[0]]) for run in runs]
+    errors = [run.get(f"{name}_stderr,{filtered}") for run in runs]
+    known = [float(error) if isinstance(error, (int, float)) else None for error in errors]
+    return TaskScores(name, scores[0], known[0], scores[1:], known[1:])

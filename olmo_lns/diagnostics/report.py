@@ -23,7 +23,7 @@ from olmo_lns.diagnostics.results import (
 from olmo_lns.environment import processes
 from olmo_lns.errors import LNSError, one_line
 
-__all__ = ["check_figures", "compare", "page", "plot", "run_all"]
+__all__ = ["compare", "page", "plot", "run_all"]
 
 _STYLE = (
     "body{font:15px sans-serif;max-width:60em;margin:2em auto}img{max-width:100%}"
@@ -31,21 +31,13 @@ _STYLE = (
 )
 
 
-def check_figures(paths: Sequence[Path]) -> None:
-    """:raises LNSError: a figure could not be written there."""
-    if paths:
-        from olmo_lns.diagnostics.plots import SUFFIXES
-
-        for path in paths:
-            check_writable(path, SUFFIXES)
-
-
 def plot(args: argparse.Namespace) -> int:
     """``olmo-lns analyze plot``: the figure of result files."""
     from olmo_lns.diagnostics import plots
 
     outputs = args.output or [args.results[0].with_suffix(".png")]
-    check_figures(outputs)
+    for path in outputs:
+        check_writable(path)
     if any(result.suffix == ".csv" for result in args.results):
         labels = args.labels or [result.parent.name or result.stem for result in args.results]
         if len(labels) != len(args.results):
@@ -61,7 +53,8 @@ def compare(args: argparse.Namespace) -> int:
     """``olmo-lns analyze compare``: several models in one figure and table."""
     if len(args.results) < 2:
         raise LNSError(f"compare needs two or more result files, found {len(args.results)}")
-    check_figures(args.output or [])
+    for path in args.output or []:
+        check_writable(path)
     if args.table:
         check_writable(args.table, [".csv"])
     reports = [Report.read(path) for path in args.results]

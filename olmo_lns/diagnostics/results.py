@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 #: Version of the file layout.
 FORMAT = 1
+#: Formats of figures.
+FIGURES = (".png", ".svg", ".pdf")
 #: Name of a diagnostic -> its result type, and the number of every block that its table shows, block 1 first.
 KINDS: dict[str, tuple[type[Any], Callable[[Any], list[float]]]] = {
     "variance": (VarianceResult, lambda r: r.variance),
@@ -83,14 +85,20 @@ class Report:
                 values["tasks"] = {name: TaskScores(**scores) for name, scores in values["tasks"].items()}
             result = KINDS[content["what"]][0](**values)
             found = cls(**{**{f.name: content[f.name] for f in dataclasses.fields(cls)}, "result": result})
-            [float(value) for value in found.per_block], result.frame()  # columns of one length, of numbers
+            for name, kind in (("label", str), ("model", str), ("data", str), ("settings", dict)):
+                if not isinstance(content[name], kind):
+                    raise TypeError(f"{name!r} is no {kind.__name__}")
+            # Columns of one length, of numbers.
+            [float(value) for value in found.per_block], int(result.tokens), result.frame()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LNSError(f"{path}: incomplete result file: {error}") from None
         return found
 
 
-def check_writable(path: Path, suffixes: Sequence[str]) -> None:
+def check_writable(path: Path, suffixes: Sequence[str] = FIGURES) -> None:
     """Find out before the work whether its result can be written; makes the parent folder.
+
+    :param suffixes: of the formats that can be written, those of figures by default.
 
     :raises LNSError: another suffix, a folder in its place, or no permission.
     """

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 from support.diagnostic_models import huggingface
 
 
@@ -82,25 +83,11 @@ def task_folder(tmp_path_factory):
         for a, b, c in zip(rng.integers(4, 50, 24), rng.integers(50, 97, 24), rng.integers(0, 2, 24), strict=True)
     ]
     (folder / "words.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    (folder / "words.yaml").write_text(
-        f"""task: local_words
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {folder / "words.jsonl"}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-metadata:
-  version: 1.0
-"""
-    )
+    task = {"task": "local_words", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
+    task["dataset_kwargs"] = {"data_files": {"test": str(folder / "words.jsonl")}}
+    task |= {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    task |= {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
+    (folder / "words.yaml").write_text(yaml.safe_dump(task))
     with pytest.MonkeyPatch.context() as patched:
         # After every evaluation the harness describes the machine, with a `pip list` of a second: nothing reads it.
         patched.setattr(evaluator, "add_env_info", lambda results: None)

@@ -113,17 +113,11 @@ def test_a_multimodal_task_with_each_block_removed(branch, tmp_path, monkeypatch
         "def score(doc, results): return {'acc': float(len(results[0]) % 2)}\n"
     )
     (tasks / "pictures.yaml").write_text(
-        f"""task: pictures
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tasks / "rows.jsonl"}}}}}
-test_split: test
-output_type: generate_until
-doc_to_image: !function pictures.images
-doc_to_text: "{{{{question}}}}"
-doc_to_target: question
-process_results: !function pictures.score
-generation_kwargs: {{until: ["w96"], do_sample: false, max_gen_toks: 4}}
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+        f"""{{task: pictures, dataset_path: json, dataset_kwargs: {{data_files: {{test: {tasks / "rows.jsonl"}}}}},
+test_split: test, output_type: generate_until, doc_to_image: !function pictures.images, doc_to_target: question,
+doc_to_text: "{{{{question}}}}", process_results: !function pictures.score,
+generation_kwargs: {{until: ["w96"], do_sample: false, max_gen_toks: 4}},
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]}}
 """
     )
     options = ["--tasks", "pictures", "--task-path", str(tasks), "--branch", branch, "-o", str(tmp_path / "r.json")]
