@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from olmo_lns.study.arms import arm_named
+from olmo_lns.study.arms import BASELINE, Arm, arm_named
 from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 
@@ -130,6 +130,11 @@ LLAMAS = (
 
 #: Arms of the pack. Any other runs from these files too, with its keys on the command line or in a study description.
 PACK = ("preln", "preln_scaled_init", "lns", "preln_mitchell")
+INIT_WORDS = {
+    "plain": "every matrix at std 0.02",
+    "scaled": "residual output projections at std 0.02/sqrt(2 L)",
+    "upstream": "the framework's own initialization",
+}
 INIT_NOTE = {
     "normal": "every matrix N(0, init_std), cut at 3 std",
     "normal_scaled": "as normal, but attn_out and ff_out at init_std/sqrt(2 L); an init_fn of olmo-lns",
@@ -149,9 +154,16 @@ def rate(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-")
 
 
+def about(arm: Arm) -> str:
+    """Scheme, initialization, and what a comparison with the baseline says."""
+    init = f"OLMo's init_fn {arm.init_fn}" if arm.init_fn else INIT_WORDS[arm.initialization]
+    purpose = f"isolates {arm.isolates}" if arm.isolates else "changes more than one thing"
+    return f"{arm.scheme.definition.label}, {init}; {'the baseline' if arm.name == BASELINE else purpose}"
+
+
 def render() -> dict[Path, str]:
     """Every file of the pack: path → text."""
-    known = {"corpus": DOLMA, "rate": rate, "init_note": INIT_NOTE, "flag_note": FLAG_NOTE}
+    known = {"corpus": DOLMA, "rate": rate, "about": about, "init_note": INIT_NOTE, "flag_note": FLAG_NOTE}
     loader = jinja2.FileSystemLoader(TEMPLATES)
     jinja = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 
@@ -192,7 +204,7 @@ def compare(checkout: Path) -> list[tuple[str, str, str, str, str]]:
     import yaml
     from olmo.config import TrainConfig
 
-    from olmo_lns.study.engines.olmo_config import flatten
+    from olmo_lns.study.files import flatten
 
     defaults = flatten(TrainConfig())
     found = []

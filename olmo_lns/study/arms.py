@@ -11,26 +11,12 @@ from dataclasses import dataclass
 
 from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, names, parse
+from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
-__all__ = [
-    "ARMS",
-    "BASELINE",
-    "Arm",
-    "arm_named",
-    "check_environment",
-    "define",
-]
+__all__ = ["ARMS", "BASELINE", "Arm", "arm_named", "check_environment", "define"]
 
 #: The arm that the others are compared with.
 BASELINE = "preln"
-
-_IN_WORDS = {
-    "plain": "every matrix at std 0.02",
-    "scaled": "residual output projections at std 0.02/sqrt(2 L)",
-    "depth_scaled": "residual output projections at std 0.02/sqrt(2 l)",
-    "upstream": "the framework's own initialization",
-}
 
 
 @dataclass(frozen=True)
@@ -53,16 +39,6 @@ class Arm:
     initialization: str
     isolates: str
     init_fn: str = ""
-
-    @property
-    def about(self) -> str:
-        """In words: scheme, initialization, and what a comparison with the baseline says."""
-        init = f"OLMo's init_fn {self.init_fn}" if self.init_fn else _IN_WORDS[self.initialization]
-        if self.init_fn and not self.scheme.is_pre_ln:
-            init += " without its depth factor"
-        purpose = f"isolates {self.isolates}" if self.isolates else "changes more than one thing"
-        scheme = self.scheme.definition.label + (f" with {self.scheme.arguments}" if self.scheme.arguments else "")
-        return f"{scheme}, {init}; {'the baseline' if self.name == BASELINE else purpose}"
 
 
 #: Name -> arm. Colours of Okabe and Ito; lines and markers tell the arms apart without colour.
@@ -88,11 +64,17 @@ def define(arm: Arm) -> Arm:
     return arm
 
 
+def _plain(name: str) -> tuple[str, str, Scheme, str, str, str]:
+    """A scheme under its own name; a depth factor in it is one thing more."""
+    found = definition(name)
+    return name, found.label, Scheme.of(name), "plain", "" if name.endswith("_depth") else found.title, ""
+
+
 #: name, label, scheme, initialization, what it isolates, OLMo's init_fn; the style of each follows from its place.
 _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     ("preln", "Pre-LN", PRE_LN, "plain", "nothing", ""),
     ("preln_scaled_init", "Pre-LN + scaled init", PRE_LN, "scaled", "scaled initialization", ""),
-    ("lns", "Pre-LN + LNS", LNS, "plain", "LayerNorm Scaling", ""),
+    _plain("lns"),
     ("preln_full_megatron", "Pre-LN, OLMo's full_megatron init", PRE_LN, "upstream", "", "full_megatron"),
     ("preln_mitchell", "Pre-LN, OLMo's mitchell init", PRE_LN, "upstream", "", "mitchell"),
     ("lns_scaled_init", "Pre-LN + LNS + scaled init", LNS, "scaled", "", ""),
@@ -107,32 +89,17 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     # Under a scheme the depth factor of full_megatron is taken out: what is left is the head at 1/sqrt(d).
     ("preln_head", "Pre-LN, head at 1/sqrt(d)", Scheme.of("lns", exponent=0), "plain", "the head", "full_megatron"),
     ("lns_head", "Pre-LN + LNS, head at 1/sqrt(d)", LNS, "plain", "", "full_megatron"),
-    ("postln", "Post-LN", Scheme.of("postln"), "plain", "Post-LN", ""),
-    ("deepnorm", "DeepNorm", Scheme.of("deepnorm"), "plain", "DeepNorm", ""),
-    ("mixln", "Mix-LN", Scheme.of("mixln"), "plain", "Mix-LN", ""),
+    *map(_plain, ("postln", "deepnorm", "mixln")),
     ("mixln_scaled_init", "Mix-LN + scaled init", Scheme.of("mixln"), "scaled", "", ""),
     *(
         (f"mixln_{round(100 * alpha)}", f"Mix-LN {alpha:.1%}", Scheme.of("mixln", alpha=alpha), "plain", "Mix-LN", "")
         for alpha in (0.0625, 0.167, 0.33, 0.417, 0.5)
     ),
-    ("admin", "Admin", Scheme.of("admin"), "plain", "Admin", ""),
-    ("groupln", "Group-LN", Scheme.of("groupln"), "plain", "Group-LN", ""),
-    ("sandwich", "Sandwich-LN", Scheme.of("sandwich"), "plain", "Sandwich-LN", ""),
-    ("sandwich_depth", "Sandwich-LN / l^0.5", Scheme.of("sandwich_depth"), "plain", "", ""),
-    ("branchln", "OLMo 2's order", Scheme.of("branchln"), "plain", "OLMo 2's order", ""),
-    ("branchln_depth", "OLMo 2's order / l^0.5", Scheme.of("branchln_depth"), "plain", "", ""),
-    ("layerscale", "LayerScale", Scheme.of("layerscale"), "plain", "LayerScale", ""),
-    ("skipinit", "SkipInit", Scheme.of("skipinit"), "plain", "SkipInit", ""),
-    ("lnsbefore", "LNS before LN", Scheme.of("lnsbefore"), "plain", "LNS before the norm", ""),
-    ("lnsafterbranch", "LNS after Attn/FFN", Scheme.of("lnsafterbranch"), "plain", "LNS after both branches", ""),
-    ("lnsafterattn", "LNS after Attn", Scheme.of("lnsafterattn"), "plain", "LNS after attention", ""),
-    ("lnsafterff", "LNS after FFN", Scheme.of("lnsafterff"), "plain", "LNS after the feed-forward", ""),
-    ("lnsvalue", "LNS, logits unscaled", Scheme.of("lnsvalue"), "plain", "LNS but for the logits", ""),
-    ("lnsrate", "LNS, started as Pre-LN", Scheme.of("lnsrate"), "plain", "the factor without its start", ""),
-    ("lnsstart", "Pre-LN, started as LNS", Scheme.of("lnsstart"), "plain", "the start without its factor", ""),
+    *map(_plain, ("admin", "groupln", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "layerscale")),
+    *map(_plain, ("skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsvalue", "lnsrate")),
+    _plain("lnsstart"),
     ("lnsuniform", "Pre-LN x 0.35", Scheme.of("lnsuniform"), "plain", "one factor for all blocks", ""),
-    ("lnsreversed", "LNS, reversed", Scheme.of("lnsreversed"), "plain", "the factors in reverse order", ""),
-    ("lnsafterresidual", "LNS after residual", Scheme.of("lnsafterresidual"), "plain", "LNS after the sum", ""),
+    *map(_plain, ("lnsreversed", "lnsafterresidual")),
 )
 _COLOURS = (
     "#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#B8860B", "#00008B", "#7F7F7F",

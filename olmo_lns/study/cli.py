@@ -12,7 +12,11 @@ from typing import Any, Sequence
 from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import check_environment
+from olmo_lns.study.collect.gather import collect
+from olmo_lns.study.collect.results import Finished, read_results, write_results
+from olmo_lns.study.collect.stamp import stamp
 from olmo_lns.study.engines.shape import GPUS
+from olmo_lns.study.launch import progress, slurm, start
 from olmo_lns.study.plan import cost
 from olmo_lns.study.plan.compare import compare_planned
 from olmo_lns.study.plan.cost import GPU, UTILISATION
@@ -63,13 +67,13 @@ def _parser() -> argparse.ArgumentParser:
         group.add_argument("--time", help="#SBATCH --time: where a run takes longer, it is said")
     status = add("status", _status, "what runs, what failed and why, and the time left")
     status.add_argument("--only", nargs="+", metavar="RUN")
-    stamp = add("stamp", _stamp, "record what a run is started with (the Slurm scripts call it)")
-    stamp.add_argument("--only", nargs="+", metavar="RUN")
-    collect = add("collect", _collect, "read the logs into <out>/results.csv and check that the arms are comparable")
+    stamping = add("stamp", _stamp, "record what a run is started with (the Slurm scripts call it)")
+    stamping.add_argument("--only", nargs="+", metavar="RUN")
+    collecting = add("collect", _collect, "read the logs into <out>/results.csv and check that the arms are comparable")
     report = add("report", _report, "write <out>/report/: tables and figures")
     everything = add("all", _all, "launch here, collect and report")
     everything.add_argument("--workers", type=at_least(1))
-    for command in (collect, everything):
+    for command in (collecting, everything):
         command.add_argument("--wandb-export", type=Path, help="a W&B chart export with one column per run")
         command.add_argument("--allow-missing", action="store_true", help="report missing runs instead of refusing")
     for command in (report, everything):
@@ -103,39 +107,42 @@ def _plan(study: Study, args: argparse.Namespace) -> int:
 
 
 def _launch(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study.collect.finished import Finished
-    from olmo_lns.study.launch import slurm
-    from olmo_lns.study.launch import start as launch
-
     check_environment()
     Finished(study)  # a table that cannot be read is an error before anything is made
     runs = _selected(study, args.only)
     if args.run:
-        launch.check(study, runs, args.out)
-        os.environ.update(launch.environment(study, args.out))  # before the configs that read it are resolved
+        start.check(study, runs, args.out)
+        os.environ.update(start.environment(study, args.out))  # before the configs that read it are resolved
     compare_planned(study.runs)
     cost.check_batches(study, runs)
     if args.run:
-        return min(1, launch.run_here(study, runs, args.out, workers=args.workers))
+        return min(1, start.run_here(study, runs, args.out, workers=args.workers))
     if args.slurm:
         site = slurm.Site(args.activate, tuple(args.modules), args.partition, args.account, args.time, args.gpu)
         for path in slurm.write(study, runs, args.out, args.slurm, site=site):
             print(f"wrote {path}; submit with: sbatch {path}")
         return 0
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment(study, args.out).items()]
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in start.environment(study, args.out).items()]
     for run in runs:
         own = [f"{name}={value}" for name, value in run.engine.variables(run).items()]
-        lines.append(shlex.join([*own, *launch.command(study, run, args.out, python="python")]))
+        lines.append(shlex.join([*own, *start.command(study, run, args.out, python="python")]))
     print("\n".join(lines))  # all of them, or none where one cannot be written
     return 0
 
 
 def _status(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study.launch import progress
-
-    held, runs = progress.locked(args.out), _selected(study, args.only)
+    runs, held = _selected(study, args.only), progress.locked(args.out)
     found = [progress.examine(run, args.out, held=held) for run in runs]
-    elsewhere = _in_table(study, args.out, [r for r, s in zip(runs, found, strict=True) if s.state == "not started"])
+    elsewhere = set()
+    if study.finished:
+        os.environ.update(start.environment(study, args.out))  # a run is known there by its data
+        try:
+            table = Finished(study)
+            elsewhere = {
+                r.name for r, s in zip(runs, found, strict=True) if s.state == "not started" and table.result(r)
+            }
+        except LNSConfigError as error:
+            print(f"which of these runs {study.finished} has is not known: {error}")
     found = [
         replace(s, state="finished", step=s.steps, reason=f"in {study.finished}") if s.run in elsewhere else s
         for s in found
@@ -148,44 +155,22 @@ def _status(study: Study, args: argparse.Namespace) -> int:
     return int("failed" in states)
 
 
-def _in_table(study: Study, out: Path, runs: Sequence[Run]) -> set[str]:
-    """Names of those that the table of finished runs has; it knows a run by its data too, and says where that lacks."""
-    from olmo_lns.study.collect.finished import Finished
-    from olmo_lns.study.launch import start as launch
-
-    if not study.finished or not runs:
-        return set()
-    os.environ.update(launch.environment(study, out))
-    try:
-        table = Finished(study)
-        return {run.name for run in runs if table.result(run) is not None}
-    except LNSConfigError as error:
-        print(f"which of these runs {study.finished} has is not known: {error}")
-        return set()
-
-
 def _stamp(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study.launch import start as launch
-
     check_environment()
     for run in _selected(study, args.only):
-        print(launch.stamp(study, run, args.out))
+        print(stamp(study, run, args.out))
     return 0
 
 
 def _collect(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study.collect import gather as collect
-    from olmo_lns.study.collect.finished import Finished
-    from olmo_lns.study.launch import start as launch
-
-    if Finished(study):
-        os.environ.update(launch.environment(study, args.out))  # its runs are known by their data
-    results = collect.collect(study, args.out, wandb_export=args.wandb_export, allow_missing=args.allow_missing)
+    if table := Finished(study):
+        os.environ.update(start.environment(study, args.out))  # its runs are known by their data
+    results = collect(study, args.out, wandb_export=args.wandb_export, allow_missing=args.allow_missing)
     path = args.out / "results.csv"
     args.out.mkdir(parents=True, exist_ok=True)
-    collect.write_results(results, path)
-    if (table := Finished(study).add(study, results)) is not None:
-        print(f"wrote {table}")
+    write_results(results, path)
+    if table:
+        print(f"wrote {table.add(study, results)}")
     for result in results:
         loss = f"{result.loss:.4f}" if result.loss is not None else result.status
         print(f"{result.run:<32} {result.step:>8,}/{result.steps:,}  {loss}")
@@ -194,7 +179,6 @@ def _collect(study: Study, args: argparse.Namespace) -> int:
 
 
 def _report(study: Study, args: argparse.Namespace) -> int:
-    from olmo_lns.study.collect.results import read_results
     from olmo_lns.study.report import scaling
 
     for path in scaling.write(study, read_results(args.out / "results.csv"), args.report or args.out / "report"):

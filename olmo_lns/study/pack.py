@@ -43,14 +43,15 @@ def located(name: str | Path, kind: str) -> Path:
     for path in (Path(name), Path(f"{name}.yaml")):  # a copy here, perhaps edited, comes before the pack's
         if path.is_file():
             return path
-    wanted = str(name).removeprefix("configs/")
-    for known in names():
-        short = known.removeprefix(f"{kind}/")
-        if wanted in (known, short, os.path.splitext(known)[0], os.path.splitext(short)[0]):
-            return folder() / known
-    here = [os.path.splitext(known)[0].removeprefix(f"{kind}/") for known in names() if known.startswith(kind)]
-    hint, known = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
-    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {known}")
+    wanted, known = str(name).removeprefix("configs/"), dict[str, str]()
+    for packed in names():
+        spelled = (packed, packed.removeprefix(f"{kind}/"))
+        known |= dict.fromkeys((*spelled, *(os.path.splitext(each)[0] for each in spelled)), packed)
+    if wanted in known:
+        return folder() / known[wanted]
+    here = [os.path.splitext(path)[0].removeprefix(f"{kind}/") for path in names() if path.startswith(kind)]
+    hint, text = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
+    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {text}")
 
 
 def copy(name: str, out: Path) -> Path:

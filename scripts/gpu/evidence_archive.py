@@ -93,7 +93,7 @@ def _tokens(count: int) -> Iterator[tuple[str, bytes]]:
     from olmo_lns.study.data.corpora import BUILT
 
     with tempfile.TemporaryDirectory() as folder:
-        text = BUILT["packages"].build(Path(folder))
+        text = BUILT["packages"](Path(folder))
         for name, path, most in (("train", text.train, count), ("heldout", text.heldout, 1 << 20)):
             found = np.fromfile(path, dtype=np.uint16, count=most)
             yield f"{name}.u8", (found & 255).astype(np.uint8).tobytes()

@@ -16,8 +16,10 @@ import pytest
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS
-from olmo_lns.study.engines import OLMO, olmo_config
+from olmo_lns.study.engines import OLMO
+from olmo_lns.study.engines.olmo import load
 from olmo_lns.study.plan.compare import settings_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,7 +38,7 @@ FAMILY = {
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, Any]:
-    return {path.stem: olmo_config.load(path) for path in FILES}
+    return {path.stem: load(path) for path in FILES}
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +78,13 @@ def test_values_follow_the_family(path: Path, loaded: dict[str, Any]) -> None:
     model, optimizer = cfg.model, cfg.optimizer
     assert (model.n_layers, model.d_model, model.n_heads, model.mlp_hidden_size) == (layers, width, heads, 2 * inner)
     assert (model.max_sequence_length, cfg.global_train_batch_size) == (sequence, batch)
-    assert olmo_config.count(cfg)[0] == parameters
+    assert OLMO.count(Path(), cfg)[0] == parameters
     assert not model.weight_tying and not model.include_bias and model.layer_norm_eps == 1e-6
     assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (rate, (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, cfg.max_grad_norm, cfg.scheduler.alpha_f) == (0.1, 1.0, 0.1)
     assert cfg.scheduler.t_warmup == warmup and cfg.precision == "amp_bf16" and cfg.wandb is None
     for key, value in settings_of(ARMS[arm], OLMO).items():
-        assert olmo_config.flatten(cfg)[key] == value
+        assert files.flatten(cfg)[key] == value
     # The fewest steps for 20B tokens, and it stops there: OLMo's default would run ten steps more.
     assert (
         Trainer.max_steps.fget(SimpleNamespace(cfg=cfg)) == cfg.stop_at == steps == math.ceil(20e9 / sequence / batch)
@@ -91,7 +93,7 @@ def test_values_follow_the_family(path: Path, loaded: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", FAMILY)
 def test_arms_of_a_size_differ_in_the_arm_only(size: str, loaded: dict[str, Any]) -> None:
-    flat = {arm: olmo_config.flatten(loaded[f"{size}-{arm}"]) for arm in ARM_NAMES}
+    flat = {arm: files.flatten(loaded[f"{size}-{arm}"]) for arm in ARM_NAMES}
     for arm in ARM_NAMES:
         changed = {key for key in flat[arm] if flat[arm][key] != flat["preln"][key]}
         expected = {
@@ -138,7 +140,7 @@ def test_whose_each_value_is(renderer: ModuleType) -> None:
 
 
 def test_what_the_header_says_of_overrides() -> None:
-    cfg = olmo_config.load(FILES[0], {"max_duration": 123, "wandb.project": "lns", "wandb.entity": "me"})
+    cfg = load(FILES[0], {"max_duration": 123, "wandb.project": "lns", "wandb.entity": "me"})
     assert cfg.max_duration == cfg.stop_at == 123 and (cfg.wandb.project, cfg.wandb.entity) == ("lns", "me")
 
 
@@ -185,7 +187,7 @@ def test_initialization_and_factors_are_the_arm(arm: str) -> None:
     small = {"model.d_model": 192, "model.n_heads": 4, "model.mlp_hidden_size": 1536, "model.n_layers": 6}
     small |= {"model.vocab_size": 500, "model.embedding_size": 512, "model.init_device": "cpu"}
     torch.manual_seed(0)
-    model = OLMo(olmo_config.load(REPOSITORY / "configs" / "olmo" / f"60M-{arm}.yaml", small).model)
+    model = OLMo(load(REPOSITORY / "configs" / "olmo" / f"60M-{arm}.yaml", small).model)
     # A normal cut at 3 std has std 0.98658 of the uncut one.
     cut = math.sqrt(1 - 2 * 3 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))
     others = 192**-0.5 if arm == "preln_mitchell" else 0.02
@@ -208,7 +210,7 @@ def test_initialization_and_factors_are_the_arm(arm: str) -> None:
 
 def test_an_override_that_is_wrong_is_named() -> None:
     with pytest.raises(LNSConfigError, match="60M-lns.yaml: OLMo refuses it: .*nonsense"):
-        olmo_config.load(REPOSITORY / "configs" / "olmo" / "60M-lns.yaml", {"model.layer_norm_type": "nonsense"})
+        load(REPOSITORY / "configs" / "olmo" / "60M-lns.yaml", {"model.layer_norm_type": "nonsense"})
 
 
 @pytest.mark.parametrize(
@@ -228,10 +230,10 @@ def test_llama_on_c4(
 ) -> None:
     """The papers' shapes and recipe, loaded by OLMo; the data are padded rows with label masks."""
     path = REPOSITORY / "configs" / "olmo" / "llama-c4" / f"{size}.yaml"
-    cfg = olmo_config.load(path)
+    cfg = load(path)
     model = cfg.model
     assert (model.n_layers, model.d_model, model.mlp_hidden_size, model.n_heads) == (layers, width, 2 * inner, heads)
-    assert olmo_config.count(cfg)[0] / 1e6 == pytest.approx(millions, abs=0.06)
+    assert OLMO.count(Path(), cfg)[0] / 1e6 == pytest.approx(millions, abs=0.06)
     assert (cfg.max_duration, cfg.stop_at, cfg.scheduler.t_warmup, cfg.optimizer.learning_rate) == (
         steps, steps, warmup, rate,
     )  # fmt: skip

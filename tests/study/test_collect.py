@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Callable
 
@@ -10,7 +11,8 @@ from support.studies import REPOSITORY, Built, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.collect import gather as collect
+from olmo_lns.study.collect.gather import collect
+from olmo_lns.study.collect.results import read_results, write_results
 from olmo_lns.study.plan import compare
 from olmo_lns.study.plan.spec import Study
 
@@ -25,18 +27,18 @@ def finish_all(built: Built) -> Study:
 
 def test_a_complete_study(built: Built) -> None:
     study = finish_all(built)
-    results = collect.collect(study, built.out)
+    results = collect(study, built.out)
     assert [r.run for r in results] == list(RUNS) and {r.status for r in results} == {"complete"}
     # The last 10 % of 20 steps are steps 19 and 20: final + 0.05 and final.
     assert [r.loss for r in results] == pytest.approx([3.025, 2.925, 3.125, 2.985, 2.525, 2.325])
-    collect.write_results(results, built.out / "results.csv")
-    assert collect.read_results(built.out / "results.csv") == results
+    write_results(results, built.out / "results.csv")
+    assert read_results(built.out / "results.csv") == results
 
 
 def test_an_incomplete_run_is_shown_and_takes_no_part(built: Built) -> None:
     study = finish_all(built)
     built.finish("a-lns-s2", 1.0, until=19)
-    results = {r.run: r for r in collect.collect(study, built.out)}
+    results = {r.run: r for r in collect(study, built.out)}
     cut = results["a-lns-s2"]
     assert (cut.status, cut.step, cut.loss) == ("incomplete", 19, None) and cut.last_loss == pytest.approx(1.05)
 
@@ -46,8 +48,8 @@ def test_a_missing_run_is_refused_or_reported(built: Built) -> None:
         built.finish(name, 3.0)
     study = built.study
     with pytest.raises(LNSConfigError, match="run b-lns-s1 is missing"):
-        collect.collect(study, built.out)
-    results = collect.collect(study, built.out, allow_missing=True)
+        collect(study, built.out)
+    results = collect(study, built.out, allow_missing=True)
     assert (results[-1].run, results[-1].status, results[-1].loss) == ("b-lns-s1", "missing", None)
 
 
@@ -58,12 +60,18 @@ def test_a_run_killed_in_its_first_seconds_is_shown_as_missing(built: Built) -> 
     folder = built.out / "b-lns-s1"
     (folder / "config.yaml").unlink()
     (folder / "attempt-01.log").write_text("starting\n")
-    result = collect.collect(built.study, built.out)[-1]
+    result = collect(built.study, built.out)[-1]
     assert (result.run, result.status, result.step, result.loss) == ("b-lns-s1", "missing", 0, None)
 
 
 def _log(built: Built, text: str) -> None:
     (built.out / "b-lns-s1" / "attempt-01.log").write_text(text)
+
+
+def again(built: Built, key: str, value: object) -> None:
+    """Another stamp of the last run."""
+    path = built.out / "b-lns-s1" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
 
 
 @pytest.mark.parametrize(
@@ -85,34 +93,20 @@ def _log(built: Built, text: str) -> None:
             "optimizer.learning_rate is 0.001 and 0.002",
         ),
         (lambda b: b.finish("a-lns-s1", 2.9, seed=7), "seed is 1 and 7"),
+        # The same path and size, other content; and a variable that changes what is trained.
+        (lambda b: again(b, "data", [{"sha256": "0"}]), "b-preln-s1 and b-lns-s1 differ .*: data is .*train.npy"),
+        (
+            lambda b: again(b, "environment", {"OLMO_LNS_SCHEME": "lns"}),
+            "environment is {} and {'OLMO_LNS_SCHEME': 'lns'}",
+        ),
     ],
-    ids=["nan", "damaged", "length", "arm", "batch", "rate", "seed"],
+    ids=["nan", "damaged", "length", "arm", "batch", "rate", "seed", "data", "environment"],
 )
 def test_what_cannot_be_compared_is_named(built: Built, change: Callable[[Built], object], message: str) -> None:
     study = finish_all(built)
     change(built)
     with pytest.raises(LNSConfigError, match=message):
-        collect.collect(study, built.out)
-
-
-def test_arms_on_different_data(built: Built, tmp_path: Path) -> None:
-    for name in RUNS:
-        if name == "b-lns-s1":  # same path and size, other content
-            (tmp_path / "data" / "train.npy").write_bytes(bytes(reversed(range(256))) * 64)
-        built.finish(name, 3.0)
-    with pytest.raises(
-        LNSConfigError, match=r"b-preln-s1 and b-lns-s1 differ in more than the arm: data is .*train.npy"
-    ):
-        collect.collect(built.study, built.out)
-
-
-def test_arms_under_different_lns_settings(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in RUNS:
-        if name == "b-lns-s1":
-            monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "plain")
-        built.finish(name, 3.0)
-    with pytest.raises(LNSConfigError, match="environment is {} and {'OLMO_LNS_INITIALIZATION': 'plain'}"):
-        collect.collect(built.study, built.out)
+        collect(study, built.out)
 
 
 @pytest.mark.parametrize(
@@ -133,16 +127,16 @@ def test_arms_started_from_different_checkpoints(built: Built) -> None:
     study = finish_all(built)
     for name in RUNS:
         built.finish(name, 3.0, load_path=str(built.out / name / "step10-unsharded"))
-    assert len(collect.collect(study, built.out)) == len(RUNS)
+    assert len(collect(study, built.out)) == len(RUNS)
     built.finish("a-preln-s1", 3.0, load_path="/elsewhere/step100")
     built.finish("a-lns-s1", 3.0, load_path="/elsewhere/step200")
     with pytest.raises(LNSConfigError, match="load_path is '/elsewhere/step100' and '/elsewhere/step200'"):
-        collect.collect(study, built.out)
+        collect(study, built.out)
     built.finish("a-lns-s1", 3.0, load_path="/elsewhere/step100")
-    assert len(collect.collect(study, built.out)) == len(RUNS)
+    assert len(collect(study, built.out)) == len(RUNS)
     built.finish("a-lns-s1", 3.0, load_path=str(built.out / "a-lns-s10" / "step10"))  # a neighbour of a like name
     with pytest.raises(LNSConfigError, match="load_path is '/elsewhere/step100' and .*a-lns-s10"):
-        collect.collect(study, built.out)
+        collect(study, built.out)
 
 
 def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: Built) -> None:
@@ -156,23 +150,7 @@ def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: 
             cli.main([command[0], str(built.path), *command[1:]])
 
 
-def loaded(study: Study) -> list[str]:
-    compare.compare_planned(study.runs)
-    return [run.name for run in study.runs if "settings" in vars(run)]
-
-
-def test_arms_that_were_compared_under_one_seed_are_not_loaded_for_another(built: Built) -> None:
-    assert loaded(built.study) == ["a-preln-s1", "a-lns-s1", "b-preln-s1", "b-lns-s1"]
-    built.description |= {
-        "seeds": [],
-        "more_seeds": {"a": {"lns": [1, 2], "preln": [2]}, "b": {"lns": [1], "preln": [2]}},
-    }
-    built.save()
-    assert loaded(built.study) == ["a-preln-s2", "a-lns-s2", "b-preln-s2", "b-lns-s1"]
-
-
 def test_arms_that_differ_under_a_later_seed_are_refused(built: Built) -> None:
-    """The seed with all arms is the one that is compared, wherever it stands."""
     built.description |= {"seeds": [], "more_seeds": {"a": {"preln": [1, 2], "lns": [2]}, "b": {"preln": [1]}}}
     built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
     built.save()
@@ -181,7 +159,6 @@ def test_arms_that_differ_under_a_later_seed_are_refused(built: Built) -> None:
 
 
 def megatron_study(tmp_path: Path) -> tuple[Study, Path]:
-
     path = tmp_path / "megatron.yaml"
     path.write_text(
         f"name: m\nframework: megatron\nconfig: {REPOSITORY}/configs/megatron/{{size}}-{{arm}}.yaml\n"
@@ -205,7 +182,7 @@ def test_megatron_runs(tmp_path: Path) -> None:
     first, second = (run.name for run in study.runs)
     megatron_run(out, first, load=f"/runs/{first}/")
     megatron_run(out, second)
-    results = collect.collect(study, out)
+    results = collect(study, out)
     assert [(r.status, r.loss, r.points, r.parameters) for r in results] == [("complete", 2.5, 2, 85_074_432)] * 2
     for changed, message in (
         ({"data_path": "['/data/y']"}, r"data_path is .*x.* and .*y"),
@@ -213,7 +190,7 @@ def test_megatron_runs(tmp_path: Path) -> None:
     ):
         megatron_run(out, second, **changed)
         with pytest.raises(LNSConfigError, match=message):
-            collect.collect(study, out)
+            collect(study, out)
 
 
 def test_a_wandb_export_of_the_whole_study(built: Built, tmp_path: Path) -> None:
@@ -221,5 +198,5 @@ def test_a_wandb_export_of_the_whole_study(built: Built, tmp_path: Path) -> None
     rows = "".join(f"{step}," + ",".join([f"{4 - step / 20}"] * len(RUNS)) + "\n" for step in range(1, 21))
     export = tmp_path / "wandb.csv"
     export.write_text(f'"Step",{columns}\n{rows}')
-    results = collect.collect(built.study, tmp_path / "nothing", wandb_export=export)
+    results = collect(built.study, tmp_path / "nothing", wandb_export=export)
     assert [r.loss for r in results] == pytest.approx([3.025] * len(RUNS))

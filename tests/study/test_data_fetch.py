@@ -80,14 +80,14 @@ def test_olmo_reads_the_same_first_batch_without_a_copy(served: Path, capsys: py
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.data import build_memmap_dataset
 
-    from olmo_lns.study.engines import olmo_config
+    from olmo_lns.study.engines.olmo import load
 
     assert call(served, "--stream") == 0 and not list((served / "out").glob("*.npy"))
     (words,) = re.findall(r"--data.paths=\[(.*)\]", capsys.readouterr().out)
     assert call(served, "--tokens", "1e6") == 0  # whole files
     sets = []
     for paths in (words.split(","), [str(served / "out" / name) for name in ("a.npy", "b.npy")]):
-        config = olmo_config.load(REPOSITORY / "configs" / "olmo" / "60M-lns.yaml", {"data.paths": paths})
+        config = load(REPOSITORY / "configs" / "olmo" / "60M-lns.yaml", {"data.paths": paths})
         sets.append(build_memmap_dataset(config, config.data))
     streamed, copied = sets
     assert len(streamed) == len(copied) == 20_000 // 4096 + 9_000 // 4096

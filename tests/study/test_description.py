@@ -94,14 +94,10 @@ def test_rates(tmp_path: Path, rates: Any, names: list[str]) -> None:
     compare_planned(study.runs)
 
 
-def test_nodes_of_a_size_are_those_of_its_rates(tmp_path: Path) -> None:
-    study = load(tmp_path, rates=[1e-3], launch={"nodes": {"60M": 4}})
+def test_arms_at_their_own_rates_differ_in_nothing_else_and_have_the_nodes_of_their_size(tmp_path: Path) -> None:
+    keys = {"rates": {"preln": [6e-4], "lns": [1e-3]}, "launch": {"nodes": {"60M": 4}}}
+    study = load(tmp_path, arms={"preln": {}, "lns": {"train-iters": 7}}, **keys)
     assert [study.launch.nodes_of(run.size) for run in study.runs] == [4, 4]
-    assert study.launch.nodes_of("150Mx0.001") == 1
-
-
-def test_arms_at_their_own_rates_differ_in_nothing_else(tmp_path: Path) -> None:
-    study = load(tmp_path, rates={"preln": [6e-4], "lns": [1e-3]}, arms={"preln": {}, "lns": {"train-iters": 7}})
     with pytest.raises(LNSConfigError, match="60Mx0.0006-preln-s1 and 60Mx0.001-lns-s1 differ.*train_iters"):
         compare_planned(study.runs)
 
@@ -123,19 +119,57 @@ def test_a_name_of_the_pack_in_an_empty_folder(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"size": ["a"]}, "unknown keys size"),
+        ({"framework": "jax"}, "framework 'jax'"),
         ({"name": "a\ntouch /tmp/x"}, "expected text without line breaks"),
         ({"name": "a b"}, "name 'a b': expected letters"),
-        ({"launch": {"sbatch": {"qos": "long\ntouch x"}}}, "launch: sbatch: qos: .* without line breaks"),
-        ({"launch": {"sbatch": {"q os": 1}}}, "expected a mapping of #SBATCH options"),
-        ({"launch": {"args": ["a\nb"]}}, "launch: args: 'a.nb'"),
+        ({"config": "{Size}.yaml"}, "config '{Size}.yaml': expected a path"),
+        ({"sizes": "ab"}, "sizes 'ab': expected a list of names, or for each name its settings"),
+        ({"sizes": ["a/b"]}, "size 'a/b'"),
+        ({"arms": {"preln": ["x"]}}, "arms .*: expected a list of names"),
         ({"rates": [0]}, "rates .*expected a list of learning rates above 0"),
         ({"rates": ["xx"]}, "rates .*expected a list of learning rates above 0"),
         ({"rates": {"deepnorm": [1e-3]}}, "rates names deepnorm, which is not among the arms"),
+        ({"seeds": [2**32]}, "seeds .4294967296.: expected a list of whole numbers from 0"),
+        ({"more_seeds": {"60M": [1]}}, "a seed is listed twice"),
+        ({"more_seeds": {"60M": {"lns": ["x"]}}}, "more_seeds .*: expected for a size"),
+        ({"more_seeds": {"1B": [2]}}, "more_seeds names 1B"),
+        ({"only": {"60M": "lns"}}, "only .*: expected for a size a list of arms"),
+        ({"only": {"60M": ["mixln"]}}, "only names mixln, which is not among the arms"),
+        ({"final_fraction": 0}, "final_fraction 0: expected a number in"),
+        ({"horizons": 100}, "horizons 100: expected rising numbers of steps"),
+        ({"horizons": [16, 8]}, r"horizons \[16, 8\]: expected rising"),
+        ({"horizons": [8, 16]}, "runs of Megatron cannot be branched here"),
+        ({"horizons": [8], "decay": 1}, "decay 1: expected a share"),
+        ({"decay": 0.1}, "decay belongs to horizons"),
+        ({"published": "lns-0"}, "published 'lns-0'.*expected one of"),
+        ({"launch": {"gpus": 3}}, "launch: unknown keys gpus; known: args, command, nodes"),
+        ({"launch": {"nproc": "two"}}, "launch: nproc 'two': expected a number of processes"),
+        ({"launch": {"nodes": {"B": 4}}}, "launch: nodes names B, which is not among the sizes: "),
+        ({"launch": {"args": ["a\nb"]}}, "launch: args: 'a.nb'"),
+        ({"launch": {"sbatch": {"qos": "long\ntouch x"}}}, "launch: sbatch: qos: .* without line breaks"),
+        ({"launch": {"sbatch": {"q os": 1}}}, "expected a mapping of #SBATCH options"),
     ],
+    ids=str,
 )
-def test_what_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_a_wrong_description_is_named(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(LNSConfigError, match=message):
         load(tmp_path, **keys)
+
+
+def test_more_seeds_of_one_arm(tmp_path: Path) -> None:
+    study = load(tmp_path, sizes=["60M", "1B"], more_seeds={"60M": {"lns": [2, 3]}, "1B": [2]})
+    assert [run.name for run in study.runs] == [
+        *("60M-preln-s1", "60M-lns-s1", "60M-lns-s2", "60M-lns-s3"),
+        *("1B-preln-s1", "1B-lns-s1", "1B-preln-s2", "1B-lns-s2"),
+    ]
+
+
+@pytest.mark.parametrize("content", [b"name: [a", b"\xbc\xff"])
+def test_a_description_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "study.yaml").write_bytes(content)
+    with pytest.raises(LNSConfigError, match=r"study\.yaml: not YAML: "):
+        Study.load(tmp_path / "study.yaml")
 
 
 def test_no_word_of_a_description_runs_in_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

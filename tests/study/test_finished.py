@@ -14,7 +14,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
 from olmo_lns.study.collect import gather as collect
 from olmo_lns.study.collect import stamp as stamps
-from olmo_lns.study.collect.finished import Finished, identity
+from olmo_lns.study.collect.results import Finished, identity
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.plan.spec import Study
 

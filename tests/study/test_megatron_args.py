@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -44,7 +43,9 @@ def test_flags_of_every_kind_of_value(tmp_path: Path, monkeypatch: pytest.Monkey
         *("--num-layers", "2", "--bf16", "--lr", "0.0006", "--tags", "a", "b"),
         *("--data-path", "0.3", "/a", "0.7", "/b c", "--save", "/runs/x"),
     ]
-    with pytest.raises(LNSConfigError, match="environment variable NOT_SET is not set"):
+    with pytest.raises(
+        LNSConfigError, match="--save reads NOT_SET, which is not set: export NOT_SET=…, or give --save yourself"
+    ):
         to_flags({"save": "${oc.env:NOT_SET}"})
 
 
@@ -63,11 +64,11 @@ def test_explicit_flags_win_wherever_they_stand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n", "expected a mapping of Megatron flags"),
+        ("- a\n", "expected a mapping of keys to values, found a list"),
         ("num_layers: 2\n", "key 'num_layers'"),
         ("--num-layers: 2\n", "key '--num-layers'"),
         ("model: {num-layers: 2}\n", "must be flat"),
-        ("num-layers: &a [*a]\n", "num-layers: expected a list of values, found a list or mapping inside it"),
+        ("num-layers: &a [*a]\n", "num-layers: expected a value or a list of values: the file must be flat"),
         ("a: [\n", "not YAML"),
     ],
 )
@@ -113,28 +114,27 @@ def test_arms_of_a_size_differ_in_the_arm_only(size: str) -> None:
         assert changed == set() if arm == "preln" else changed == {"no_scaled_init", *(MEGATRON.arm(ARMS[arm]) or ())}
 
 
-def _megatron() -> None:
-    source = os.environ.get("MEGATRON_LM_SRC")
-    if not source:
+PROGRAM = REPOSITORY / "tests" / "study" / "programs" / "megatron_parse.py"
+
+
+def megatron(*words: object, launcher: bool = False) -> str:
+    """What a program says that has a real Megatron-LM, as on a login node: no GPU, no variable beyond those it names."""
+    if not os.environ.get("MEGATRON_LM_SRC"):
         pytest.skip("set MEGATRON_LM_SRC to a Megatron-LM checkout")
-    old = "core_v0.14" in source or "core_v0.15" in source
-    if not old and importlib.util.find_spec("triton") is None:
-        pytest.skip("this Megatron-LM imports triton, which is not installed")
+    env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    env |= {"MEGATRON_DATA": "/data/x_text_document", "MEGATRON_SAVE_DIR": "/runs", "OMP_NUM_THREADS": "1"}
+    env |= {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"} if launcher else {}  # torchrun's
+    command = [sys.executable, "-W", "ignore", *(["-m", "olmo_lns"] if launcher else []), PROGRAM, *words]
+    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("size", ["60M", "7B"])
 def test_megatron_starts_as_launched(size: str) -> None:
-    """On an A100 and an H100, in the environment that the header's command has: no variable beyond those it names."""
-    _megatron()
-    program = REPOSITORY / "tests" / "study" / "programs" / "megatron_start.py"
-    file = REPOSITORY / "configs" / "megatron" / f"{size}-lns.yaml"
-    env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    env |= {"MEGATRON_DATA": "/data/x_text_document", "MEGATRON_SAVE_DIR": "/runs", "OMP_NUM_THREADS": "1"}
-    env |= {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}  # torchrun's
-    words = [sys.executable, "-W", "ignore", "-m", "olmo_lns", str(program), "--lns-config", str(file)]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    """On an A100 and an H100, in the environment that the header's command has."""
+    text = megatron("--lns-config", REPOSITORY / "configs" / "megatron" / f"{size}-lns.yaml", launcher=True)
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     tensor, connections = (2, "1") if size == "7B" else (1, None)
     assert [each.pop("gpu") for each in found] == ["A100", "H100"]
     expected = {"connections": connections, "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
@@ -162,25 +162,14 @@ def test_one_connection_where_megatron_wants_it(
     assert subprocess.run(command, env=env, capture_output=True, text=True).stdout.strip() == str(expected)
 
 
-def test_config_check_asks_megatron_without_a_gpu() -> None:
-    """As a user on a login node: no variable set, no GPU; and the file that no 80 GB hold is an error."""
-    _megatron()
-    env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    words = [sys.executable, "-W", "ignore", "-m", "olmo_lns", "config", "check", *map(str, FILES[-3:])]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "3 files, 0 with problems" in done.stdout, done.stdout + done.stderr[-2000:]
+def test_config_check_asks_megatron() -> None:
+    assert "3 files, 0 with problems" in megatron("check", *FILES[-3:])
 
 
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, dict[str, Any]]:
     """All files through the parser, the validation (A100, H100), the tokenizer and the model of a real Megatron-LM."""
-    _megatron()
-    program = REPOSITORY / "tests" / "study" / "programs" / "megatron_parse.py"
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), *map(str, FILES)], capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
+    found: dict[str, dict[str, Any]] = json.loads(megatron(*FILES).splitlines()[-1])
     return found
 
 

@@ -15,7 +15,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
 from olmo_lns.study.launch import progress, slurm
 from olmo_lns.study.launch import start as launch
-from olmo_lns.study.launch.children import only_one
+from olmo_lns.study.launch.start import only_one
 from olmo_lns.study.plan.spec import Study
 
 
@@ -110,21 +110,10 @@ def test_status(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
     with only_one(built.out):
         assert cli.main(["status", str(built.path), "--out", str(built.out)]) == 1
         out = capsys.readouterr().out
-        statuses = [progress.examine(run, built.out, held=True) for run in built.study.runs]
+        line = progress.line(built.study.runs, built.out)
     lines = out.splitlines()
     assert "finished    step 20 of 20" in lines[0]
     assert "failed      step 7 of 20: exit 1: ValueError: a bad shard" in lines[1]
     assert "running     step 5 of 20, about " in lines[2] and "not started" in lines[3]
     assert lines[-1] == f"1 finished, 1 failed, 1 running, {len(names) - 3} not started"
-    line = progress.reported_line(statuses)
     assert line.startswith(f"[1 of {len(names)} finished] {names[2]} 5/20 (") and line.endswith(" left)")
-
-
-def test_a_line_of_progress_is_printed_while_runs_go(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
-    run = built.study.runs[0]
-    (built.out / run.name).mkdir(parents=True)
-    log = built.out / run.name / "attempt-01.log"
-    log.write_text(olmo_log({1: 3.0, 2: 2.0}, total=20))
-    with progress.reported([run], built.out, every=0.05):
-        time.sleep(0.5)
-    assert f"[0 of 1 finished] {run.name} 2/20" in capsys.readouterr().out

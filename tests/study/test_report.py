@@ -24,7 +24,7 @@ from olmo_lns.study.collect.results import Result
 from olmo_lns.study.plan.description import published
 from olmo_lns.study.plan.spec import Study
 from olmo_lns.study.report import scaling as report
-from olmo_lns.study.report.fit import best, complete, difference, power_law, saved_parameters, summary
+from olmo_lns.study.report.scaling import best, complete, difference, power_law, saved_parameters, summary
 
 
 def law_points(sizes: list[float], losses: list[float]) -> pd.DataFrame:
@@ -83,7 +83,8 @@ def test_each_arm_stands_at_its_best_rate(built: Built) -> None:
     assert sorted(found.run) == ["ax0.001-preln-s1", "ax0.004-lns-s1"]
     assert difference(found, "a", "lns").tolist() == pytest.approx([-0.1])
     text = report.markdown(built.study, given, None)
-    assert "| a | " in text and "3.0000 (1 seed) at 0.001 | 2.9000 (1 seed) at 0.004 | -0.1000 (1 seed) |" in text
+    assert "| Pre-LN | 3.0000 (1 seed) at 0.001 | " in text
+    assert "| Pre-LN + LNS | 2.9000 (1 seed) at 0.004; -0.1000 (1 seed) | " in text
     assert "| a | 0.002 | 3.2000 (1 seed) | 3.1000 (1 seed) |" in text and "best of its learning rates" in text
 
 
@@ -96,7 +97,7 @@ def test_the_report_says_what_is_missing(built: Built, capsys: pytest.CaptureFix
     text = (built.out / "report" / "report.md").read_text()
     assert "5 of 6 runs complete" in text and "incomplete (5 of 20 steps)" in text
     assert "-0.1200 ± 0.0283 (2 seeds)" in text and "no uncertainty can be given" in text
-    assert "fewer than two sizes are complete" in text and "| paper: 7B | 2.69 | 2.5 |" in text
+    assert "fewer than two sizes are complete" in text
     assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -113,7 +114,7 @@ def test_perplexity_stands_beside_the_published_one(built: Built) -> None:
     assert better == "17.29"
     assert f"| Pre-LN | {math.exp(3.2):.2f} | 26.73 | {math.exp(2.9):.2f} | 17.02 ({better}) |" in text
     assert "| Mix-LN | – | 26.07 | – | 1414.78 |" in text and "divides the sum of n batches by n + 1" in text
-    assert f"| 1B | {math.exp(2.9):.2f} | {math.exp(2.8):.2f} |" in text and "after 20B tokens" not in text
+    assert f"| Pre-LN + LNS | {math.exp(3.1):.2f} | {math.exp(2.8):.2f} |" in text and "after 20B tokens" not in text
     assert "Parameters saved at equal loss" in text
     assert report.corrected("250M", 21.92) == pytest.approx(22.68, abs=0.01) and report.corrected("130M", 26.73) is None
 

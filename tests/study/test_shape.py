@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import files
 from olmo_lns.study.engines import OLMO
 from olmo_lns.study.engines.shape import GPUS, Machine, Shape
 
@@ -31,11 +32,11 @@ SHAPE = Shape(
 )
 def test_parameters_and_flops_agree_with_olmo(changed: dict[str, Any]) -> None:
     pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo_lns.study.engines import olmo_config
+    from olmo_lns.study.engines.olmo import load
 
-    config = olmo_config.load(REPOSITORY / "configs" / "olmo" / "60M-preln.yaml", changed)
-    shape = OLMO.shape(olmo_config.flatten(config))
-    parameters, per_token = olmo_config.count(config)
+    config = load(REPOSITORY / "configs" / "olmo" / "60M-preln.yaml", changed)
+    shape = OLMO.shape(files.flatten(config))
+    parameters, per_token = OLMO.count(Path(), config)
     assert shape.parameters == parameters
     # OLMo's backward pass counts the input embedding as a matrix multiplication, and so with tied
     # embeddings the same parameters: 6 N_without_wte + 4 wte; ours leaves the lookup out.

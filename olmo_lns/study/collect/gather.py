@@ -7,14 +7,13 @@ from typing import Any
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.collect import logs
-from olmo_lns.study.collect.finished import prepared
-from olmo_lns.study.collect.results import COMPLETE, INCOMPLETE, MISSING, Result, place, read_results, write_results
-from olmo_lns.study.collect.stamp import STAMP, attempts, record
+from olmo_lns.study.collect.results import COMPLETE, INCOMPLETE, MISSING, Finished, Result, place
+from olmo_lns.study.collect.stamp import STAMP, attempts, prepare_data, record
 from olmo_lns.study.engines.base import Curve
 from olmo_lns.study.plan.compare import compare_arms
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = ["Result", "collect", "read_results", "write_results"]
+__all__ = ["collect"]
 
 
 def collect(study: Study, out: Path, *, wandb_export: Path | None = None, allow_missing: bool = False) -> list[Result]:
@@ -26,7 +25,8 @@ def collect(study: Study, out: Path, *, wandb_export: Path | None = None, allow_
     :raises LNSConfigError: a missing run, a damaged log, a loss that is not finite, or arms that differ in more
         than the arm; each with the run and what was found.
     """
-    table = prepared(study, out)
+    if table := Finished(study):
+        prepare_data(study, out)  # its runs are known by their data
     exported = logs.read_wandb_export(wandb_export) if wandb_export else {}
     identities: dict[str, dict[str, Any]] = {}
     results = []
@@ -59,11 +59,9 @@ def _curve(folder: Path) -> Curve | None:
 
 def _identity(run: Run, folder: Path) -> dict[str, Any] | None:
     """What the run really used: the config that OLMo saved or the arguments that Megatron printed, else its stamp."""
-    stamp = folder / STAMP
+    stamp, key = folder / STAMP, run.engine.start[0]
     started = record(stamp, "settings") if stamp.is_file() else {}
-    settings: dict[str, Any] = started.get("settings", {})
-    settings = run.engine.used(folder) or settings
-    key = run.engine.start[0]
+    settings: dict[str, Any] = run.engine.used(folder) or started.get("settings", {})
     if run.start_checkpoint and str(settings.get(key)).endswith(f"/{run.start_checkpoint}"):
         settings = settings | {key: None}  # the study's own trunk, which each arm has of its own
     if not settings:
@@ -78,12 +76,13 @@ def _result(study: Study, run: Run, curve: Curve, folder: Path) -> Result:
             f"run {run.name}: its log counts to {curve.total} steps, the study's config to {shape.steps}: "
             "not a run of this study"
         )
-    status = MISSING if curve.source == "no log" and not curve.losses else INCOMPLETE
-    mean = std = None
-    points = 0
+    status, mean, std, points = MISSING if curve.source == "no log" and not curve.losses else INCOMPLETE, None, None, 0
     if curve.losses and curve.last >= shape.steps:
-        status = COMPLETE
-        mean, std, points = curve.final(study.final_fraction, shape.steps)
+        status, (mean, std, points) = COMPLETE, curve.final(study.final_fraction, shape.steps)
+    # Nats per token with a label.
+    heldout = curve.heldout.get(shape.steps)
+    if heldout is not None:
+        heldout *= run.engine.padding(run.engine.used(folder) or run.settings)
     return Result(
         run=run.name,
         size=run.size,
@@ -100,15 +99,9 @@ def _result(study: Study, run: Run, curve: Curve, folder: Path) -> Result:
         last_loss=curve.losses[curve.last] if curve.losses else None,
         cpu_s=_cpu(folder),
         source=curve.source,
-        heldout=_heldout(run, curve, folder),
+        heldout=heldout,
         **place(run),
     )
-
-
-def _heldout(run: Run, curve: Curve, folder: Path) -> float | None:
-    """Nats per token with a label."""
-    loss = curve.heldout.get(run.shape.steps)
-    return None if loss is None else loss * run.engine.padding(run.engine.used(folder) or run.settings)
 
 
 def _cpu(folder: Path) -> float | None:

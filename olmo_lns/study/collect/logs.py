@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Iterable
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.engines import ENGINES, OLMO
+from olmo_lns.study.engines import ENGINES
 from olmo_lns.study.engines.base import Curve, number, text_of
 
 __all__ = ["merge", "read", "read_wandb_export"]
@@ -29,24 +29,37 @@ def read(path: Path) -> Curve:
         return _checked(_tensorboard(path))
     text = text_of(path)
     if path.suffix == ".csv":
-        return _checked(_csv(path, text))
+        return _checked(next(iter(_table(path, text).values())))
     for engine in ENGINES.values():
         if (curve := engine.curve(path, text)) is not None:
             return _checked(curve)
     return Curve({}, None, str(path))  # killed before its first step
 
 
-def _csv(path: Path, text: str) -> Curve:
+def read_wandb_export(path: Path) -> dict[str, Curve]:
+    """Run -> curve of a chart exported by W&B: a ``Step`` column and one ``<run> - <metric>`` column a run."""
+    found = _table(path, path.read_text(encoding="utf-8"))
+    return {column.rpartition(" - ")[0]: _checked(curve) for column, curve in found.items()}
+
+
+def _table(path: Path, text: str) -> dict[str, Curve]:
+    """Column -> curve of each column of losses in a CSV file."""
     rows = list(csv.DictReader(io.StringIO(text)))
     columns = list(rows[0]) if rows else []
     step = next((c for c in STEP_COLUMNS if c in columns), None)
-    loss = next((c for c in LOSS_COLUMNS if c in columns), None)
-    if step is None or loss is None:
-        raise LNSConfigError(
-            f"{path}: no step or loss column among {columns}; expected {' or '.join(map(repr, LOSS_COLUMNS[:2]))}"
+    losses = [c for loss in LOSS_COLUMNS for c in columns if c.rpartition(" - ")[2] == loss]
+    if step is None or not losses:
+        expected = f"'Step' and {' or '.join(map(repr, LOSS_COLUMNS[:3]))}, of W&B with '<run> - ' before it"
+        raise LNSConfigError(f"{path}: no step or loss column among {columns}; expected {expected}")
+    steps = [int(float(row[step])) for row in rows]
+    return {
+        column: Curve(
+            {s: number(path, s, row[column]) for s, row in zip(steps, rows, strict=True) if row[column]},
+            None,
+            str(path),
         )
-    pairs = [(int(float(row[step])), row[loss]) for row in rows if row[loss]]
-    return Curve({s: number(path, s, value) for s, value in pairs}, None, str(path))
+        for column in losses
+    }
 
 
 def _tensorboard(path: Path) -> Curve:
@@ -61,25 +74,6 @@ def _tensorboard(path: Path) -> Curve:
             if value.tag in LOSS_COLUMNS:
                 losses[event.step] = float(tensor_util.make_ndarray(value.tensor).item())
     return Curve(losses, None, str(path))
-
-
-def read_wandb_export(path: Path) -> dict[str, Curve]:
-    """A chart exported by W&B as CSV: a ``Step`` column and one ``<run> - <metric>`` column a run."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    step = next((c for c in STEP_COLUMNS if rows and c in rows[0]), None)
-    if step is None:
-        raise LNSConfigError(f"{path}: not a W&B chart export: no 'Step' column")
-    curves = {}
-    for column in rows[0]:
-        run, _, metric = column.rpartition(" - ")
-        if run and metric in LOSS_COLUMNS:
-            pairs = [(int(float(row[step])), row[column]) for row in rows if row[column]]
-            losses = {s: number(path, s, text) for s, text in pairs}
-            curves[run] = _checked(Curve(losses, None, str(path)))
-    if not curves:
-        raise LNSConfigError(f"{path}: no '<run> - {OLMO.loss}' or '<run> - lm loss' column")
-    return curves
 
 
 def _checked(curve: Curve) -> Curve:
@@ -99,27 +93,18 @@ def merge(curves: Iterable[Curve]) -> Curve:
     parts = [curve for curve in curves if curve.losses]
     if not parts:
         return Curve({}, None, "no log")
-    totals = {part.total for part in parts if part.total is not None}
+    source, totals = parts[-1].source, {part.total for part in parts if part.total is not None}
     if len(totals) > 1:
-        raise LNSConfigError(
-            f"{parts[-1].source}: {sorted(totals)} total steps in the attempts of one run: expected one"
-        )
+        raise LNSConfigError(f"{source}: {sorted(totals)} total steps in the attempts of one run: expected one")
     losses: dict[int, float] = {}
     heldout: dict[int, float] = {}
     for part in parts:
         first = min(part.losses)
         losses = {step: loss for step, loss in losses.items() if step < first} | part.losses
         heldout = {step: loss for step, loss in heldout.items() if step < first} | part.heldout
-    _no_gap(losses, parts[-1].source)
-    return Curve(dict(sorted(losses.items())), totals.pop() if totals else None, parts[-1].source, heldout)
-
-
-def _no_gap(losses: dict[int, float], source: str) -> None:
-    steps = sorted(losses)
-    gaps = [b - a for a, b in itertools.pairwise(steps)]
-    if not gaps:
-        return
-    usual = statistics.median(gaps)
-    for (a, b), gap in zip(itertools.pairwise(steps), gaps, strict=True):
-        if gap > 2 * usual:
+    pairs = list(itertools.pairwise(sorted(losses)))
+    usual = statistics.median([b - a for a, b in pairs]) if pairs else 0
+    for a, b in pairs:
+        if b - a > 2 * usual:
             raise LNSConfigError(f"{source}: damaged: no loss between steps {a} and {b} (usual distance {usual:g})")
+    return Curve(dict(sorted(losses.items())), totals.pop() if totals else None, source, heldout)

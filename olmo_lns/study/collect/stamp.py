@@ -13,34 +13,23 @@ from olmo_lns.environment import INITIALIZATION, SCHEME
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.data.corpora import BUILT, fingerprint
 from olmo_lns.study.engines import Run
+from olmo_lns.study.files import write_whole
 from olmo_lns.study.plan.spec import Study
 
-__all__ = ["STAMP", "attempts", "environment_of", "prepare_data", "record", "stamp", "write_whole"]
+__all__ = ["STAMP", "attempts", "environment_of", "prepare_data", "record", "stamp"]
 
 STAMP = "run.json"
-_NUMBER = re.compile(r"(\d+)")
-LNS_VARIABLES = (SCHEME, INITIALIZATION)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write ``path`` by rename: neither a kill nor a full disk leaves half of it, or costs what was there."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def environment_of() -> dict[str, str]:
     """What is set here and would change a run."""
-    return {name: os.environ[name] for name in LNS_VARIABLES if os.environ.get(name)}
+    return {name: os.environ[name] for name in (SCHEME, INITIALIZATION) if os.environ.get(name)}
 
 
 def prepare_data(study: Study, out: Path) -> None:
     """Build the corpus where the study names one that is built here; a no-op otherwise, and when it is there."""
     if study.data in BUILT:
-        BUILT[study.data].build(out / "data")
+        BUILT[study.data](out / "data")
 
 
 def stamp(study: Study, run: Run, out: Path) -> Path:
@@ -50,48 +39,37 @@ def stamp(study: Study, run: Run, out: Path) -> Path:
     """
     settings = json.loads(json.dumps(run.settings, default=str))
     data = run.engine.data_files(settings)
-    started = {
-        "study": study.name,
-        "name": run.name,
-        "size": run.size,
-        "arm": run.arm,
-        "seed": run.seed,
-        "framework": run.engine.name,
+    decisive = {
         "settings": settings,
         "data": fingerprint(data) if data else None,
         "environment": environment_of(),
-        "version": __version__,
+        "start": run.start_checkpoint,
     }
-    if run.start_checkpoint:
-        started["start"] = run.start_checkpoint
-    folder = out / run.name
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / STAMP
-    if path.is_file():
-        found = record(path)
-        for key in ("settings", "data", "environment", "start"):
-            if found.get(key) != started.get(key):
-                raise LNSConfigError(
-                    f"{path}: was started with other {key}: {_first_difference(found.get(key), started.get(key))}; "
-                    "use another --out, or remove the folder to start it anew"
-                )
-    else:
-        write_whole(path, json.dumps(started, indent=1) + "\n")
+    path = out / run.name / STAMP
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file():
+        names = {"study": study.name, "name": run.name, "size": run.size, "arm": run.arm, "seed": run.seed}
+        names |= {"framework": run.engine.name, "version": __version__}
+        write_whole(path, json.dumps({**names, **decisive}, indent=1) + "\n")
+        return path
+    found = record(path)
+    for kind, new in decisive.items():
+        if (old := found.get(kind)) != new:
+            where = f"other {kind}"
+            if isinstance(old, dict) and isinstance(new, dict):
+                key = next(k for k in sorted({*old, *new}) if old.get(k) != new.get(k))
+                where, old, new = f"{where}: {key}", old.get(key), new.get(key)
+            raise LNSConfigError(
+                f"{path}: was started with {where}: {old!r} then, {new!r} now; use another --out, or remove the folder "
+                "to start it anew"
+            )
     return path
-
-
-def _first_difference(old: Any, new: Any) -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        key = next(k for k in sorted({*old, *new}) if old.get(k) != new.get(k))
-        return f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
-    return f"{old!r} then, {new!r} now"
 
 
 def attempts(folder: Path, pattern: str = "attempt-*.log") -> list[Path]:
     """The console logs of a run folder, oldest first: by the numbers in their names, ``-99`` before ``-100``."""
-    return sorted(
-        folder.glob(pattern), key=lambda path: [int(n) if n.isdigit() else n for n in _NUMBER.split(str(path))]
-    )
+    parts = {path: re.split(r"(\d+)", str(path)) for path in folder.glob(pattern)}
+    return sorted(parts, key=lambda path: [int(part) if part.isdigit() else part for part in parts[path]])
 
 
 def record(path: Path, *keys: str) -> dict[str, Any]:

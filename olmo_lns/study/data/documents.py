@@ -63,24 +63,18 @@ def _lines(files: Iterable[Path], name: str) -> Iterator[str]:
     for path in files:
         number = 0
         try:
-            with (
-                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
-            ):
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield _text_in(line, name, f"{path}, line {number}")
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):  # noqa: B007
+                    if not line.strip():
+                        continue
+                    if not isinstance(text := json.loads(line)[name], str):
+                        raise TypeError(f"{name!r} is {type(text).__name__}")
+                    yield text
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            reason = f"expected a JSON object with text under {name!r}: {one_line(error)}"
+            raise LNSConfigError(f"{path}, line {number}: {reason}") from None
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise LNSConfigError(f"{path}, after line {number}: cannot be read: {one_line(error)}") from None
-
-
-def _text_in(line: str, name: str, where: str) -> str:
-    try:
-        text = json.loads(line)[name]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise LNSConfigError(f"{where}: no JSON object with {name!r}") from None
-    if not isinstance(text, str):
-        raise LNSConfigError(f"{where}: {name!r} is no text but {type(text).__name__}: expected a string")
-    return text
 
 
 def _c4(split: str, skip: int, shuffle: bool) -> Iterator[str]:

@@ -21,6 +21,7 @@ from olmo_lns.arguments import above_zero, at_least
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.data.corpora import fingerprint
 from olmo_lns.study.data.documents import documents, files_of
+from olmo_lns.study.files import write_whole
 
 __all__ = ["Layout", "arguments", "documents", "prepare", "run"]
 
@@ -78,11 +79,10 @@ class Written:
         for key, value in asdict(layout).items():
             if before.get(key) != value:
                 raise LNSConfigError(f"{path}: was begun with {key} {before.get(key)!r}, now {value!r}: {other}")
-        nothing: dict[str, Any] = {}
-        for old, new in zip_longest(found.sources or sources, sources, fillvalue=nothing):
-            if old != new:
-                name = {**new, **old}["name"]
-                raise LNSConfigError(f"{path}: {name} has changed since this was begun: {old} then, {new} now: {other}")
+        if found.sources not in (None, sources):
+            old, new = next((a, b) for a, b in zip_longest(found.sources or [], sources) if a != b)
+            name = (old or new)["name"]
+            raise LNSConfigError(f"{path}: {name} has changed since this was begun: {old} then, {new} now: {other}")
         rows = layout.kind == "rows"
         positions = found.documents * layout.sequence if rows else found.tokens
         for ending, wanted in {".npy": positions * int(layout.dtype[4:]) // 8, ".mask": rows * positions}.items():
@@ -93,10 +93,6 @@ class Written:
                 what = f"*{ending} of {layout.name}"
                 raise LNSConfigError(f"{path.parent}: {what}: {size:,} bytes, {wanted:,} were written: {other}")
         return found
-
-    def save(self, path: Path) -> None:
-        path.with_suffix(".tmp").write_text(json.dumps(asdict(self), indent=1) + "\n")
-        os.replace(path.with_suffix(".tmp"), path)
 
 
 def _tokenizer(name: str) -> Any:
@@ -146,7 +142,7 @@ def prepare(
         if part:
             _write(layout, part, out, state)
         state.complete = len(part) < layout.shard
-        state.save(out / f"{layout.name}.json")
+        write_whole(out / f"{layout.name}.json", json.dumps(asdict(state), indent=1) + "\n")
         yield state
         if state.complete:
             return

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -38,7 +38,7 @@ PACKAGES = (
 )  # fmt: skip
 #: Larger sources are tables of numbers or generated.
 _LARGEST = 1 << 18
-_TRAIN, _HELDOUT, _TOKENIZER, _MANIFEST = "train.npy", "heldout.npy", "tokenizer.json", "data.json"
+_FILES = ("train.npy", "heldout.npy", "tokenizer.json", "data.json")
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,6 @@ def package_documents(packages: Sequence[str]) -> Iterator[tuple[str, bytes]]:
                     yield f"{package}/{'/'.join(parts)}", text
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    distributions = packages_distributions() if packages else {}
-    return {name: version(distributions[name][0]) if name in distributions else "?" for name in packages}
-
-
 def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
     """Write ``train.npy``, ``heldout.npy``, ``tokenizer.json`` and ``data.json``; about two seconds.
 
@@ -111,47 +106,31 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
     :param packages: whose sources come after Python's own.
     :raises LNSConfigError: this Python comes without its sources, or a package is not installed.
     """
-    versions = _versions(packages)
+    known = packages_distributions() if packages else {}
+    versions = {name: version(known[name][0]) if name in known else "?" for name in packages}
+    here = {"python": platform.python_version(), "packages": versions}
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    if (known := _existing(folder, versions)) is not None:
-        return known
-    split: tuple[list[bytes], list[bytes]] = ([], [])
-    for number, (_, text) in enumerate(itertools.chain(documents(), package_documents(packages))):
-        split[number % HELDOUT_EVERY == HELDOUT_EVERY - 1].append(text)
-    if len(split[0]) < 100:
-        raise LNSConfigError(
-            f"found {len(split[0])} documents under {sysconfig.get_path('stdlib')}, expected the standard library's "
-            "sources: use a Python that ships them"
-        )
-    digest = hashlib.sha256()
-    train_tokens = _write_tokens(folder / _TRAIN, split[0], digest)
-    heldout_tokens = _write_tokens(folder / _HELDOUT, split[1], digest)
-    _write_tokenizer(folder / _TOKENIZER)
-    facts = {
-        "train_tokens": train_tokens,
-        "heldout_tokens": heldout_tokens,
-        "digest": digest.hexdigest(),
-        "python": platform.python_version(),
-        "packages": versions,
-    }
-    # Last, so that an interrupted build is not taken for a complete one.
-    (folder / _MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    return _located(folder, facts)
-
-
-def _located(folder: Path, facts: dict[str, Any]) -> Text:
-    return Text(train=folder / _TRAIN, heldout=folder / _HELDOUT, tokenizer=folder / _TOKENIZER, **facts)
-
-
-def _existing(folder: Path, packages: dict[str, str]) -> Text | None:
-    if not (folder / _MANIFEST).is_file():
-        return None
-    data = _located(folder, json.loads((folder / _MANIFEST).read_text(encoding="utf-8")))
-    sizes = {data.train: data.train_tokens, data.heldout: data.heldout_tokens}
+    train, heldout, tokenizer, manifest = (folder / name for name in _FILES)
+    facts = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
+    sizes = {train: facts.get("train_tokens", 0), heldout: facts.get("heldout_tokens", 0)}
     whole = all(path.is_file() and path.stat().st_size == 2 * tokens for path, tokens in sizes.items())
-    same = (data.python, data.packages) == (platform.python_version(), packages)
-    return data if whole and same and data.tokenizer.is_file() else None
+    if not (whole and tokenizer.is_file() and facts == facts | here):
+        split: tuple[list[bytes], list[bytes]] = ([], [])
+        for number, (_, text) in enumerate(itertools.chain(documents(), package_documents(packages))):
+            split[number % HELDOUT_EVERY == HELDOUT_EVERY - 1].append(text)
+        if len(split[0]) < 100:
+            raise LNSConfigError(
+                f"found {len(split[0])} documents under {sysconfig.get_path('stdlib')}, expected the standard "
+                "library's sources: use a Python that ships them"
+            )
+        digest = hashlib.sha256()
+        counts = [_write_tokens(path, texts, digest) for path, texts in zip((train, heldout), split, strict=True)]
+        _write_tokenizer(tokenizer)
+        facts = {"train_tokens": counts[0], "heldout_tokens": counts[1], "digest": digest.hexdigest(), **here}
+        # Last, so that an interrupted build is not taken for a complete one.
+        manifest.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return Text(train, heldout, tokenizer, **facts)
 
 
 def _write_tokens(path: Path, texts: Iterable[bytes], digest: hashlib._Hash) -> int:

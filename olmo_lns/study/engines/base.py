@@ -17,6 +17,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.shape import Machine, Shape
+from olmo_lns.study.files import flatten
 
 __all__ = ["Curve", "Engine", "Run", "number", "text_of"]
 
@@ -79,11 +80,11 @@ def text_of(path: Path) -> str:
 
 
 class Engine:
-    """A framework. A method that is not defined here is each framework's own.
+    """A framework. What has no body here is each framework's own.
 
     :param name: as ``framework:`` of a description. :param title: in sentences.
     :param file_key: a key that only this framework's config files have at the top.
-    :param default_seed: the framework's own. :param loss: its name for the training loss.
+    :param loss: its name for the training loss.
     :param arm_keys: what defines an arm, and so may differ between two arms of one size.
     :param bookkeeping: prefixes of keys without effect on the loss but rounding: names, folders, the machine.
     :param start: the key that names the checkpoint a run starts from, and the keys of the run's own folders.
@@ -114,7 +115,7 @@ class Engine:
 
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that define an arm, those that are left out at their default."""
-        raise NotImplementedError
+        return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
     def scheme(self, settings: Mapping[str, Any]) -> Scheme:
         """The scheme that flat settings select."""
@@ -133,7 +134,7 @@ class Engine:
         return {self.rate_keys[0]: rate}
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """A file with overrides as the framework takes it.
+        """A file with overrides as the framework takes it; the variables in it need not be set.
 
         :raises LNSConfigError: the framework refuses it.
         """
@@ -141,7 +142,7 @@ class Engine:
 
     def settings(self, loaded: Any) -> dict[str, Any]:
         """Flat settings of what :meth:`load` gave."""
-        raise NotImplementedError
+        return flatten(loaded)
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
         """:raises LNSConfigError: a key that is missing, or a duration not given in steps or tokens."""
@@ -253,6 +254,11 @@ class Run:
     def first_step(self) -> int:
         """Steps made by the run that it goes on from; 0 for a run that starts anew."""
         return self.start[1] if self.start else 0
+
+    @property
+    def own_share(self) -> float:
+        """The part of its steps that it makes itself."""
+        return 1 - self.first_step / self.shape.steps
 
     @property
     def start_checkpoint(self) -> str | None:

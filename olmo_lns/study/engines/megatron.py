@@ -25,7 +25,7 @@ __all__ = ["MegatronEngine", "printed_arguments"]
 STEP = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 LOSS = re.compile(r"lm loss:\s*(\S+)")
 HELDOUT = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+)")
-ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)?\s{2}([a-z0-9_]+) \.{2,} (.*)$")
+ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)? {2}([a-z0-9_]+) \.{2,} (.*)$", re.M)
 
 
 class MegatronEngine(Engine):
@@ -82,9 +82,6 @@ class MegatronEngine(Engine):
         """The keys of the file with the overrides."""
         return megatron_args.read(path) | {key.replace("-", "_"): value for key, value in overrides.items()}
 
-    def settings(self, loaded: Any) -> dict[str, Any]:
-        return dict(loaded)
-
     def _shape(self, settings: Mapping[str, Any]) -> Shape:
         heads, width = int(settings["num_attention_heads"]), int(settings["hidden_size"])
         groups = settings.get("num_query_groups") if settings.get("group_query_attention") else heads
@@ -130,7 +127,7 @@ class MegatronEngine(Engine):
         own = megatron_args.read(run.config)
         for key, value in run.overrides.items():
             in_file = own.get(key.replace("-", "_"))
-            if _left_out(value) and not _left_out(in_file):
+            if (value is None or value is False) and not (in_file is None or in_file is False):
                 raise LNSConfigError(
                     f"run {run.name}: {key}: {value} cannot be said on Megatron's command line, and {run.config} has "
                     f"{key}: {in_file}. Take the key out of the file, and set it for the sizes or arms that need it."
@@ -165,23 +162,11 @@ class MegatronEngine(Engine):
         return None if total is None else replace(curve, total=total)
 
 
-def _left_out(value: Any) -> bool:
-    """Whether a config's value means that its flag is not given."""
-    return value is None or value is False
-
-
 def printed_arguments(path: Path) -> dict[str, str]:
     """The ``arguments`` block that Megatron prints, as text; empty when the log has none."""
-    found: dict[str, str] = {}
-    inside = False
-    for line in text_of(path).splitlines():
-        if "- arguments -" in line:
-            inside = True
-        elif "- end of arguments -" in line:
-            return found
-        elif inside and (match := ARGUMENT.match(line)):
-            found[match[1]] = match[2].strip()
-    return found
+    _, _, block = text_of(path).partition("- arguments -")
+    block, end, _ = block.partition("- end of arguments -")
+    return {key: value.strip() for key, value in ARGUMENT.findall(block)} if end else {}
 
 
 def _parse(settings: Mapping[str, Any], gpus: int) -> list[str]:
@@ -189,15 +174,16 @@ def _parse(settings: Mapping[str, Any], gpus: int) -> list[str]:
     flags = megatron_args.to_flags(dict(settings), placeholder=True)
     # validate_args derives data parallelism from them; the rest is what a launch sets.
     launched = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
-    with tempfile.TemporaryFile("w+") as printed:  # a file: Megatron 0.16 asks stderr for its number
+    with tempfile.TemporaryFile("w+") as printed, contextlib.ExitStack() as stack:  # 0.16 asks stderr for its number
+        for context in (
+            mock.patch.dict(os.environ, launched),
+            _with_gpu(),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+        ):
+            stack.enter_context(context)
         try:
-            with (
-                mock.patch.dict(os.environ, launched),
-                _with_gpu(),
-                contextlib.redirect_stdout(printed),
-                contextlib.redirect_stderr(printed),
-            ):
-                megatron_args.parse(flags)
+            megatron_args.parse(flags)
         except LNSConfigError as error:
             printed.seek(0)
             lines = [line for line in printed if "error:" in line]

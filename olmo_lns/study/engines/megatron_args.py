@@ -1,30 +1,27 @@
 """Megatron configs: a YAML of Megatron's own flags, expanded on the command line.
 
-Megatron's ``--yaml-cfg`` is another format, and its own example does not parse; so nothing of it
-is used. A key is a flag without its dashes; ``true`` is a bare flag, ``false`` and ``null`` leave it out, a list
-gives several values, ``${oc.env:NAME}`` and ``${oc.env:NAME,default}`` read the environment.
+Megatron's ``--yaml-cfg`` is another format, and its own example does not parse; so nothing of it is used. A key is a
+flag without its dashes; ``true`` is a bare flag, ``false`` and ``null`` leave it out, a list gives several values.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Sequence
-
-import yaml
+from typing import Any, NoReturn, Sequence
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import files
 from olmo_lns.study.pack import located
 
 __all__ = ["OPTION", "available", "expand", "main", "parse", "read", "to_flags"]
 
 OPTION = "--lns-config"
-VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -32,20 +29,12 @@ def read(path: Path) -> dict[str, Any]:
 
     :raises LNSConfigError: no such file, not a flat mapping, or a key written with an underscore.
     """
-    path = located(path, "megatron")
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise LNSConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(raw, dict):
-        raise LNSConfigError(f"{path}: expected a mapping of Megatron flags to values, found {type(raw).__name__}")
+    raw = files.read(path := located(path, "megatron"))
     for key, value in raw.items():
         if not isinstance(key, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", key):
             raise LNSConfigError(f"{path}: key {key!r}: expected a Megatron flag without dashes, such as num-layers")
-        if isinstance(value, dict):
-            raise LNSConfigError(f"{path}: {key}: expected a value, found a mapping: the file must be flat")
-        if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-            raise LNSConfigError(f"{path}: {key}: expected a list of values, found a list or mapping inside it")
+        if any(isinstance(item, (dict, list)) for item in (value if isinstance(value, list) else [value])):
+            raise LNSConfigError(f"{path}: {key}: expected a value or a list of values: the file must be flat")
     return {key.replace("-", "_"): value for key, value in raw.items()}
 
 
@@ -59,28 +48,17 @@ def to_flags(settings: dict[str, Any], *, placeholder: bool = False) -> list[str
     for key, value in settings.items():
         if value is None or value is False:
             continue
-        flags.append("--" + key.replace("_", "-"))
-        if value is True:
-            continue
-        for item in value if isinstance(value, list) else [value]:
-            flags += _words(str(item), key, placeholder)
+        flags.append(flag := "--" + key.replace("_", "-"))
+        for text in map(str, [] if value is True else value if isinstance(value, list) else [value]):
+            found = files.filled(text, flag, placeholder=placeholder, otherwise=f", or give {flag} yourself")
+            # A value that is one variable may hold several words, as --data-path does.
+            flags += shlex.split(found) if files.VARIABLE.fullmatch(text) else [found]
     return flags
 
 
-def _words(text: str, key: str, placeholder: bool) -> list[str]:
-    def replace(match: re.Match[str]) -> str:
-        name, default = match[1], match[2]
-        if name in os.environ:
-            return os.environ[name]
-        if default is not None:
-            return str(default)
-        if placeholder:
-            return f"/{name}-is-not-set"
-        flag = "--" + key.replace("_", "-")
-        raise LNSConfigError(f"{key}: environment variable {name} is not set: export {name}=…, or give {flag} yourself")
-
-    # A value that is one variable may hold several words, as --data-path does.
-    return shlex.split(VARIABLE.sub(replace, text)) if VARIABLE.fullmatch(text) else [VARIABLE.sub(replace, text)]
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LNSConfigError(f"{message}: expected one file after {OPTION}")
 
 
 def expand(argv: Sequence[str]) -> list[str]:
@@ -90,32 +68,22 @@ def expand(argv: Sequence[str]) -> list[str]:
 
     :raises LNSConfigError: no file after the option, the option twice, or what :func:`read` and :func:`to_flags` raise.
     """
-    explicit: list[str] = []
-    files: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == OPTION:
-            files.append(next(words, ""))
-        elif word.startswith(OPTION + "="):
-            files.append(word.split("=", 1)[1])
-        else:
-            explicit.append(word)
-    if not files:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(OPTION, action="append", default=[], dest="files")
+    own, explicit = parser.parse_known_args(argv)
+    if not own.files:
         return explicit
-    if len(files) > 1 or not files[0] or files[0].startswith("--"):
-        raise LNSConfigError(f"{OPTION}: expected one file, found {files if len(files) > 1 else files[0] or 'nothing'}")
+    if len(own.files) > 1 or not own.files[0]:
+        raise LNSConfigError(f"{OPTION} {own.files}: expected one file after {OPTION}")
     given = {word[2:].split("=", 1)[0].replace("-", "_") for word in explicit if word.startswith("--")}
-    settings = {key: value for key, value in read(Path(files[0])).items() if key not in given}
-    return to_flags(settings) + explicit
+    return to_flags({key: value for key, value in read(Path(own.files[0])).items() if key not in given}) + explicit
 
 
 def available() -> bool:
     """Whether there is a ``megatron.training`` for :func:`parse`: ``MEGATRON_LM_SRC``, or one that is installed."""
     if os.environ.get("MEGATRON_LM_SRC"):
         return True
-    return (
-        importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.training") is not None
-    )
+    return find_spec("megatron") is not None and find_spec("megatron.training") is not None
 
 
 def parse(flags: Sequence[str], *, validate: bool = True) -> argparse.Namespace:
@@ -140,16 +108,14 @@ def parse(flags: Sequence[str], *, validate: bool = True) -> argparse.Namespace:
     before = sys.argv
     sys.argv = ["pretrain_gpt.py", *flags]
     try:
-        namespace = arguments.parse_args()
-        if validate:
-            namespace = arguments.validate_args(namespace)
+        found: argparse.Namespace = arguments.parse_args()
+        found = arguments.validate_args(found) if validate else found
     except SystemExit as error:
         raise LNSConfigError("Megatron's parser refuses the flags; its message is above") from error
     except (AssertionError, ValueError) as error:
         raise LNSConfigError(f"Megatron refuses the flags: {error}") from error
     finally:
         sys.argv = before
-    found: argparse.Namespace = namespace
     return found
 
 
@@ -161,9 +127,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="a file, or one of the pack by its name: 60M-lns")
     parser.add_argument("--one-per-line", action="store_true")
     args, explicit = parser.parse_known_args(argv)
-    flags = expand([OPTION, args.config, *explicit])
-    if args.one_per_line:
-        print("\n".join(re.sub(r" --", "\n--", shlex.join(flags)).splitlines()))
-    else:
-        print(shlex.join(flags))
+    text = shlex.join(expand([OPTION, args.config, *explicit]))
+    print(text.replace(" --", "\n--") if args.one_per_line else text)
     return 0

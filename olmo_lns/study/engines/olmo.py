@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping
 
-from olmo_lns.errors import LNSConfigError
+import numpy as np
+
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines import olmo_config
 from olmo_lns.study.engines.base import Curve, Engine, Run, number
 from olmo_lns.study.engines.shape import Machine, Shape
+from olmo_lns.study.files import placeholders
 
-__all__ = ["OLMoEngine"]
+__all__ = ["OLMoEngine", "load"]
 
 #: Initialization -> init_fn; ``upstream`` is whatever init_fn a config has, and so defines no arm.
 INIT_FNS = {"plain": "normal"} | {ours: name for name, ours in types.INIT_FNS.items()}
@@ -24,6 +27,34 @@ STEP = re.compile(r"\[step=(\d+)/(\d+)(?:,epoch=\d+)?\]\s*$")
 METRIC = re.compile(r"^ {4,}(\S+)=(\S+)\s*$")
 #: Of the evaluator with this label, where a config has one.
 HELDOUT = "eval/heldout/CrossEntropyLoss"
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
+    """The ``TrainConfig`` of a file as ``scripts/train.py file --key=value`` gets it, data paths not required to exist.
+
+    :raises LNSConfigError: OLMo's own complaint, with the file's name.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+
+    from olmo_lns.integrations.olmo import register
+
+    register()
+    from olmo.config import TrainConfig
+    from olmo.exceptions import OLMoConfigurationError
+
+    if not path.is_file():
+        raise LNSConfigError(f"{path}: no such file")
+    with placeholders(path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo's, at every load
+        try:
+            return TrainConfig.load(str(path), _dot_list(overrides or {}), validate_paths=False)
+        except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
+            raise LNSConfigError(f"{path}: OLMo refuses it: {one_line(error)}") from error
+
+
+def _dot_list(overrides: Mapping[str, Any]) -> list[str]:
+    words = {None: "null", True: "true", False: "false"}
+    return [f"{k}={words[v] if v is None or isinstance(v, bool) else v}" for k, v in overrides.items()]
 
 
 class OLMoEngine(Engine):
@@ -51,9 +82,6 @@ class OLMoEngine(Engine):
             return None
         return {"model.layer_norm_type": types.spell(arm.scheme, "rms"), "model.init_fn": init_fn}
 
-    def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
-
     def scheme(self, settings: Mapping[str, Any]) -> Scheme:
         return types.scheme_of(settings.get("model.layer_norm_type", ""))
 
@@ -68,10 +96,7 @@ class OLMoEngine(Engine):
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
         """OLMo's ``TrainConfig``."""
-        return olmo_config.load(path, overrides)
-
-    def settings(self, loaded: Any) -> dict[str, Any]:
-        return olmo_config.flatten(loaded)
+        return load(path, overrides)
 
     def _shape(self, settings: Mapping[str, Any]) -> Shape:
         width, heads = int(settings["model.d_model"]), int(settings["model.n_heads"])
@@ -104,7 +129,14 @@ class OLMoEngine(Engine):
         )
 
     def count(self, path: Path, loaded: Any) -> tuple[int, float | None]:
-        return olmo_config.count(loaded)
+        """By OLMo's own model on the meta device."""
+        from olmo.model import OLMo
+
+        from olmo_lns.integrations.olmo.config import check_sizes
+
+        check_sizes(loaded.model)
+        model = OLMo(loaded.model.update_with(init_device="meta"), init_params=False)
+        return model.num_params(), float(model.num_fwd_flops + model.num_bck_flops)
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
         found = []
@@ -139,14 +171,8 @@ class OLMoEngine(Engine):
 
     def words(self, run: Run, folder: Path) -> list[str]:
         start = {"load_path": str(folder.parent / run.start_checkpoint)} if run.start_checkpoint else {}
-        settings = {
-            **run.overrides,
-            **start,
-            "save_folder": str(folder),
-            "try_load_latest_save": True,
-            "save_overwrite": True,
-        }
-        return [str(run.config.resolve()), *(f"--{word}" for word in olmo_config.overrides_to_args(settings))]
+        own = {"save_folder": str(folder), "try_load_latest_save": True, "save_overwrite": True}
+        return [str(run.config.resolve()), *(f"--{word}" for word in _dot_list({**run.overrides, **start, **own}))]
 
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
         heldout = [evaluator["data"] for evaluator in settings.get("evaluators") or []]
@@ -174,7 +200,7 @@ class OLMoEngine(Engine):
 
     def used(self, folder: Path) -> dict[str, Any]:
         saved = folder / "config.yaml"
-        return olmo_config.flatten(olmo_config.load(saved)) if saved.is_file() else {}
+        return self.settings(load(saved)) if saved.is_file() else {}
 
     def curve(self, path: Path, text: str) -> Curve | None:
         if "[step=" not in text:
@@ -195,8 +221,6 @@ class OLMoEngine(Engine):
 
 
 def _positions_per_label(masks: list[str], length: int) -> float:
-    import numpy as np
-
     rows = labels = 0
     for path in masks:
         if not Path(path).is_file():

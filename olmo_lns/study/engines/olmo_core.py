@@ -16,8 +16,8 @@ from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines import olmo_core_config
 from olmo_lns.study.engines.base import Curve, Engine, Run, number
-from olmo_lns.study.engines.olmo_config import flatten
 from olmo_lns.study.engines.shape import Machine, Shape
+from olmo_lns.study.files import flatten
 
 __all__ = ["OURS", "STOCK", "OLMoCoreEngine"]
 
@@ -98,7 +98,10 @@ class OLMoCoreEngine(Engine):
         return olmo_core_config.planned(path, overrides)
 
     def settings(self, loaded: Any) -> dict[str, Any]:
-        return _flat(loaded)
+        flat = flatten(loaded)
+        if str(flat.get(_BLOCK, "")).rpartition(".")[2] == STOCK.rpartition(".")[2]:
+            flat[_BLOCK] = STOCK  # saved under the module that defines it
+        return flat
 
     def _shape(self, settings: Mapping[str, Any]) -> Shape:
         mixer, sequence = "model.block.sequence_mixer", int(settings["train_module.max_sequence_length"])
@@ -136,7 +139,7 @@ class OLMoCoreEngine(Engine):
     def count(self, path: Path, loaded: Any) -> tuple[int, float | None]:
         if not olmo_core_config.available():
             return super().count(path, loaded)
-        model, sequence = olmo_core_config.model_of(path, loaded), self.shape(_flat(loaded)).sequence
+        model, sequence = olmo_core_config.model_of(path, loaded), self.shape(self.settings(loaded)).sequence
         return int(model.num_params), float(model.num_flops_per_token(sequence))
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
@@ -165,7 +168,7 @@ class OLMoCoreEngine(Engine):
 
     def used(self, folder: Path) -> dict[str, Any]:
         saved = sorted(folder.glob("step*/config.json"), key=lambda path: int(path.parent.name.removeprefix("step")))
-        return _flat(json.loads(saved[-1].read_text(encoding="utf-8"))) if saved else {}
+        return self.settings(json.loads(saved[-1].read_text(encoding="utf-8"))) if saved else {}
 
     def curve(self, path: Path, text: str) -> Curve | None:
         if not _OWN.search(text):
@@ -181,14 +184,6 @@ class OLMoCoreEngine(Engine):
                 else:
                     curve.heldout[step] = number(path, step, match[2])
         return replace(curve, total=total)
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"model.d_model": 512, …}``."""
-    flat = flatten(tree)
-    if str(flat.get(_BLOCK, "")).rpartition(".")[2] == STOCK.rpartition(".")[2]:
-        flat[_BLOCK] = STOCK  # saved under the module that defines it
-    return flat
 
 
 def _steps(settings: Mapping[str, Any], tokens_per_step: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,40 +11,31 @@ from typing import Any, Mapping
 import yaml
 
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
-from olmo_lns.study.engines.olmo_config import ENVIRONMENT, placeholders
+from olmo_lns.study import files
 
-__all__ = ["SECTIONS", "available", "build", "model_of", "overrides_to_args", "planned", "read", "with_overrides"]
+__all__ = ["SECTIONS", "available", "build", "model_of", "overrides_to_args", "planned", "read"]
 
 #: What a run is made of, in the order in which it is built.
 SECTIONS = ("model", "dataset", "data_loader", "train_module", "trainer")
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The file as nested mappings, ``${oc.env:NAME}`` replaced by the variable's value.
+    """The file as nested mappings, its variables replaced.
 
     :raises LNSConfigError: no such file, a variable that is not set, or a section that is missing.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise LNSConfigError(f"{path}: no such file")
-    text = path.read_text(encoding="utf-8")
-    if missing := [name for name in ENVIRONMENT.findall(text) if name not in os.environ]:
-        raise LNSConfigError(f"{path} reads {missing[0]}, which is not set: export {missing[0]}=…")
-    try:
-        tree = yaml.safe_load(ENVIRONMENT.sub(lambda match: os.environ[match[1]], text))
-    except yaml.YAMLError as error:
-        raise LNSConfigError(f"{path}: not YAML: {one_line(error)}") from None
-    if lacking := [name for name in SECTIONS if not isinstance(tree, dict) or not isinstance(tree.get(name), dict)]:
-        raise LNSConfigError(f"{path} has no section {lacking[0]!r}: expected {', '.join(SECTIONS)}")
-    return dict(tree)
+    return planned(Path(path), placeholder=False)
 
 
-def with_overrides(tree: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree`` with flat settings laid over it, in place.
+def planned(path: Path, overrides: Mapping[str, Any] | None = None, *, placeholder: bool = True) -> dict[str, Any]:
+    """:func:`read` with flat overrides, where variables need not be set and OLMo-core need not be there.
 
-    :raises LNSConfigError: a key below something that is no section.
+    :raises LNSConfigError: also a key below something that is no section.
     """
-    for key, value in overrides.items():
+    tree: dict[str, Any] = files.filled(files.read(path), str(path), placeholder=placeholder)
+    if lacking := [name for name in SECTIONS if not isinstance(tree.get(name), dict)]:
+        raise LNSConfigError(f"{path} has no section {lacking[0]!r}: expected {', '.join(SECTIONS)}")
+    for key, value in (overrides or {}).items():
         *outer, last = key.split(".")
         node: Any = tree
         for name in outer:
@@ -54,14 +44,6 @@ def with_overrides(tree: dict[str, Any], overrides: Mapping[str, Any]) -> dict[s
             raise LNSConfigError(f"override {key}: the config has no section {'.'.join(outer)}")
         node[last] = value
     return tree
-
-
-def planned(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """:func:`read` with overrides, where variables need not be set and OLMo-core need not be there."""
-    if not path.is_file():
-        raise LNSConfigError(f"{path}: no such file")
-    with placeholders(path):
-        return with_overrides(read(path), overrides or {})
 
 
 def available() -> bool:
@@ -103,32 +85,27 @@ def model_of(path: Path, tree: Mapping[str, Any]) -> Any:
 
 def _require_classes(path: Path, where: str, node: Any) -> None:
     """OLMo-core takes a class that it cannot find for none, and builds its default in silence."""
-    if isinstance(node, list):
-        for item in node:
-            _require_classes(path, where, item)
-    if not isinstance(node, dict):
-        return
-    for key, value in node.items():
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         _require_classes(path, f"{where}.{key}", value)
-    if (name := node.get("_CLASS_")) is None:
+    name = node.get("_CLASS_") if isinstance(node, dict) else None
+    if name is None:
         if where in SECTIONS:
             raise LNSConfigError(f"{path}: {where} has no _CLASS_: say which class of OLMo-core it is")
         return
     module, _, attribute = str(name).rpartition(".")
     try:
-        known = hasattr(import_module(module), attribute)
+        if not hasattr(import_module(module), attribute):
+            raise ImportError(f"{module} has no {attribute}")
     except ImportError as error:
         raise LNSConfigError(f"{path}: {where}._CLASS_={name}: {error}") from None
-    if not known:
-        raise LNSConfigError(f"{path}: {where}._CLASS_={name}: {module} has no {attribute}")
 
 
 def overrides_to_args(overrides: Mapping[str, Any]) -> list[str]:
     """``{"model.d_model": 64}`` → ``["--model.d_model=64"]``; OLMo-core reads each value as YAML."""
-    return [f"--{key}={_word(value)}" for key, value in overrides.items()]
 
+    def word(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        return yaml.safe_dump(value, default_flow_style=True, width=2**16).removesuffix("...\n").strip()
 
-def _word(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return yaml.safe_dump(value, default_flow_style=True, width=2**16).removesuffix("...\n").strip()
+    return [f"--{key}={word(value)}" for key, value in overrides.items()]

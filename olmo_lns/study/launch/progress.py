@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import re
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Sequence
 
 from olmo_lns.study.collect.stamp import attempts, record
 from olmo_lns.study.engines.base import ANSI
 from olmo_lns.study.plan.cost import duration
 from olmo_lns.study.plan.spec import Run
 
-__all__ = ["Status", "cause", "examine", "locked", "reported", "reported_line"]
+__all__ = ["Status", "cause", "examine", "line", "locked"]
 
 TAIL = 1 << 18
 #: Seconds between the lines that a launch prints while its runs go.
@@ -25,7 +23,7 @@ _RANK = re.compile(r"^\[(?:rank|default)?\d+\]:\s?")
 _ERROR = re.compile(r"(?:^|\s|\()((?:\w+\.)*\w*(?:Error|Exception|Interrupt|OutOfMemory|SystemExit)): \S.*")
 _SAID = re.compile(r"^(?:olmo-lns \S+|olmo_lns|\S+\.py|srun|slurmstepd|torchrun|/\S+): .*\S")
 _TORCHRUN = re.compile(r"ChildFailedError|torch\.distributed\.elastic")
-_BOILERPLATE = re.compile(rf"{_TORCHRUN.pattern}|SignalException|Root Cause|exitcode")
+_BOILERPLATE = re.compile(r"ChildFailedError|torch\.distributed\.elastic|SignalException|Root Cause|exitcode")
 _STEP = re.compile(r"\[step=(\d+)/|iteration\s+(\d+)\s*/\s*\d+\s*\|")
 
 
@@ -41,8 +39,8 @@ def cause(log: Path) -> str:
     The last error of the first process that raised one; without any, the last line that is not empty.
     """
     lines = _tail(log)
-    torchrun = next((n for n, line in enumerate(lines) if _TORCHRUN.search(line)), 0)
-    own = [line for line in lines[: torchrun or None] if line.strip() and not _BOILERPLATE.search(line)]
+    torchrun = next((n for n, line in enumerate(lines) if n and _TORCHRUN.search(line)), None)
+    own = [line for line in lines[:torchrun] if line.strip() and not _BOILERPLATE.search(line)]
     for line in reversed(own):
         if match := _ERROR.search(line):
             return line[match.start(1) :].strip()
@@ -70,9 +68,9 @@ class Status:
         return f"{self.run:<32} {self.state:<11} step {self.step:,} of {self.steps:,}{left}{reason}"
 
 
-def examine(run: Run, out: Path, *, held: bool, steps: int | None = None) -> Status:
+def examine(run: Run, out: Path, *, held: bool) -> Status:
     """:param held: whether a launch holds the study: then a run whose end was not recorded is running."""
-    folder, steps = out / run.name, steps or run.shape.steps
+    folder, steps = out / run.name, run.shape.steps
     logs = attempts(folder)
     if not logs:
         return Status(run.name, "not started", 0, steps)
@@ -110,32 +108,12 @@ def locked(out: Path) -> bool:
     return False
 
 
-def reported_line(statuses: Sequence[Status]) -> str | None:
-    """What goes now, in one line; None when nothing does."""
+def line(runs: Sequence[Run], out: Path) -> str:
+    """What goes now, of a launch's runs."""
+    found = [examine(run, out, held=True) for run in runs]
     parts = [
         f"{s.run} {s.step}/{s.steps}" + (f" ({duration(s.seconds_left)} left)" if s.seconds_left is not None else "")
-        for s in statuses
+        for s in found
         if s.state == "running"
     ]
-    done = sum(status.state == "finished" for status in statuses)
-    return f"[{done} of {len(statuses)} finished] {', '.join(parts)}" if parts else None
-
-
-@contextmanager
-def reported(runs: Sequence[Run], out: Path, every: float = EVERY) -> Iterator[None]:
-    """Print a line about the running runs every ``every`` seconds while the body goes."""
-    ended = threading.Event()
-    steps = {run.name: run.shape.steps for run in runs}
-
-    def report() -> None:
-        while not ended.wait(every):
-            if line := reported_line([examine(run, out, held=True, steps=steps[run.name]) for run in runs]):
-                print(line, flush=True)
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return f"[{sum(s.state == 'finished' for s in found)} of {len(found)} finished] {', '.join(parts)}"

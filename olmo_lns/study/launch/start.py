@@ -6,27 +6,28 @@ folder with what it was started with, and leaves out what is finished.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Iterator, Sequence
 
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import pack
+from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.study import files, pack
 from olmo_lns.study.collect import logs
-from olmo_lns.study.collect.finished import Finished
-from olmo_lns.study.collect.stamp import attempts, prepare_data, stamp, write_whole
+from olmo_lns.study.collect.results import Finished
+from olmo_lns.study.collect.stamp import attempts, prepare_data, stamp
 from olmo_lns.study.data.corpora import BUILT
-from olmo_lns.study.engines.olmo_config import ENVIRONMENT
 from olmo_lns.study.launch import progress
-from olmo_lns.study.launch.children import Children, only_one
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = ["check", "command", "environment", "run_here", "steps_done"]
+__all__ = ["check", "command", "environment", "only_one", "run_here", "steps_done"]
 
 #: Words of a command that the shell of a Slurm job expands.
 JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
@@ -75,8 +76,7 @@ def check(study: Study, runs: Sequence[Run], out: Path, *, slurm: bool = False) 
             continue
         if shutil.which(words[0]) is None:
             raise LNSConfigError(f"run {run.name}: {words[0]} is not on PATH: activate the environment that has torch")
-        named = dict.fromkeys(ENVIRONMENT.findall(run.config.read_text()))
-        if missing := [name for name in named if not given.get(name)]:
+        if missing := [name for name in files.needed(run.config) if not given.get(name)]:
             names, verb = " and ".join(missing), "is" if len(missing) == 1 else "are"
             raise LNSConfigError(
                 f"run {run.name}: {run.config} reads {names}, which {verb} not set: export {missing[0]}=…"
@@ -109,8 +109,24 @@ def steps_done(folder: Path) -> int:
     return max((logs.read(path).last for path in attempts(folder)), default=0)
 
 
+@contextmanager
+def only_one(out: Path) -> Iterator[int]:
+    """The descriptor of the folder's lock.
+
+    :raises LNSError: another launch holds it.
+    """
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LNSError(f"{out}: another launch of this study is running (it holds {out}/.lock)") from None
+        yield file.fileno()
+
+
 def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | None = None) -> int:
     """Run what is not finished, ``workers`` at a time. A killed study continues with the same call.
+
+    SIGINT and SIGTERM end the runs too; a run that outlives a killed launcher keeps the study locked.
 
     :returns: the number of runs that failed; each is named on stderr with the line of its log that says why.
     """
@@ -118,11 +134,37 @@ def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | Non
     make_folder(out)
     with only_one(out) as lock:
         prepare_data(study, out)
-        todo, failed = _unfinished(study, runs, out, Finished(study)), 0
-        pool = ThreadPoolExecutor(workers or study.launch.workers)
-        with Children(lock) as children, progress.reported(todo, out), pool:
-            for wave in ([run for run in todo if run.start is None], [run for run in todo if run.start is not None]):
-                failed += sum(pool.map(lambda run: _run_one(study, run, out, children), wave))
+        todo, failed, said = _unfinished(study, runs, out, Finished(study)), 0, time.monotonic()
+        waiting, going = list(todo), list[_Running]()
+
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            while waiting or going:
+                ahead = {run.name for run in [*waiting, *(each.run for each in going)]}
+                ready = [run for run in waiting if run.start is None or run.start[0].name not in ahead]
+                for run in ready[: (workers or study.launch.workers) - len(going)]:
+                    waiting.remove(run)
+                    if (started := _Running.begin(study, run, out, lock)) is None:
+                        failed += 1
+                    else:
+                        going.append(started)
+                time.sleep(0.1)
+                failed += sum(each.failed() for each in going if each.ended())
+                going = [each for each in going if each.process.returncode is None]
+                if time.monotonic() - said >= progress.EVERY:
+                    said = time.monotonic()
+                    print(progress.line(todo, out), flush=True)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            going = [each for each in going if each.process.returncode is None]
+            for each in going:
+                with suppress(ProcessLookupError):  # it ended by itself meanwhile
+                    os.killpg(each.process.pid, signal.SIGTERM)
+            for each in going:
+                each.ended(wait=True)
         return failed
 
 
@@ -147,27 +189,46 @@ def _unfinished(study: Study, runs: Sequence[Run], out: Path, table: Finished) -
     return todo
 
 
-def _run_one(study: Study, run: Run, out: Path, children: Children) -> int:
-    folder = out / run.name
-    if run.start and run.start_checkpoint and not (out / run.start_checkpoint).exists() and not children.stopping:
-        print(f"{run.name} failed: it goes on from {run.start_checkpoint}, which is not in {out}: launch "
-              f"{run.start[0].name} too", file=sys.stderr, flush=True)  # fmt: skip
-        return 1
-    log = folder / f"attempt-{len(attempts(folder)) + 1:02d}.log"
-    known = {"started": round(time.time(), 1)}
-    write_whole(log.with_suffix(".json"), json.dumps(known) + "\n")
-    with log.open("wb") as file:
-        process = children.start(command(study, run, out), file)
-        if process is None:
-            return 0
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = code = os.waitstatus_to_exitcode(status)
-    seconds, cpu = time.time() - known["started"], usage.ru_utime + usage.ru_stime
-    known |= {"exit": code, "wall_s": round(seconds, 1), "cpu_s": round(cpu, 1)}
-    write_whole(log.with_suffix(".json"), json.dumps(known) + "\n")
-    if children.stopping:
-        return 0
-    print(f"{run.name}: exit {code}, {known['wall_s']} s, {known['cpu_s']} s of CPU", flush=True)
-    if code:
-        print(f"{run.name} failed: {progress.cause(log)}\n  the whole log: {log}", file=sys.stderr, flush=True)
-    return int(code != 0)
+class _Running:
+    """A run's process and its record ``attempt-NN.json``: when it started, and how it ended at what cost."""
+
+    def __init__(self, run: Run, log: Path, process: subprocess.Popen[bytes], started: float) -> None:
+        self.run, self.log, self.process = run, log, process
+        self.known: dict[str, float] = {"started": round(started, 1)}
+        self._write()
+
+    @classmethod
+    def begin(cls, study: Study, run: Run, out: Path, lock: int) -> _Running | None:
+        """None, and said, where the checkpoint that it goes on from is not there."""
+        if run.start and run.start_checkpoint and not (out / run.start_checkpoint).exists():
+            where = f"{run.start_checkpoint}, which is not in {out}: launch {run.start[0].name} too"
+            print(f"{run.name} failed: it goes on from {where}", file=sys.stderr, flush=True)
+            return None
+        log, started = out / run.name / f"attempt-{len(attempts(out / run.name)) + 1:02d}.log", time.time()
+        with log.open("wb") as file:
+            words = command(study, run, out)
+            process = subprocess.Popen(
+                words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,)
+            )
+        return cls(run, log, process, started)
+
+    def ended(self, *, wait: bool = False) -> bool:
+        pid, status, usage = os.wait4(self.process.pid, 0 if wait else os.WNOHANG)
+        if pid:
+            self.process.returncode = code = os.waitstatus_to_exitcode(status)
+            self.known |= {"exit": code, "wall_s": round(time.time() - self.known["started"], 1)}
+            self.known["cpu_s"] = round(usage.ru_utime + usage.ru_stime, 1)
+            self._write()
+        return bool(pid)
+
+    def failed(self) -> bool:
+        """Whether it did; either is said."""
+        code = self.process.returncode
+        print(f"{self.run.name}: exit {code}, {self.known['wall_s']} s, {self.known['cpu_s']} s of CPU", flush=True)
+        if code:
+            cause = f"{progress.cause(self.log)}\n  the whole log: {self.log}"
+            print(f"{self.run.name} failed: {cause}", file=sys.stderr, flush=True)
+        return bool(code)
+
+    def _write(self) -> None:
+        files.write_whole(self.log.with_suffix(".json"), json.dumps(self.known) + "\n")

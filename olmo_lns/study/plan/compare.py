@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import os.path
+from pathlib import Path
 from typing import Any, Collection, Mapping, Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS, Arm, arm_named
 from olmo_lns.study.engines import ENGINES, Engine, Run
 
-__all__ = [
-    "arm_problems",
-    "compare_arms",
-    "compare_planned",
-    "differences",
-    "identity",
-    "init_problems",
-    "settings_of",
-    "start_of",
-]
+__all__ = ["arm_problems", "compare_arms", "compare_planned", "identity", "init_problems", "settings_of"]
 
 
 def settings_of(arm: Arm, engine: Engine) -> dict[str, Any]:
@@ -60,18 +52,14 @@ def init_problems(settings: Mapping[str, Any], engine: Engine, arm: str = "") ->
     return [f"{scheme.definition.label} with {found}"] if found else []
 
 
-def differences(
-    first: Mapping[str, Any], second: Mapping[str, Any], engine: Engine, *, rates: bool = False
+def _differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], engine: Engine, *, rates: bool
 ) -> list[tuple[str, Any, Any]]:
-    """Keys other than the arm's own, the data, names and folders in which two runs differ: ``(key, first, second)``.
-
-    :param rates: the learning rate may differ too.
-    """
+    """``(key, first, second)`` of all but the arm's own keys (``rates``: and the learning rate's), data and names."""
     own = engine.arm_keys | (set(engine.rate_keys) if rates else set())
     keys = sorted(key for key in {*first, *second} if not _aside(key, engine, own))
     found = [(engine.start[0], start_of(first, engine), start_of(second, engine))]
-    found += [(key, first.get(key), second.get(key)) for key in keys]
-    return [(key, one, other) for key, one, other in found if one != other]
+    return found + [(key, first.get(key), second.get(key)) for key in keys]
 
 
 def identity(settings: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
@@ -90,64 +78,46 @@ def start_of(settings: Mapping[str, Any], engine: Engine) -> str | None:
     A start inside the run's own folders is a restart, any other makes another run.
     """
     key, own = engine.start
-    start = settings.get(key)
-    if not start:
+    if not (start := settings.get(key)):
         return None
-    path = os.path.normpath(str(start))
-    folders = [os.path.normpath(str(settings[name])) for name in own if settings.get(name)]
-    return None if any(path == folder or path.startswith(folder + os.sep) for folder in folders) else str(start)
+    folders = [Path(os.path.normpath(str(settings[name]))) for name in own if settings.get(name)]
+    path = Path(os.path.normpath(str(start)))
+    return None if any(path.is_relative_to(folder) for folder in folders) else str(start)
 
 
 def compare_arms(runs: Sequence[Run], identities: Mapping[str, Mapping[str, Any]]) -> None:
     """Each run must be its arm, and the arms of one size and seed must differ in the arm's keys only.
 
+    :param identities: of the runs that are known, by name: ``settings``, ``data`` (None: not stamped), ``environment``.
     :raises LNSConfigError: the two runs, the key and both values.
     """
-    for run in runs:
-        if run.name in identities and (found := arm_problems(run.arm, identities[run.name]["settings"], run.engine)):
+    firsts: dict[tuple[str, int], Run] = {}
+    for run in (run for run in runs if run.name in identities):
+        if found := arm_problems(run.arm, identities[run.name]["settings"], run.engine):
             raise LNSConfigError(f"run {run.name} is not its arm: {found[0]}")
-    groups: dict[tuple[str, int], list[Run]] = {}
-    for run in runs:
-        if run.name in identities:
-            groups.setdefault((run.group, run.seed), []).append(run)
-    for first, *others in groups.values():
-        for other in others:
-            _compare(first, identities[first.name], other, identities[other.name])
+        first = firsts.setdefault((run.group, run.seed), run)
+        _compare(first, identities[first.name], run, identities[run.name])
 
 
 def compare_planned(planned: Sequence[Run]) -> None:
-    """:func:`compare_arms` before anything runs, on the settings that the configs give.
-
-    Runs of one size and arm differ in name and seed alone: arms that stand together under several seeds are loaded for
-    one of them.
-    """
-    together: dict[tuple[str, int], dict[str, Run]] = {}
-    for run in planned:
-        together.setdefault((run.group, run.seed), {})[run.arm] = run
-    compared: dict[str, list[set[str]]] = {}
-    for (size, _), runs in sorted(together.items(), key=lambda item: len(item[1]), reverse=True):
-        if any(set(runs) <= arms for arms in compared.setdefault(size, [])):
-            continue
-        compared[size].append(set(runs))
-        known = {run.name: {"settings": run.settings, "data": None, "environment": {}} for run in runs.values()}
-        compare_arms(planned, known)
+    """:func:`compare_arms` before anything runs, on the settings that the configs give."""
+    compare_arms(planned, {run.name: {"settings": run.settings, "data": None, "environment": {}} for run in planned})
 
 
 def _compare(first: Run, one: Mapping[str, Any], second: Run, other: Mapping[str, Any]) -> None:
     engine = first.engine
-    found = differences(one["settings"], other["settings"], engine, rates=(first.rate, second.rate) != (None, None))
-    for kind in ("data", "environment"):
-        # Without a stamp on both (runs started by hand) the paths must do for the data.
-        if kind == "data" and (one["data"] is None or other["data"] is None):
-            key = engine.data_key
-            pair = one["settings"].get(key), other["settings"].get(key)
-        else:
-            key, pair = kind, (one[kind], other[kind])
-        if pair[0] != pair[1]:
-            found.append((key, *pair))
-    if found:
-        key, here, there = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    found = _differences(one["settings"], other["settings"], engine, rates=(first.rate, second.rate) != (None, None))
+    # Without a stamp on both (runs started by hand) the paths must do for the data.
+    pair = (one["data"], other["data"])
+    if None in pair:
+        pair = (one["settings"].get(engine.data_key), other["settings"].get(engine.data_key))
+        key = engine.data_key
+    else:
+        key = "data"
+    found += [(key, *pair), ("environment", one["environment"], other["environment"])]
+    if different := [each for each in found if each[1] != each[2]]:
+        key, here, there = different[0]
+        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         raise LNSConfigError(
             f"{first.name} and {second.name} differ in more than the arm: {key} is {here!r} and {there!r}{more}; "
             "their losses cannot be compared"

@@ -6,9 +6,8 @@ import argparse
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Iterable, Sequence
 
-import yaml
 from rich.console import Console
 from rich.progress import track
 
@@ -18,7 +17,10 @@ from olmo_lns.study import pack
 from olmo_lns.study.arms import ARMS
 from olmo_lns.study.engines import ENGINES, Engine
 from olmo_lns.study.engines.shape import GPUS, Shape
+from olmo_lns.study.files import read
 from olmo_lns.study.plan.compare import arm_problems, compare_planned, init_problems
+from olmo_lns.study.plan.cost import check_batches
+from olmo_lns.study.plan.spec import Study
 
 __all__ = ["Checked", "check", "find", "main"]
 
@@ -33,7 +35,7 @@ class Checked:
     """One file. ``problems`` make the exit code 1, ``notes`` do not."""
 
     path: Path
-    kind: str
+    kind: str = "?"
     arm: str = "–"
     shape: Shape | None = None
     parameters: int = 0
@@ -64,87 +66,60 @@ def check(path: Path, *, gpus: int | None, gpu: str, budget: float | None) -> Ch
 
     :param gpus: of a run, which must divide the batch; None for an estimate on :data:`GPUS_OF_A_NODE`.
     """
+    result = Checked(path)
     try:
-        kind = _kind(path)
-        result = Checked(path, kind)
-        if kind in ELSEWHERE.values():
-            result.notes.append(f"a config of {kind}, which checks it itself: not looked at here")
-        elif kind == "study":
-            _study(result)
+        result.kind = _kind(path)
+        if result.kind in ELSEWHERE.values():
+            result.notes.append(f"a config of {result.kind}, which checks it itself: not looked at here")
+        elif result.kind == "study":
+            study = Study.load(path)
+            compare_planned(study.runs)
+            check_batches(study, study.runs)
+            result.notes.append(f"{len(study.runs)} runs: {', '.join(study.sizes)} × {', '.join(study.arms)}")
         else:
-            _config(result, ENGINES[kind], gpus, gpu)
-            _budget(result, budget)
+            _config(result, ENGINES[result.kind], gpus, gpu, budget)
     except LNSConfigError as error:
-        return Checked(path, "?", problems=[str(error).removeprefix(f"{path}: ")])
+        return Checked(path, problems=[str(error).removeprefix(f"{path}: ")])
     return result
 
 
 def _kind(path: Path) -> str:
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LNSConfigError(f"not YAML: {' '.join(str(error).split())}") from error
-    if isinstance(raw, dict):
-        keys = {**ELSEWHERE, **{engine.file_key: name for name, engine in ENGINES.items()}, "arms": "study"}
-        for key, kind in keys.items():
-            if key in raw:
-                return kind
-    known = ", ".join(f"{engine.title}'s config ({engine.file_key}:)" for engine in ENGINES.values())
-    raise LNSConfigError(f"of no known kind: expected {known} or a study (arms:)")
+    raw, known = read(path), {engine.file_key: name for name, engine in ENGINES.items()}
+    for key, kind in {**ELSEWHERE, **known, "arms": "study"}.items():
+        if key in raw:
+            return kind
+    titles = ", ".join(f"{ENGINES[name].title}'s config ({key}:)" for key, name in known.items())
+    raise LNSConfigError(f"of no known kind: expected {titles} or a study (arms:)")
 
 
-def _study(result: Checked) -> None:
-    from olmo_lns.study.plan.cost import check_batches
-    from olmo_lns.study.plan.spec import Study
-
-    study = Study.load(result.path)
-    compare_planned(study.runs)
-    check_batches(study, study.runs)
-    result.notes.append(f"{len(study.runs)} runs: {', '.join(study.sizes)} × {', '.join(study.arms)}")
-
-
-def _config(result: Checked, engine: Engine, given: int | None, gpu: str) -> None:
+def _config(result: Checked, engine: Engine, given: int | None, gpu: str, budget: float | None) -> None:
     gpus = given or GPUS_OF_A_NODE
     loaded = engine.load(result.path, {})
     settings = engine.settings(loaded)
     shape = result.shape = engine.shape(settings)
-    _arm(result, settings, engine)
-    result.parameters = engine.count(result.path, loaded)[0]
-    problems, notes = engine.problems(settings, gpus)
-    result.problems += problems
-    result.notes += notes
-    machine = engine.machine(settings)
-    if (memory := machine.memory(shape, gpus)) is not None:
-        result.memory = f"{memory / 1e9:.0f} GB {machine.strategy}"
-        if memory > GPUS[gpu].memory:
-            split = f" with {machine.split_by}, as the file has it (see its header for this GPU)," * bool(
-                machine.split_by
-            )
-            result.problems.append(f"estimated {memory / 1e9:.0f} GB on a GPU{split} is more than {gpu} has")
-    if given and (problem := machine.problem(shape, given, even=engine.even)):
-        result.problems.append(problem)
-
-
-def _arm(result: Checked, settings: dict[str, Any], engine: Engine) -> None:
-    """The arm is the part of the file's name after the size; a file named otherwise has none to check."""
-    _, _, name = result.path.stem.partition("-")
+    # The arm is the part of the file's name after the size; a file named otherwise has none to check.
+    name = result.path.stem.partition("-")[2]
     if name in ARMS:
         result.arm = name
         result.problems += arm_problems(name, settings, engine)
     elif not (scheme := engine.scheme(settings)).is_pre_ln:
         result.arm = f"({scheme})"
     result.problems += init_problems(settings, engine, name)
-
-
-def _budget(result: Checked, budget: float | None) -> None:
-    shape = result.shape
-    assert shape is not None
+    result.parameters = engine.count(result.path, loaded)[0]
+    problems, result.notes = engine.problems(settings, gpus)
+    result.problems += problems
+    machine = engine.machine(settings)
+    if (memory := machine.memory(shape, gpus)) is not None:
+        result.memory = f"{memory / 1e9:.0f} GB {machine.strategy}"
+        if memory > GPUS[gpu].memory:
+            by = machine.split_by
+            split = f" with {by}, as the file has it (see its header for this GPU)," if by else ""
+            result.problems.append(f"estimated {memory / 1e9:.0f} GB on a GPU{split} is more than {gpu} has")
+    if given and (problem := machine.problem(shape, given, even=engine.even)):
+        result.problems.append(problem)
     if shape.warmup >= shape.steps:
         result.problems.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: it never ends")
-    if budget is None:
-        return
-    fewest = -(-int(budget) // shape.tokens_per_step)
-    if shape.steps != fewest:
+    if budget is not None and shape.steps != (fewest := -(-int(budget) // shape.tokens_per_step)):
         result.problems.append(
             f"{shape.steps} steps of {shape.tokens_per_step:,} tokens: expected {fewest}, the fewest for {budget:.3g}"
         )
@@ -190,24 +165,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_all(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
-    files: Iterable[Path] = find(args.paths)
+    paths: Iterable[Path] = find(args.paths)
     if console.is_terminal:  # elsewhere rich ends even a disabled bar with an empty line
-        files = track(files, "checking", console=console, transient=True)
-    results = [check(path, gpus=args.gpus, gpu=args.gpu, budget=args.budget) for path in files]
-    head = [
-        "file",
-        "kind",
-        "arm",
-        "parameters",
-        "tokens",
-        "steps",
-        "warm-up",
-        f"1 of {args.gpus or GPUS_OF_A_NODE} GPUs (est.)",
-        "check",
-    ]
-    table = [head, *map(_row, results)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
+        paths = track(paths, "checking", console=console, transient=True)
+    results = [check(path, gpus=args.gpus, gpu=args.gpu, budget=args.budget) for path in paths]
+    head = ["file", "kind", "arm", "parameters", "tokens", "steps", "warm-up"]
+    rows = [[*head, f"1 of {args.gpus or GPUS_OF_A_NODE} GPUs (est.)", "check"], *map(_row, results)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     for result in results:
         for text in result.problems:

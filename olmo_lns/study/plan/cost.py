@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import textwrap
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS
@@ -18,7 +18,6 @@ from olmo_lns.study.plan.spec import Run, Study
 __all__ = [
     "GPU",
     "UTILISATION",
-    "Row",
     "check_batches",
     "duration",
     "planned_hours",
@@ -32,44 +31,16 @@ __all__ = [
 GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
 
 
-@dataclass(frozen=True)
-class Row:
-    """:param flops: 6 N D plus attention (:attr:`Shape.flops`).
-
-    :param flops_counted: by the framework's own counter, None where it has none. GPU-hours are of ``flops``.
-    :param days: of the run on its GPUs. :param memory_gb: of each, estimated; None where nothing is known of it.
-    :param checkpoint_gb: one checkpoint with optimizer state.
-    """
-
-    run: str
-    size: str
-    arm: str
-    seed: int
-    parameters: int
-    steps: int
-    tokens: int
-    warmup_share: float
-    flops: float
-    flops_counted: float | None
-    hours_a100: float
-    hours_h100: float
-    hours_h200: float
-    gpus: int
-    days: float
-    memory_gb: float | None
-    checkpoint_gb: float
-
-    def hours(self, gpu: str) -> float:
-        return float(getattr(self, f"hours_{gpu.lower()}"))
-
-
 def _gpu_hours(run: Run, gpu: str, mfu: float) -> float:
-    share = 1 - run.first_step / run.shape.steps  # a branch makes its own steps only
-    return share * run.shape.flops / (GPUS[gpu].peak * mfu) / 3600
+    return run.own_share * run.shape.flops / (GPUS[gpu].peak * mfu) / 3600
 
 
-def rows(study: Study, mfu: float = UTILISATION, *, gpu: str = GPU, gpus: int | None = None) -> list[Row]:
-    """One row per run.
+def rows(study: Study, mfu: float = UTILISATION, *, gpu: str = GPU, gpus: int | None = None) -> list[dict[str, Any]]:
+    """A mapping for each run, the columns of :func:`write_csv`.
+
+    ``flops`` is 6 N D plus attention (:attr:`Shape.flops`), of which the hours are; ``flops_counted`` is by the
+    framework's own counter, None where it has none. ``days`` is of the run on its GPUs, ``memory_gb`` of each of them,
+    estimated, None where nothing is known of it; ``checkpoint_gb`` is one checkpoint with optimizer state.
 
     :param mfu: model FLOPs utilisation, 0…1. :param gpus: of a run, instead of the description's.
     :raises LNSConfigError: the arms differ in more than the arm, or the GPUs do not divide a batch.
@@ -81,63 +52,59 @@ def rows(study: Study, mfu: float = UTILISATION, *, gpu: str = GPU, gpus: int | 
 
 def check_batches(study: Study, runs: Sequence[Run], gpus: int | None = None) -> None:
     """:raises LNSConfigError: a run whose GPUs do not divide its batch."""
-    for run in {run.size: run for run in reversed(runs)}.values():  # arms of a size differ in the arm alone
+    for run in runs:
         machine = run.engine.machine(run.settings)
         if problem := machine.problem(run.shape, gpus or study.gpus(run), even=run.engine.even):
             raise LNSConfigError(f"run {run.name}: {problem}")
 
 
-def _row(run: Run, mfu: float, gpu: str, gpus: int) -> Row:
+def _row(run: Run, mfu: float, gpu: str, gpus: int) -> dict[str, Any]:
     shape = run.shape
     parameters, per_token = run.engine.count(run.config, run.loaded)
-    share = 1 - run.first_step / shape.steps
     memory = run.engine.machine(run.settings).memory(shape, gpus)
-    return Row(
-        run=run.name,
-        size=run.size,
-        arm=run.arm,
-        seed=run.seed,
-        parameters=parameters,
-        steps=shape.steps,
-        tokens=shape.tokens,
-        warmup_share=shape.warmup / shape.steps,
-        flops=share * shape.flops,
-        flops_counted=None if per_token is None else share * per_token * shape.tokens,
-        hours_a100=_gpu_hours(run, "A100", mfu),
-        hours_h100=_gpu_hours(run, "H100", mfu),
-        hours_h200=_gpu_hours(run, "H200", mfu),
-        gpus=gpus,
-        days=_gpu_hours(run, gpu, mfu) / gpus / 24,
-        memory_gb=None if memory is None else memory / 1e9,
-        checkpoint_gb=shape.checkpoint_bytes / 1e9,
-    )
+    return {
+        "run": run.name,
+        "size": run.size,
+        "arm": run.arm,
+        "seed": run.seed,
+        "parameters": parameters,
+        "steps": shape.steps,
+        "tokens": shape.tokens,
+        "warmup_share": shape.warmup / shape.steps,
+        "flops": run.own_share * shape.flops,
+        "flops_counted": None if per_token is None else run.own_share * per_token * shape.tokens,
+        **{f"hours_{name.lower()}": _gpu_hours(run, name, mfu) for name in GPUS},
+        "gpus": gpus,
+        "days": _gpu_hours(run, gpu, mfu) / gpus / 24,
+        "memory_gb": None if memory is None else memory / 1e9,
+        "checkpoint_gb": shape.checkpoint_bytes / 1e9,
+    }
 
 
-def table(planned: Sequence[Row], mfu: float, gpu: str) -> str:
+def table(planned: Sequence[dict[str, Any]], mfu: float, gpu: str) -> str:
     """One line per size, in 80 columns where its name is short; and the study's totals."""
-    width = max(len(row.size) for row in planned)
-    lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run GB/GPU checkpoint"]
-    for size in dict.fromkeys(row.size for row in planned):
-        mine = [row for row in planned if row.size == size]
+    width, hours = max(len(row["size"]) for row in planned), f"hours_{gpu.lower()}"
+    lines, full = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run GB/GPU checkpoint"], []
+    for size in dict.fromkeys(row["size"] for row in planned):
+        mine = [row for row in planned if row["size"] == size]
         row = mine[0]
-        memory = "–" if row.memory_gb is None else f"{row.memory_gb:.0f}"
+        memory = "–" if row["memory_gb"] is None else f"{row['memory_gb']:.0f}"
         lines.append(
-            f"{size:<{width}} {len(mine):>4} {_short(row.parameters):>6} {_short(row.tokens):>6} {row.steps:>7,} "
-            f"{_hours(row.hours(gpu)):>7} {row.gpus:>4} {duration(86400 * row.days):>9} {memory:>6} "
-            f"{row.checkpoint_gb:>7.3g} GB"
+            f"{size:<{width}} {len(mine):>4} {_short(row['parameters']):>6} {_short(row['tokens']):>6} "
+            f"{row['steps']:>7,} {_hours(row[hours]):>7} {row['gpus']:>4} {duration(86400 * row['days']):>9} "
+            f"{memory:>6} {row['checkpoint_gb']:>7.3g} GB"
         )
-    arms = ", ".join(ARMS[arm].label for arm in dict.fromkeys(row.arm for row in planned))
-    hours = " or ".join(f"{_hours(sum(row.hours(name) for row in planned))} {name}" for name in ("A100", "H100"))
-    days, disk = duration(86400 * sum(row.days for row in planned)), sum(row.checkpoint_gb for row in planned)
+        if (row["memory_gb"] or 0) * 1e9 > GPUS[gpu].memory:
+            full.append(f"{size}: {memory} GB by the estimate, more than {gpu} has")
+    total = {
+        key: sum(row[key] for row in planned) for key in ("flops", "hours_a100", "hours_h100", "days", "checkpoint_gb")
+    }
+    arms = ", ".join(ARMS[arm].label for arm in dict.fromkeys(row["arm"] for row in planned))
     text = (
-        f"All {len(planned)} runs ({arms}): {sum(row.flops for row in planned):.2e} FLOPs, {hours} hours; one after "
-        f"the other {days} on {gpu}s; {disk:,.4g} GB for one checkpoint of each. Estimates at {mfu:.0%} of the dense "
-        "bf16 peak, without evaluation, checkpoints and queues."
-    )
-    full = dict.fromkeys(
-        f"{row.size}: {row.memory_gb:.0f} GB by the estimate, more than {gpu} has"
-        for row in planned
-        if row.memory_gb is not None and row.memory_gb * 1e9 > GPUS[gpu].memory
+        f"All {len(planned)} runs ({arms}): {total['flops']:.2e} FLOPs, {_hours(total['hours_a100'])} A100 or "
+        f"{_hours(total['hours_h100'])} H100 hours; one after the other {duration(86400 * total['days'])} on {gpu}s; "
+        f"{total['checkpoint_gb']:,.4g} GB for one checkpoint of each. Estimates at {mfu:.0%} of the dense bf16 peak, "
+        "without evaluation, checkpoints and queues."
     )
     return "\n".join([*lines, "", textwrap.fill(text, 80), *full])
 
@@ -161,11 +128,11 @@ def _hours(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def write_csv(planned: Sequence[Row], path: Path) -> None:
+def write_csv(planned: Sequence[dict[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(planned[0])))
+        writer = csv.DictWriter(file, list(planned[0]))
         writer.writeheader()
-        writer.writerows(asdict(row) for row in planned)
+        writer.writerows(planned)
 
 
 def planned_hours(study: Study, run: Run, gpu: str = GPU, mfu: float = UTILISATION, gpus: int | None = None) -> float:
@@ -175,7 +142,7 @@ def planned_hours(study: Study, run: Run, gpu: str = GPU, mfu: float = UTILISATI
 
 def time_note(size: str, hours: float, time: object, gpu: str = GPU) -> str | None:
     """What to know where ``--time`` is shorter than a run; None where it is not."""
-    given = _hours_of(time)
+    given = _hours_of(str(time))
     if given >= hours:
         return None
     jobs = f"about {math.ceil(hours / given)} jobs one after the other" if given else "no time at all"
@@ -185,15 +152,14 @@ def time_note(size: str, hours: float, time: object, gpu: str = GPU) -> str | No
     )
 
 
-def _hours_of(time: object) -> float:
+def _hours_of(time: str) -> float:
     """Slurm's ``--time``: ``minutes[:seconds]``, ``hours:minutes:seconds`` or ``days-hours[:minutes[:seconds]]``.
 
     Infinite for what is none of these, such as ``UNLIMITED``.
     """
-    days, _, rest = str(time).rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         return math.inf
-    numbers = [*map(float, parts), 0.0, 0.0]
-    hours, minutes, seconds = numbers[:3] if days or len(parts) == 3 else (0.0, *numbers[:2])
+    days, _, rest = time.rpartition("-")
+    numbers = [*map(float, rest.split(":")), 0.0, 0.0]
+    hours, minutes, seconds = numbers[:3] if days or time.count(":") == 2 else (0.0, *numbers[:2])
     return 24 * float(days or 0) + hours + minutes / 60 + seconds / 3600

@@ -9,9 +9,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
-import yaml
-
-from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, BASELINE, arm_named
 from olmo_lns.study.engines import Engine, Run, engine_named
 from olmo_lns.study.pack import folder, located
@@ -120,16 +119,9 @@ class Study:
         :param path: a file, or a description of the pack by its name: ``paper``.
         :raises LNSConfigError: no such file, no YAML, an unknown key, arm, size or framework, or an unfit value.
         """
-        path = located(path, "study")
-        try:
-            raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise LNSConfigError(f"{path}: not YAML: {one_line(error)}") from error
-        needed = {key for key, (*_, default) in description.KEYS.items() if default is description.NEEDED}
-        if not isinstance(raw, dict) or not needed <= set(raw):
-            raise LNSConfigError(f"{path}: a study description needs {', '.join(sorted(needed))}")
+        raw = files.read(path := located(path, "study"))
         description.check(raw, path)
-        options = dict(raw.get("launch", {}))
+        options = raw.get("launch", {})
         launch = Launch(**options | {"args": tuple(map(str, options.get("args", ())))})
         try:
             engine = engine_named(raw.get("framework", "olmo"))
@@ -145,27 +137,27 @@ class Study:
 
 def _runs(raw: Mapping[str, Any], path: Path, engine: Engine) -> Iterable[Run]:
     """Size by size, smallest first as listed, the arms of a seed together: a study cut short still compares arms."""
-    sizes = _table(raw["sizes"])
+    sizes, horizons = _table(raw["sizes"]), _horizons(raw)
     arms = {arm_named(name).name: own for name, own in _table(raw["arms"]).items()}
-    only = {
-        size: [arm_named(str(name)).name for name in listed] for size, listed in _by_size(raw, "only", sizes).items()
-    }
-    more, horizons = _by_size(raw, "more_seeds", sizes), _horizons(raw)
-    rates = raw.get("rates", {})
-    by_size = isinstance(rates, Mapping) and any(str(name) in sizes for name in rates)
-    rates_of = _by_size(raw, "rates", sizes) if by_size else dict.fromkeys(sizes, rates)
+    rates = raw.get("rates") or {}
+    by_size = isinstance(rates, Mapping) and set(map(str, rates)) & set(sizes)
+    of_sizes = {"rates": rates if by_size else dict.fromkeys(sizes, rates)}
+    for key in ("only", "more_seeds", "rates"):
+        values = of_sizes.setdefault(key, raw.get(key, {}))
+        _known(key, values, sizes, "sizes")
+        of_sizes[key] = {str(size): value for size, value in values.items()}
     for size, own in sizes.items():
         if not re.fullmatch(r"[A-Za-z0-9._]+", size):
             raise LNSConfigError(f"size {size!r}: letters, digits, '.' and '_' only (it names folders)")
-        here = _known("only", only.get(size, arms), arms, "arms")
-        seeds = _by_arm(more.get(size, []), arms, "more_seeds")
-        wanted = {arm: [*raw.get("seeds", [engine.default_seed]), *seeds.get(arm, [])] for arm in arms if arm in here}
-        if any(len(set(found)) != len(found) for found in wanted.values()):
+        here = _known("only", [arm_named(str(a)).name for a in of_sizes["only"].get(size, arms)], arms, "arms")
+        more = _by_arm(of_sizes["more_seeds"].get(size, []), arms, "more_seeds")
+        tried = _by_arm(of_sizes["rates"].get(size) or {}, arms, "rates")
+        seeds = {a: [*raw.get("seeds", [engine.default_seed]), *more.get(a, [])] for a in arms if a in here}
+        if any(len(set(found)) != len(found) for found in seeds.values()):
             raise LNSConfigError("a seed is listed twice for one size")
-        tried = _by_arm(rates_of.get(size) or {}, arms, "rates")
-        for seed in dict.fromkeys(chain.from_iterable(wanted.values())):
-            for arm in (arm for arm in wanted if seed in wanted[arm]):
-                for rate in tried.get(arm, [None]):
+        for seed in dict.fromkeys(chain.from_iterable(seeds.values())):
+            for arm in (arm for arm in seeds if seed in seeds[arm]):
+                for rate in tried.get(arm) or [None]:
                     run = _run(path, str(raw["config"]), engine, size, arm, seed, {**own, **arms[arm]}, rate)
                     yield from [run] if horizons is None else horizons.runs(run)
 
@@ -175,11 +167,6 @@ def _known(key: str, names: Iterable[Any], known: Iterable[str], what: str) -> l
     if unknown := sorted(set(found) - set(known)):
         raise LNSConfigError(f"{key} names {', '.join(unknown)}, which is not among the {what}: {', '.join(known)}")
     return found
-
-
-def _by_size(raw: Mapping[str, Any], key: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    _known(key, raw.get(key, {}), sizes, "sizes")
-    return {str(size): value for size, value in raw.get(key, {}).items()}
 
 
 def _by_arm(value: Any, arms: Mapping[str, Any], key: str) -> dict[str, Any]:

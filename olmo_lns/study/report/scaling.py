@@ -3,22 +3,94 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import pandas as pd
+from scipy import stats
 
 from olmo_lns.study.arms import ARMS, BASELINE
 from olmo_lns.study.collect.results import COMPLETE, Result
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.plan.description import published
 from olmo_lns.study.plan.spec import Study
-from olmo_lns.study.report.fit import best, complete, difference, power_law, saved_parameters, summary
 
 __all__ = ["beside", "figure", "markdown", "write"]
 
-#: Above this many arms a report has a line for each.
-MANY_ARMS = 6
+
+def complete(study: Study, results: Sequence[Result]) -> pd.DataFrame:
+    """The complete runs, a row each. ``group`` is the size without its rate; ``rate`` is NaN where none is tried."""
+    runs = {run.name: run for run in study.runs}
+    found = pd.DataFrame([asdict(result) for result in results], columns=[field.name for field in fields(Result)])
+    found = found.assign(
+        group=[runs[name].group for name in found.run],
+        rate=pd.Series([runs[name].rate for name in found.run], index=found.index, dtype="float64"),
+    )
+    return found[(found.status == COMPLETE) & found.loss.notna()].astype({"loss": float, "heldout": float})
+
+
+def best(found: pd.DataFrame) -> pd.DataFrame:
+    """Of each size and arm the runs at the rate whose mean loss is lowest."""
+    mean = found.groupby(["group", "arm", "size"]).loss.transform("mean")
+    return found[mean == mean.groupby([found.group, found.arm]).transform("min")]
+
+
+def summary(found: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
+    """By size, smallest first: ``parameters``, ``seeds``, ``mean``, ``std`` (n - 1; NaN for one seed) and ``rate``."""
+    mine = found[(found.arm == arm) & found[column].notna()].groupby("group", sort=False)
+    table = mine.agg(
+        parameters=("parameters", "first"),
+        seeds=(column, "size"),
+        mean=(column, "mean"),
+        std=(column, "std"),
+        rate=("rate", "first"),
+    )
+    return table.sort_values("parameters")
+
+
+def difference(found: pd.DataFrame, group: str, arm: str, base: str = BASELINE) -> pd.Series:
+    """``loss(arm) - loss(base)`` of each seed that both have."""
+    by = found[found.group == group].pivot_table(index="seed", columns="arm", values="loss")
+    return (by[arm] - by[base]).dropna() if {arm, base} <= set(by) else pd.Series(dtype=float)
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """``loss = scale * parameters ** -alpha``. :param error: standard error of alpha, None where it cannot be known.
+
+    :param points: sizes fitted; two points define the line exactly and say nothing of its error.
+    """
+
+    scale: float
+    alpha: float
+    error: float | None
+    points: int
+
+    def __call__(self, parameters: float) -> float:
+        return float(self.scale * parameters**-self.alpha)
+
+
+def power_law(points: pd.DataFrame) -> PowerLaw | None:
+    """Least squares of log loss on log parameters, each size once. None for fewer than two sizes."""
+    if len(points) < 2:
+        return None
+    line = stats.linregress(*(points[name].map(math.log) for name in ("parameters", "mean")))
+    error = float(line.stderr) if len(points) > 2 else None
+    return PowerLaw(math.exp(line.intercept), float(-line.slope), error, len(points))
+
+
+def saved_parameters(arm: pd.DataFrame, base: pd.DataFrame) -> tuple[float, float, bool] | None:
+    """``(N, needed, outside)``: the largest size of ``base``, and how many parameters ``arm`` needs for its loss.
+
+    Both by their power laws; ``outside`` says that ``needed`` lies outside the sizes of ``arm``. None without two fits.
+    """
+    law, other = power_law(arm), power_law(base)
+    if law is None or other is None or law.alpha <= 0:
+        return None
+    size = float(base.parameters.max())
+    needed = (law.scale / other(size)) ** (1 / law.alpha)
+    return size, needed, not arm.parameters.min() <= needed <= arm.parameters.max()
 
 
 def write(study: Study, results: Sequence[Result], out: Path) -> list[Path]:
@@ -32,30 +104,41 @@ def write(study: Study, results: Sequence[Result], out: Path) -> list[Path]:
 
 def markdown(study: Study, results: Sequence[Result], image: str | None) -> str:
     """The report; every number is of ``results``, the papers' are labelled."""
-    found = complete(study, results)
+    every = complete(study, results)
+    found = best(every)
     parts = [
         f"# Scaling study `{study.name}`",
-        f"{len(found)} of {len(results)} runs complete. A run's loss is the mean training loss (nats per token) over "
+        f"{len(every)} of {len(results)} runs complete. A run's loss is the mean training loss (nats per token) over "
         f"the last {study.final_fraction:.0%} of its steps; ± is the standard deviation over seeds, given only where "
         "there are two or more. Arms of one size and seed saw the same batches in the same order; `study collect` "
         "checked that their settings and data differ in nothing but the arm.",
     ]
     if image:
         parts.append(f"![loss against parameters]({image})")
-    parts += ["## Loss", _losses(study, results, best(found))]
-    if found.rate.notna().any():
-        parts += ["## Every rate", _rates(study, found)]
-    parts += ["## Power law", _fits(study, best(found))]
+    parts += ["## Loss", _losses(study, results, found)]
+    if every.rate.notna().any():
+        parts += ["## Every rate", _rates(study, every)]
+    parts += ["## Power law", _fits(study, found)]
     if found.heldout.notna().any():
         note = "Of held-out text after the last step, per token with a label (padding counts for nothing)."
-        parts += ["## Perplexity", f"{_perplexities(study, best(found))}\n\n{note}"]
-    parts += ["## Runs", _runs(results), "## The paper", beside(study, results) if study.published else _paper()]
+        parts += [
+            "## Perplexity",
+            _by_arm(study, study.groups, lambda group, arm: _perplexity(found, group, arm)),
+            note,
+        ]
+    parts += ["## Runs", _runs(results), *(["## The paper", beside(study, results)] if study.published else [])]
     return "\n\n".join(parts) + "\n"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _by_arm(study: Study, columns: Sequence[str], cell: Callable[[str, str], str]) -> str:
+    """A line for each arm, a column for each size, by its name."""
+    rows = [[ARMS[arm].label, *(cell(column.split(" ")[0], arm) for column in columns)] for arm in study.arms]
+    return _table([["arm", *columns], *rows])
 
 
 def _number(values: pd.Series, digits: int = 4, sign: str = "") -> str:
@@ -72,41 +155,27 @@ def _of(found: pd.DataFrame, group: str, arm: str) -> pd.DataFrame:
 
 
 def _losses(study: Study, results: Sequence[Result], found: pd.DataFrame) -> str:
-    """A row for each size, or for each arm where there are too many for one line."""
-    base = ARMS[BASELINE].label
-    others = [arm for arm in study.arms if arm != BASELINE] if BASELINE in study.arms else []
+    """A line for each arm: its loss, and its difference to the baseline."""
 
-    def loss(group: str, arm: str) -> str:
+    def cell(group: str, arm: str) -> str:
         mine = _of(found, group, arm)
         if not len(mine):
             return _unfinished(study, results, group, arm)
-        return _number(mine.loss) + (f" at {mine.rate.iloc[0]:g}" if mine.rate.notna().any() else "")
+        text = _number(mine.loss) + (f" at {mine.rate.iloc[0]:g}" if mine.rate.notna().any() else "")
+        gap = difference(found, group, arm) if arm != BASELINE else ()
+        return f"{text}; {_number(gap, sign='+')}" if len(gap) else text
 
-    def gap(group: str, arm: str) -> str:
-        return _number(difference(found, group, arm), sign="+") if arm in others else "–"
-
-    if len(study.arms) > MANY_ARMS:
-        rows = [["arm", *(text for group in study.groups for text in (group, f"{group} − {base}"))]]
-        for arm in study.arms:
-            pairs = (text for group in study.groups for text in (loss(group, arm), gap(group, arm)))
-            rows.append([ARMS[arm].label, *pairs])
-    else:
-        labels = [*(ARMS[arm].label for arm in study.arms), *(f"{ARMS[arm].label} − {base}" for arm in others)]
-        rows = [["size", "parameters", *labels]]
-        parameters = {run.group: run.shape.parameters for run in study.runs}
-        for group in study.groups:
-            cells = [*(loss(group, arm) for arm in study.arms), *(gap(group, arm) for arm in others)]
-            rows.append([group, f"{parameters[group]:,}", *cells])
-    note = f"Differences are paired by seed. Negative: lower loss than {base}."
-    if several := [ARMS[arm].label for arm in others if not ARMS[arm].isolates]:
+    parameters = {run.group: run.shape.parameters for run in study.runs}
+    note = f"Per size the loss, and after the semicolon its difference to {ARMS[BASELINE].label}, paired by seed: "
+    note += "negative is lower."
+    if several := [ARMS[arm].label for arm in study.arms if not ARMS[arm].isolates]:
         note += f" Changing more than one thing, and so beside the others: {'; '.join(several)}."
     if found.rate.notna().any():
-        note += (
-            " Each arm is at the best of its learning rates, chosen by the same losses, which flatters each a little."
-        )
+        note += " Each arm is at the best of its learning rates, chosen by these losses, which flatters each a little."
     if any(result.status != COMPLETE for result in results):
         note += " Runs that did not finish take no part in any number."
-    return f"{_table(rows)}\n\n{note}"
+    columns = [f"{group} ({parameters[group]:,})" for group in study.groups]
+    return f"{_by_arm(study, columns, cell)}\n\n{note}"
 
 
 def _unfinished(study: Study, results: Sequence[Result], group: str, arm: str) -> str:
@@ -136,28 +205,22 @@ def _fits(study: Study, found: pd.DataFrame) -> str:
         if law is None:
             text = "fewer than two sizes are complete: no fit."
         elif law.error is None:
-            text = (
-                f"α = {law.alpha:.4f}, A = {law.scale:.3f}, the line through two points: no uncertainty can be given."
-            )
+            text = f"α = {law.alpha:.4f}, A = {law.scale:.3f}, through two points: no uncertainty can be given."
         else:
             freedom = f"{law.points - 2} degree{'s' if law.points > 3 else ''} of freedom"
             error = f"{law.error:.4f} (standard error, {law.points} sizes, {freedom})"
             text = f"α = {law.alpha:.4f} ± {error}, A = {law.scale:.3f}."
         lines.append(f"- {ARMS[arm].label}: {text}")
-    for arm in study.arms:
-        if (
-            arm == BASELINE
-            or BASELINE not in points
-            or (saved := saved_parameters(points[arm], points[BASELINE])) is None
-        ):
-            continue
-        size, needed, outside = saved
-        words = f"{abs(1 - needed / size):.0%} {'fewer' if needed <= size else 'more'}"
-        words += " (outside the sizes that were trained)." if outside else "."
-        lines.append(
-            f"- Parameters saved at equal loss, by these fits: {ARMS[arm].label} needs {needed:.3g} for the loss of "
-            f"{ARMS[BASELINE].label} at {size:.3g}: {words}"
-        )
+    base = points.get(BASELINE, found[:0])
+    for arm in (arm for arm in study.arms if arm != BASELINE):
+        if saved := saved_parameters(points[arm], base):
+            size, needed, outside = saved
+            words = f"{abs(1 - needed / size):.0%} {'fewer' if needed <= size else 'more'}"
+            words += " (outside the sizes that were trained)." if outside else "."
+            lines.append(
+                f"- Parameters saved at equal loss, by these fits: {ARMS[arm].label} needs {needed:.3g} for the loss "
+                f"of {ARMS[BASELINE].label} at {size:.3g}: {words}"
+            )
     return "\n".join(lines)
 
 
@@ -168,12 +231,6 @@ def _perplexity(found: pd.DataFrame, group: str, arm: str) -> str:
         return "–"
     spread = f" ± {losses.map(math.exp).std():.2f} ({len(losses)} seeds)" if len(losses) > 1 else ""
     return f"{math.exp(losses.mean()):.2f}{spread}"
-
-
-def _perplexities(study: Study, found: pd.DataFrame) -> str:
-    """Sizes down and arms across."""
-    rows = [["size", *(ARMS[arm].label for arm in study.arms)]]
-    return _table(rows + [[g, *(_perplexity(found, g, arm) for arm in study.arms)] for g in study.groups])
 
 
 def _runs(results: Sequence[Result]) -> str:
@@ -210,15 +267,6 @@ def beside(study: Study, results: Sequence[Result]) -> str:
     notes = [text for note in table["notes"] for text in ([note] if isinstance(note, str) else note)]
     head = f"{table['title']} ({table['measure']}), as published and not ours:"
     return "\n".join([head, "", _table(rows), "", *(f"- {note}" for note in notes)])
-
-
-def _paper() -> str:
-    rows = [["", ARMS["preln"].label, "LNS"]]
-    rows += [[point["label"], f"{point['preln']:g}", f"{point['lns']:g}"] for point in published()["points"]]
-    return (
-        "Final training loss after 20B tokens, as published (arXiv 2502.05795); not ours:\n\n" + _table(rows) + "\n\n"
-        "Levels are comparable only for one corpus and tokenizer; the difference between arms is what to compare."
-    )
 
 
 def figure(study: Study, results: Sequence[Result], path: Path) -> bool:

@@ -20,8 +20,9 @@ import yaml
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
-from olmo_lns.study.collect import gather as collect
 from olmo_lns.study.collect import logs
+from olmo_lns.study.collect.gather import collect
+from olmo_lns.study.collect.results import read_results
 from olmo_lns.study.launch import slurm
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.plan import compare
@@ -46,8 +47,8 @@ def test_the_shipped_descriptions():
     assert len(paper.runs) == 10 and all(run.config.is_file() for run in paper.runs)
     compare.compare_planned(paper.runs)
     (row,) = plan.rows(Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml"), 0.4)[:1]
-    assert row.parameters == Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml").runs[0].shape.parameters
-    assert row.steps == 600 and row.flops_counted
+    assert row["parameters"] == Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml").runs[0].shape.parameters
+    assert row["steps"] == 600 and row["flops_counted"]
 
 
 def test_command(tmp_path, monkeypatch):
@@ -121,7 +122,7 @@ def test_launched_killed_continued_and_reported(micro, tmp_path):
     process.wait()
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = {row.arm: row for row in collect.read_results(out / "results.csv")}
+    rows = {row.arm: row for row in read_results(out / "results.csv")}
     assert {arm: (row.status, row.step, row.points) for arm, row in rows.items()} == dict.fromkeys(
         ("preln", "lns"), ("complete", 12, 6)
     )
@@ -136,4 +137,4 @@ def test_launched_killed_continued_and_reported(micro, tmp_path):
     text["model"]["block"]["exponent"] = 0.25
     config.write_text(json.dumps(text))
     with pytest.raises(LNSConfigError, match="run s-lns-s1 is not its arm: model.block.scheme="):
-        collect.collect(Study.load(micro), out)
+        collect(Study.load(micro), out)

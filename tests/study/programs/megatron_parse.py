@@ -1,15 +1,20 @@
-"""Parse config files with a real Megatron-LM and count its model's parameters; one JSON object on the last line.
+"""A real Megatron-LM's own parser and validation, as on an A100 and an H100, with MEGATRON_LM_SRC set.
 
-Run in a process of its own with MEGATRON_LM_SRC set: ``python megatron_parse.py FILE…``.
+``python megatron_parse.py FILE…`` parses config files and counts the parameters of the models: one JSON object at the end.
+``python -m olmo_lns megatron_parse.py --lns-config FILE`` is a training script's start: one JSON object a GPU.
+``python megatron_parse.py check FILE…`` is ``olmo-lns config check``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.util
 import io
 import json
 import os
 import sys
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -21,8 +26,32 @@ import typing_extensions
 if not hasattr(typing, "override"):  # Megatron from 0.18 on declares Python 3.12
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
+
+class Module(types.ModuleType):
+    __version__ = "3.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda *_, **__: None}) if name[0].isupper() else mock.MagicMock()
+
+
+class Triton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for triton, which Megatron imports from 0.16 on for kernels that no parser runs."""
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        return importlib.util.spec_from_loader(name, self, is_package=True) if name.split(".")[0] == "triton" else None
+
+    def create_module(self, spec: Any) -> Any:
+        return Module(spec.name)
+
+    def exec_module(self, module: Any) -> None: ...
+
+
+if importlib.util.find_spec("triton") is None:
+    sys.meta_path.append(Triton())
 os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0")  # torchrun's
-os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+GPUS = {"A100": types.SimpleNamespace(major=8, minor=0), "H100": types.SimpleNamespace(major=9, minor=0)}
 KEYS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size",
     "lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "adam_beta1", "adam_beta2", "adam_eps",
@@ -82,20 +111,36 @@ def parameters(args: Any, vocabulary: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def main(files: list[str]) -> None:
-    from olmo_lns.integrations.megatron.settings import variables
-    from olmo_lns.study.engines.megatron_args import parse, read, to_flags
+def parsed(flags: list[str]) -> dict[str, Any]:
+    from olmo_lns.study.engines.megatron_args import parse
 
     found = {}
+    for name, gpu in GPUS.items():
+        with (
+            mock.patch.object(torch.cuda, "get_device_properties", lambda device=None, gpu=gpu: gpu),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            found[name] = parse(flags)
+    return found
+
+
+def start(flags: list[str]) -> None:
+    for name, args in parsed(flags).items():
+        found = {key: getattr(args, key) for key in ("tensor_model_parallel_size", "sequence_parallel", "eval_iters")}
+        print(json.dumps({"gpu": name, "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), **found}))
+
+
+def main(files: list[str]) -> None:
+    from olmo_lns.integrations.megatron.settings import variables
+    from olmo_lns.study.engines.megatron_args import read, to_flags
+
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    found = {}
     with contextlib.redirect_stdout(io.StringIO()):
-        for name in files:
-            path = Path(name)
+        for path in map(Path, files):
             flags = to_flags(read(path), placeholder=True)
             with mock.patch.dict(os.environ, variables(flags)):
-                for major in (8, 9):  # A100, H100
-                    gpu = type("Gpu", (), {"major": major, "minor": 0})()
-                    with mock.patch.object(torch.cuda, "get_device_properties", lambda device=None, gpu=gpu: gpu):
-                        args = parse(flags)
+                args = parsed(flags)["H100"]
             record = {key: getattr(args, key, None) for key in KEYS}
             record["epsilon"] = getattr(args, "norm_epsilon", None) or getattr(args, "layernorm_epsilon", None)
             record["padded"] = padded(args)
@@ -109,10 +154,17 @@ def main(files: list[str]) -> None:
         for record in found.values():
             key = tuple(record[name] for name in KEYS[:4])
             if key not in counted:
-                counted[key] = parameters(type("Args", (), record), record["padded"]["1"])
+                counted[key] = parameters(types.SimpleNamespace(**record), record["padded"]["1"])
             record["parameters"] = counted[key]
     print(json.dumps(found, default=str))
 
 
+def check(words: list[str]) -> None:
+    from olmo_lns import cli
+
+    sys.exit(cli.main(["config", *words]))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    mode = check if sys.argv[1] == "check" else start if sys.argv[1].startswith("--") else main
+    mode(sys.argv[1:])
