@@ -73,14 +73,16 @@ def draw(reports: Sequence[Report], *, log: bool = False) -> Any:
 
 
 def styles(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """LNS and scaled initialization have their own style in every figure; the others take theirs in order."""
-    found: list[dict[str, Any]] = []
+    """One colour an arm where there are several, repetitions by marker and dash; else one style a model."""
+    own = {("lns", "plain"): LNS_STYLE, ("preln", "scaled"): SCALED_STYLE}
+    arms = []
     for report in reports:
         scheme = (report.settings.get("lns") or {}).get("scheme", "preln")
-        own = {("lns", "plain"): LNS_STYLE, ("preln", "scaled"): SCALED_STYLE}
-        style = STYLES[own.get((scheme, report.settings.get("initialization", "plain")), 0)]
-        others = [STYLES[0], *STYLES[3:], STYLES[SCALED_STYLE], STYLES[LNS_STYLE]]
-        found.append(style if style not in found else next((s for s in others if s not in found), style))
+        arms.append(own.get((scheme, report.settings.get("initialization", "plain")), 0))
+    found = []
+    for number, arm in enumerate(arms):
+        style = STYLES[(arm + arms[:number].count(arm)) % len(STYLES)]
+        found.append(style if len(set(arms)) == 1 else {**style, "color": STYLES[arm]["color"]})
     return found
 
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from support import olmo_models
+from support import scheme_reference as reference
 from support.diagnostic_models import Linear, Mixer, Toy, huggingface, ids, matrices
 
 from olmo_lns.diagnostics.jacobian import _coordinates, block_jacobians
@@ -27,35 +28,27 @@ def test_linear_block_has_the_jacobian_of_its_matrix():
     assert result.tokens == 5 and result.method == "exact"
 
 
-@pytest.mark.parametrize("kind", ["lns_rms", "rms"])
-def test_against_finite_differences_of_the_fp64_block(kind):
+@pytest.mark.parametrize(("kind", "scheme"), [("lns_rms", "lns"), ("rms", "preln")])
+def test_against_the_derivative_of_the_fp64_block(kind, scheme):
     model, tokens = olmo_models.build(layer_norm_type=kind), olmo_models.tokens(2, 5)
     result = block_jacobians(model, None, [tokens], seed=3)
     generator = torch.Generator().manual_seed(3)
     positions = torch.multinomial(torch.ones(2, 5).double(), 1, generator=generator).squeeze(1).tolist()
-    state = {k: v.detach().double().numpy() for k, v in model.state_dict().items()}
-    x = state["transformer.wte.weight"][tokens.numpy()]
+    weights = reference.weights_of(model)
+    states = reference.states_of(weights, model.config, scheme, "rms", tokens)
     for index in range(4):
-        scale = (index + 1) ** -0.5 if kind == "lns_rms" else 1.0
-        block = olmo_models._block_state(state, index, 1)
+        block = reference.block_weights(weights, index, 1)
 
-        def run(h, block=block, scale=scale):
-            return olmo_models._block(h, block, model.config, olmo_models._rms, scale)
+        def run(x, block=block, number=index + 1):
+            return reference.block_of(x, block, model.config, scheme, "rms", number)
 
-        jacobian = np.mean([_differences(run, x[[b]], t) for b, t in enumerate(positions)], axis=0)
-        found = result.identity_distance[index], result.diagonal_dominance[index], result.diagonal_mean[index]
-        np.testing.assert_allclose(found, metrics(jacobian), rtol=1e-3)
-        x = run(x)
-
-
-def _differences(run, x, t, step=1e-6):
-    columns = []
-    for j in range(x.shape[-1]):
-        up, down = x.copy(), x.copy()
-        up[0, t, j] += step
-        down[0, t, j] -= step
-        columns.append((run(up)[0, t] - run(down)[0, t]) / (2 * step))
-    return np.array(columns).T
+        found = []
+        for b, t in enumerate(positions):
+            x = states[index][[b]]
+            every = torch.autograd.functional.jacobian(lambda x, t=t, run=run: run(x)[0, t], x)
+            found.append(every[:, 0, t].numpy())
+        measured = result.identity_distance[index], result.diagonal_dominance[index], result.diagonal_mean[index]
+        np.testing.assert_allclose(measured, metrics(np.mean(found, axis=0)), rtol=1e-3)
 
 
 def test_projected_rows_are_rows_of_the_exact_one():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support import olmo_models
+from support import scheme_reference as reference
 from support.diagnostic_models import Linear, Toy, huggingface, ids, matrices, numpy_states
 
 from olmo_lns.diagnostics.layer_drop import LayerDropResult, drop_layers
@@ -85,14 +86,13 @@ def test_layer_numbers_are_kept_so_that_lns_factors_do_not_shift(group):
 
 
 def _reference_loss(model, tokens, numbers, removed):
-    state = {k: v.detach().double().numpy() for k, v in model.state_dict().items()}
-    x = state["transformer.wte.weight"][tokens.numpy()]
+    weights, config = reference.weights_of(model), model.config
+    x = weights["transformer.wte.weight"][tokens]
     for index, number in enumerate(numbers):
         if index != removed:
-            block = olmo_models._block_state(state, index, model.config.block_group_size)
-            x = olmo_models._block(x, block, model.config, olmo_models._rms, number**-0.5)
-    x = olmo_models._rms(x, state["transformer.ln_f.weight"], None, model.config.layer_norm_eps)
-    return nll(x @ state["transformer.ff_out.weight"].T, tokens.numpy()).mean()
+            block = reference.block_weights(weights, index, config.block_group_size)
+            x = reference.block_of(x, block, config, "lns", "rms", number)
+    return float(reference.loss_of(reference.logits_of(weights, config, x, "rms"), tokens))
 
 
 def test_encoders_need_their_mask_token():

@@ -95,13 +95,20 @@ def states_of(
     """The stream before each block and after the last, each of shape (batch, length, width)."""
     states = [weights["transformer.wte.weight"][ids]]
     for number in range(1, config.n_layers + 1):
-        p, x = _of_block(weights, number - 1, config.block_group_size), states[-1]
-        groups = 8 if name == "groupln" else 1
-        for which, f in (("attn", lambda h, p=p: _attention(h, p, config)), ("ff", lambda h, p=p: _feed_forward(h, p))):
-            n, m = (_norm(p, f"{which}_norm{second}", config, base, groups) for second in ("", "_out"))
-            x = residual(name, x, f, n, m, p, which, number, config.n_layers, exponent)
-        states.append(x)
+        p = block_weights(weights, number - 1, config.block_group_size)
+        states.append(block_of(states[-1], p, config, name, base, number, exponent))
     return states
+
+
+def block_of(
+    x: Tensor, p: dict[str, Tensor], config: Any, name: str, base: str, number: int, exponent: float = 0.5
+) -> Tensor:
+    """The stream after block ``number`` of the stream before it. :param p: the block's weights."""
+    groups = 8 if name == "groupln" else 1
+    for which, f in (("attn", lambda h: _attention(h, p, config)), ("ff", lambda h: _feed_forward(h, p))):
+        n, m = (_norm(p, f"{which}_norm{second}", config, base, groups) for second in ("", "_out"))
+        x = residual(name, x, f, n, m, p, which, number, config.n_layers, exponent)
+    return x
 
 
 def logits_of(weights: dict[str, Tensor], config: Any, last: Tensor, base: str) -> Tensor:
@@ -110,7 +117,7 @@ def logits_of(weights: dict[str, Tensor], config: Any, last: Tensor, base: str) 
     return _norm(weights, "transformer.ln_f", config, base)(last) @ head.T + weights.get("transformer.ff_out.bias", 0)
 
 
-def _of_block(weights: dict[str, Tensor], index: int, group: int) -> dict[str, Tensor]:
+def block_weights(weights: dict[str, Tensor], index: int, group: int) -> dict[str, Tensor]:
     place = f"blocks.{index}" if group == 1 else f"block_groups.{index // group}.{index % group}"
     prefix = f"transformer.{place}."
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
