@@ -53,6 +53,18 @@ RUNS: Sequence[tuple[str, str, str, str]] = (
         "212 passed, 2 skipped",
     ),
     (
+        "OLMo-core main (fa6c5014, 22 June 2026)",
+        "`src` of the checkout on `PYTHONPATH`, and in `OLMO_CORE_SRC`",
+        '-m "not slow and not gpu and not exhaustive" tests/integrations/olmo_core',
+        "199 passed, 1 skipped",
+    ),
+    (
+        "Megatron Bridge 0.3.1, from PyPI, over Transformer Engine 2.11.0's Python",
+        "nvidia-modelopt 0.47.0, transformers 4.57.6, triton 3.9.0",
+        "tests/integrations/megatron/test_bridge.py",
+        "5 passed",
+    ),
+    (
         "Transformer Engine 2.20.2, its Python over a stand-in for its kernels",
         "`TE_VERSION=2.20.2`",
         "tests/integrations/megatron/test_te.py",

@@ -27,7 +27,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name in ("megatron.bridge", "modelopt"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(
-                f"{name} is not installed: pip install --no-deps megatron-bridge nvidia-modelopt 'transformers<5'"
+                f"{name} is not installed: pip install --no-deps megatron-bridge==0.3.1 nvidia-modelopt pulp triton "
+                "'transformers<5' 'tokenizers<0.23' 'huggingface_hub<1'"
             )
     try:
         te_python.tree()
