@@ -103,9 +103,12 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
 
 
 def fold(model: Any) -> Any:
-    """Multiply the factors of a model of ours into its weights, in place: it becomes a stock model.
+    """Multiply the factors of a model of ours into its weights, in place: it becomes a stock model and is returned.
 
-    See :func:`olmo_lns.integrations.transformers.sites.fold`.
+    Merge adapters first: one that was trained on the unfolded model does not fit the folded one.
+    :raises LNSConfigError: as :func:`olmo_lns.integrations.transformers.sites.fold`.
+
+    Example: ``fold(model).save_pretrained("folded")``.
     """
     from olmo_lns.integrations.transformers import sites
 

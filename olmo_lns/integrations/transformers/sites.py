@@ -67,7 +67,7 @@ def require_supported(family: Family, scheme: Scheme, n_layers: int) -> None:
     for number, sub_layer, plan in scheme.plans(n_layers):
         fields = [name for name in ("norm_scale", "branch_scale") if getattr(plan, name) != 1.0]
         fits = replace(plan, norm_scale=1.0, branch_scale=1.0) == family.form and len(fields) < 2
-        if not fits or ("norm_scale" in fields and not family.form.pre):
+        if not fits:
             place = "in front of" if family.form.pre else "after"
             raise LNSConfigError(
                 f"scheme {scheme} ({scheme.definition.title}) on {family.model_type}: its blocks have one norm {place} "
@@ -112,15 +112,16 @@ def require_as_recorded(model: Any, record: Record) -> None:
     :raises CheckpointMismatchError: blocks or norms were removed, moved, doubled or replaced since it was built.
     """
     _, blocks, n_layers = _parts(model)
-    number = len(blocks)
+    where = f"it has {len(blocks)} blocks"
     try:
-        if number != n_layers:
-            raise UpstreamChangedError(f"its config says {n_layers} blocks.")
+        if len(blocks) != n_layers:
+            raise UpstreamChangedError(f"its config says {n_layers}.")
         for number, block in enumerate(blocks, start=1):
+            where = f"block {number}"
             norm_sites.check(block, record.scheme, n_layers, layer_numbers=[number])
     except UpstreamChangedError as error:
         raise CheckpointMismatchError(
-            f"{type(model).__name__} is not what its config says ({record}): block {number}: {error} A folder of it "
+            f"{type(model).__name__} is not what its config says ({record}): {where}: {error} A folder of it "
             "would load as another model. Fold the model before its blocks or norms are changed "
             "(olmo_lns.integrations.transformers.fold(model)), and save it then."
         ) from error
@@ -185,19 +186,20 @@ def fold(model: Any, scale: Scale = _exactly) -> Any:
 
     :param scale: multiplies one tensor, in fp64 and rounded once.
     :raises LNSConfigError: not a model of ours, weights that two sub-layers share, or an adapter on a projection that
-        a factor goes into.
+        a factor goes into. The model is then as it was.
     """
     if stock_class(model) is None:
         raise LNSConfigError(f"{type(model).__name__} is no model of ours: there is nothing to fold")
     (family, blocks, n_layers), record = _parts(model), record_of(model.config)
     norm_sites.check(model, record.scheme, n_layers)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    seen: set[int] = set()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    targets: dict[nn.Parameter, float] = {}
     for parameter, by in _targets(model, family, blocks):
-        if id(parameter) in seen:
-            raise LNSConfigError(f"{names[id(parameter)]} belongs to two sub-layers: its factor has no one place")
-        seen.add(id(parameter))
-        parameter.copy_(scale(names[id(parameter)], parameter.detach(), by, parameter.dtype))
+        if parameter in targets:
+            raise LNSConfigError(f"{names[parameter]} belongs to two sub-layers: its factor has no one place")
+        targets[parameter] = by
+    for parameter, by in targets.items():  # nothing is changed before all of them are known
+        parameter.copy_(scale(names[parameter], parameter.detach(), by, parameter.dtype))
     for module in model.modules():
         if "lns_scale" in vars(module):
             module.__class__ = type(module).__bases__[1]  # (the kind of scaling, the stock class)

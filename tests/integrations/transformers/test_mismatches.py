@@ -100,6 +100,10 @@ def _prune(model):
     del model.model.layers[1]
 
 
+def _prune_the_last(model):
+    del model.model.layers[-1]
+
+
 def _prune_and_say_so(model):
     del model.model.layers[1]
     model.config.num_hidden_layers -= 1
@@ -129,7 +133,17 @@ def _edit_the_record(model):
 
 
 @pytest.mark.parametrize(
-    "change", [_prune, _prune_and_say_so, _scale_up, _swap_a_block, _swap_a_norm, _swap_all_norms, _edit_the_record]
+    "change",
+    [
+        _prune,
+        _prune_the_last,
+        _prune_and_say_so,
+        _scale_up,
+        _swap_a_block,
+        _swap_a_norm,
+        _swap_all_norms,
+        _edit_the_record,
+    ],
 )
 def test_what_is_saved_is_what_was_built(change, tmp_path):
     model = apply(stock("llama"))

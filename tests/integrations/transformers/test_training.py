@@ -110,14 +110,16 @@ def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind
     peft = pytest.importorskip("peft", reason=SFT)
     model = apply(stock(kind), scheme)
     base = fold(copy.deepcopy(model))
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     tuned = peft.get_peft_model(model, config).eval()
     tuned.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = tuned(**inputs(kind)).logits
         if not kept:
+            refused = copy.deepcopy(tuned)
             with pytest.raises(LNSConfigError, match="Merge adapters first"):
-                fold(copy.deepcopy(tuned).base_model.model)
+                fold(refused.base_model.model)
+            assert torch.equal(refused(**inputs(kind)).logits, expected)  # the projections before it are as they were
         merged_first = fold(tuned.merge_and_unload())(**inputs(kind)).logits
         on_folded = peft.PeftModel.from_pretrained(base, tmp_path).eval()(**inputs(kind)).logits
     limit = 1e-5 * expected.abs().max()
