@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, fields
-from typing import Any, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
+from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import SUB_LAYERS
@@ -131,24 +132,29 @@ class Architecture:
     def embeddings(self) -> int:
         return self.embedding_size or self.vocab_size
 
-    def projections(self, index: int) -> list[str]:
-        """The linear layers that read the two norms of block ``index`` (0-based)."""
+    def sites(self, index: int, sub_layer: str) -> list[str]:
+        """Parameters of a sub-layer of block ``index`` (0-based) into which the factor of its norm is folded.
+
+        Gain and bias of the norm; where it has none, the linear layers that read it.
+        """
+        block = f"transformer.blocks.{index}"
+        if self.layer_norm_with_affine:
+            return [f"{block}.{sub_layer}_norm.{part}" for part in ("weight", "bias")[: 1 + self.norm_bias]]
         attention = ["att_proj"] if self.block_type == "sequential" else ["q_proj", "k_proj", "v_proj"]
-        return [f"transformer.blocks.{index}.{name}" for name in (*attention, "ff_proj")]
+        return [f"{block}.{name}.weight" for name in (attention if sub_layer == "attn" else ["ff_proj"])]
 
-    def sites(self, index: int) -> list[str]:
-        """Parameters of block ``index`` (0-based) into which its factor is folded."""
-        if not self.layer_norm_with_affine:
-            return [f"{name}.weight" for name in self.projections(index)]
-        return [name for sub_layer in SUB_LAYERS for name in self.sites_of(index, sub_layer)]
+    def check_weights(
+        self, found: Mapping[str, LazyTensor], source: object, shapes: Callable[[], Mapping[str, Any]] | None = None
+    ) -> None:
+        """:param shapes: gives names and shapes; None: :meth:`shapes`.
 
-    def sites_of(self, index: int, sub_layer: str) -> list[str]:
-        """:meth:`sites` of one sub-layer."""
-        if not self.layer_norm_with_affine:
-            attention = self.projections(index)[:-1]
-            return [f"{name}.weight" for name in (attention if sub_layer == "attn" else self.projections(index)[-1:])]
-        parts = ("weight", "bias") if self.norm_bias else ("weight",)
-        return [f"transformer.blocks.{index}.{sub_layer}_norm.{part}" for part in parts]
+        :raises LNSConfigError: ``found`` are not the weights of this model; they are counted before names are made.
+        """
+        if self.n_layers > len(found):
+            raise LNSConfigError(
+                f"{source}: its config says {self.n_layers} layers, but it holds only {len(found)} weights"
+            )
+        check_shapes(found, (shapes or self.shapes)(), source)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter of the model and its shape, block groups flattened."""

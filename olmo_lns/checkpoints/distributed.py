@@ -11,7 +11,7 @@ import errno
 import io
 import pickle
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Iterable, Iterator, Mapping
 
@@ -32,11 +32,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from olmo_lns.checkpoints import METADATA
-from olmo_lns.checkpoints.archive import check_archive, loading, writing
-from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
+from olmo_lns.checkpoints.tensors import LazyTensor, check_archive, loading, writing
 from olmo_lns.errors import LNSConfigError, one_line
 
-__all__ = ["DistributedCheckpoint"]
+__all__ = ["DistributedCheckpoint", "Edit"]
 
 
 class _Inert:
@@ -99,12 +98,16 @@ class _Part(io.RawIOBase):
         return self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]
 
 
-class _Content(DefaultSavePlanner):
-    """What torch's writer writes: for each item the value that ``content`` gives when its turn comes."""
+@dataclass(frozen=True)
+class Edit:
+    """What becomes of a tensor, chunk by chunk.
 
-    def __init__(self, content: Callable[[WriteItem], Any]) -> None:
-        super().__init__()
-        self.resolve_data = content  # type: ignore[method-assign, assignment]
+    :param function: of a chunk's place in the whole tensor and the chunk, which it may change in place; a chunk of
+        the same shape. :param dtype: of what it gives, None: as it is.
+    """
+
+    function: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
+    dtype: torch.dtype | None = None
 
 
 class DistributedCheckpoint:
@@ -117,8 +120,7 @@ class DistributedCheckpoint:
         self.folder = folder
         self.metadata = _read_metadata(folder / METADATA)
         self._checked: set[MetadataIndex] = set()
-        self._check_files()
-        self._check_coverage()
+        self._check()
 
     @property
     def names(self) -> list[str]:
@@ -152,22 +154,24 @@ class DistributedCheckpoint:
         self,
         folder: Path,
         keep: Callable[[str], bool],
-        functions: Mapping[str, ChunkFunction],
+        edits: Mapping[str, Edit],
         *,
         max_bytes: int,
-        dtypes: Mapping[str, torch.dtype | None] | None = None,
         objects: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write a checkpoint of the same chunks into ``folder``, some dropped and some changed.
 
         :param keep: whether an entry (tensor or object) is kept, by name.
-        :param functions: name -> what to do with each of its chunks, which it may change in place.
+        :param edits: name -> what to do with each of its chunks.
         :param max_bytes: of a file, and of what is held at once; a chunk that needs more gets a file of its own.
-        :param dtypes: name -> the dtype that its function gives; None, and for other names: as it is.
         :param objects: name -> new bytes of an object.
         :raises LNSConfigError: a chunk is damaged. :raises OSError: a file cannot be written.
         """
-        kept = {name: self._written(name, (dtypes or {}).get(name)) for name in self._every if keep(name)}
+        kept = {name: entry for name, entry in self.metadata.state_dict_metadata.items() if keep(name)}
+        for name, entry in kept.items():
+            dtype = edits[name].dtype if name in edits else None
+            if dtype is not None and isinstance(entry, TensorStorageMetadata):
+                kept[name] = replace(entry, properties=replace(entry.properties, dtype=dtype))
         plans, metadata = create_default_global_save_plan(list(self._files(kept, max_bytes)))
 
         def content(item: WriteItem) -> Any:
@@ -176,26 +180,18 @@ class DistributedCheckpoint:
                 return io.BytesIO((objects or {}).get(name) or self.object(name) or b"")
             chunk = item.tensor_data.chunk
             value = self._region(name, chunk.offsets, chunk.sizes)
-            return functions[name](name, tuple(chunk.offsets), value) if name in functions else value
+            return edits[name].function(tuple(chunk.offsets), value) if name in edits else value
 
+        planner = DefaultSavePlanner()
+        planner.resolve_data = content  # type: ignore[method-assign, assignment]  # each value when its turn comes
         writer = FileSystemWriter(folder, sync_files=False)  # all of an export is flushed at its end
         folder.mkdir(exist_ok=True)
         with writing(folder):
-            numbered = writer.prepare_global_plan(plans)
-            results = [writer.write_data(plan, _Content(content)).wait() for plan in numbered]
-            if isinstance(planner := self.metadata.planner_data, dict):
-                metadata.planner_data = {name: path for name, path in planner.items() if keep(name)}
-            if hasattr(self.metadata, "mcore_data"):
-                data = {name: value for name, value in self.metadata.mcore_data.items() if keep(name)}
-                metadata.mcore_data = data  # type: ignore[attr-defined]
+            results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
+            for field in ("planner_data", "mcore_data"):
+                if isinstance(said := getattr(self.metadata, field, None), dict):
+                    setattr(metadata, field, {name: value for name, value in said.items() if keep(name)})
             writer.finish(metadata, results)  # last: without .metadata no loader takes the folder for a checkpoint
-
-    def _written(self, name: str, dtype: torch.dtype | None) -> Any:
-        """The metadata of an entry that is written in ``dtype``, None as it is."""
-        entry = self._every[name]
-        if dtype is None or not isinstance(entry, TensorStorageMetadata):
-            return entry
-        return replace(entry, properties=replace(entry.properties, dtype=dtype))
 
     def _files(self, entries: Mapping[str, Any], max_bytes: int) -> Iterator[SavePlan]:
         """The chunks of ``entries``, in one plan for each file: torch's writer holds a file until it is complete."""
@@ -255,10 +251,6 @@ class DistributedCheckpoint:
             del part
         return tensor
 
-    @property
-    def _every(self) -> Mapping[str, Any]:
-        return self.metadata.state_dict_metadata
-
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
@@ -268,18 +260,8 @@ class DistributedCheckpoint:
     def _dtype(self, name: str) -> torch.dtype:
         return self._entry(name).properties.dtype
 
-    def _check_coverage(self) -> None:
-        """The chunks of each tensor must fill it."""
-        for name in self.names:
-            entry = self._entry(name)
-            covered = sum(torch.Size(chunk.sizes).numel() for chunk in entry.chunks)
-            if covered != torch.Size(entry.size).numel():
-                raise LNSConfigError(
-                    f"{self.folder}: the chunks of {name} do not make up its shape {tuple(entry.size)}"
-                )
-
-    def _check_files(self) -> None:
-        """Every chunk must have its bytes, and every kept file be long enough."""
+    def _check(self) -> None:
+        """The chunks of each tensor must fill it, every chunk have its bytes, and every file be long enough."""
         sizes: dict[str, int] = {}
         for index, info in self.metadata.storage_data.items():
             path = self.folder / info.relative_path
@@ -296,10 +278,16 @@ class DistributedCheckpoint:
                 )
             if getattr(info, "transform_descriptors", None):
                 raise LNSConfigError(f"{path} is compressed ({info.transform_descriptors}): save it without transforms")
-        for name, entry in self.metadata.state_dict_metadata.items():
-            for chunk in getattr(entry, "chunks", []):
+        for name in self.names:
+            entry, covered = self._entry(name), 0
+            for chunk in entry.chunks:
+                covered += torch.Size(chunk.sizes).numel()
                 if MetadataIndex(name, chunk.offsets) not in self.metadata.storage_data:
                     raise LNSConfigError(f"{self.folder}: the metadata lists no bytes for {name} at {chunk.offsets}")
+            if covered != torch.Size(entry.size).numel():
+                raise LNSConfigError(
+                    f"{self.folder}: the chunks of {name} do not make up its shape {tuple(entry.size)}"
+                )
 
 
 def _read_metadata(path: Path) -> Metadata:

@@ -3,47 +3,95 @@
 Layers lie stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` of shape [L, …])
 or under their number (``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each
 group holds its query heads, then one key and one value head. ``linear_fc1`` is [gate, up].
+
+The saved arguments are in the common state: up to Megatron Core 0.18 the file ``common.pt``; from 0.19 an object in the
+distributed checkpoint, a list of one. (0.19 still reads ``common.pt``, and then nothing else.)
 """
 
 from __future__ import annotations
 
+import argparse
+import enum
+import importlib
+import io
+import pathlib
 import re
+import signal
+import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Iterator
 
 import torch
 
 from olmo_lns.checkpoints import METADATA, open_distributed
 from olmo_lns.checkpoints.architecture import Architecture
-from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, load_common
-from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
-from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes, join_rows, split_rows
+from olmo_lns.checkpoints.tensors import LazyTensor, check_archive, join_rows, loading, split_rows
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.addition import SLOTS
-from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
+from olmo_lns.integrations.olmo.types import spell
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 if TYPE_CHECKING:
     from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
-__all__ = ["OWN", "TRACKER", "TRAINING", "MegatronCheckpoint", "Take", "is_megatron", "saved_args"]
-
 TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+#: Plain value classes that arguments hold.
+_SAFE: dict[str, Any] = {
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": types.SimpleNamespace,
+    "pathlib.PosixPath": pathlib.PosixPath,
+    "signal.Signals": signal.Signals,
+}
 #: Parameters of the two norms of a block, in every spec that LNS can be applied to.
 _SITE = re.compile(
-    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?"
-    r"(?:self_attention\.linear_qkv\.layer_norm_|self_attention\.linear_qkv_down_proj\.layer_norm_"
-    r"|mlp\.linear_fc1\.layer_norm_|input_layernorm\.|pre_mlp_layernorm\.)(?P<part>weight|bias)$"
+    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:(?P<attn>self_attention\.linear_qkv(?:_down_proj)?\.layer_norm_"
+    r"|input_layernorm\.)|mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)(?:weight|bias)$"
 )
+#: Every gain: what is stored minus one where gains are zero-centred.
+GAIN = re.compile(r"(?:layer_norm_weight|norm\.weight)$")
 #: Entries that belong to training, not to the model.
 TRAINING = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b")
 
 #: A parameter of a scheme's residual addition; a stock model has none.
 OWN = re.compile(rf"decoder\.layers\.(?:\d+\.)?(?:{'|'.join(SLOTS.values())})\.")
-#: (name with all layers stacked, 0-based layer) -> its tensor.
-Take = Callable[[str, int], LazyTensor]
+#: ``--norm-epsilon``, likewise.
+_EPSILON = ("norm_epsilon", "layernorm_epsilon")
+
+#: Argument -> the values under which the model is a plain decoder; an argument that is absent is fine.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "num_experts": (None,),
+    "multi_latent_attention": (False, None),
+    "mtp_num_layers": (None, 0),
+    "swiglu": (True,),
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0, None),
+    "rotary_interleaved": (False, None),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "use_rope_scaling": (False, None),
+    "no_rope_freq": (None, 0),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (False, None),
+    "qk_layernorm": (False, None),
+    "qk_l2_norm": (False, None),
+    "attention_output_gate": (False, None),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "window_size": (None,),
+    "softmax_type": ("vanilla", None),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "hybrid_override_pattern": (None,),
+    "hybrid_layer_pattern": (None,),
+    "experimental_attention_variant": (None,),
+    "use_mup": (False, None),
+    "glu_linear_offset": (0.0, None),
+    "activation_func_clamp_value": (None,),
+    "quick_geglu": (False, None),
+}
 
 
 def is_megatron(folder: Path) -> bool:
@@ -96,18 +144,16 @@ class MegatronCheckpoint:
         """What is added to a stored gain: 1 when gains are zero-centred."""
         return gain_shift(self.args, self.folder)
 
-    def sites(self) -> Iterator[tuple[str, int | None]]:
-        """Name of each parameter of a block norm, and its 0-based layer (None: all layers, stacked)."""
+    def sites(self) -> Iterator[tuple[str, int | None, str]]:
+        """Name of each parameter of a block norm, its 0-based layer (None: all layers, stacked) and sub-layer."""
         for name in self.names:
             if match := _SITE.match(name):
-                yield name, None if match["layer"] is None else int(match["layer"])
+                layer = None if match["layer"] is None else int(match["layer"])
+                yield name, layer, "attn" if match["attn"] else "ff"
 
     def _check_sites(self) -> None:
-        layers = int(self.args.num_layers)
-        found = 0
-        for name, layer in self.sites():
-            if name.endswith("weight"):
-                found += 1 if layer is not None else self.state.tensor(name).shape[0]
+        layers, gains = int(self.args.num_layers), [site for site in self.sites() if site[0].endswith("weight")]
+        found = sum(self.state.tensor(name).shape[0] if layer is None else 1 for name, layer, _ in gains)
         if found != 2 * layers:
             raise LNSConfigError(
                 f"{self.folder}: found {found} block norms in {layers} layers, expected {2 * layers}: only a plain "
@@ -146,54 +192,39 @@ class MegatronCheckpoint:
 
         def take(name: str, layer: int | None = None) -> LazyTensor:
             used.add(self.stored(name, layer))
-            return self.take(name, layer)
-
-        def gain(name: str, layer: int | None = None) -> LazyTensor:
-            tensor = take(name, layer)
-            return tensor.map(lambda t: t + 1) if self.shift else tensor
+            tensor = self.take(name, layer)
+            return tensor.map(lambda t: t + 1) if self.shift and GAIN.search(name) else tensor
 
         weights["transformer.wte.weight"] = take("embedding.word_embeddings.weight")
         parts = ("weight", "bias") if model.norm_bias else ("weight",)
-        norm = {"weight": gain, "bias": take}
+        readers = {"attn": "decoder.layers.self_attention.linear_qkv", "ff": "decoder.layers.mlp.linear_fc1"}
         for layer in range(model.n_layers):
-            block, layers = f"transformer.blocks.{layer}", "decoder.layers"
-            for part in parts:
-                weights[f"{block}.attn_norm.{part}"] = norm[part](
-                    f"{layers}.self_attention.linear_qkv.layer_norm_{part}", layer
+            block = f"transformer.blocks.{layer}"
+            for sub_layer in SUB_LAYERS:
+                plan, own = (
+                    self.addition.plan(layer + 1, model.n_layers, sub_layer),
+                    f"decoder.layers.{SLOTS[sub_layer]}",
                 )
-                weights[f"{block}.ff_norm.{part}"] = norm[part](f"{layers}.mlp.linear_fc1.layer_norm_{part}", layer)
-            qkv = take(f"{layers}.self_attention.linear_qkv.weight", layer)
+                for part in parts:
+                    weights[f"{block}.{sub_layer}_norm.{part}"] = take(f"{readers[sub_layer]}.layer_norm_{part}", layer)
+                for part in parts if plan.branch else ():
+                    weights[f"{block}.{sub_layer}_norm_out.{part}"] = take(f"{own}.norm.{part}", layer)
+                if plan.gate is not None:
+                    weights[f"{block}.{sub_layer}_gate.weight"] = take(f"{own}.gate", layer)
+            qkv, fc1 = (take(f"{readers[sub_layer]}.weight", layer) for sub_layer in SUB_LAYERS)
             weights[f"{block}.att_proj.weight"] = qkv.map(lambda t: ungroup(t, model))
-            weights[f"{block}.attn_out.weight"] = take(f"{layers}.self_attention.linear_proj.weight", layer)
-            fc1 = take(f"{layers}.mlp.linear_fc1.weight", layer)
-            half = fc1.shape[0] // 2
-            gate, up = split_rows(fc1, (half, fc1.shape[0] - half))
+            weights[f"{block}.attn_out.weight"] = take("decoder.layers.self_attention.linear_proj.weight", layer)
+            gate, up = split_rows(fc1, (half := fc1.shape[0] // 2, fc1.shape[0] - half))
             weights[f"{block}.ff_proj.weight"] = join_rows(up, gate)
-            weights[f"{block}.ff_out.weight"] = take(f"{layers}.mlp.linear_fc2.weight", layer)
-        weights.update(_own_weights(self.addition, model.n_layers, take, gain, parts))
+            weights[f"{block}.ff_out.weight"] = take("decoder.layers.mlp.linear_fc2.weight", layer)
         for part in parts:
-            weights[f"transformer.ln_f.{part}"] = norm[part](f"decoder.final_layernorm.{part}")
+            weights[f"transformer.ln_f.{part}"] = take(f"decoder.final_layernorm.{part}")
         if not model.weight_tying:
             weights["transformer.ff_out.weight"] = take("output_layer.weight")
         if left := sorted(set(self.names) - used):
             raise LNSConfigError(f"{self.folder}: no stock class has a place for {left[0]} (and {len(left) - 1} more)")
-        check_shapes(weights, model.shapes(), self.folder)
+        model.check_weights(weights, self.folder)
         return model, weights
-
-
-def _own_weights(scheme: Scheme, n_layers: int, take: Take, gain: Take, parts: tuple[str, ...]) -> Iterator[Any]:
-    """``(OLMo's name, tensor)`` of what the scheme adds to the weights of a Pre-LN model.
-
-    :param gain: as ``take``, for gains that may be stored minus one. :param parts: of a norm.
-    """
-    for index in range(n_layers):
-        for sub_layer in SUB_LAYERS:
-            ours, theirs = f"transformer.blocks.{index}.{sub_layer}", f"decoder.layers.{SLOTS[sub_layer]}"
-            plan = scheme.plan(index + 1, n_layers, sub_layer)
-            if plan.gate is not None:
-                yield f"{ours}_gate.weight", take(f"{theirs}.gate", index)
-            for part in parts if plan.branch else ():
-                yield f"{ours}_norm_out.{part}", (gain if part == "weight" else take)(f"{theirs}.norm.{part}", index)
 
 
 def ungroup(qkv: torch.Tensor, model: Architecture) -> torch.Tensor:
@@ -230,3 +261,129 @@ def _iteration(folder: Path) -> Path:
     if any(folder.glob("mp_rank_*")):
         raise LNSConfigError(f"{folder} is in Megatron's legacy format: save it with --ckpt-format torch_dist")
     raise LNSConfigError(f"{folder} has no {METADATA}: it is not a complete torch_dist checkpoint")
+
+
+class _Absent:
+    """Stands for a value of a Megatron class that is not installed here."""
+
+    def __init__(self, *args: Any) -> None:
+        self.value = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.value = state
+
+
+def load_common(path: Path, content: bytes | None = None) -> dict[str, Any]:
+    """The common state, through ``weights_only=True``.
+
+    Besides plain values only Megatron's own enumerations are admitted; where Megatron is not
+    installed an inert stand-in takes their place, which is enough to read the arguments.
+
+    :param path: ``common.pt``; with ``content``, what messages call it.
+    :param content: the object of a distributed checkpoint.
+    :raises LNSConfigError: missing, damaged, naming another class, or without arguments.
+    """
+
+    def source() -> Any:
+        return path if content is None else io.BytesIO(content)
+
+    check_archive(path, None if content is None else source())
+    with loading(path):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(source())
+    allowed: list[Any] = [(_resolve(name, path), name) for name in names]
+    with loading(path), torch.serialization.safe_globals(allowed):
+        common = torch.load(source(), map_location="cpu", weights_only=True)
+    if content is not None and isinstance(common, list) and len(common) == 1:
+        common = common[0]
+    if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
+        raise LNSConfigError(
+            f"{path} holds no arguments: nobody can tell how this model was built or whether it is LNS"
+        )
+    return common
+
+
+def common_bytes(common: dict[str, Any]) -> bytes:
+    """The common state as an object of a distributed checkpoint."""
+    buffer = io.BytesIO()
+    torch.save([common], buffer)
+    return buffer.getvalue()
+
+
+def _resolve(name: str, path: Path) -> Any:
+    if name in _SAFE:
+        return _SAFE[name]
+    module, _, attribute = name.rpartition(".")
+    if module.startswith("megatron.core"):
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError):
+            return _Absent
+        if isinstance(found, type) and issubclass(found, enum.Enum):
+            return found
+    raise LNSConfigError(f"{path} names the class {name}, which saved arguments have no need of: it is not loaded")
+
+
+def architecture(args: Any, embeddings: int, source: object, scheme: Scheme = PRE_LN) -> Architecture:
+    """The same model in OLMo's terms.
+
+    :param embeddings: rows of the embedding, padding included. :param scheme: of blocks that have more than a
+        Pre-LN model's weights.
+    :raises LNSConfigError: an argument without equivalent, with all that stand in the way.
+    """
+    problems = [
+        f"{name}={getattr(args, name)!r}"
+        for name, values in _PLAIN.items()
+        if hasattr(args, name) and getattr(args, name) not in values
+    ]
+    norm = str(getattr(args, "normalization", "LayerNorm"))
+    if norm not in ("RMSNorm", "LayerNorm"):
+        problems.append(f"normalization={norm!r}")
+    heads = int(args.num_attention_heads)
+    if (channels := getattr(args, "kv_channels", None)) not in (None, args.hidden_size // max(heads, 1)):
+        problems.append(f"kv_channels={channels}")
+    if problems:
+        raise LNSConfigError(
+            f"{source}: no stock transformers class computes exactly this model: {', '.join(problems)}"
+        )
+    base = "rms" if norm == "RMSNorm" else "default"
+    groups = getattr(args, "num_query_groups", None) if getattr(args, "group_query_attention", True) else None
+    return Architecture(
+        d_model=int(args.hidden_size),
+        n_heads=heads,
+        n_kv_heads=int(groups) if groups else heads,
+        n_layers=int(args.num_layers),
+        mlp_hidden_size=2 * int(args.ffn_hidden_size),
+        rope=True,
+        rope_theta=float(getattr(args, "rotary_base", 10_000)),
+        layer_norm_type=base if scheme.is_pre_ln else spell(scheme, base),
+        layer_norm_eps=float(_given(args, _EPSILON, source)[0]),
+        max_sequence_length=int(args.max_position_embeddings),
+        include_bias=False,
+        bias_for_layer_norm=norm == "LayerNorm",
+        vocab_size=embeddings,
+        embedding_size=embeddings,
+        weight_tying=not getattr(args, "untie_embeddings_and_output_weights", False),
+        # Megatron's arguments do not name them; the tokenizer does.
+        eos_token_id=-1,
+        pad_token_id=-1,
+        init_std=float(getattr(args, "init_method_std", 0.02)),
+    ).checked(source)
+
+
+def gain_shift(args: Any, source: object) -> float:
+    """What is added to a stored gain: 1 where the saved arguments say that gains are zero-centred.
+
+    :raises LNSConfigError: they do not say it.
+    """
+    return 1.0 if any(_given(args, ZERO_CENTRED, source)) else 0.0
+
+
+def _given(args: Any, names: tuple[str, ...], source: object) -> list[Any]:
+    """The values of an argument that has had several names. A default in its place would be a guess."""
+    found = [getattr(args, name) for name in names if getattr(args, name, None) is not None]
+    if not found:
+        raise LNSConfigError(
+            f"{source}: the saved arguments hold neither {' nor '.join(names)}: expected one of them from "
+            "every supported Megatron; this version's are not known to the exporter"
+        )
+    return found

@@ -12,8 +12,7 @@ import yaml
 
 from olmo_lns.checkpoints import open_distributed
 from olmo_lns.checkpoints.architecture import Architecture
-from olmo_lns.checkpoints.archive import read_archive
-from olmo_lns.checkpoints.tensors import LazyTensor, check_depth, check_shapes
+from olmo_lns.checkpoints.tensors import LazyTensor, read_state
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.record import RECORD_FILE, Record
@@ -71,8 +70,7 @@ class OLMoCheckpoint:
         layout = _layout(folder)  # first: a folder of checkpoints has no record to be missed
         record = _record(folder, architecture, exponent)
         checkpoint = cls(folder, text, config, architecture, record, layout)
-        check_depth(architecture.n_layers, checkpoint.tensors, folder)
-        check_shapes(checkpoint.tensors, architecture.shapes(), folder)
+        architecture.check_weights(checkpoint.tensors, folder)
         return checkpoint
 
     @cached_property
@@ -80,29 +78,22 @@ class OLMoCheckpoint:
         return open_distributed(self.folder / SHARDED)
 
     @cached_property
+    def _stored(self) -> dict[str, LazyTensor]:
+        if self.layout == "unsharded":
+            return read_state(self.folder / "model.pt")
+        return {n: self.sharded.tensor(n) for n in self.sharded.names if n.startswith("model.")}
+
+    @cached_property
     def stored_names(self) -> dict[str, str]:
         """Parameter name, block groups flattened -> its name in the file."""
-        if self.layout == "sharded":
-            stored = [name for name in self.sharded.names if name.startswith("model.")]
-        else:
-            stored = list(self._unsharded)
-        size = 1 + max((int(m[1]) for n in stored if (m := re.search(r"block_groups\.0\.(\d+)\.", n))), default=0)
-        return {_canonical(name, size): name for name in stored}
+        found = (re.search(r"block_groups\.0\.(\d+)\.", name) for name in self._stored)
+        size = 1 + max((int(match[1]) for match in found if match), default=0)
+        return {_canonical(name, size): name for name in self._stored}
 
     @cached_property
     def tensors(self) -> dict[str, LazyTensor]:
         """Parameter name, block groups flattened -> the weight."""
-        if self.layout == "sharded":
-            return {name: self.sharded.tensor(stored) for name, stored in self.stored_names.items()}
-        return {name: self._unsharded[stored] for name, stored in self.stored_names.items()}
-
-    @cached_property
-    def _unsharded(self) -> dict[str, LazyTensor]:
-        path = self.folder / "model.pt"
-        state = read_archive(path)
-        if not isinstance(state, dict) or not all(isinstance(value, LazyTensor) for value in state.values()):
-            raise LNSConfigError(f"{path} is not a state dict of tensors")
-        return state
+        return {name: self._stored[stored] for name, stored in self.stored_names.items()}
 
 
 def _read_config(path: Path) -> tuple[str, Any]:

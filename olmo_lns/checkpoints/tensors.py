@@ -1,20 +1,33 @@
-"""Weights of a checkpoint: read one at a time, and compared with what its config implies."""
+"""Files of tensors, read one at a time: torch.save's archives and safetensors; and what a config implies of them.
+
+torch and safetensors read and write. What they leave out is here: the checksums of an archive are compared, every load
+is safe (``weights_only=True``), shards are bounded, and what the system said of a failed write is what is raised.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import pickle
+import struct
+import zipfile
+import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.norm.dtypes import DTYPES
 
-__all__ = ["ChunkFunction", "LazyTensor", "check_depth", "check_dtype", "check_shapes", "join_rows", "split_rows"]
-
-#: (name, offsets of the chunk in the whole tensor, chunk) -> new chunk of the same shape.
-ChunkFunction = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
+#: Name of the file that maps weights to shards, as transformers writes it.
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+#: What zipfile raises for a damaged file, besides an OSError for a place before its beginning.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,10 @@ class LazyTensor:
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
     memory: int = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> LazyTensor:
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> LazyTensor:
         """The tensor ``function(self)``, in new memory; ``changes`` names its shape or dtype where they differ."""
@@ -57,13 +74,15 @@ def join_rows(*parts: LazyTensor) -> LazyTensor:
     return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.load() for part in parts]), memory)
 
 
-def check_depth(layers: int, found: Mapping[str, LazyTensor], source: object) -> None:
-    """Before a name is made for every weight of ``layers`` layers.
-
-    :raises LNSConfigError: there are not even as many weights as layers.
-    """
-    if layers > len(found):
-        raise LNSConfigError(f"{source}: its config says {layers} layers, but it holds only {len(found)} weights")
+def map_tensors(value: Any, function: Callable[[tuple[Any, ...], Any], Any], keys: tuple[Any, ...] = ()) -> Any:
+    """Replace each (lazy) tensor in nested dicts, lists and tuples by ``function(keys, tensor)``."""
+    if isinstance(value, (torch.Tensor, LazyTensor)):
+        return function(keys, value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function, (*keys, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, function, (*keys, index)) for index, item in enumerate(value))
+    return value
 
 
 def check_dtype(name: str, dtype: torch.dtype, source: object) -> None:
@@ -91,3 +110,158 @@ def check_shapes(found: Mapping[str, LazyTensor], expected: Mapping[str, tuple[i
             raise LNSConfigError(
                 f"{source}: {name} has shape {tuple(found[name].shape)}, but its config implies {tuple(shape)}"
             )
+
+
+def check_archive(path: Path | str, content: BinaryIO | None = None) -> None:
+    """Compare every record with its CRC-32, which torch does not do.
+
+    :param path: the file; with ``content``, what messages call it. :param content: read in place of the file.
+    :raises LNSConfigError: not a zip, truncated, compressed, or a record is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path if content is None else content) as archive:
+            packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
+            record = None if packed else archive.testzip()
+    except FileNotFoundError:
+        raise LNSConfigError(f"{path} does not exist") from None
+    except (*_DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
+    if packed:
+        raise LNSConfigError(f"{path}: its record {packed[0]} is compressed, which torch.save never does")
+    if record:
+        raise LNSConfigError(f"{path} is damaged: the checksum of its record {record} does not match")
+
+
+def read_archive(path: Path) -> Any:
+    """The object in ``path`` with a :class:`LazyTensor` for each tensor, mapped from the file and not to be changed.
+
+    :raises LNSConfigError: not a file of torch.save, truncated, damaged, unsafe, or a tensor without plain values.
+    """
+    check_archive(path)
+    with loading(path):
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+    def lazy(keys: tuple[Any, ...], tensor: torch.Tensor) -> LazyTensor:
+        problem = f"a tensor on the device {tensor.device}, without values" if tensor.device.type != "cpu" else ""
+        problem = problem or (f"a sparse tensor ({tensor.layout})" if tensor.layout != torch.strided else "")
+        if problem:
+            raise LNSConfigError(f"{path}: {'.'.join(map(str, keys))} is {problem}, which cannot be exported")
+        return LazyTensor.of(tensor)
+
+    return map_tensors(value, lazy)
+
+
+def read_state(path: Path) -> dict[str, LazyTensor]:
+    """The weights in ``path``. :raises LNSConfigError: as :func:`read_archive`, or not a state dict."""
+    state = read_archive(path)
+    if not isinstance(state, dict) or not all(isinstance(value, LazyTensor) for value in state.values()):
+        raise LNSConfigError(f"{path} is not a state dict of tensors")
+    return state
+
+
+def write_archive(path: Path, value: Any) -> None:
+    """Write ``value`` with ``torch.save``, each :class:`LazyTensor` read: those that are mapped take no memory.
+
+    :raises OSError: the file cannot be written.
+    """
+    with writing(path), path.open("wb") as file:
+        torch.save(map_tensors(value, lambda _, tensor: tensor.load()), file)
+
+
+@contextmanager
+def loading(source: object) -> Iterator[None]:
+    """Say of ``source`` what torch raises while it loads safely from it.
+
+    :raises LNSConfigError: torch cannot, or only with objects that are no plain values.
+    """
+    try:
+        yield
+    except (RuntimeError, pickle.UnpicklingError, ValueError, KeyError, EOFError, AssertionError) as error:
+        raise LNSConfigError(f"{source} cannot be loaded safely (weights_only=True): {one_line(error)}") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system said, where torch and safetensors put another error in front of it.
+
+    :raises OSError: ``path`` could not be written.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        if type(error).__name__ == "SafetensorError":  # not imported for those who write no safetensors
+            raise OSError(f"{path}: {one_line(error)}") from None
+        raise
+
+
+def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes: int) -> list[Path]:
+    """Write one file, or numbered shards and their index.
+
+    A shard, with what reading its tensors takes besides, is at most ``max_bytes``, which is what is held in memory; a
+    tensor that takes more gets a shard of its own.
+
+    :raises OSError: a file cannot be written.
+    """
+    groups: list[dict[str, LazyTensor]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and held + max(tensor.nbytes, tensor.memory) > max_bytes:
+            groups.append({})
+            held = 0
+        groups[-1][name] = tensor
+        held += tensor.nbytes
+    if len(groups) == 1:
+        return [_write_shard(folder / _SINGLE, groups[0])]
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    paths = [_write_shard(folder / file, group) for file, group in zip(names, groups, strict=True)]
+    weight_map = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return paths
+
+
+def _write_shard(path: Path, tensors: Mapping[str, LazyTensor]) -> Path:
+    from safetensors.torch import save_file
+
+    with writing(path):
+        values = {name: tensor.load().contiguous() for name, tensor in tensors.items()}
+        save_file(values, path, metadata={"format": "pt"})
+    return path
+
+
+def read_weights(folder: Path) -> dict[str, LazyTensor]:
+    """Weights of a transformers folder: ``model.safetensors``, the shards that its index names, or where neither is
+    there ``pytorch_model.bin``; mapped from the files.
+
+    :raises LNSConfigError: a file is missing, truncated or of another format, or lacks a tensor of the index.
+    """
+    index, old = folder / INDEX, folder / "pytorch_model.bin"
+    if not index.is_file():
+        single = folder / _SINGLE
+        return read_state(old) if old.is_file() and not single.is_file() else _read_shard(single)
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise LNSConfigError(f"{index} is not an index of shards: {one_line(error)}") from None
+    found = {
+        key: value for name in sorted(set(weight_map.values())) for key, value in _read_shard(folder / name).items()
+    }
+    if lost := sorted(set(weight_map) - set(found)):
+        raise LNSConfigError(f"{folder}: the shards lack {lost[0]}, which {INDEX} lists")
+    return found
+
+
+def _read_shard(path: Path) -> dict[str, LazyTensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return {name: LazyTensor.of(tensor) for name, tensor in load_file(path).items()}
+    except FileNotFoundError:
+        raise LNSConfigError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise LNSConfigError(f"{path} is truncated or not a safetensors file: {one_line(error)}") from None

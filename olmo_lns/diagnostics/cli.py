@@ -183,7 +183,7 @@ def _load(args: argparse.Namespace, model: str) -> Any:
 
 def _measure(args: argparse.Namespace, loaded: Any, rank: int, world: int) -> Any:
     """The report of one diagnostic of a loaded model."""
-    from olmo_lns.checkpoints.records import record_in
+    from olmo_lns.checkpoints import record_in
     from olmo_lns.diagnostics.data import DataOptions, load_processor, read_batches, read_images, track
     from olmo_lns.diagnostics.results import Report
     from olmo_lns.models.loading import load_tokenizer

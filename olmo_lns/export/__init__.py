@@ -4,8 +4,8 @@ With a gain, ``s * Norm(x)`` is ``Norm(x)`` with gain and bias multiplied by ``s
 is ``Norm(x)`` followed by a projection whose weight is multiplied by ``s``. Either way the result
 is a plain Pre-LN checkpoint of the same shape.
 
-One module a format (:mod:`olmo`, :mod:`olmo_core`, :mod:`megatron`, :mod:`transformers_folder`, :mod:`authors`),
-each with a class of what can be done to its checkpoints; :mod:`sources` is their table, :mod:`fold` the arithmetic,
-:mod:`huggingface` what is written for transformers, :mod:`atomic` the folder that appears complete or not at all.
-:mod:`guards` stands alone.
+One module a format (:mod:`olmo`, :mod:`olmo_core`, :mod:`megatron`, :mod:`model_folder`), each with a
+:class:`~olmo_lns.export.sources.Source`; :mod:`cli` has their table, :mod:`fold` the arithmetic, :mod:`huggingface` the
+stock class, :mod:`transformers_folder` what is written for it, :mod:`atomic` the folder that appears complete or not at
+all, :mod:`comparison` what ``verify`` compares. :mod:`guards` stands alone.
 """

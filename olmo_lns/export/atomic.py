@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
@@ -59,7 +58,7 @@ def atomic_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         marker = partial / _MARKER
-        marker.write_text(target.name, encoding="utf-8")
+        marker.write_bytes(os.fsencode(target.name))
         yield partial
         _write_checksums(partial, marker)
         # Renaming onto a folder that somebody filled meanwhile fails, as it should.
@@ -124,43 +123,28 @@ def verify_checksums(folder: str | os.PathLike[str]) -> int:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what killed exports to the same target left; one still being written holds its lock."""
+    """Remove what killed exports to the same target left, not to ``target.something``; one being written is locked."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        if not _is_ours(leftover, target):
+        marker = leftover / _MARKER
+        if leftover.is_symlink() or not marker.is_file() or marker.read_bytes() != os.fsencode(target.name):
             continue
         descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover)
         except BlockingIOError:
             raise LNSConfigError(f"another export to {target} is running (it writes {leftover.name})") from None
-        else:
-            shutil.rmtree(leftover)
         finally:
             os.close(descriptor)
 
 
-def _is_ours(leftover: Path, target: Path) -> bool:
-    """Whether an export to ``target``, and not to ``target.something``, made this folder."""
-    marker = leftover / _MARKER
-    if leftover.is_symlink() or not marker.is_file():
-        return False
-    try:
-        return marker.read_text(encoding="utf-8") == target.name
-    except (OSError, ValueError):
-        return False
-
-
 def _write_checksums(folder: Path, marker: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != marker)
-    with ThreadPoolExecutor() as pool:  # hashing and waiting for the disk both leave the interpreter to others
-        flushed = pool.map(_sync, files)
-        digests = pool.map(_sha256, files)
-        names = (path.relative_to(folder).as_posix() for path in files)
-        lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
-        list(flushed)  # raises what went wrong there
+    lines = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != marker):
+        lines.append(f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n")
+        _sync(path)
     (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
-    _sync(folder / CHECKSUMS)
-    for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+    for path in [folder / CHECKSUMS, folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         _sync(path)
 
 

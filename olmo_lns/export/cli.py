@@ -8,15 +8,18 @@ import ctypes
 import re
 import signal
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
 from olmo_lns.arguments import DTYPES
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes.factor import check_exponent
 
-__all__ = ["FORMATS", "main"]
+if TYPE_CHECKING:
+    from olmo_lns.export.sources import Source
 
-#: As ``olmo_lns.export.options`` and ``sources``, which load torch: ``--help`` does not.
+__all__ = ["FORMATS", "main", "source_of"]
+
+#: As :mod:`olmo_lns.export.options` and the sources, which load torch: ``--help`` does not.
 FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
 SOURCES = ("auto", "olmo", "olmo-core", "megatron", "transformers", "authors")
 
@@ -48,16 +51,15 @@ def main(argv: Sequence[str]) -> int:
 def run(args: argparse.Namespace) -> list[str]:
     """Do what the parsed arguments say; returns the report, one line each."""
     from olmo_lns.export.atomic import atomic_folder
-    from olmo_lns.export.huggingface import write_card
     from olmo_lns.export.options import HF, Options
-    from olmo_lns.export.sources import format_of, source_of
+    from olmo_lns.export.transformers_folder import write_card
     from olmo_lns.norm import dtypes
 
     checkpoint = Path(args.checkpoint)
     source = source_of(checkpoint, args.source)
     options = Options(
         output=args.output,
-        format=format_of(source, checkpoint, args.format, unfold=args.unfold),
+        format=_format_of(source, checkpoint, args.format, unfold=args.unfold),
         dtype=dtypes.DTYPES.get(args.dtype),
         exponent=args.exponent,
         tokenizer=args.tokenizer,
@@ -81,6 +83,46 @@ def run(args: argparse.Namespace) -> list[str]:
         where = f" ({rounding.where})" if rounding.worst else ""
         lines.append(f"{changed} tensors changed; largest relative error {rounding.worst:.2e}{where}")
     return [*lines, f"wrote {options.output}: {size / 1e6:,.1f} MB, SHA256SUMS"]
+
+
+def source_of(folder: Path, name: str = "auto") -> Source:
+    """The kind called ``name``, or the one that recognises ``folder``.
+
+    :raises LNSConfigError: no folder, or no checkpoint.
+    """
+    from olmo_lns.checkpoints import record_in
+    from olmo_lns.checkpoints.olmo import checkpoints_inside
+    from olmo_lns.export.megatron import Megatron
+    from olmo_lns.export.model_folder import Authors, ModelFolder
+    from olmo_lns.export.olmo import OLMo
+    from olmo_lns.export.olmo_core import OLMoCore
+
+    if not folder.is_dir():
+        raise LNSConfigError(f"{folder} is not a folder: give a checkpoint folder")
+    for source in (OLMo(), OLMoCore(), Megatron(), ModelFolder(), Authors()):
+        if source.name == name or (name == "auto" and source.recognises(folder)):
+            return source
+    if inside := checkpoints_inside(folder):
+        raise LNSConfigError(f"{folder} is the folder of a run; give one of its checkpoints: {', '.join(inside)}")
+    record = record_in(folder) if (folder / "config.json").is_file() else None
+    if record is not None and record.folded:
+        raise LNSConfigError(
+            f"{folder} is a Hugging Face export ({record}), stock and final: expected a checkpoint, such as the one it "
+            "was made from"
+        )
+    raise LNSConfigError(
+        f"{folder} holds neither config.yaml (OLMo), config.json and model_and_optim (OLMo-core) nor an iter_* "
+        "folder or metadata.json (Megatron): not a checkpoint (the paper's LLaMA: say --source authors)"
+    )
+
+
+def _format_of(source: Source, folder: Path, asked: str | None, *, unfold: bool) -> str:
+    """The format ``asked`` for, or the checkpoint's own. :raises LNSConfigError: it is not written in that."""
+    formats = source.formats[:1] if unfold else source.formats
+    if asked is not None and asked not in formats and not (unfold and formats == ("hf",)):
+        how = "is unfolded into" if unfold else "is written as"
+        raise LNSConfigError(f"--format {asked}: {folder} is {source.kind}, which {how} {' or '.join(formats)}")
+    return asked or formats[0]
 
 
 def _give_memory_back() -> None:

@@ -2,64 +2,43 @@
 
 ``x + g * c * f(s * N(x))`` is Pre-LN once s is in the norm's gain (as for LayerNorm Scaling) and
 g * c in the rows of ``attn_out`` or ``ff_out``, g a learned gate and c a constant.
+
+Adam's moments follow where a factor is taken out again: a gain ``g`` of the folded model is ``s·w``, so ``w = g/s`` and
+the gradient by ``w`` is ``s`` times the gradient by ``g``: the first moment is multiplied by ``s``, the second by
+``s²``. Without gains the same holds for the projections after the norms.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Mapping
+from typing import Hashable, Iterable, Mapping, TypeVar
 
 import torch
 
 from olmo_lns import __version__
 from olmo_lns.checkpoints.architecture import Architecture
-from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor, check_dtype
+from olmo_lns.checkpoints.distributed import DistributedCheckpoint, Edit
+from olmo_lns.checkpoints.tensors import LazyTensor, check_dtype
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
-from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
+from olmo_lns.schemes import Plan, Scheme
 
-__all__ = [
-    "Factor",
-    "Rounding",
-    "check_finite",
-    "chunk_scaler",
-    "factors",
-    "fold_record",
-    "gates",
-    "inverse",
-    "norm_factor",
-    "obstacle",
-    "scaled",
-    "unfolded_record",
-]
-
-#: What a tensor is multiplied by: a number, or one for each of its rows.
+#: What a tensor is multiplied by: a number, or fp64 with one for each index of its leading axes.
 Factor = float | torch.Tensor
+Key = TypeVar("Key", bound=Hashable)
 #: Elements handled at once, in float64.
 _CHUNK = 1 << 18
 #: Sub-layer -> the matrix whose rows are its outputs.
 _OUTPUTS = {"attn": "attn_out", "ff": "ff_out"}
-
-
-def norm_factor(scheme: Scheme, n_layers: int) -> Callable[[int], float]:
-    """1-based layer number -> what both block norms are multiplied by under ``scheme``.
-
-    :raises LNSConfigError: a scheme that does more than multiply them; so does the function where they differ.
-    """
-    if not scheme.keeps_forward(n_layers):
-        raise LNSConfigError(
-            f"scheme {scheme} ({scheme.definition.title}) cannot be folded into a stock Pre-LN model: it does more "
-            "than multiply the norms in front of the sub-layers"
-        )
-
-    def of_both(number: int) -> float:
-        scales = {scheme.plan(number, n_layers, sub_layer).norm_scale for sub_layer in SUB_LAYERS}
-        if len(scales) > 1:
-            raise LNSConfigError(f"scheme {scheme} multiplies the two norms of block {number} differently: {scales}")
-        return scales.pop()
-
-    return of_both
+#: Optimizer state of a parameter -> the power of the factor by which it is multiplied.
+MOMENT_POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "grad_norm_exp_avg": 1, "step": 0}
+#: Of these every parameter that was trained has one; the rest is kept by some optimizers for some parameters.
+_OF_EVERY_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+#: What wrappers put into a parameter's name: DDP in front of all, FSDP and torch.compile anywhere.
+_WRAPPERS = re.compile(r"^module\.|\b(?:_fsdp_wrapped_module|_orig_mod)\.")
+_SHARDED_STATE = re.compile(r"optim\.state\.(?P<parameter>.+)\.(?P<moment>[a-z_]+)$")
 
 
 @dataclass
@@ -75,11 +54,6 @@ class Rounding:
     multiplied: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
 
-    def note(self, name: str, error: float, *, multiplied: bool) -> None:
-        (self.multiplied if multiplied else self.cast).add(name)
-        if error > self.worst:
-            self.worst, self.where = error, name
-
     def scale(
         self,
         name: str,
@@ -93,14 +67,14 @@ class Rounding:
         """``(tensor + shift) * factor`` in ``dtype``, computed in float64 and rounded once.
 
         :param tensor: any shape, any floating dtype; of another one, only what stays as it is.
-        :param factor: dimensionless; a number, or fp64 (rows,), one for each row.
+        :param factor: dimensionless; of the shape of the tensor's leading axes where it is a tensor.
         :param shift: 1.0 for a zero-centred gain, whose stored value is the gain minus one.
         :param in_place: whether ``tensor`` may be changed; it is where it has the dtype.
         :raises LNSConfigError: a value is NaN or infinite, or overflows ``dtype``; or the tensor is to be changed and
             not of a plain floating dtype.
         """
         check_finite(name, tensor)
-        same = isinstance(factor, float) and factor == 1.0 and shift == 0.0
+        same = _same(factor, shift)
         if same and tensor.dtype == dtype:
             return tensor
         check_dtype(name, tensor.dtype, "cannot scale")
@@ -108,11 +82,12 @@ class Rounding:
             return tensor.to(dtype)
         own = in_place and tensor.dtype == dtype and tensor.is_contiguous()
         result = tensor if own else torch.empty(tensor.shape, dtype=dtype)
-        rows = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+        axes = tensor.shape[:1] if isinstance(factor, float) else factor.shape
+        rows = tensor.reshape(axes.numel(), -1)
         written, worst = result.view(rows.shape), 0.0
         step = max(1, _CHUNK // rows.shape[1])
         for start in range(0, len(rows), step):
-            by = factor if isinstance(factor, float) else factor[start : start + step, None]
+            by = factor if isinstance(factor, float) else factor.reshape(-1, 1)[start : start + step]
             exact = (rows[start : start + step].double() + shift) * by
             rounded = exact.to(dtype)
             written[start : start + step] = rounded
@@ -121,19 +96,35 @@ class Rounding:
             worst = max(worst, float(errors.max()))
         if worst == math.inf:
             raise LNSConfigError(f"{name} holds values that overflow {dtype}: choose bf16 or fp32")
-        self.note(name, worst, multiplied=not same)
+        (self.cast if same else self.multiplied).add(name)
+        if worst > self.worst:
+            self.worst, self.where = worst, name
         return result
 
     def folded(
-        self, name: str, tensor: LazyTensor, factor: Factor, dtype: torch.dtype, shift: float = 0.0
+        self, name: str, tensor: LazyTensor, factor: Factor, dtype: torch.dtype | None, shift: float = 0.0
     ) -> LazyTensor:
-        """:meth:`scale`, when the tensor is read."""
+        """:meth:`scale`, when the tensor is read; in its own dtype for None."""
+        dtype = dtype or tensor.dtype
         in_place = tensor.memory > 0 and tensor.dtype == dtype
-        same = tensor.dtype == dtype and isinstance(factor, float) and factor == 1.0 and shift == 0.0
-        changes = {"memory": tensor.memory} if in_place or same else {}
-        return tensor.map(
-            lambda t: self.scale(name, t, factor, dtype, shift, in_place=in_place), dtype=dtype, **changes
-        )
+        own = {"memory": tensor.memory} if in_place or (tensor.dtype == dtype and _same(factor, shift)) else {}
+        return tensor.map(lambda t: self.scale(name, t, factor, dtype, shift, in_place=in_place), dtype=dtype, **own)
+
+    def edit(self, name: str, factor: Factor, dtype: torch.dtype | None = None, shift: float = 0.0) -> Edit:
+        """:meth:`scale` of every chunk of a distributed checkpoint; in its own dtype for None."""
+
+        def function(offsets: tuple[int, ...], chunk: torch.Tensor) -> torch.Tensor:
+            part = factor
+            if isinstance(part, torch.Tensor):
+                axes = zip(offsets, chunk.shape, strict=True)
+                part = part[tuple(slice(start, start + size) for start, size in list(axes)[: part.dim()])]
+            return self.scale(name, chunk, part, dtype or chunk.dtype, shift, in_place=True)
+
+        return Edit(function, dtype)
+
+
+def _same(factor: Factor, shift: float) -> bool:
+    return isinstance(factor, float) and factor == 1.0 and shift == 0.0
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -153,23 +144,7 @@ def scaled(
     tensors: Mapping[str, LazyTensor], factors: Mapping[str, Factor], rounding: Rounding, dtype: torch.dtype | None
 ) -> dict[str, LazyTensor]:
     """``tensors`` multiplied by ``factors`` where they have one, in ``dtype`` (None: each in its own)."""
-    return {
-        name: rounding.folded(name, tensor, factors.get(name, 1.0), dtype or tensor.dtype)
-        for name, tensor in tensors.items()
-    }
-
-
-def chunk_scaler(name: str, factor: Factor, rounding: Rounding, dtype: torch.dtype | None) -> ChunkFunction:
-    """A function for :meth:`DistributedCheckpoint.rewrite` that scales every chunk, by rows if the factor has rows.
-
-    :param dtype: of what is written, None as it is.
-    """
-
-    def scale(_: Any, offsets: Any, chunk: torch.Tensor) -> torch.Tensor:
-        part = factor if isinstance(factor, float) else factor[offsets[0] : offsets[0] + chunk.shape[0]]
-        return rounding.scale(name, chunk, part, dtype or chunk.dtype, in_place=True)
-
-    return scale
+    return {name: rounding.folded(name, tensor, factors.get(name, 1.0), dtype) for name, tensor in tensors.items()}
 
 
 def fold_record(record: Record) -> Record:
@@ -191,6 +166,15 @@ def unfolded_record(saved: Record, source: object) -> Record:
     )
 
 
+def require_norms_only(scheme: Scheme, n_layers: int) -> None:
+    """:raises LNSConfigError: a scheme that does more than multiply norms, which no unfolding takes out again."""
+    if not scheme.keeps_forward(n_layers):
+        raise LNSConfigError(
+            f"scheme {scheme} ({scheme.definition.title}) cannot be unfolded from a stock Pre-LN model: it does more "
+            "than multiply the norms in front of the sub-layers"
+        )
+
+
 def obstacle(scheme: Scheme, n_layers: int) -> str:
     """Why the scheme does not fold into stock Pre-LN, ``""`` if it does."""
     found = [_obstacle(plan) for _, _, plan in scheme.plans(n_layers)]
@@ -209,31 +193,27 @@ def _obstacle(plan: Plan) -> str:
     return "" if plan.folds_into_pre_ln else "it weighs the shortcut, which a Pre-LN block does not"
 
 
-def gates(model: Architecture) -> list[str]:
+def gates(model: Architecture) -> set[str]:
     """Names of the learned gates: a stock model has none of them."""
-    names = [f"transformer.blocks.{i}.{sub_layer}_gate.weight" for i in range(model.n_layers) for sub_layer in _OUTPUTS]
-    return [name for name in names if name in model.shapes()]
+    return {name for name in model.shapes() if name.endswith("_gate.weight")}
 
 
-def factors(model: Architecture, scheme: Scheme, tensors: Mapping[str, LazyTensor]) -> dict[str, float | torch.Tensor]:
+def factors(model: Architecture, scheme: Scheme, tensors: Mapping[str, LazyTensor]) -> dict[str, Factor]:
     """Parameter -> what it is multiplied by: a number, or fp64 (rows,), one for each row.
 
     :param scheme: one without :func:`obstacle`. :param tensors: OLMo's names, block groups flattened.
     """
-    found: dict[str, float | torch.Tensor] = {}
-    for index in range(model.n_layers):
-        block = f"transformer.blocks.{index}"
-        for sub_layer in SUB_LAYERS:
-            plan = scheme.plan(index + 1, model.n_layers, sub_layer)
-            factor: float | torch.Tensor = plan.branch_scale
-            if plan.gate is not None:
-                factor = tensors[f"{block}.{sub_layer}_gate.weight"].load().double() * factor
-                factor = factor.expand(model.d_model)
-            if plan.gate is not None or factor != 1.0:
-                kinds = ("weight", "bias") if model.include_bias else ("weight",)
-                found.update({f"{block}.{_OUTPUTS[sub_layer]}.{kind}": factor for kind in kinds})
-            if plan.norm_scale != 1.0:
-                found.update(dict.fromkeys(model.sites_of(index, sub_layer), plan.norm_scale))
+    found: dict[str, Factor] = {}
+    for number, sub_layer, plan in scheme.plans(model.n_layers):
+        block = f"transformer.blocks.{number - 1}"
+        factor: Factor = plan.branch_scale
+        if plan.gate is not None:
+            factor = tensors[f"{block}.{sub_layer}_gate.weight"].load().double() * factor
+            factor = factor.expand(model.d_model)
+        if plan.gate is not None or factor != 1.0:
+            kinds = ("weight", "bias") if model.include_bias else ("weight",)
+            found.update({f"{block}.{_OUTPUTS[sub_layer]}.{kind}": factor for kind in kinds})
+        found.update(dict.fromkeys(model.sites(number - 1, sub_layer), plan.norm_scale))
     return found
 
 
@@ -243,3 +223,52 @@ def inverse(model: Architecture, saved: Record) -> dict[str, Factor]:
     if not saved.folded or any(plan.gate is not None for _, _, plan in scheme.plans(layers)):
         return {}
     return {name: 1 / factor for name, factor in factors(model, scheme, {}).items()}
+
+
+def moments(
+    stored: Iterable[tuple[Key, str, str]], scales: Mapping[str, Factor], canonical: Mapping[str, str], source: object
+) -> dict[Key, Factor]:
+    """Key of a moment -> what it is multiplied by, for the parameters in ``scales``.
+
+    :param stored: key, parameter and kind of every moment that an optimizer holds.
+    :param scales: parameter -> factor of the folded model. :param canonical: name of a parameter as stored -> there.
+    :raises LNSConfigError: of a scaled parameter none or not all are there, or a kind whose scaling is unknown.
+    """
+    known_as = {_unwrapped(name): known for name, known in canonical.items()}
+    found: dict[str, set[str]] = {}
+    made: dict[Key, Factor] = {}
+    for key, parameter, kind in stored:
+        known = known_as.get(_unwrapped(parameter), parameter)
+        found.setdefault(known, set()).add(kind)
+        if known not in scales:
+            continue
+        if kind not in MOMENT_POWERS:
+            raise LNSConfigError(
+                f"{source} holds optimizer state {kind!r}, whose scaling is unknown: give --drop-optimizer"
+            )
+        if power := MOMENT_POWERS[kind]:
+            made[key] = scales[known] ** power
+    expected = _OF_EVERY_PARAMETER & {kind for kinds in found.values() for kind in kinds}
+    lacking = sorted(name for name in scales if not expected <= found.get(name, set()) or not expected)
+    if found and lacking:
+        raise LNSConfigError(
+            f"{source}: found the moments of {len(scales) - len(lacking)} of the {len(scales)} parameters to rescale, "
+            f"none or not all of {lacking[0]}'s (it names {min(found)}, …): training would go on with moments of "
+            "another scale; give --drop-optimizer to leave the optimizer's state out"
+        )
+    return made
+
+
+def sharded_moments(
+    stored: DistributedCheckpoint, scales: Mapping[str, Factor], canonical: Mapping[str, str], rounding: Rounding
+) -> dict[str, Edit]:
+    """Name of a stored moment -> its rescaling. :raises LNSConfigError: as :func:`moments`."""
+    matches = [match for name in stored.names if (match := _SHARDED_STATE.match(name))]
+    names = ((match.string, match["parameter"], match["moment"]) for match in matches)
+    found = moments(names, scales, canonical, stored.folder)
+    return {name: rounding.edit(name, factor) for name, factor in found.items()}
+
+
+def _unwrapped(name: str) -> str:
+    """A parameter's name in the model itself."""
+    return _WRAPPERS.sub("", name.removeprefix("model."))

@@ -48,9 +48,8 @@ def install() -> None:
     _installed.append(True)
     on_import(TRIGGER, lambda module: _check_script())
     on_import("hf_olmo.configuration_olmo", _guard_hf_olmo)
-    for name in CONVERTERS[:1]:
-        for module in (name, f"scripts.{name}"):
-            on_import(module, lambda m: _guard_function(Target(f"{m.__name__}:write_model", _VERIFIED)))
+    for module in (CONVERTERS[0], f"scripts.{CONVERTERS[0]}"):
+        on_import(module, lambda m: replace(Target(f"{m.__name__}:write_model", _VERIFIED), _guarded))
 
 
 def check_conversion(folder: str | Path, *, keeps_gains: bool) -> None:
@@ -86,15 +85,12 @@ def _check_script() -> None:
         check_conversion(folder, keeps_gains=False)
 
 
-def _guard_function(target: Target) -> None:
-    def make(write_model: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(model_path: Any, input_base_path: Any, *args: Any, **kwargs: Any) -> Any:
-            check_conversion(input_base_path, keeps_gains=False)
-            return write_model(model_path, input_base_path, *args, **kwargs)
+def _guarded(write_model: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(model_path: Any, input_base_path: Any, *args: Any, **kwargs: Any) -> Any:
+        check_conversion(input_base_path, keeps_gains=False)
+        return write_model(model_path, input_base_path, *args, **kwargs)
 
-        return wrapped
-
-    replace(target, make)
+    return wrapped
 
 
 def _guard_hf_olmo(module: ModuleType) -> None:
@@ -106,25 +102,16 @@ def _guard_hf_olmo(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if types.has_scheme(self.layer_norm_type):
-            folder = Path(save_directory)
-            if not (folder / "config.yaml").is_file():
-                _refuse_type(str(self.layer_norm_type), folder)
-            check_conversion(folder, keeps_gains=True)
+        if types.has_scheme(kind := str(self.layer_norm_type)):
+            if not (Path(save_directory) / "config.yaml").is_file():
+                # A model in memory, saved elsewhere: its config names the norm and loses the exponent.
+                source, stock = f"the model to be saved in {save_directory}", Record(scaled_init="plain")
+                check_match(Record(types.scheme_of(kind)), stock, source=source, training=False)
+            check_conversion(save_directory, keeps_gains=True)
         return original(self, save_directory, *args, **kwargs)
 
     setattr(save_pretrained, MARKER, True)
     config_class.save_pretrained = save_pretrained
-
-
-def _refuse_type(name: str, folder: Path) -> None:
-    """A model in memory, saved elsewhere: its config names the norm and loses the exponent."""
-    check_match(
-        Record(types.scheme_of(name)),
-        Record(scaled_init="plain"),
-        source=f"the model to be saved in {folder}",
-        training=False,
-    )
 
 
 def _model_section(folder: Path) -> dict[str, Any]:

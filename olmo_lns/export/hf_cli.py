@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _import(args: argparse.Namespace) -> list[str]:
     from olmo_lns.export.atomic import atomic_folder
+    from olmo_lns.export.cli import source_of
     from olmo_lns.export.options import HF, Options
-    from olmo_lns.export.sources import source_of
     from olmo_lns.norm.dtypes import DTYPES
 
     options = Options(str(args.output), HF, DTYPES.get(args.dtype or ""), tokenizer=args.tokenizer)

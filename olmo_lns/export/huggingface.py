@@ -4,51 +4,43 @@
 LlamaForCausalLM   RMSNorm with or without gain (without: unit gains are written), biases
 OlmoForCausalLM    LayerNorm without gain and bias, eps 1e-5 (a constant of that class), clip_qkv
 StableLmForCausalLM  LayerNorm with gain, with or without bias
+Gemma2ForCausalLM  Sandwich-LN (Peri-LN), whose blocks have the same four norms
 =================  =======================================================================
 
-All three are SwiGLU decoders with RoPE, in the layout that OLMo uses: ``att_proj`` is [q, k, v],
-``ff_proj`` is [up, gate], and the rotation pairs element i with i + head_dim/2. Then how every such folder is written,
-as a stock model or, factors outside the weights, as one of ours.
+All are SwiGLU decoders with RoPE, in the layout that OLMo uses: ``att_proj`` is [q, k, v],
+``ff_proj`` is [up, gate], and the rotation pairs element i with i + head_dim/2. What Gemma 2 does beside that is undone
+or switched off: it multiplies the embedding by sqrt(d), its gains are stored minus one, its activation is set to SiLU
+and its soft-capping to none. Last, a stock Llama with its scheme in hooks: the reference that folding is held to.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from functools import partial
+import re
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 import torch
 
-from olmo_lns import __version__
 from olmo_lns.checkpoints.architecture import Architecture
-from olmo_lns.checkpoints.records import record_in
-from olmo_lns.checkpoints.shards import write_safetensors
 from olmo_lns.checkpoints.tensors import LazyTensor, split_rows
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import tokenizer
-from olmo_lns.export.fold import Rounding
-from olmo_lns.export.options import Options, Target
-from olmo_lns.norm.dtypes import DTYPES
-from olmo_lns.record import Record
+from olmo_lns.export.fold import check_finite
+from olmo_lns.export.options import Options
+from olmo_lns.export.transformers_folder import Stock
+from olmo_lns.schemes import Plan, Scheme
 
-__all__ = [
-    "Stock",
-    "choose_class",
-    "export_target",
-    "llama_names",
-    "of_olmo",
-    "problems",
-    "projections",
-    "special_tokens",
-    "to_huggingface",
-    "train_target",
-    "transformers_config",
-    "write_card",
-]
-
-_MODEL_TYPES = {"LlamaForCausalLM": "llama", "OlmoForCausalLM": "olmo", "StableLmForCausalLM": "stablelm"}
+_GEMMA2 = "Gemma2ForCausalLM"
+#: Our norms of a block -> Gemma 2's.
+_GEMMA2_NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_norm_out": "post_attention_layernorm",
+    "ff_norm": "pre_feedforward_layernorm",
+    "ff_norm_out": "post_feedforward_layernorm",
+}
+#: Those of a Pre-LN block -> Llama's, Olmo's and StableLm's.
+_NORMS = {"attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm"}
+#: Weights of a scheme that a Pre-LN model has no place for.
+_OWN = re.compile(r"_(gate|omega|norm_out)\.(weight|bias)$")
 #: OlmoLayerNorm's eps is a constant in its forward.
 _OLMO_EPS = 1e-5
 
@@ -97,68 +89,86 @@ def problems(model: Architecture) -> list[str]:
     return [problem for problem, found in checks.items() if found]
 
 
-def llama_names(index: int) -> dict[str, str]:
-    """Our names of the two block norms of block ``index`` (0-based) -> transformers' names."""
-    layer = f"model.layers.{index}"
-    return {"attn_norm": f"{layer}.input_layernorm", "ff_norm": f"{layer}.post_attention_layernorm"}
+def llama_names(index: int) -> list[str]:
+    """transformers' names of the two norms of block ``index`` (0-based)."""
+    return [f"model.layers.{index}.{theirs}" for theirs in _NORMS.values()]
 
 
 def to_huggingface(model: Architecture, weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """OLMo's (already folded) weights under transformers' names, fused projections taken apart."""
     name, _ = choose_class(model)
-    result = {"model.embed_tokens.weight": weights["transformer.wte.weight"]}
-    for index in range(model.n_layers):
-        block, layer = f"transformer.blocks.{index}", f"model.layers.{index}"
-        for ours, theirs in llama_names(index).items():
-            result.update(_norm(model, name, weights, f"{block}.{ours}", theirs))
-        result.update({f"{layer}.{key}": tensor for key, tensor in projections(model, weights, index).items()})
-    result.update(_norm(model, name, weights, "transformer.ln_f", "model.norm"))
+    dtype = weights["transformer.wte.weight"].dtype
+    made = {"OlmoForCausalLM": {}, "StableLmForCausalLM": {"weight": 1.0, "bias": 0.0}}.get(name, {"weight": 1.0})
+
+    def norm(ours: str) -> dict[str, LazyTensor]:
+        """Gain and bias that the class has: the model's, or ones and zeros."""
+        return {part: weights.get(f"{ours}.{part}") or _constant(model, value, dtype) for part, value in made.items()}
+
+    result = _renamed(model, weights, _NORMS, norm)
     if not model.weight_tying:
         result["lm_head.weight"] = weights["transformer.ff_out.weight"]
     return result
 
 
-def projections(model: Architecture, weights: Mapping[str, LazyTensor], index: int) -> dict[str, LazyTensor]:
-    """The matrices and biases of block ``index`` (0-based) under transformers' names within a layer."""
-    block, result = f"transformer.blocks.{index}", {}
+def _renamed(
+    model: Architecture,
+    weights: Mapping[str, LazyTensor],
+    norms: Mapping[str, str],
+    norm: Callable[[str], Mapping[str, LazyTensor]],
+) -> dict[str, LazyTensor]:
+    """:param norms: our norms of a block -> theirs. :param norm: our name of a norm -> its parameters."""
+    result = {"model.embed_tokens.weight": weights["transformer.wte.weight"]}
+    for index in range(model.n_layers):
+        block, layer = f"transformer.blocks.{index}", f"model.layers.{index}"
+        for ours, theirs in norms.items():
+            result |= {f"{layer}.{theirs}.{part}": tensor for part, tensor in norm(f"{block}.{ours}").items()}
+        result |= {f"{layer}.{key}": tensor for key, tensor in _projections(model, weights, block).items()}
+    return result | {f"model.norm.{part}": tensor for part, tensor in norm("transformer.ln_f").items()}
+
+
+def _constant(model: Architecture, value: float, dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(
+        (model.d_model,), dtype, lambda: torch.full((model.d_model,), value, dtype=torch.float64).to(dtype)
+    )
+
+
+def _projections(model: Architecture, weights: Mapping[str, LazyTensor], block: str) -> dict[str, LazyTensor]:
+    """The matrices and biases of a block under transformers' names within a layer."""
+    kv, names = model.kv_heads * model.head_dim, ("q_proj", "k_proj", "v_proj")
+    result: dict[str, LazyTensor] = {}
     for kind in ("weight", "bias") if model.include_bias else ("weight",):
-        for part, tensor in _qkv(model, weights, block, kind).items():
-            result[f"self_attn.{part}.{kind}"] = tensor
+        if model.block_type == "llama":
+            parts = [weights[f"{block}.{name}.{kind}"] for name in names]
+        else:
+            parts = split_rows(weights[f"{block}.att_proj.{kind}"], (model.d_model, kv, kv))
+        result |= {f"self_attn.{name}.{kind}": part for name, part in zip(names, parts, strict=True)}
         result[f"self_attn.o_proj.{kind}"] = weights[f"{block}.attn_out.{kind}"]
-        fused = weights[f"{block}.ff_proj.{kind}"]
-        for part, tensor in zip(("up_proj", "gate_proj"), split_rows(fused, [model.ff_out_inner] * 2), strict=True):
-            result[f"mlp.{part}.{kind}"] = tensor
+        up, gate = split_rows(weights[f"{block}.ff_proj.{kind}"], [model.ff_out_inner] * 2)
+        result |= {f"mlp.up_proj.{kind}": up, f"mlp.gate_proj.{kind}": gate}
         result[f"mlp.down_proj.{kind}"] = weights[f"{block}.ff_out.{kind}"]
     return result
-
-
-def _qkv(model: Architecture, weights: Mapping[str, LazyTensor], block: str, kind: str) -> dict[str, LazyTensor]:
-    names = ("q_proj", "k_proj", "v_proj")
-    if model.block_type == "llama":
-        return {name: weights[f"{block}.{name}.{kind}"] for name in names}
-    kv = model.kv_heads * model.head_dim
-    parts = split_rows(weights[f"{block}.att_proj.{kind}"], (model.d_model, kv, kv))
-    return dict(zip(names, parts, strict=True))
-
-
-def _norm(
-    model: Architecture, class_name: str, weights: Mapping[str, LazyTensor], ours: str, theirs: str
-) -> dict[str, LazyTensor]:
-    """Gain and bias that the class has: the model's, or ones and zeros."""
-    if class_name == "OlmoForCausalLM":
-        return {}
-    shape, dtype = (model.d_model,), weights["transformer.wte.weight"].dtype
-    parts = {"weight": torch.ones} | ({"bias": torch.zeros} if class_name == "StableLmForCausalLM" else {})
-    constants = {part: LazyTensor(shape, dtype, partial(make, shape, dtype=dtype)) for part, make in parts.items()}
-    return {f"{theirs}.{part}": weights.get(f"{ours}.{part}", constant) for part, constant in constants.items()}
 
 
 def transformers_config(model: Architecture) -> dict[str, Any]:
     """``config.json`` but for the dtype, in keys that transformers 4 and 5, vLLM and llama.cpp read."""
     name, _ = choose_class(model)
-    config: dict[str, Any] = {
+    config = common(model, name)
+    if name == "LlamaForCausalLM":
+        config |= {"rms_norm_eps": model.layer_norm_eps, "attention_bias": model.include_bias}
+        config |= {"mlp_bias": model.include_bias, "head_dim": model.head_dim}
+    elif name == "OlmoForCausalLM":
+        config |= {"attention_bias": False, "clip_qkv": model.clip_qkv}
+    else:
+        config |= {"layer_norm_eps": model.layer_norm_eps, "use_qkv_bias": False, "partial_rotary_factor": 1.0}
+        config |= {"qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.0}
+    return config
+
+
+def common(model: Architecture, name: str) -> dict[str, Any]:
+    """What the config of every class of this package holds. :param name: of the class."""
+    return {
         "architectures": [name],
-        "model_type": _MODEL_TYPES[name],
+        "model_type": name.removesuffix("ForCausalLM").lower(),
         "vocab_size": model.embeddings,
         "hidden_size": model.d_model,
         "intermediate_size": model.ff_out_inner,
@@ -174,66 +184,12 @@ def transformers_config(model: Architecture) -> dict[str, Any]:
         "use_cache": True,
         **special_tokens(model.eos_token_id, model.pad_token_id, model.embeddings),
     }
-    if name == "LlamaForCausalLM":
-        config |= {"rms_norm_eps": model.layer_norm_eps, "attention_bias": model.include_bias}
-        config |= {"mlp_bias": model.include_bias, "head_dim": model.head_dim}
-    elif name == "OlmoForCausalLM":
-        config |= {"attention_bias": False, "clip_qkv": model.clip_qkv}
-    else:
-        config |= {"layer_norm_eps": model.layer_norm_eps, "use_qkv_bias": False, "partial_rotary_factor": 1.0}
-        config |= {"qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.0}
-    return config
 
 
 def special_tokens(eos: Any, pad: Any, vocabulary: int) -> dict[str, Any]:
     """Token ids for config and generation config; an id outside the vocabulary is left out."""
     ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
     return {role: i if isinstance(i, int) and 0 <= i < vocabulary else None for role, i in ids.items()}
-
-
-@dataclass(frozen=True)
-class Stock:
-    """A model that a stock class computes.
-
-    :param config: of that class, without dtype and record. :param weights: by transformers' names.
-    :param why: that class computes it. :param tokenizer: its own, where it names one.
-    :param beside: the checkpoint.
-    """
-
-    config: dict[str, Any]
-    weights: Mapping[str, LazyTensor]
-    why: str
-    tokenizer: str | None
-    beside: Path
-
-    @property
-    def name(self) -> str:
-        """Of the class."""
-        return str(self.config["architectures"][0])
-
-    def write_tokenizer(self, out: Path, options: Options) -> str:
-        return tokenizer.write_tokenizer(
-            out, options.tokenizer or self.tokenizer, config=self.config, beside=self.beside
-        )
-
-    def write(self, out: Path, options: Options, record: Mapping[str, Any]) -> None:
-        """Weights, generation_config.json and, last, config.json.
-
-        :raises LNSConfigError: a dtype that weights are not written in.
-        """
-        config = self.config | {"torch_dtype": self.dtype} | dict(record)
-        write_safetensors(out, self.weights, options.shard_bytes)
-        generation = {k: config.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"use_cache": True}
-        _write_json(out / "generation_config.json", generation)
-        _write_json(out / "config.json", config)
-
-    @property
-    def dtype(self) -> str:
-        """The one to name in the config: that of the embedding. :raises LNSConfigError: none that is written."""
-        dtype = self.weights["model.embed_tokens.weight"].dtype
-        if dtype not in DTYPES.values():
-            raise LNSConfigError(f"the weights are {dtype}: give --dtype fp32, bf16 or fp16")
-        return str(dtype).removeprefix("torch.")
 
 
 def of_olmo(model: Architecture, weights: Mapping[str, LazyTensor], tokenizer: str | None, beside: Path) -> Stock:
@@ -245,114 +201,117 @@ def of_olmo(model: Architecture, weights: Mapping[str, LazyTensor], tokenizer: s
     return Stock(transformers_config(model), to_huggingface(model, weights), why, tokenizer, beside)
 
 
-def export_target(stock: Stock, record: Record, options: Options) -> Target:
-    """The folder that stock software runs, its factors folded in."""
-    # What tells later readers of a config that the factor is inside; stock code keeps and ignores it.
-    said: dict[str, Any] = {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
-
-    def write(out: Path) -> list[str]:
-        lines = [f"{stock.name}: {stock.why}", f"lns: {'folded' if said else 'none (a Pre-LN model)'}"]
-        lines.append(stock.write_tokenizer(out, options))
-        stock.write(out, options, said)
-        return lines
-
-    return Target(write, stock.weights, stock.config)
+def is_gemma2(scheme: Scheme, n_layers: int) -> bool:
+    """Whether the scheme's blocks are Gemma 2's, up to factors that a gain can hold."""
+    plans = [plan for _, _, plan in scheme.plans(n_layers)]
+    return all(plan == Plan(branch=True, branch_scale=plan.branch_scale) for plan in plans)
 
 
-def train_target(stock: Stock, saved: Record, options: Options) -> Target:
-    """A model folder of ours to train on in transformers, its factors outside the weights.
+def gemma2(
+    model: Architecture,
+    scheme: Scheme,
+    weights: Mapping[str, LazyTensor],
+    options: Options,
+    tokenizer: str | None,
+    beside: Path,
+) -> Stock:
+    """:param weights: OLMo's names, the scheme's own among them.
 
-    :param saved: of the checkpoint, from which ``stock`` was unfolded where it was folded.
-    :raises LNSConfigError: Pre-LN, or a model or scheme that the transformers integration does not have.
+    :raises LNSConfigError: Gemma 2 does not compute this model.
     """
-    from olmo_lns.integrations.transformers.families import FAMILIES
-    from olmo_lns.integrations.transformers.sites import require_supported
-
-    folder, kind = stock.beside, str(stock.config["model_type"])
-    if saved.scheme.is_pre_ln:
-        raise LNSConfigError(f"{folder} is Pre-LN: olmo-lns export --format hf makes a stock model of it")
-    family = FAMILIES.get(kind)
-    if family is None or not family.sub_layers:
-        raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers integration does not know")
-    require_supported(family, saved.scheme, int(stock.config["num_hidden_layers"]))
-    record = replace(saved, folded=False, plugin_version=__version__)
-
-    def config() -> Any:
-        from olmo_lns.integrations.transformers.configs import config_class
-
-        values = {name: value for name, value in stock.config.items() if name != "model_type"}
-        made = config_class(family)(**values, lns_record=record.as_dict())
-        made.architectures = [f"LNS{stock.name}"]
-        return made
-
-    def write(out: Path) -> list[str]:
-        made = config()
-        setattr(made, "dtype" if hasattr(made, "dtype") else "torch_dtype", stock.dtype)  # since 4.56
-        note = stock.write_tokenizer(out, options)
-        stock.write(out, options, {})
-        made.save_pretrained(out)
-        state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
-        return [f"{made.model_type}: {record}", state, note]
-
-    return Target(write, stock.weights, config().to_dict())
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def write_card(folder: Path, source: str, rounding: Rounding) -> None:
-    """Write README.md beside a finished config.json: what the weights are, how exact they are, how to load them.
-
-    :param source: name of the checkpoint's folder, without its path.
-    """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    record = record_in(folder) or Record()
-    name = (config.get("architectures") or [config.get("model_type", "?")])[0]
-    if record.folded:
-        what = (
-            f"trained under `{record.scheme}` ({record.scheme.definition.title}); the factor is folded into the weights"
+    found = problems(model)
+    found += ["LayerNorm (Gemma 2 has RMSNorm)"] * (model.base_norm != "rms")
+    found += ["biases"] * (model.include_bias or model.norm_bias) + ["clip_qkv"] * bool(model.clip_qkv)
+    if found:
+        raise LNSConfigError(
+            f"no stock transformers class computes this model (nearest: {_GEMMA2}): {'; '.join(found)}"
         )
-    else:
-        what = "a Pre-LN model"
-    record_lines = "\n".join(f"| {key} | `{value}` |" for key, value in record.as_dict().items())
-    text = f"""---
-library_name: transformers
-tags: [olmo-lns, {record.scheme.name}]
----
+    embedding = weights["transformer.wte.weight"]
+    dtype = options.dtype or embedding.dtype
 
-# {source}
+    def gain(ours: str) -> dict[str, LazyTensor]:
+        """``gain * scale - 1``; the gain is 1 where the model has none.
 
-`{name}`, {what}. It runs in stock transformers, vLLM and whatever else reads this class; no custom code.
+        Not through ``Rounding``: near 0 a relative error says nothing about the gain.
+        """
+        scale = 1.0
+        if match := re.match(r"transformer\.blocks\.(\d+)\.(attn|ff)_norm(_out)?$", ours):
+            plan = scheme.plan(int(match[1]) + 1, model.n_layers, match[2])
+            scale = plan.branch_scale if match[3] else plan.norm_scale
+        if (stored := weights.get(f"{ours}.weight")) is None:
+            return {"weight": _constant(model, scale - 1.0, dtype)}
 
-```python
-from transformers import AutoModelForCausalLM
+        def shifted(tensor: torch.Tensor) -> torch.Tensor:
+            check_finite(ours, tensor)
+            return (tensor.double() * scale - 1.0).to(dtype)
 
-model = AutoModelForCausalLM.from_pretrained(".")  # this folder
-```
+        return {"weight": stored.map(shifted, dtype=dtype)}
 
-| | |
-|---|---|
-| dtype | `{str(config.get("torch_dtype", config.get("dtype", "?"))).removeprefix("torch.")}` |
-| blocks | {config.get("num_hidden_layers", "?")} |
-| hidden size | {config.get("hidden_size", "?")} |
-{record_lines}
+    made = _renamed(model, weights, _GEMMA2_NORMS, gain)
+    made["lm_head.weight"] = embedding if model.weight_tying else weights["transformer.ff_out.weight"]
+    for name in [name for name in made if "norm" not in name]:
+        factor = model.d_model**-0.5 if name == "model.embed_tokens.weight" else 1.0
+        made[name] = options.rounding.folded(name, made[name], factor, options.dtype)
+    config = common(model, _GEMMA2) | {
+        "head_dim": model.head_dim,
+        "query_pre_attn_scalar": model.head_dim,
+        "hidden_activation": "silu",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention"] * model.n_layers,
+        "rms_norm_eps": model.layer_norm_eps,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+    why = f"its blocks have the four norms of {scheme.definition.title}"
+    return Stock(config, made, why, tokenizer, beside)
 
-{_changes(rounding)} `SHA256SUMS` holds the hash of every file; compare the logits with those of the checkpoint by
-`olmo-lns verify CHECKPOINT .`. To train on under the scheme, unfold the checkpoint first: a folded model computes the
-same, but its gradients are not those of the scheme.
 
-Written by olmo-lns {__version__}.
-"""
-    (folder / "README.md").write_text(text, encoding="utf-8")
+def hooked_llama(model: Architecture, weights: Mapping[str, LazyTensor], *, scheme: Scheme) -> Any:
+    """The model in fp32 with unfolded weights, the scheme applied to the outputs of norms and sub-layers.
+
+    :param weights: OLMo's or transformers' names, a scheme's own among the former.
+    :raises LNSConfigError: a scheme of another residual form.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    own = {name: tensor.load().float() for name, tensor in weights.items() if _OWN.search(name)}
+    weights = {name: tensor for name, tensor in weights.items() if name not in own}
+    if "transformer.wte.weight" in weights:
+        weights = to_huggingface(model, weights)
+    values = transformers_config(model)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    network = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).eval()
+    state = {name: tensor.load().float() for name, tensor in weights.items()}
+    if model.weight_tying:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    network.load_state_dict(state, strict=True)
+    for number, sub_layer, plan in scheme.plans(model.n_layers):
+        hooked = Plan(branch=plan.branch, norm_scale=plan.norm_scale, branch_scale=plan.branch_scale, gate=plan.gate)
+        if plan != hooked:
+            raise LNSConfigError(f"no stock Llama with hooks computes {scheme.definition.title} ({scheme})")
+        layer, prefix = network.model.layers[number - 1], f"transformer.blocks.{number - 1}.{sub_layer}_"
+        attention = sub_layer == "attn"
+        norm = layer.input_layernorm if attention else layer.post_attention_layernorm
+        norm.register_forward_hook(lambda module, inputs, output, scale=plan.norm_scale: output * scale)
+        parts = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
+        branch = layer.self_attn if attention else layer.mlp
+        branch.register_forward_hook(_branch_hook(plan, parts, model))
+    return network
 
 
-def _changes(rounding: Rounding) -> str:
-    """What was done to the weights, in the dtype they are written in."""
-    done = {"multiplied by their block's factor": rounding.multiplied, "written in another dtype": rounding.cast}
-    lines = [f"{len(names)} tensors were {what}; " for what, names in done.items() if names]
-    return (
-        "".join([*lines, f"largest relative rounding error {rounding.worst:.2e}."])
-        if lines
-        else "No weight was changed."
-    )
+def _branch_hook(plan: Plan, parts: Mapping[str, torch.Tensor], model: Architecture) -> Any:
+    """``gate * branch_scale * Norm(output)``, the norm written out."""
+
+    def branch(h: torch.Tensor) -> torch.Tensor:
+        if plan.branch:
+            if model.base_norm == "default":
+                h = h - h.mean(-1, keepdim=True)
+            h = h / (h.pow(2).mean(-1, keepdim=True) + model.layer_norm_eps).sqrt()
+            h = h * parts["norm_out.weight"] + parts.get("norm_out.bias", 0)
+        return h * plan.branch_scale * parts.get("gate.weight", 1)
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        return (branch(output[0]), *output[1:]) if isinstance(output, tuple) else branch(output)
+
+    return hook

@@ -13,23 +13,31 @@ from typing import Any, Callable
 
 import torch
 
-from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, common_bytes
-from olmo_lns.checkpoints.megatron import OWN, TRACKER, TRAINING, MegatronCheckpoint, is_megatron
-from olmo_lns.checkpoints.tensors import ChunkFunction
+from olmo_lns.checkpoints.megatron import (
+    COMMON,
+    COMMON_OBJECT,
+    GAIN,
+    OWN,
+    TRACKER,
+    TRAINING,
+    MegatronCheckpoint,
+    common_bytes,
+    is_megatron,
+)
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import fold, gemma2, huggingface
+from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
-from olmo_lns.export.fold import Rounding, norm_factor, scaled
-from olmo_lns.export.options import HF, MEGATRON, Options, Source, Target
-from olmo_lns.export.reference import hooked_llama
+from olmo_lns.export.fold import Factor, scaled
+from olmo_lns.export.options import HF, MEGATRON, Options, Target
+from olmo_lns.export.sources import Source, nothing_to_fold
+from olmo_lns.export.transformers_folder import Stock
 from olmo_lns.integrations.megatron.addition import SLOTS
 from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 from olmo_lns.record import Record
-from olmo_lns.schemes import PRE_LN
+from olmo_lns.schemes import PRE_LN, Scheme
 
 __all__ = ["Megatron"]
 
-_ANY_GAIN = re.compile(r"(?:layer_norm_weight|norm\.weight)$")
 _OUTPUT = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<holder>self_attention\.linear_proj|mlp\.linear_fc2)\.(?:weight|bias)$"
 )
@@ -43,28 +51,58 @@ class Megatron(Source):
     def recognises(self, folder: Path) -> bool:
         return is_megatron(folder)
 
-    def fold(self, folder: Path, options: Options) -> Target:
-        checkpoint = MegatronCheckpoint.open(folder)
-        options.require_exponent(checkpoint.record, folder)
-        if options.format == HF:
-            return _for_transformers(checkpoint, options)
+    def open(self, folder: Path, exponent: float | None = None) -> MegatronCheckpoint:
+        return MegatronCheckpoint.open(folder)
+
+    def stock(self, checkpoint: MegatronCheckpoint, options: Options, *, trained: bool = False) -> Stock:
+        record, scheme, layers = checkpoint.record, checkpoint.addition, int(checkpoint.args.num_layers)
+        gemma = huggingface.is_gemma2(scheme, layers) and not trained
+        if not gemma and not trained:
+            _require_foldable(checkpoint)
+        model, weights = checkpoint.as_olmo()
+        if gemma:
+            return huggingface.gemma2(model, scheme, weights, options, None, checkpoint.folder)
+        factors = fold.inverse(model, record) if trained else {}
+        if not trained and record.active:
+            factors = fold.factors(model, record.scheme, weights)
+            weights = {name: tensor for name, tensor in weights.items() if name not in fold.gates(model)}
+        weights = scaled(weights, factors, options.rounding, options.dtype)
+        return huggingface.of_olmo(model, weights, None, checkpoint.folder)
+
+    def folded(self, checkpoint: MegatronCheckpoint, options: Options) -> Target:
         if options.dtype is not None:
             raise LNSConfigError("--dtype is for --format hf: Megatron loads weights in the dtype of its own flags")
         if not checkpoint.record.active:
-            state = "folded already" if checkpoint.record.folded else "Pre-LN"
-            raise LNSConfigError(f"{folder} is {state}: there is nothing to fold")
-        return _for_megatron(checkpoint, options)
-
-    def unfold(self, folder: Path, options: Options) -> Target:
-        checkpoint = MegatronCheckpoint.open(folder)
-        options.require_exponent(checkpoint.record, folder)
-        record = fold.unfolded_record(checkpoint.record, checkpoint.folder)
-        factor = norm_factor(record.scheme, int(checkpoint.args.num_layers))
+            raise nothing_to_fold(checkpoint.record, checkpoint.folder)
+        scheme = checkpoint.record.scheme
+        changes: dict[str, Any] = {"layernorm_scaling": False, "layernorm_scaling_folded": True}
+        factors = _of_norms(checkpoint, scheme)
+        if checkpoint.addition.is_pre_ln:
+            changes |= {"layernorm_scaling_exponent": scheme.parameters["exponent"]}
+        else:
+            _require_foldable(checkpoint)
+            factors |= _of_branches(checkpoint, scheme)
+            changes |= {"norm_scheme": "", "norm_scheme_folded": str(scheme)}
+        flag = Settings.of_scheme(scheme).flag
 
         def write(out: Path) -> list[str]:
-            changes: dict[str, Any] = {"layernorm_scaling": True, "layernorm_scaling_folded": False}
-            changes["layernorm_scaling_exponent"] = record.scheme.parameters["exponent"]
-            write_megatron(out, checkpoint, lambda number: 1 / factor(number), options, **changes)
+            _write(out, checkpoint, factors, options, **changes)
+            lines = [f"Megatron torch_dist, {checkpoint.folder.name}: load it with --finetune, without {flag}"]
+            if checkpoint.shift:
+                lines.append("zero-centred gains were written as plain gains: run without --apply-layernorm-1p")
+            return lines
+
+        return Target(write)
+
+    def unfolded(self, checkpoint: MegatronCheckpoint, options: Options) -> Target:
+        record = fold.unfolded_record(checkpoint.record, checkpoint.folder)
+        fold.require_norms_only(record.scheme, int(checkpoint.args.num_layers))
+        inverse: dict[str, Factor] = {name: 1 / by for name, by in _of_norms(checkpoint, record.scheme).items()}
+        changes: dict[str, Any] = {"layernorm_scaling": True, "layernorm_scaling_folded": False}
+        changes["layernorm_scaling_exponent"] = record.scheme.parameters["exponent"]
+
+        def write(out: Path) -> list[str]:
+            _write(out, checkpoint, inverse, options, **changes)
             return [
                 f"Megatron torch_dist, {record}: the factor is outside again",
                 "warning: the optimizer's moments were dropped: load with --finetune and --layernorm-scaling",
@@ -72,59 +110,10 @@ class Megatron(Source):
 
         return Target(write)
 
-    def train(self, folder: Path, options: Options) -> Target:
-        checkpoint = MegatronCheckpoint.open(folder)
-        model, weights = checkpoint.as_olmo()
-        weights = scaled(weights, fold.inverse(model, checkpoint.record), options.rounding, options.dtype)
-        stock = huggingface.of_olmo(model, weights, None, checkpoint.folder)
-        return huggingface.train_target(stock, checkpoint.record, options)
-
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         checkpoint = MegatronCheckpoint.open(folder)
         scheme = checkpoint.record.scheme if checkpoint.record.active else PRE_LN
-        return hooked_llama(*checkpoint.as_olmo(), scheme=scheme)
-
-
-def _for_megatron(checkpoint: MegatronCheckpoint, options: Options) -> Target:
-    scheme, layers = checkpoint.record.scheme, int(checkpoint.args.num_layers)
-    changes: dict[str, Any] = {"layernorm_scaling": False, "layernorm_scaling_folded": True}
-    branches = None
-    if checkpoint.addition.is_pre_ln:
-        scale = norm_factor(scheme, layers)
-        changes |= {"layernorm_scaling_exponent": scheme.parameters["exponent"]}
-    else:
-        _require_foldable(checkpoint)
-        branches = _branch_functions(checkpoint, options.rounding)
-        scale = lambda number: 1.0  # noqa: E731
-        changes |= {"norm_scheme": "", "norm_scheme_folded": str(scheme)}
-    flag = Settings.of_scheme(scheme).flag
-
-    def write(out: Path) -> list[str]:
-        write_megatron(out, checkpoint, scale, options, branches, **changes)
-        lines = [f"Megatron torch_dist, {checkpoint.folder.name}: load it with --finetune, without {flag}"]
-        if checkpoint.shift:
-            lines.append("zero-centred gains were written as plain gains: run without --apply-layernorm-1p")
-        return lines
-
-    return Target(write)
-
-
-def _for_transformers(checkpoint: MegatronCheckpoint, options: Options) -> Target:
-    scheme, layers = checkpoint.addition, int(checkpoint.args.num_layers)
-    gemma = gemma2.has_form(scheme, layers) and not scheme.is_pre_ln
-    if not gemma:
-        _require_foldable(checkpoint)
-    model, weights = checkpoint.as_olmo()
-    record = fold.fold_record(checkpoint.record)
-    if gemma:
-        stock = gemma2.stock(model, scheme, weights, options, None, checkpoint.folder)
-    else:
-        factors = fold.factors(model, checkpoint.record.scheme, weights) if checkpoint.record.active else {}
-        gates = set(fold.gates(model))
-        plain = {name: tensor for name, tensor in weights.items() if name not in gates}
-        folded = scaled(plain, factors, options.rounding, options.dtype)
-        stock = huggingface.of_olmo(model, folded, None, checkpoint.folder)
-    return huggingface.export_target(stock, record, options)
+        return huggingface.hooked_llama(*checkpoint.as_olmo(), scheme=scheme)
 
 
 def _require_foldable(checkpoint: MegatronCheckpoint) -> None:
@@ -136,38 +125,31 @@ def _require_foldable(checkpoint: MegatronCheckpoint) -> None:
         )
 
 
-def write_megatron(
-    out: Path,
-    checkpoint: MegatronCheckpoint,
-    scale: Callable[[int], float],
-    options: Options,
-    branches: dict[str, ChunkFunction] | None = None,
-    **args: Any,
+def _write(
+    out: Path, checkpoint: MegatronCheckpoint, factors: dict[str, Factor], options: Options, **args: Any
 ) -> None:
-    """Write the model, block norms times ``scale``, without optimizer and training state.
+    """Write the model, multiplied by ``factors``, without optimizer, training state and what residual additions own.
 
-    With ``branches``, functions of the output projections, what the residual additions own is left out.
+    Zero-centred gains are written as plain gains: s·(1+g) - 1 would lose up to a percent in bf16.
 
-    Zero-centred gains are written as plain gains: s·(1+g) - 1 would lose up to a percent in
-    bf16. ``args`` are changes of the saved arguments.
+    :param factors: stored name -> factor. :param args: changes of the saved arguments.
     """
-    shift, rounding = checkpoint.shift, options.rounding
-    functions: dict[str, ChunkFunction] = {
-        name: _scaler(name, layer, scale, rounding, shift if name.endswith("weight") else 0.0)
-        for name, layer in checkpoint.sites()
+    shift = checkpoint.shift
+    edits = {
+        name: options.rounding.edit(name, factors.get(name, 1.0), shift=shift if GAIN.search(name) else 0.0)
+        for name in checkpoint.names
     }
-    functions |= branches or {}
-    for name in set(checkpoint.names) - set(functions):
-        functions[name] = _shifter(rounding, shift if _ANY_GAIN.search(name) else 0.0)
     kept = {key: value for key, value in checkpoint.common.items() if not TRAINING.match(key)}
     plain = {name: False for name in ZERO_CENTRED if hasattr(checkpoint.args, name)}
-    changed = argparse.Namespace(**{**vars(checkpoint.args), **args, **plain})
-    folder, common = out / checkpoint.folder.name, kept | {"args": changed}
-    objects = {COMMON_OBJECT: common_bytes(common)}
-    kept_names = {n for n in checkpoint.state.metadata.state_dict_metadata if not TRAINING.match(n)}
-    kept_names -= {name for name in kept_names if branches is not None and OWN.match(name)}
-    keep, max_bytes = kept_names.__contains__, options.shard_bytes
-    checkpoint.state.rewrite(folder, keep, functions, max_bytes=max_bytes, objects=objects)
+    common = kept | {"args": argparse.Namespace(**{**vars(checkpoint.args), **args, **plain})}
+    folder = out / checkpoint.folder.name
+    checkpoint.state.rewrite(
+        folder,
+        lambda name: not TRAINING.match(name) and not OWN.match(name),
+        edits,
+        max_bytes=options.shard_bytes,
+        objects={COMMON_OBJECT: common_bytes(common)},
+    )
     copy_unread(checkpoint.folder / "metadata.json", folder / "metadata.json")
     if COMMON_OBJECT not in checkpoint.state.metadata.state_dict_metadata:
         torch.save(common, folder / COMMON)
@@ -175,62 +157,45 @@ def write_megatron(
     (out / TRACKER).write_text(iteration, encoding="utf-8")
 
 
-def _scaler(name: str, layer: int | None, scale: Callable[[int], float], rounding: Rounding, shift: float) -> Any:
-    """A function for :meth:`DistributedCheckpoint.rewrite` that multiplies each layer by its factor.
-
-    :param scale: 1-based layer number -> factor. :param shift: what is added to a stored value.
-    """
-
-    def function(_: str, offsets: tuple[int, ...], chunk: torch.Tensor) -> torch.Tensor:
-        if layer is not None:
-            return rounding.scale(name, chunk, scale(layer + 1), chunk.dtype, shift, in_place=True)
-        for number, row in enumerate(chunk, offsets[0] + 1):
-            rounding.scale(name, row, scale(number), row.dtype, shift, in_place=True)
-        return chunk
-
-    return function
+def _stacked(checkpoint: MegatronCheckpoint, layer: int | None, value: Callable[[int], Factor]) -> Factor:
+    """``value`` of a 0-based layer; of a tensor that stacks all layers (None) one for each, along its first axis."""
+    if layer is not None:
+        return value(layer)
+    layers = range(int(checkpoint.args.num_layers))
+    stacked = torch.stack([torch.as_tensor(value(index), dtype=torch.float64) for index in layers])
+    return stacked if bool((stacked != 1.0).any()) else 1.0
 
 
-def _shifter(rounding: Rounding, shift: float) -> ChunkFunction:
-    return lambda name, _, chunk: rounding.scale(name, chunk, 1.0, chunk.dtype, shift, in_place=True)
+def _of_norms(checkpoint: MegatronCheckpoint, scheme: Scheme) -> dict[str, Factor]:
+    """Stored name of a parameter of a block norm -> its factor."""
+    layers = int(checkpoint.args.num_layers)
+    return {
+        name: _stacked(checkpoint, layer, lambda i, sub=sub_layer: scheme.plan(i + 1, layers, sub).norm_scale)  # type: ignore[misc]
+        for name, layer, sub_layer in checkpoint.sites()
+    }
 
 
-def _branch_functions(checkpoint: MegatronCheckpoint, rounding: Rounding) -> dict[str, ChunkFunction]:
-    """Name of each output projection -> what multiplies the rows of its chunks.
+def _of_branches(checkpoint: MegatronCheckpoint, scheme: Scheme) -> dict[str, Factor]:
+    """Stored name of an output projection -> what its rows are multiplied by.
 
     :raises LNSConfigError: the branch of an MLP has several last matrices.
     """
-    scheme, n_layers, tensors = checkpoint.record.scheme, int(checkpoint.args.num_layers), checkpoint.names
-    found = {name: match for name in tensors if (match := _OUTPUT.match(name))}
-    if not any("linear_fc2" in name for name in found) or any(".experts." in name for name in tensors):
+    layers, found = int(checkpoint.args.num_layers), [m for name in checkpoint.names if (m := _OUTPUT.match(name))]
+    if not any("linear_fc2" in m.string for m in found) or any(".experts." in name for name in checkpoint.names):
         raise LNSConfigError(
             f"{scheme.definition.title} ({scheme}) is not folded into a mixture of experts, whose branch is a sum of "
             "several matrices: it runs in Megatron with olmo-lns"
         )
 
-    def factor(index: int, sub_layer: str) -> float | torch.Tensor:
-        plan = scheme.plan(index + 1, n_layers, sub_layer)
+    def factor(match: re.Match[str], index: int) -> Factor:
+        sub_layer = "attn" if match["holder"].startswith("self_attention") else "ff"
+        plan = scheme.plan(index + 1, layers, sub_layer)
         if plan.gate is None:
             return plan.branch_scale
-        return checkpoint.take(f"decoder.layers.{SLOTS[sub_layer]}.gate", index).load().double() * plan.branch_scale
+        gate = checkpoint.take(f"decoder.layers.{SLOTS[sub_layer]}.gate", index).load().double()
+        return (gate * plan.branch_scale).expand(int(checkpoint.args.hidden_size))
 
-    def function(name: str, match: re.Match[str]) -> ChunkFunction:
-        sub_layer = "attn" if match["holder"].startswith("self_attention") else "ff"
-        number = match["layer"]
-
-        def of_layer(index: int, start: int, rows: torch.Tensor) -> torch.Tensor:
-            value = factor(index, sub_layer)
-            if not isinstance(value, float):
-                value = value.expand(len(rows)) if len(value) == 1 else value[start : start + len(rows)]
-            return rounding.scale(name, rows, value, rows.dtype, in_place=True)
-
-        def scale(_: str, offsets: tuple[int, ...], chunk: torch.Tensor) -> torch.Tensor:
-            if number is not None:
-                return of_layer(int(number), offsets[0], chunk)
-            for index, rows in enumerate(chunk, offsets[0]):
-                of_layer(index, offsets[1], rows)
-            return chunk
-
-        return scale
-
-    return {name: function(name, match) for name, match in found.items()}
+    return {
+        m.string: _stacked(checkpoint, int(m["layer"]) if m["layer"] else None, lambda i, m=m: factor(m, i))  # type: ignore[misc]
+        for m in found
+    }

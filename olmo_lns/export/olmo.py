@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path, PosixPath
 from typing import Any, Mapping
 
@@ -14,15 +14,16 @@ import torch
 import yaml
 
 from olmo_lns import __version__
-from olmo_lns.checkpoints.archive import read_archive, write_archive
+from olmo_lns.checkpoints.distributed import Edit
 from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint, is_olmo
-from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
+from olmo_lns.checkpoints.tensors import LazyTensor, map_tensors, read_archive, write_archive
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.export import fold, gemma2, huggingface, tokenizer
+from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
-from olmo_lns.export.fold import Factor, chunk_scaler, scaled
-from olmo_lns.export.moments import moment_functions, rescaled
-from olmo_lns.export.options import HF, OLMO, OLMO_UNSHARDED, Options, Source, Target
+from olmo_lns.export.fold import Factor, scaled
+from olmo_lns.export.options import HF, OLMO, OLMO_UNSHARDED, Options, Target
+from olmo_lns.export.sources import Source, nothing_to_fold
+from olmo_lns.export.transformers_folder import Stock, identifier_in
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.olmo.state import KEY, Mark, allow_in_safe_loading
 from olmo_lns.record import RECORD_FILE, Record
@@ -31,6 +32,7 @@ __all__ = ["OLMo", "mark"]
 
 _NOTE = "# LayerNorm Scaling"
 _OPTIMIZER = "optim.pt"
+_RESET = "start training with --reset_optimizer_state"
 
 
 class OLMo(Source):
@@ -41,63 +43,49 @@ class OLMo(Source):
     def recognises(self, folder: Path) -> bool:
         return is_olmo(folder)
 
-    def fold(self, folder: Path, options: Options) -> Target:
-        checkpoint = OLMoCheckpoint.open(folder, exponent=options.exponent)
-        options.require_exponent(checkpoint.record, folder)
-        active, model, scheme = checkpoint.record.active, checkpoint.architecture, checkpoint.record.scheme
-        if active and model.norm_after:
-            raise LNSConfigError(f"{folder}: LNS with norm_after (post-norm blocks) is not a model that can be folded")
-        problem = fold.obstacle(scheme, model.n_layers) if active else ""
-        record = fold.fold_record(checkpoint.record)
-        if options.format == HF:
-            own = tokenizer.identifier_in(checkpoint.config, folder / "config.yaml")
-            if problem and gemma2.has_form(scheme, model.n_layers):
-                stock = gemma2.stock(model, scheme, checkpoint.tensors, options, own, folder)
-            else:
-                weights = scaled(_kept(checkpoint, record), _factors(checkpoint), options.rounding, options.dtype)
-                stock = huggingface.of_olmo(model, weights, own, folder)
-            return huggingface.export_target(stock, record, options)
-        if not active and model.init_fn not in types.INIT_FNS:
-            state = "folded already" if checkpoint.record.folded else "Pre-LN"
-            raise LNSConfigError(f"{folder} is {state}: there is nothing to fold, and stock OLMo runs it as it is")
+    def open(self, folder: Path, exponent: float | None = None) -> OLMoCheckpoint:
+        return OLMoCheckpoint.open(folder, exponent=exponent)
+
+    def stock(self, checkpoint: OLMoCheckpoint, options: Options, *, trained: bool = False) -> Stock:
+        model, scheme, folder = checkpoint.architecture, checkpoint.record.scheme, checkpoint.folder
+        own = identifier_in(checkpoint.config, folder / "config.yaml")
+        weights, problem = checkpoint.tensors, "" if trained else _problem(checkpoint)
+        if problem and huggingface.is_gemma2(scheme, model.n_layers):
+            return huggingface.gemma2(model, scheme, weights, options, own, folder)
+        if problem:
+            raise LNSConfigError(
+                f"{folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: {problem}. "
+                "It runs in OLMo with olmo-lns; --format olmo keeps it as it is"
+            )
+        factors = fold.inverse(model, checkpoint.record) if trained else _factors(checkpoint)
+        if not trained:
+            weights = _kept(checkpoint, fold.fold_record(checkpoint.record))
+        return huggingface.of_olmo(model, scaled(weights, factors, options.rounding, options.dtype), own, folder)
+
+    def folded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
+        record, model = fold.fold_record(checkpoint.record), checkpoint.architecture
+        if not checkpoint.record.active and model.init_fn not in types.INIT_FNS:
+            note = ", and stock OLMo runs it as it is"
+            raise nothing_to_fold(checkpoint.record, checkpoint.folder, note=note)
         layout = "unsharded" if options.format == OLMO_UNSHARDED else checkpoint.layout
-        if problem:  # layout and dtype may change, the model does not
+        if problem := _problem(checkpoint):  # layout and dtype may change, the model does not
             record = replace(checkpoint.record, plugin_version=__version__)
-            kind, factors = types.spell(scheme, model.base_norm), {}
+            kind = types.spell(record.scheme, model.base_norm)
             lines = [
                 f"OLMo, {layout}, layer_norm_type {kind}: not folded ({problem}); it runs in OLMo with olmo-lns only"
             ]
-        else:
-            kind, factors, lines = model.base_norm, _factors(checkpoint), _in_words(checkpoint, layout)
-        new = NewCheckpoint(checkpoint, record, kind, layout, options, factors)
-        return new.target(lines)
+            return _target(checkpoint, record, layout, options, {}, lines)
+        return _target(checkpoint, record, layout, options, _factors(checkpoint), _in_words(checkpoint, layout))
 
-    def unfold(self, folder: Path, options: Options) -> Target:
-        checkpoint = OLMoCheckpoint.open(folder)
-        options.require_exponent(checkpoint.record, folder)
-        record, layout = fold.unfolded_record(checkpoint.record, folder), checkpoint.layout
-        scales = _scales(checkpoint)
-        _check_name(options.output, layout)
+    def unfolded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
+        record, model = fold.unfolded_record(checkpoint.record, checkpoint.folder), checkpoint.architecture
+        fold.require_norms_only(record.scheme, model.n_layers)
+        _check_name(options.output, checkpoint.layout)
+        scales = fold.factors(model, record.scheme, {})
         moments, optimizer, note = _optimizer(checkpoint, scales, options)
-        new = NewCheckpoint(
-            checkpoint,
-            record,
-            types.spell(record.scheme, checkpoint.architecture.base_norm),
-            layout,
-            options,
-            {name: 1 / scale for name, scale in scales.items()},
-            moments=moments,
-            optimizer=optimizer,
-        )
-        return new.target([f"{record}, {layout}: the factor is outside again", note])
-
-    def train(self, folder: Path, options: Options) -> Target:
-        checkpoint = OLMoCheckpoint.open(folder)
-        own = tokenizer.identifier_in(checkpoint.config, folder / "config.yaml")
-        inverse = fold.inverse(checkpoint.architecture, checkpoint.record)
-        weights = scaled(checkpoint.tensors, inverse, options.rounding, options.dtype)
-        stock = huggingface.of_olmo(checkpoint.architecture, weights, own, folder)
-        return huggingface.train_target(stock, checkpoint.record, options)
+        inverse: dict[str, Factor] = {name: 1 / scale for name, scale in scales.items()}
+        lines = [f"{record}, {checkpoint.layout}: the factor is outside again", note]
+        return _target(checkpoint, record, checkpoint.layout, options, inverse, lines, moments, optimizer)
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         from olmo_lns.models.loading import open_olmo
@@ -106,32 +94,27 @@ class OLMo(Source):
         return open_olmo(folder)
 
 
-def _factors(checkpoint: OLMoCheckpoint) -> dict[str, Factor]:
-    """Parameter -> what it is multiplied by when the checkpoint's scheme is folded into stock Pre-LN.
+def _problem(checkpoint: OLMoCheckpoint) -> str:
+    """Why the checkpoint does not become stock Pre-LN, ``""`` if it does."""
+    if not checkpoint.record.active:
+        return ""
+    if checkpoint.architecture.norm_after:
+        raise LNSConfigError(
+            f"{checkpoint.folder}: LNS with norm_after (post-norm blocks) is not a model that can be folded"
+        )
+    return fold.obstacle(checkpoint.record.scheme, checkpoint.architecture.n_layers)
 
-    :raises LNSConfigError: a scheme that cannot be.
-    """
+
+def _factors(checkpoint: OLMoCheckpoint) -> dict[str, Factor]:
+    """Parameter -> what it is multiplied by when the checkpoint's scheme is folded into stock Pre-LN."""
     if not checkpoint.record.active:
         return {}
-    scheme, layers = checkpoint.record.scheme, checkpoint.architecture.n_layers
-    if problem := fold.obstacle(scheme, layers):
-        raise LNSConfigError(
-            f"{checkpoint.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: "
-            f"{problem}. It runs in OLMo with olmo-lns; --format olmo keeps it as it is"
-        )
-    return fold.factors(checkpoint.architecture, scheme, checkpoint.tensors)
-
-
-def _scales(checkpoint: OLMoCheckpoint) -> dict[str, float]:
-    """Parameter -> the factor of its block, for all parameters that carry it when LNS is folded in."""
-    model = checkpoint.architecture
-    scale = fold.norm_factor(checkpoint.record.scheme, model.n_layers)
-    return {name: scale(index + 1) for index in range(model.n_layers) for name in model.sites(index)}
+    return fold.factors(checkpoint.architecture, checkpoint.record.scheme, checkpoint.tensors)
 
 
 def _kept(checkpoint: OLMoCheckpoint, record: Record) -> dict[str, LazyTensor]:
     """The weights that the model of ``record`` has: a stock one none of the gates that were folded."""
-    gone = set(fold.gates(checkpoint.architecture)) if record.folded and checkpoint.record.active else set()
+    gone = fold.gates(checkpoint.architecture) if record.folded and checkpoint.record.active else set()
     return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in gone}
 
 
@@ -169,93 +152,101 @@ def _check_name(output: str, layout: str) -> None:
 
 
 def _optimizer(
-    checkpoint: OLMoCheckpoint, scales: Mapping[str, float], options: Options
-) -> tuple[dict[str, ChunkFunction] | None, Any, str]:
+    checkpoint: OLMoCheckpoint, scales: Mapping[str, Factor], options: Options
+) -> tuple[dict[str, Edit] | None, Any, str]:
     """What to do with a sharded optimizer's state, a rescaled unsharded one, and one line for the report."""
-    reset = "start training with --reset_optimizer_state"
     canonical = {stored: name for name, stored in checkpoint.stored_names.items()}
     if options.drop_optimizer:
-        return None, None, f"warning: the optimizer's moments were dropped as asked: {reset}"
-    if checkpoint.layout == "sharded":
-        place = checkpoint.folder / SHARDED
-        functions = moment_functions(checkpoint.sharded, place, scales, options.rounding, canonical)
-        if functions:
-            return functions, None, f"{len(functions)} moments of the optimizer rescaled to match"
+        return None, None, f"warning: the optimizer's moments were dropped as asked: {_RESET}"
     path = checkpoint.folder / _OPTIMIZER
-    if checkpoint.layout == "sharded" or not path.is_file():
-        return None, None, f"warning: the checkpoint holds no optimizer state: {reset}"
-    state, count = rescaled(read_archive(path), path, scales, options.rounding, canonical)
-    if not count:
+    if checkpoint.layout == "sharded":
+        if edits := fold.sharded_moments(checkpoint.sharded, scales, canonical, options.rounding):
+            return edits, None, f"{len(edits)} moments of the optimizer rescaled to match"
+    elif path.is_file():
+        state, count = _rescaled(read_archive(path), path, scales, canonical, options.rounding)
+        if count:
+            return None, state, f"{count} moments of the optimizer rescaled to match"
         return None, state, "the optimizer has no moments yet: it was saved before its first step"
-    return None, state, f"{count} moments of the optimizer rescaled to match"
+    return None, None, f"warning: the checkpoint holds no optimizer state: {_RESET}"
 
 
-@dataclass(frozen=True)
-class NewCheckpoint:
-    """What is made of an OLMo checkpoint, in OLMo's format.
+def _rescaled(
+    state: Any, path: Path, scales: Mapping[str, Factor], canonical: Mapping[str, str], rounding: fold.Rounding
+) -> tuple[Any, int]:
+    """An optimizer's state dict with the moments of the scaled parameters multiplied; and their number.
 
-    :param record: of the weights written, and ``layer_norm_type`` what the config calls them.
-    :param factors: parameter -> what it is multiplied by.
-    :param layout: ``unsharded`` or ``sharded``; a sharded one needs a sharded source.
-    :param moments: also keep what is not the model in a sharded checkpoint (the optimizer), and do
-        this to its tensors; None: the model alone. :param optimizer: the state to write beside an unsharded one.
+    :raises LNSConfigError: moments that are missing, not named, or of a kind whose scaling is unknown.
     """
+    try:
+        groups = [zip(group["params"], group["param_names"], strict=True) for group in state["param_groups"]]
+        names = {number: str(name) for group in groups for number, name in group}
+        held = state["state"]
+    except (KeyError, TypeError, ValueError):
+        raise LNSConfigError(f"{path} does not name its parameters: give --drop-optimizer") from None
+    keys: list[tuple[Any, ...]] = []
+    map_tensors(held, lambda place, _: keys.append(place))
+    stored = [(place, names.get(place[0], str(place[0])), str(place[-1])) for place in keys]
+    found = fold.moments(stored, scales, canonical, path)
 
-    source: OLMoCheckpoint
-    record: Record
-    layer_norm_type: str
-    layout: str
-    options: Options
-    factors: Mapping[str, Factor] = field(default_factory=dict)
-    moments: Mapping[str, ChunkFunction] | None = None
-    optimizer: Any = None
+    def rescale(place: tuple[Any, ...], tensor: LazyTensor) -> LazyTensor:
+        name = f"{names.get(place[0], place[0])}.{place[-1]}"
+        return rounding.folded(name, tensor, found[place], None) if place in found else tensor
 
-    def target(self, lines: list[str]) -> Target:
-        """:param lines: of the report. :raises LNSConfigError: shards are asked for where there are none."""
-        if self.layout == "unsharded" and self.options.max_shard_size:
-            raise LNSConfigError("--max-shard-size: an unsharded OLMo checkpoint is one model.pt: leave it out")
-        kept, options = _kept(self.source, self.record), self.options
-        weights = scaled(kept, self.factors, options.rounding, options.dtype)
+    return state | {"state": map_tensors(held, rescale)}, len(found)
 
-        def write(out: Path) -> list[str]:
-            self._unsharded(out, weights) if self.layout == "unsharded" else self._sharded(out, set(weights))
-            if self.optimizer is not None:
-                write_archive(out / _OPTIMIZER, self.optimizer)
-            self.record.write(out)
-            found = copy_trainer_state(self.source, out, self.layout, self.record)
-            write_config(out / "config.yaml", self.source, self._changes(), self.record)
-            unfolded = self.source.record.folded and self.record.active
-            missing = "; no trainer state either: also --reset_trainer_state" if unfolded and not found else ""
-            return [*lines[:-1], lines[-1] + missing]
 
-        return Target(write, weights, self.source.config["model"] | self._changes())
+def _target(
+    checkpoint: OLMoCheckpoint,
+    record: Record,
+    layout: str,
+    options: Options,
+    factors: Mapping[str, Factor],
+    lines: list[str],
+    moments: Mapping[str, Edit] | None = None,
+    optimizer: Any = None,
+) -> Target:
+    """What is made of a checkpoint, in OLMo's format.
 
-    def _changes(self) -> dict[str, str]:
-        """Of the model's settings: the norm type, and an ``init_fn`` that whoever runs it knows."""
-        changes = {"layer_norm_type": self.layer_norm_type}
-        if "init_fn" in self.source.config["model"]:
-            changes["init_fn"] = _init_fn(self.source.architecture.init_fn, self.record)
-        return changes
+    :param record: of the weights written. :param layout: a sharded one needs a sharded source.
+    :param factors: parameter -> what it is multiplied by. :param lines: of the report.
+    :param moments: also keep what is not the model in a sharded checkpoint (the optimizer), and do this to its
+        tensors; None: the model alone. :param optimizer: the state to write beside an unsharded model.
+    :raises LNSConfigError: shards are asked for where there are none.
+    """
+    if layout == "unsharded" and options.max_shard_size:
+        raise LNSConfigError("--max-shard-size: an unsharded OLMo checkpoint is one model.pt: leave it out")
+    weights = scaled(_kept(checkpoint, record), factors, options.rounding, options.dtype)
+    base, asked = checkpoint.architecture.base_norm, checkpoint.architecture.init_fn
+    changes = {"layer_norm_type": types.spell(record.scheme, base) if record.active else base}
+    if "init_fn" in checkpoint.config["model"]:
+        changes["init_fn"] = _init_fn(asked, record)
 
-    def _unsharded(self, out: Path, weights: Mapping[str, LazyTensor]) -> None:
-        # A distributed checkpoint stores the model's names under "model."; a state dict does not.
-        names = {name: stored.removeprefix("model.") for name, stored in self.source.stored_names.items()}
-        write_archive(out / "model.pt", {names[name]: weights[name] for name in weights})
+    def write(out: Path) -> list[str]:
+        if layout == "unsharded":
+            # A distributed checkpoint stores the model's names under "model."; a state dict does not.
+            names = {name: stored.removeprefix("model.") for name, stored in checkpoint.stored_names.items()}
+            write_archive(out / "model.pt", {names[name]: tensor for name, tensor in weights.items()})
+        else:
+            stored, rounding = checkpoint.stored_names, options.rounding
+            edits = {stored[n]: rounding.edit(n, factors.get(n, 1.0), options.dtype) for n in weights}
+            kept = edits if moments is None else set(checkpoint.sharded.metadata.state_dict_metadata)
+            gone = set(stored.values()) - set(edits)
+            checkpoint.sharded.rewrite(
+                out / SHARDED,
+                lambda name: name in kept and name not in gone,
+                edits | dict(moments or {}),
+                max_bytes=options.shard_bytes,
+            )
+        if optimizer is not None:
+            write_archive(out / _OPTIMIZER, optimizer)
+        record.write(out)
+        found = copy_trainer_state(checkpoint, out, layout, record)
+        write_config(out / "config.yaml", checkpoint, changes, record)
+        unfolded = checkpoint.record.folded and record.active
+        missing = "; no trainer state either: also --reset_trainer_state" if unfolded and not found else ""
+        return [*lines[:-1], lines[-1] + missing]
 
-    def _sharded(self, out: Path, kept: set[str]) -> None:
-        functions = {
-            stored: chunk_scaler(name, self.factors.get(name, 1.0), self.options.rounding, self.options.dtype)
-            for name, stored in self.source.stored_names.items()
-        }
-        gone = {stored for name, stored in self.source.stored_names.items() if name not in kept}
-        model_only = self.moments is None
-        self.source.sharded.rewrite(
-            out / SHARDED,
-            lambda n: n not in gone and (n.startswith("model.") or not model_only),
-            functions | dict(self.moments or {}),
-            max_bytes=self.options.shard_bytes,
-            dtypes=dict.fromkeys(functions, self.options.dtype),
-        )
+    return Target(write, weights, checkpoint.config["model"] | changes)
 
 
 def copy_trainer_state(checkpoint: OLMoCheckpoint, out: Path, layout: str, record: Record) -> bool:
@@ -292,14 +283,12 @@ def mark(path: Path, record: Record) -> None:
     try:
         with torch.serialization.safe_globals(known):
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError, EOFError) as error:
         if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise LNSConfigError(
                 f"{path} holds {found[1]}, which is not loaded from a file: move the trainer's state away and export "
                 "again; the run then starts with --reset_trainer_state"
             ) from None
-        raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
-    except (RuntimeError, ValueError, KeyError, EOFError) as error:
         raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
     if not isinstance(state, dict):
         raise LNSConfigError(f"{path} holds a {type(state).__name__}: expected the dict of a trainer's state")

@@ -12,13 +12,14 @@ Olmo2ForCausalLM    ``reordered_norm`` blocks with QK-norm over all heads
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from olmo_lns import __version__
+from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.distributed import Edit
 from olmo_lns.checkpoints.olmo_core import (
     BUFFER,
     DEFAULT_SCALED,
@@ -28,25 +29,23 @@ from olmo_lns.checkpoints.olmo_core import (
     block_type,
     is_olmo_core,
 )
-from olmo_lns.checkpoints.tensors import ChunkFunction, LazyTensor
+from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import huggingface, tokenizer
+from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
-from olmo_lns.export.fold import Factor, chunk_scaler, fold_record, scaled, unfolded_record
-from olmo_lns.export.huggingface import Stock
-from olmo_lns.export.moments import moment_functions
-from olmo_lns.export.options import HF, OLMO_CORE, Options, Source, Target
+from olmo_lns.export.fold import Factor, scaled
+from olmo_lns.export.options import HF, OLMO_CORE, Options, Target
+from olmo_lns.export.sources import Source, nothing_to_fold
+from olmo_lns.export.transformers_folder import Stock, identifier_in
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE
 from olmo_lns.record import Record
 
-__all__ = ["OLMoCore", "choose_class", "stock_config"]
+__all__ = ["OLMoCore", "choose_class"]
 
 _STOCK_CLASS = "olmo_core.nn.transformer.config.TransformerBlockConfig"
 _OURS = ("scheme", "exponent", "initialization", "scale_router")
-_MODEL_AND_OPTIMIZER = (PREFIX, "optim.")
 #: Files of OLMo-core's trainer beside the weights; the second marks a checkpoint as complete.
 _TRAINER, _COMPLETE = "train", ".metadata.json"
-_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Olmo2ForCausalLM": "olmo2"}
 _RMS = ("rms", "fused_rms", "cute_rms", "qwen_rms")
 #: What a config may say without changing what is computed, or is read below.
 _READ = {
@@ -70,20 +69,29 @@ class OLMoCore(Source):
     def recognises(self, folder: Path) -> bool:
         return is_olmo_core(folder)
 
-    def fold(self, folder: Path, options: Options) -> Target:
-        checkpoint = OLMoCoreCheckpoint.open(folder)
-        options.require_exponent(checkpoint.record, folder)
-        record, factors = fold_record(checkpoint.record), checkpoint.factors()
-        if options.format == HF:
-            return huggingface.export_target(_stock(checkpoint, factors, options), record, options)
+    def open(self, folder: Path, exponent: float | None = None) -> OLMoCoreCheckpoint:
+        return OLMoCoreCheckpoint.open(folder)
+
+    def stock(self, checkpoint: OLMoCoreCheckpoint, options: Options, *, trained: bool = False) -> Stock:
+        own = identifier_in(checkpoint.config.get("dataset") or {}, checkpoint.folder / CONFIG_FILE)
+        factors: Mapping[str, Factor] = checkpoint.factors()
+        if trained:
+            record = checkpoint.record
+            factors = _inverse(checkpoint.factors_of(record.scheme)) if record.folded else {}
+        weights = to_huggingface(checkpoint, scaled(checkpoint.tensors, factors, options.rounding, options.dtype))
+        config = transformers_config(checkpoint)
+        return Stock(config, weights, "its blocks are this model's", own, checkpoint.folder)
+
+    def folded(self, checkpoint: OLMoCoreCheckpoint, options: Options) -> Target:
+        record, factors = fold.fold_record(checkpoint.record), checkpoint.factors()
         if not checkpoint.record.active:
-            state = "folded already" if checkpoint.record.folded else "without a scheme"
-            raise LNSConfigError(f"{folder} is {state}: there is nothing to fold, and stock OLMo-core runs it as it is")
-        config = stock_config(checkpoint.config)
+            note = ", and stock OLMo-core runs it as it is"
+            raise nothing_to_fold(checkpoint.record, checkpoint.folder, "without a scheme", note)
+        config = with_blocks(checkpoint.config, {"_CLASS_": _STOCK_CLASS})
 
         def write(out: Path) -> list[str]:
-            functions = _functions(checkpoint, factors, options)
-            _rewrite(checkpoint, out, functions.__contains__, functions, options)
+            edits = _edits(checkpoint, factors, options)
+            checkpoint.stored.rewrite(out / WEIGHTS, edits.__contains__, edits, max_bytes=options.shard_bytes)
             record.write(out)
             _write_config(out, config)
             return [
@@ -94,33 +102,22 @@ class OLMoCore(Source):
         weights = scaled(checkpoint.tensors, factors, options.rounding, options.dtype)
         return Target(write, weights, config["model"])
 
-    def unfold(self, folder: Path, options: Options) -> Target:
-        """Of a folded checkpoint, or of a right one of ``default_scaled`` blocks, whose weights stay as they are."""
-        checkpoint = OLMoCoreCheckpoint.open(folder)
-        options.require_exponent(checkpoint.record, folder)
+    def unfolded(self, checkpoint: OLMoCoreCheckpoint, options: Options) -> Target:
+        """Also of a right one of ``default_scaled`` blocks, whose weights stay as they are."""
         if checkpoint.default_scaled:
-            return _mended(checkpoint, options)
-        record = unfolded_record(checkpoint.record, folder)
+            return Target(lambda out: _mended(checkpoint, out, options))
+        record = fold.unfolded_record(checkpoint.record, checkpoint.folder)
         scales = checkpoint.factors_of(record.scheme)
 
         def write(out: Path) -> list[str]:
-            functions = _functions(checkpoint, {name: 1 / scale for name, scale in scales.items()}, options)
-            moments = {}
+            edits, moments = _edits(checkpoint, _inverse(scales), options), {}
             if not options.drop_optimizer:
-                moments = moment_functions(checkpoint.stored, checkpoint.folder, scales, options.rounding)
-            kept = _MODEL_AND_OPTIMIZER if moments else (PREFIX,)
-            _rewrite(checkpoint, out, lambda name: name.startswith(kept), functions | moments, options)
-            _write_rest(out, checkpoint, record)
+                moments = fold.sharded_moments(checkpoint.stored, scales, {}, options.rounding)
+            kept = (PREFIX, "optim.") if moments else (PREFIX,)
+            _write(checkpoint, out, record, lambda name: name.startswith(kept), edits | moments, options)
             return [f"{record}: the factor is outside again", _about_training(out, len(moments), options)]
 
         return Target(write)
-
-    def train(self, folder: Path, options: Options) -> Target:
-        checkpoint = OLMoCoreCheckpoint.open(folder)
-        record = checkpoint.record
-        scales = checkpoint.factors_of(record.scheme) if record.folded else {}
-        stock = _stock(checkpoint, {name: 1 / scale for name, scale in scales.items()}, options)
-        return huggingface.train_target(stock, record, options)
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         from olmo_lns.models.loading import open_olmo_core
@@ -128,46 +125,21 @@ class OLMoCore(Source):
         return open_olmo_core(folder)
 
 
-def _functions(
-    checkpoint: OLMoCoreCheckpoint, factors: Mapping[str, Factor], options: Options
-) -> dict[str, ChunkFunction]:
-    return {
-        PREFIX + name: chunk_scaler(name, factors.get(name, 1.0), options.rounding, options.dtype)
-        for name in checkpoint.tensors
-    }
+def _inverse(scales: Mapping[str, float]) -> dict[str, Factor]:
+    return {name: 1 / scale for name, scale in scales.items()}
 
 
-def _rewrite(
-    checkpoint: OLMoCoreCheckpoint,
-    out: Path,
-    keep: Callable[[str], bool],
-    functions: Mapping[str, ChunkFunction],
-    options: Options,
-) -> None:
-    dtypes = dict.fromkeys((PREFIX + name for name in checkpoint.tensors), options.dtype)
-    stored = checkpoint.stored
-    stored.rewrite(out / WEIGHTS, keep, functions, max_bytes=options.shard_bytes, dtypes=dtypes)
+def _edits(checkpoint: OLMoCoreCheckpoint, factors: Mapping[str, Factor], options: Options) -> dict[str, Edit]:
+    edit = options.rounding.edit
+    return {PREFIX + name: edit(name, factors.get(name, 1.0), options.dtype) for name in checkpoint.tensors}
 
 
-def _stock(checkpoint: OLMoCoreCheckpoint, factors: Mapping[str, Factor], options: Options) -> Stock:
-    """:raises LNSConfigError: no transformers class computes this model."""
-    own = tokenizer.identifier_in(checkpoint.config.get("dataset") or {}, checkpoint.folder / CONFIG_FILE)
-    weights = to_huggingface(checkpoint, scaled(checkpoint.tensors, factors, options.rounding, options.dtype))
-    return Stock(transformers_config(checkpoint), weights, "its blocks are this model's", own, checkpoint.folder)
-
-
-def _mended(checkpoint: OLMoCoreCheckpoint, options: Options) -> Target:
+def _mended(checkpoint: OLMoCoreCheckpoint, out: Path, options: Options) -> list[str]:
     """A ``default_scaled`` checkpoint whose factors were right, as one of ours: weights and optimizer unchanged."""
     record = replace(checkpoint.record, plugin_version=__version__)
-
-    def write(out: Path) -> list[str]:
-        buffers = sum(name.endswith(f".{BUFFER}") for name in checkpoint.stored.names)
-        functions = _functions(checkpoint, {}, options)
-        _rewrite(checkpoint, out, lambda name: not name.endswith(f".{BUFFER}"), functions, options)
-        _write_rest(out, checkpoint, record)
-        return [f"{DEFAULT_SCALED} blocks are {CLASS} with {record.scheme} now; {buffers} buffers dropped"]
-
-    return Target(write)
+    buffers = {name for name in checkpoint.stored.names if name.endswith(f".{BUFFER}")}
+    _write(checkpoint, out, record, lambda name: name not in buffers, _edits(checkpoint, {}, options), options)
+    return [f"{DEFAULT_SCALED} blocks are {CLASS} with {record.scheme} now; {len(buffers)} buffers dropped"]
 
 
 def _about_training(out: Path, moments: int, options: Options) -> str:
@@ -183,14 +155,21 @@ def _about_training(out: Path, moments: int, options: Options) -> str:
     return note
 
 
-def _write_rest(out: Path, checkpoint: OLMoCoreCheckpoint, record: Record) -> None:
-    """Everything of a checkpoint but its weights; last what marks it as complete."""
+def _write(
+    checkpoint: OLMoCoreCheckpoint,
+    out: Path,
+    record: Record,
+    keep: Callable[[str], bool],
+    edits: Mapping[str, Edit],
+    options: Options,
+) -> None:
+    """A checkpoint to train on under ``record``; last what marks it as complete."""
+    checkpoint.stored.rewrite(out / WEIGHTS, keep, edits, max_bytes=options.shard_bytes)
     if (checkpoint.folder / _TRAINER).is_dir():
         copy_unread(checkpoint.folder / _TRAINER, out / _TRAINER)
     record.write(out)
     fields = {"_CLASS_": CLASS, "scheme": record.scheme.name, **record.scheme.parameters}
-    fields["initialization"] = record.scaled_init
-    _write_config(out, with_blocks(checkpoint.config, fields))
+    _write_config(out, with_blocks(checkpoint.config, fields | {"initialization": record.scaled_init}))
     if (checkpoint.folder / _COMPLETE).is_file():
         copy_unread(checkpoint.folder / _COMPLETE, out / _COMPLETE)
 
@@ -199,28 +178,18 @@ def _write_config(out: Path, config: Mapping[str, Any]) -> None:
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def stock_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config with OLMo-core's own plain block configs, at every depth."""
-    return with_blocks(config, {"_CLASS_": _STOCK_CLASS})
-
-
-def with_blocks(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_blocks(value: Any, fields: Mapping[str, Any]) -> Any:
     """The same config with ``fields`` in every plain block config, at every depth, in place of a scheme's."""
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, list):
-            return [visit(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        made = {key: visit(item) for key, item in value.items()}
-        if made.get("_CLASS_") in (CLASS, _STOCK_CLASS) or made.get("name") == DEFAULT_SCALED:
-            made = {key: item for key, item in made.items() if key not in _OURS} | dict(fields)
-            if made.get("name") == DEFAULT_SCALED:
-                made["name"] = "default"
-        return made
-
-    result: dict[str, Any] = visit(copy.deepcopy(dict(config)))
-    return result
+    if isinstance(value, list):
+        return [with_blocks(item, fields) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    made = {key: with_blocks(item, fields) for key, item in value.items()}
+    if made.get("_CLASS_") in (CLASS, _STOCK_CLASS) or made.get("name") == DEFAULT_SCALED:
+        made = {key: item for key, item in made.items() if key not in _OURS} | dict(fields)
+        if made.get("name") == DEFAULT_SCALED:
+            made["name"] = "default"
+    return made
 
 
 def choose_class(checkpoint: OLMoCoreCheckpoint) -> str:
@@ -318,31 +287,29 @@ def to_huggingface(checkpoint: OLMoCoreCheckpoint, weights: Mapping[str, LazyTen
 
 def transformers_config(checkpoint: OLMoCoreCheckpoint) -> dict[str, Any]:
     """``config.json`` but for the dtype, in keys that transformers 4 and 5, vLLM and llama.cpp read."""
-    name = choose_class(checkpoint)
     model, block = checkpoint.model, checkpoint.blocks[0]
     attention = block.get("sequence_mixer") or block["attention"]
     data = checkpoint.config.get("dataset") or {}
-    tokens = data.get("tokenizer") or {}
+    tokens: dict[str, Any] = data.get("tokenizer") or {}
     length = data.get("sequence_length") or (checkpoint.config.get("train_module") or {}).get("max_sequence_length")
     heads = attention["n_heads"]
-    return {
-        "architectures": [name],
-        "model_type": _TYPES[name],
-        "vocab_size": model["vocab_size"],
-        "hidden_size": model["d_model"],
-        "intermediate_size": block["feed_forward"]["hidden_size"],
-        "num_hidden_layers": model["n_layers"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": attention.get("n_kv_heads") or heads,
+    sizes = Architecture(
+        d_model=model["d_model"],
+        n_heads=heads,
+        n_kv_heads=attention.get("n_kv_heads") or heads,
+        n_layers=model["n_layers"],
+        mlp_hidden_size=2 * block["feed_forward"]["hidden_size"],
+        rope_theta=attention["rope"].get("theta", 500_000),
+        max_sequence_length=length or 2048,
+        vocab_size=model["vocab_size"],
+        embedding_size=model["vocab_size"],
+        weight_tying=bool(model.get("tie_word_embeddings")),
+        eos_token_id=tokens.get("eos_token_id", -1),
+        pad_token_id=tokens.get("pad_token_id", -1),
+        init_std=model.get("init_std", 0.02),
+    )
+    return huggingface.common(sizes, choose_class(checkpoint)) | {
         "head_dim": attention.get("head_dim") or model["d_model"] // heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": length or 2048,
-        "initializer_range": model.get("init_std", 0.02),
-        "rope_theta": float(attention["rope"].get("theta", 500_000)),
         "rms_norm_eps": block["layer_norm"].get("eps", 1e-5),
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": bool(model.get("tie_word_embeddings")),
-        "use_cache": True,
-        **huggingface.special_tokens(tokens.get("eos_token_id"), tokens.get("pad_token_id"), model["vocab_size"]),
     }

@@ -13,18 +13,6 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.fold import Rounding
 from olmo_lns.record import Record
 
-__all__ = [
-    "FORMATS",
-    "HF",
-    "MEGATRON",
-    "OLMO",
-    "OLMO_CORE",
-    "OLMO_UNSHARDED",
-    "Options",
-    "Source",
-    "Target",
-]
-
 OLMO, OLMO_UNSHARDED, OLMO_CORE, HF, MEGATRON = FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
 
 #: Of a file of weights, where nothing else is asked for: what transformers took for long.
@@ -78,39 +66,3 @@ class Target:
     write: Callable[[Path], list[str]]
     weights: Mapping[str, LazyTensor] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Source:
-    """A kind of checkpoint, as :data:`olmo_lns.export.sources.SOURCES` lists them.
-
-    Each method raises :class:`LNSConfigError` for a checkpoint that it cannot do this with.
-    """
-
-    name: str
-    #: As a message calls it: "an OLMo checkpoint".
-    kind: str
-    #: What it can be written as; the first is its own.
-    formats: tuple[str, ...]
-
-    def recognises(self, folder: Path) -> bool:
-        """Whether ``folder`` holds such a checkpoint."""
-        raise NotImplementedError
-
-    def fold(self, folder: Path, options: Options) -> Target:
-        """The checkpoint with its factors inside the weights."""
-        raise NotImplementedError
-
-    def unfold(self, folder: Path, options: Options) -> Target:
-        """A folded checkpoint with its factors outside again."""
-        raise LNSConfigError(f"--unfold reads OLMo, OLMo-core and Megatron checkpoints, not --source {self.name}")
-
-    def train(self, folder: Path, options: Options) -> Target:
-        """The checkpoint as a model folder of ours for transformers, to train on."""
-        raise LNSConfigError(f"hf import reads OLMo, OLMo-core and Megatron checkpoints, not {self.kind}")
-
-    def model(self, folder: Path, exported: Record | None = None) -> Any:
-        """The model with its factors, in fp32: a module that gives logits.
-
-        :param exported: what its export says of it, for a checkpoint that says nothing itself.
-        """
-        raise NotImplementedError

@@ -1,6 +1,6 @@
-"""Run an OLMo checkpoint in stock OLMo: the program of a process of its own (see :mod:`olmo_lns.export.stock`).
+"""Run an OLMo checkpoint in stock OLMo: the program of a process of its own, in which the plugin is switched off.
 
-It imports nothing of this package, and keeps the plugin out also of an OLMo that was patched to load it. Arguments:
+It uses nothing of this package, and keeps the plugin out also of an OLMo that was patched to load it. Arguments:
 folder, dtype, a file of token ids, (count, length), and the file to write: for each prompt its logits and the first
 module that is not finite, or what went wrong.
 """
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-import types
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 __all__ = ["logits_of"]
 
@@ -34,7 +32,7 @@ def logits_of(model: Any, ids: Any) -> tuple[Any, str | None]:
     def look(name: str) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
             leaves = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-            if not found and not all(bool(torch.isfinite(leaf).all()) for leaf in leaves):
+            if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves):
                 found.append(name or "the logits")
 
         return hook
@@ -48,25 +46,14 @@ def logits_of(model: Any, ids: Any) -> tuple[Any, str | None]:
     return logits, found[0] if found else "the logits"
 
 
-def _without_plugins() -> Any:
-    """Entry points as if this package were not installed."""
-    everything: Any = importlib.metadata.entry_points
-
-    def select(**wanted: Any) -> Any:
-        return [entry for entry in everything(**wanted) if not entry.value.startswith("olmo_lns")]
-
-    def entry_points(**wanted: Any) -> Any:
-        return select(**wanted) if wanted else types.SimpleNamespace(select=select)
-
-    return mock.patch.object(importlib.metadata, "entry_points", entry_points)
-
-
 def _load(folder: Path) -> Any:
     import torch
 
-    with _without_plugins():
-        from olmo.config import CheckpointType, LayerNormType, ModelConfig
-        from olmo.model import OLMo
+    no_plugins: Any = importlib.metadata.EntryPoints(())
+    importlib.metadata.entry_points = lambda **wanted: no_plugins
+    from olmo.config import CheckpointType, LayerNormType, ModelConfig
+    from olmo.model import OLMo
+
     if "lns_rms" in LayerNormType.__members__:
         raise RuntimeError("this OLMo has the lns types although the plugin was kept out: it is not stock OLMo")
     if (folder / "model.pt").is_file():
@@ -77,16 +64,12 @@ def _load(folder: Path) -> Any:
     config = ModelConfig.load(folder / "config.yaml", key="model", validate_paths=False)
     config.init_device = "cpu"
     model = OLMo(config, init_params=False)
-    stored: Any = dcp.FileSystemReader(folder / "model_and_optim").read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith("model.")
-    }
-    dcp.load(state, checkpoint_id=folder / "model_and_optim", no_dist=True)
-    model.load_state_dict(
-        {name.removeprefix("model.").replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in state.items()}
-    )
+    place = folder / "model_and_optim"
+    stored: Any = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+    names = [name for name in stored if name.startswith("model.")]
+    state = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+    dcp.load(state, checkpoint_id=place, no_dist=True)
+    model.load_state_dict({n.removeprefix("model.").replace("_fsdp_wrapped_module.", ""): state[n] for n in names})
     return model
 
 

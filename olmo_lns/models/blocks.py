@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 #: Of ids and mask; a transformers model also takes the inputs made of images, by keyword.
 Forward = Callable[..., Any]
 
-VISION, LANGUAGE = BRANCHES = ("vision", "language")
+VISION, _ = BRANCHES = ("vision", "language")
 #: model_type -> the lists of blocks, (vision, language). A path with ``|`` is of two versions of transformers. Needed
 #: where a branch holds other lists, too: Qwen3-VL's mergers stand in one.
 _PATHS = {
@@ -119,7 +119,8 @@ def _branch(model: nn.Module, branch: str | None) -> list[nn.Module]:
             f"{type(model).__name__} has two branches: say which with --branch vision or --branch language "
             "(layer-drop has it), or name the list of blocks with --blocks"
         )
-    if (path := branch_path(model, branch)) is not None:
+    paths = _PATHS.get(model.config.model_type)  # type: ignore[union-attr, arg-type]
+    if paths and at(model, path := paths[BRANCHES.index(branch)]) is not None:
         return _at(model, path)
     lists = {name: m for name, m in _candidates(model).items() if (branch == VISION) == in_vision(name)}
     return _only(model, lists, f"{branch} blocks")
@@ -192,13 +193,6 @@ def is_vision_language(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None and hasattr(config, "get_text_config")
 
 
-def branch_path(model: Any, branch: str) -> str | None:
-    """Where a known model has the blocks of ``branch``; None for a model outside the table."""
-    paths = _PATHS.get(model.config.model_type)
-    path = None if paths is None else paths[BRANCHES.index(branch)]
-    return path if path is not None and at(model, path) is not None else None
-
-
 def in_vision(name: str) -> bool:
     """Whether a module of this name belongs to the vision tower, by the words that transformers uses."""
     return any(part.startswith(("vis", "image_encoder")) for part in name.split("."))
@@ -207,9 +201,5 @@ def in_vision(name: str) -> bool:
 def image_token(model: Any) -> int | None:
     """The id that stands where an image goes; None for a model that reads text alone."""
     config = getattr(model, "config", None)
-    if not is_vision_language(config):
-        return None
-    for name in ("image_token_id", "image_token_index"):
-        if isinstance(value := getattr(config, name, None), int):
-            return value
-    return None
+    names = ("image_token_id", "image_token_index") if is_vision_language(config) else ()
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

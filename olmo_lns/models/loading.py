@@ -16,6 +16,7 @@ import yaml
 from torch import nn
 
 from olmo_lns import environment, hub
+from olmo_lns.checkpoints.olmo import OLMoCheckpoint
 from olmo_lns.checkpoints.olmo_core import BUFFER, OLMoCoreCheckpoint, is_olmo_core
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.models.blocks import find_blocks, is_masked_lm, is_vision_language, vocabulary_size
@@ -185,10 +186,16 @@ def open_olmo(folder: Path) -> nn.Module:
     path = folder / "config.yaml"
     with _selected(saved_record(folder) or Record()):
         try:
-            check_sizes(ModelConfig.load(path, key="model", validate_paths=False))
+            check_sizes(config := ModelConfig.load(path, key="model", validate_paths=False))
         except OLMoConfigurationError as error:
             raise LNSConfigError(f"{path}: {one_line(error)}") from None
-        model = OLMo.from_checkpoint(str(folder), device="cpu") if (folder / "model.pt").is_file() else _sharded(folder)
+        if (folder / "model.pt").is_file():
+            return OLMo.from_checkpoint(str(folder), device="cpu").float().eval()
+        # torch_new: OLMo 0.6.0's own reader cannot be made under torch >= 2.6.
+        config.init_device = "cpu"
+        model = OLMo(config, init_params=False)
+        state = {name: tensor.load() for name, tensor in OLMoCheckpoint.open(folder).tensors.items()}
+        model.load_state_dict(model._make_state_dict_compatible(state)[0])
     return model.float().eval()
 
 
@@ -201,21 +208,6 @@ def _selected(record: Record) -> Iterator[None]:
         if record.active:
             os.environ[environment.SCHEME] = str(record.scheme)
         yield
-
-
-def _sharded(folder: Path) -> Any:
-    """A ``torch_new`` checkpoint, read by our own reader: OLMo 0.6.0's cannot be made under torch >= 2.6."""
-    from olmo.config import ModelConfig
-    from olmo.model import OLMo
-
-    from olmo_lns.checkpoints.olmo import OLMoCheckpoint
-
-    config = ModelConfig.load(folder / "config.yaml", key="model", validate_paths=False)
-    config.init_device = "cpu"
-    model = OLMo(config, init_params=False)
-    state = {name: tensor.load() for name, tensor in OLMoCheckpoint.open(folder).tensors.items()}
-    model.load_state_dict(model._make_state_dict_compatible(state)[0])
-    return model
 
 
 def open_olmo_core(folder: Path) -> Any:

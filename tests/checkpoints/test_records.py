@@ -11,7 +11,7 @@ pytest.importorskip("olmo", reason="needs ai2-olmo")
 
 from support.exports import export, save_olmo
 
-from olmo_lns.checkpoints.records import record_in
+from olmo_lns.checkpoints import record_in
 from olmo_lns.cli import main
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
@@ -26,6 +26,11 @@ def test_olmo_and_its_exports(tmp_path: Path) -> None:
     for form in ("olmo", "hf"):
         assert export(tmp_path / "quarter", tmp_path / form, "--format", form, "--tokenizer", "none") == 0
         assert record_in(tmp_path / form) == Record(QUARTER, "rms", "plain", folded=True)
+    save_olmo(tmp_path / "preln", layer_norm_type="rms")
+    assert getattr(record_in(tmp_path / "preln"), "scheme", None) == PRE_LN
+    (tmp_path / "quarter" / "lns.json").unlink()  # a lost record is in the config
+    lost = record_in(tmp_path / "quarter")
+    assert lost is not None and str(lost.scheme) == "lns" and lost.norm == "rms"
 
 
 def test_a_transformers_folder_of_ours_and_a_stock_one(tmp_path: Path) -> None:
@@ -38,13 +43,3 @@ def test_a_transformers_folder_of_ours_and_a_stock_one(tmp_path: Path) -> None:
     (tmp_path / "stock").mkdir()
     (tmp_path / "stock" / "config.json").write_text(json.dumps({**values, "lns_record": None}))
     assert record_in(tmp_path / "stock") is None and record_in(tmp_path) is None
-
-
-def test_pre_ln_says_so_and_a_lost_record_is_in_the_config(tmp_path: Path) -> None:
-    save_olmo(tmp_path / "preln", layer_norm_type="rms")
-    found = record_in(tmp_path / "preln")
-    assert found is not None and found.scheme == PRE_LN
-    save_olmo(tmp_path / "lost", layer_norm_type="lns_rms")
-    (tmp_path / "lost" / "lns.json").unlink()
-    lost = record_in(tmp_path / "lost")
-    assert lost is not None and str(lost.scheme) == "lns" and lost.norm == "rms"

@@ -1,21 +1,33 @@
-"""One checkpoint of each OLMo format, with LayerNorm Scaling."""
+"""One checkpoint of each OLMo format, with LayerNorm Scaling, and what is folded of it; tests that change one copy it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support.exports import save_olmo
+from support.exports import export, save_olmo
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "checkpoint"
     save_olmo(folder, layer_norm_type="lns_rms")
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def folded(checkpoint: Path) -> Path:
+    assert export(checkpoint, checkpoint.with_name("folded")) == 0
+    return checkpoint.with_name("folded")
+
+
+@pytest.fixture(scope="session")
+def hf(checkpoint: Path) -> Path:
+    assert export(checkpoint, checkpoint.with_name("hf"), "--format", "hf", "--tokenizer", "none") == 0
+    return checkpoint.with_name("hf")
+
+
+@pytest.fixture(scope="session")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "sharded"
     save_olmo(folder, sharded=True, layer_norm_type="lns_rms")

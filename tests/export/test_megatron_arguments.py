@@ -12,8 +12,7 @@ from typing import Any, Iterable
 import pytest
 from support.megatron_saved import RECORDED, names_read, saved_arguments
 
-from olmo_lns.checkpoints.common_state import load_common
-from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
+from olmo_lns.checkpoints.megatron import architecture, gain_shift, load_common
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 

@@ -48,25 +48,6 @@ def checkpoint(folder: Path, scheme: str) -> tuple[Path, Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scheme", FOLDED)
-def test_into_transformers_where_its_integration_has_the_scheme(
-    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, _, expected = checkpoint(tmp_path, scheme)
-    assert export(root, tmp_path / "folded", "--format", "megatron") == 0
-    for number, source in enumerate((root, tmp_path / "folded")):
-        out = tmp_path / f"lns-{number}"
-        code = main(["hf", "import", str(source), "-o", str(out)])
-        if not scheme.startswith("lnsafter"):
-            assert code == 1 and "would need another form of the block" in capsys.readouterr().err
-            continue
-        assert code == 0
-        model = load_hf(out)
-        assert type(model).__name__ == "LNSLlamaForCausalLM"
-        with torch.no_grad():
-            assert relative(model(TOKENS).logits.double(), expected) <= 1e-5
-
-
-@pytest.mark.parametrize("scheme", FOLDED)
 def test_constants_and_gates_fold_into_stock_megatron_and_llama(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,10 +68,18 @@ def test_constants_and_gates_fold_into_stock_megatron_and_llama(
             assert relative(model(TOKENS).logits.double(), expected) <= 1e-5
         assert main(["verify", str(source), str(target), "--length", "16"]) == 0
         assert "PASS" in capsys.readouterr().out
-    with torch.no_grad():  # verify sees a factor that is missing
-        wrong = tmp_path / "wrong"
-        assert export(*checkpoint(tmp_path / "stock", "lnsafterff:exponent=0.0")[:1], wrong, "--format", "hf") == 0
+    wrong = tmp_path / "wrong"  # verify sees a factor that is missing
+    assert export(*checkpoint(tmp_path / "stock", "lnsafterff:exponent=0.0")[:1], wrong, "--format", "hf") == 0
     assert main(["verify", str(root), str(wrong), "--length", "16"]) == 1
+    for source in (root, out):  # into transformers where its integration has the scheme
+        code = main(["hf", "import", str(source), "-o", str(tmp_path / f"lns-{source.name}")])
+        if not scheme.startswith("lnsafter"):
+            assert code == 1 and "would need another form of the block" in capsys.readouterr().err
+            continue
+        model = load_hf(tmp_path / f"lns-{source.name}")
+        assert code == 0 and type(model).__name__ == "LNSLlamaForCausalLM"
+        with torch.no_grad():
+            assert relative(model(TOKENS).logits.double(), expected) <= 1e-5
 
 
 @pytest.mark.parametrize("scheme", ["sandwich", "sandwich_depth"])

@@ -55,12 +55,3 @@ def test_no_more_than_a_shard(tmp_path: Path, form: str, dtype: str) -> None:
     assert sum(files) > 2 * (LIMIT + CONSTANT) / (2 if dtype == "bf16" else 1), "the model is too small to tell"
     assert max(files) <= LIMIT * 1.001
     assert int(done.stdout.split("MORE")[1]) <= LIMIT + CONSTANT
-
-
-def test_one_file_has_no_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from support.exports import refused
-
-    save(tmp_path / "sharded", 64, 2)
-    words = ("--format", "olmo-unsharded", "--max-shard-size", "1MB")
-    line = refused(capsys, tmp_path / "sharded", tmp_path / "out", *words)
-    assert "--max-shard-size: an unsharded OLMo checkpoint is one model.pt" in line

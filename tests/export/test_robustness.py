@@ -15,7 +15,6 @@ import pytest
 from support.exports import export, load_hf, refused
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import atomic
 from olmo_lns.export.atomic import CHECKSUMS, ExportError, atomic_folder, verify_checksums
 
 Capture = pytest.CaptureFixture[str]
@@ -43,7 +42,7 @@ KILLED = textwrap.dedent(
 
 
 def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: int, stop: str = "SIGKILL") -> int:
-    package = "checkpoints" if module == "shards" else "export"
+    package = "checkpoints" if module == "tensors" else "export"
     code = KILLED.format(package=package, module=module, function=function, call=call, signal=stop)
     command = [sys.executable, "-c", code, str(checkpoint), str(out), "--format", "hf", "--tokenizer", "none"]
     return subprocess.run([*command, "--max-shard-size", "60KB"], capture_output=True, timeout=120).returncode
@@ -52,9 +51,9 @@ def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: in
 @pytest.mark.parametrize(
     ("module", "function", "call"),
     [
-        pytest.param("shards", "_write_file", 1, marks=pytest.mark.exhaustive),  # in the first tensor
-        ("shards", "_write_file", 3),  # a later shard
-        ("huggingface", "_write_json", 2),  # all weights are there, the config is not
+        pytest.param("tensors", "_write_shard", 1, marks=pytest.mark.exhaustive),  # in the first tensor
+        ("tensors", "_write_shard", 3),  # a later shard
+        ("transformers_folder", "_write_json", 2),  # all weights are there, the config is not
         pytest.param("atomic", "_sha256", 3, marks=pytest.mark.exhaustive),  # complete, not yet renamed
     ],
 )
@@ -76,7 +75,7 @@ def test_kill_9_leaves_no_export(checkpoint: Path, tmp_path: Path, module: str, 
 
 @pytest.mark.slow
 def test_sigterm_cleans_up(checkpoint: Path, tmp_path: Path) -> None:
-    assert run_killed(checkpoint, tmp_path / "out", "shards", "_write_file", 3, "SIGTERM") == 130
+    assert run_killed(checkpoint, tmp_path / "out", "tensors", "_write_shard", 3, "SIGTERM") == 130
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,12 +138,9 @@ def test_file_size_limit(sharded: Path, tmp_path: Path, capsys: Capture, form: s
     assert "File too large" in line and "nothing was left behind" in line
 
 
-def test_no_overwriting(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_no_overwriting_and_no_folders_made(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "out").mkdir()
     assert "never overwrite" in refused(capsys, checkpoint, tmp_path / "out")
-
-
-def test_parent_must_exist(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(LNSConfigError, match="create it first"), atomic_folder(tmp_path / "absent" / "out"):
         pass
 
@@ -178,10 +174,3 @@ def test_a_list_of_checksums_that_is_none(tmp_path: Path, content: bytes) -> Non
     (tmp_path / CHECKSUMS).write_bytes(content)
     with pytest.raises(LNSConfigError, match="is no text|is not a SHA-256 digest"):
         verify_checksums(tmp_path)
-
-
-def test_lock_is_released(tmp_path: Path) -> None:
-    with atomic_folder(tmp_path / "a") as folder:
-        (folder / "x").write_text("1")
-    assert (tmp_path / "a" / "x").read_text() == "1"
-    assert atomic.verify_checksums(tmp_path / "a") == 1

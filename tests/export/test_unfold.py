@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.exports import adam_state, export, load_olmo, logits, relative, save_olmo
+from support.exports import adam_state, export, load_olmo, logits, refused, relative, save_distributed, save_olmo
 from support.olmo_models import tokens
 
-from olmo_lns.export.moments import MOMENT_POWERS
+from olmo_lns.export.fold import MOMENT_POWERS
 
 Capture = pytest.CaptureFixture[str]
 IDS = tokens(batch=2, length=16)
@@ -40,19 +40,17 @@ def test_fold_and_unfold(tmp_path: Path, changes: dict[str, Any], capsys: Captur
     assert record["folded"] is False and record["parameters"] == {"exponent": 0.5}
 
 
-def test_adams_next_step_is_the_same_function_of_the_gradient(tmp_path: Path) -> None:
+def test_adams_next_step_is_the_same_function_of_the_gradient(checkpoint: Path, folded: Path, tmp_path: Path) -> None:
     """Moments m, v of the folded gain g = s·w become s·m, s²·v: checked against autograd.
 
     The state is the true one of the folded model after one backward pass; the rescaled state must
     be the one that the unfolded model's own backward pass gives.
     """
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    folded, unfolded = load_olmo(tmp_path / "folded"), load_olmo(tmp_path / "lns")
-    torch.save(first_moments(folded), tmp_path / "folded" / "optim.pt")
-    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 0
+    copy = shutil.copytree(folded, tmp_path / "folded")
+    torch.save(first_moments(load_olmo(copy)), copy / "optim.pt")
+    assert export(copy, tmp_path / "again-unsharded", "--unfold") == 0
     found = torch.load(tmp_path / "again-unsharded" / "optim.pt", weights_only=True)
-    expected = first_moments(unfolded)
+    expected = first_moments(load_olmo(checkpoint))
     assert found["param_groups"] == expected["param_groups"]
     for index, state in expected["state"].items():
         for moment, value in state.items():
@@ -127,14 +125,12 @@ def save_as_ddp(folder: Path, config: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_moments_of_a_ddp_run(tmp_path: Path, capsys: Capture) -> None:
+def test_moments_of_a_ddp_run(folded: Path, tmp_path: Path, capsys: Capture) -> None:
     """DDP's optimizer names its parameters ``module.…``."""
     from olmo.config import TrainConfig
 
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    save_as_ddp(tmp_path / "trained", TrainConfig.load(tmp_path / "folded" / "config.yaml"))
-    shutil.copyfile(tmp_path / "folded" / "lns.json", tmp_path / "trained" / "lns.json")
+    save_as_ddp(tmp_path / "trained", TrainConfig.load(folded / "config.yaml"))
+    shutil.copyfile(folded / "lns.json", tmp_path / "trained" / "lns.json")
     before = torch.load(tmp_path / "trained" / "optim.pt", weights_only=True)
     assert all(name.startswith("module.") for group in before["param_groups"] for name in group["param_names"])
     capsys.readouterr()
@@ -149,29 +145,42 @@ def test_moments_of_a_ddp_run(tmp_path: Path, capsys: Capture) -> None:
                 assert torch.allclose(after["state"][index][moment], expected, rtol=1e-6), (name, moment)
 
 
+LOST = "transformer.blocks.2.ff_norm.weight"
+
+
 def rename_one(state: dict[str, Any]) -> None:
     names = state["param_groups"][0]["param_names"]
-    names[names.index("transformer.blocks.2.ff_norm.weight")] = "elsewhere.ff_norm.weight"
+    names[names.index(LOST)] = "elsewhere.ff_norm.weight"
 
 
 def forget_one(state: dict[str, Any]) -> None:
-    names = state["param_groups"][0]["param_names"]
-    del state["state"][names.index("transformer.blocks.2.ff_norm.weight")]["exp_avg_sq"]
+    del state["state"][state["param_groups"][0]["param_names"].index(LOST)]["exp_avg_sq"]
 
 
-@pytest.mark.parametrize("change", [rename_one, forget_one])
-def test_fewer_moments_than_expected_stop(tmp_path: Path, capsys: Capture, change: Any) -> None:
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    state = adam_state(load_olmo(tmp_path / "folded"))
+def add_unknown(state: dict[str, Any]) -> None:
+    for values in state["state"].values():
+        values["hessian"] = torch.ones_like(values["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (rename_one, f"the moments of 7 of the 8 parameters to rescale, none or not all of {LOST}'s"),
+        (forget_one, f"the moments of 7 of the 8 parameters to rescale, none or not all of {LOST}'s"),
+        (add_unknown, "'hessian', whose scaling is unknown: give --drop-optimizer"),
+    ],
+)
+def test_moments_that_cannot_follow_stop(
+    folded: Path, tmp_path: Path, capsys: Capture, change: Any, reason: str
+) -> None:
+    copy = shutil.copytree(folded, tmp_path / "folded")
+    state = adam_state(load_olmo(copy))
     change(state)
-    torch.save(state, tmp_path / "folded" / "optim.pt")
-    capsys.readouterr()
-    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 1
-    line = capsys.readouterr().err
-    assert "the moments of 7 of the 8 parameters" in line and "transformer.blocks.2.ff_norm.weight" in line
-    assert not (tmp_path / "again-unsharded").exists()
-    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold", "--drop-optimizer") == 0
+    torch.save(state, copy / "optim.pt")
+    assert reason in refused(capsys, copy, tmp_path / "again-unsharded", "--unfold")
+    assert export(copy, tmp_path / "again-unsharded", "--unfold", "--drop-optimizer") == 0
+    assert "warning: the optimizer's moments were dropped as asked" in capsys.readouterr().out
+    assert not (tmp_path / "again-unsharded" / "optim.pt").exists()
 
 
 def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
@@ -180,8 +189,6 @@ def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
     model = save_olmo(tmp_path / "lns", sharded=True, layer_norm_type="lns_rms")
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
     # Training went on with the folded model: its checkpoint has an optimizer again.
-    from support.exports import save_distributed
-
     state = adam_state(model)
     shutil.rmtree(tmp_path / "folded" / "model_and_optim")
     save_distributed(tmp_path / "folded" / "model_and_optim", model, state)
@@ -200,54 +207,25 @@ def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
             assert torch.allclose(found["optim"]["state"][name][moment], expected, rtol=1e-6), (name, moment)
 
 
-def test_the_name_is_one_that_load_path_takes(tmp_path: Path, capsys: Capture) -> None:
+def test_the_name_is_one_that_load_path_takes(folded: Path, sharded: Path, tmp_path: Path, capsys: Capture) -> None:
     """OLMo's Trainer tells the layout by the name of the folder."""
-    for sharded, name, better in ((False, "again", "again-unsharded"), (True, "again-unsharded", "again")):
-        folder = tmp_path / str(sharded)
-        save_olmo(folder / "lns", sharded=sharded, layer_norm_type="lns_rms")
-        assert export(folder / "lns", folder / "folded") == 0
-        capsys.readouterr()
-        assert export(folder / "folded", folder / name, "--unfold") == 1
-        assert f"call it {better}\n" in capsys.readouterr().err
-        assert export(folder / "folded", folder / better, "--unfold") == 0
+    assert export(sharded, tmp_path / "folded-sharded") == 0
+    for source, name, better in (
+        (folded, "again", "again-unsharded"),
+        (tmp_path / "folded-sharded", "again-unsharded", "again"),
+    ):
+        assert f"call it {better}\n" in refused(capsys, source, tmp_path / name, "--unfold")
 
 
-def test_optimizer_may_be_dropped(tmp_path: Path, capsys: Capture) -> None:
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    torch.save(adam_state(load_olmo(tmp_path / "folded")), tmp_path / "folded" / "optim.pt")
-    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold", "--drop-optimizer") == 0
-    assert "warning: the optimizer's moments were dropped as asked" in capsys.readouterr().out
-    assert not (tmp_path / "again-unsharded" / "optim.pt").exists()
-
-
-def test_unknown_optimizer_state_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    state = adam_state(load_olmo(tmp_path / "folded"))
-    for values in state["state"].values():
-        values["hessian"] = torch.ones_like(values["exp_avg"])
-    torch.save(state, tmp_path / "folded" / "optim.pt")
-    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 1
-    assert "'hessian', whose scaling is unknown: give --drop-optimizer" in capsys.readouterr().err
-    assert not (tmp_path / "again-unsharded").exists()
-
-
-def test_preln_is_not_made_lns(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_not_folded_is_refused(checkpoint: Path, folded: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Nor is a Pre-LN model made an LNS model by a new label."""
     save_olmo(tmp_path / "preln", layer_norm_type="rms")
-    assert export(tmp_path / "preln", tmp_path / "lns-unsharded", "--unfold") == 1
-    assert "is Pre-LN and never was LNS" in capsys.readouterr().err
-    assert not (tmp_path / "lns-unsharded").exists()
-
-
-def test_what_is_not_folded_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "x-unsharded", "--unfold") == 1
-    assert "is not folded" in capsys.readouterr().err
-    assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    assert export(tmp_path / "folded", tmp_path / "x-unsharded", "--unfold", "--exponent", "1") == 1
-    assert "exponent 0.5; --exponent 1 is for what a checkpoint does not say" in capsys.readouterr().err
-    assert export(tmp_path / "folded", tmp_path / "x-unsharded", "--unfold", "--dtype", "bf16") == 1
-    assert "--unfold keeps the dtype" in capsys.readouterr().err
+    for source, options, reason in (
+        (tmp_path / "preln", (), "is Pre-LN and never was LNS"),
+        (checkpoint, (), "is not folded"),
+        (folded, ("--exponent", "1"), "exponent 0.5; --exponent 1 is for what a checkpoint does not say"),
+        (folded, ("--dtype", "bf16"), "--unfold keeps the dtype"),
+    ):
+        assert reason in refused(capsys, source, tmp_path / "x-unsharded", "--unfold", *options)
     with pytest.raises(SystemExit, match="2"):
-        export(tmp_path / "folded", tmp_path / "x-unsharded", "--unfold", "--format", "hf")
+        export(folded, tmp_path / "x-unsharded", "--unfold", "--format", "hf")

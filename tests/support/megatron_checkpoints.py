@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from olmo_lns.checkpoints.common_state import COMMON, COMMON_OBJECT, common_bytes, load_common
-from olmo_lns.checkpoints.megatron import MegatronCheckpoint
+from olmo_lns.checkpoints.megatron import COMMON, COMMON_OBJECT, MegatronCheckpoint, common_bytes, load_common
 from olmo_lns.integrations.megatron import apply
 from support import megatron_tiny as tiny
 from support.megatron_saved import saved_arguments

@@ -31,7 +31,7 @@ class _Reading(argparse.Namespace):
 
 def names_read(args: argparse.Namespace) -> set[str]:
     """The arguments that the exporter asks for."""
-    from olmo_lns.checkpoints.megatron_architecture import architecture, gain_shift
+    from olmo_lns.checkpoints.megatron import architecture, gain_shift
     from olmo_lns.integrations.megatron.settings import Settings
 
     reading = _Reading(**vars(args))

@@ -1,0 +1,240 @@
+"""What an export is asked for and writes beside the weights: formats, exponents, configs, cards, tokenizers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from support.exports import byte_tokenizer, export, load_hf, refused, save_olmo
+
+from olmo_lns.cli import main
+from olmo_lns.export.cli import _parser, byte_size
+from olmo_lns.record import Record, accepted
+
+Capture = pytest.CaptureFixture[str]
+HF = ("--format", "hf", "--tokenizer", "none")
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def model_section(folder: Path) -> dict[str, Any]:
+    section: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    return section
+
+
+@pytest.mark.parametrize(
+    ("kind", "init", "sharded"),
+    [
+        ("lns_default", "normal_depth_scaled", True),
+        ("layerscale_rms", "normal_scaled", False),
+        ("rms", "normal_scaled", False),
+    ],
+)
+def test_an_init_fn_of_ours_is_not_stocks(tmp_path: Path, kind: str, init: str, sharded: bool) -> None:
+    trained, stock, again = (tmp_path / name for name in ("trained", "stock-unsharded", "again-unsharded"))
+    save_olmo(trained, sharded=sharded, layer_norm_type=kind, init_fn=init)
+    if kind == "rms":  # OLMo's unshard.py copies config.yaml only
+        (trained / "lns.json").unlink()
+    assert export(trained, stock, "--format", "olmo-unsharded") == 0
+    assert model_section(stock)["init_fn"] == "normal"
+    found = Record.read(stock)
+    assert found is not None and not found.active and found.scaled_init == init.removeprefix("normal_")
+    assert main(["verify", str(trained), str(stock), "--length", "16"]) == 0  # in a process of stock OLMo
+    if kind.startswith("lns"):  # to train on, it is what it was
+        assert export(stock, again, "--unfold") == 0
+        assert model_section(again)["init_fn"] == init and Record.read(trained) == Record.read(again)
+
+
+@pytest.mark.parametrize("unfold", [False, True])
+def test_a_format_that_is_not_the_checkpoints(
+    checkpoint: Path, folded: Path, tmp_path: Path, capsys: Capture, unfold: bool
+) -> None:
+    source = folded if unfold else checkpoint
+    words = ("--format", "megatron", *(["--unfold"] if unfold else []))
+    line = refused(capsys, source, tmp_path / "out-unsharded", *words)
+    assert f"--format megatron: {source} is an OLMo checkpoint, which is" in line
+    assert ("unfolded into olmo" if unfold else "written as olmo or olmo-unsharded or hf") in line
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--exponent", "0.25"), "says exponent 0.5, --exponent says 0.25"),
+        (("--tokenizer", "t.json"), "--tokenizer is of --format hf; --format olmo has no place for it"),
+        (("--max-shard-size", "1MB"), "--max-shard-size: an unsharded OLMo checkpoint is one model.pt"),
+    ],
+)
+def test_options_that_do_not_fit(
+    checkpoint: Path, tmp_path: Path, capsys: Capture, options: tuple[str, ...], reason: str
+) -> None:
+    assert reason in refused(capsys, checkpoint, tmp_path / "out", *options)
+
+
+@pytest.mark.parametrize("words", ["--exponent=nan", "--exponent=-1", "--exponent=1e9", "--max-shard-size=5TB"])
+def test_wrong_numbers(checkpoint: Path, tmp_path: Path, words: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        export(checkpoint, tmp_path / "out", words)
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("60kb", 60_000), ("0.5B", 0)])
+def test_sizes(text: str, size: int) -> None:
+    if size:
+        assert byte_size(text) == size
+    else:
+        with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+            byte_size(text)
+
+
+def test_a_lost_record_is_in_the_config(tmp_path: Path, capsys: Capture) -> None:
+    """As for a resume and for analyze: the type holds every parameter; a bare one may be given another exponent."""
+    for kind, words, exponent in (
+        ("lns_rms", (), 0.5),
+        ("lns_rms", ("--exponent", "0.25"), 0.25),
+        ("lns_rms:exponent=0.25", ("--exponent", "0.25"), 0.25),
+        ("lns_rms:exponent=0.25", ("--exponent", "0.5"), None),
+        ("rms", ("--exponent", "0.25", "--format", "hf"), None),
+    ):
+        shutil.rmtree(tmp_path / "lost", ignore_errors=True)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        save_olmo(tmp_path / "lost", layer_norm_type=kind)
+        (tmp_path / "lost" / "lns.json").unlink(missing_ok=True)
+        if exponent is None:
+            line = refused(capsys, tmp_path / "lost", tmp_path / "out", *words)
+            assert ("no exponent; --exponent 0.25" if kind == "rms" else f"names {kind}, --exponent says 0.5") in line
+            continue
+        assert export(tmp_path / "lost", tmp_path / "out", *words) == 0
+        found = Record.read(tmp_path / "out")
+        assert found is not None and found.scheme.parameters == {"exponent": exponent}
+
+
+def test_config_yaml_changes_one_line(checkpoint: Path, folded: Path, tmp_path: Path) -> None:
+    before, after = ((folder / "config.yaml").read_text().splitlines() for folder in (checkpoint, folded))
+    assert after[0] == "# LayerNorm Scaling (lns) is folded into the weights; see lns.json."
+    changed = [(a, b) for a, b in zip(before, after[1:], strict=True) if a != b]
+    assert changed == [("  layer_norm_type: lns_rms", "  layer_norm_type: rms")]
+    assert json.loads((folded / "lns.json").read_text())["folded"] is True
+    unusual = shutil.copytree(checkpoint, tmp_path / "unusual") / "config.yaml"
+    config = yaml.safe_load(unusual.read_text())
+    unusual.write_text(yaml.safe_dump(config, default_flow_style=True))
+    assert export(unusual.parent, tmp_path / "out") == 0
+    config["model"]["layer_norm_type"] = "rms"
+    assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text()) == config
+
+
+def test_there_is_nothing_to_fold(folded: Path, hf: Path, tmp_path: Path, capsys: Capture) -> None:
+    save_olmo(tmp_path / "preln", layer_norm_type="rms")
+    assert "is Pre-LN: there is nothing to fold" in refused(capsys, tmp_path / "preln", tmp_path / "out")
+    assert export(tmp_path / "preln", tmp_path / "hf", *HF) == 0
+    assert "lns" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert "folded already" in refused(capsys, folded, tmp_path / "twice")
+    assert export(folded, tmp_path / "hf-of-folded", *HF) == 0
+    once, direct = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf-of-folded", hf))
+    assert all(torch.equal(once[name], direct[name]) for name in direct)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("lns_rms", "bf16"), ("rms", "keep")])
+def test_the_card_says_what_was_changed(tmp_path: Path, kind: str, dtype: str) -> None:
+    model = save_olmo(tmp_path / "step9-unsharded", layer_norm_type=kind)
+    assert export(tmp_path / "step9-unsharded", tmp_path / "hf", *HF, "--dtype", dtype) == 0
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "# step9-unsharded" in card and str(tmp_path) not in card
+    assert "README.md" in (tmp_path / "hf" / "SHA256SUMS").read_text()
+    if kind == "rms":
+        assert "`LlamaForCausalLM`, a Pre-LN model" in card and "No weight was changed" in card
+        return
+    norms = 2 * (model.config.n_layers - 1)  # the first block's factor is 1
+    assert "`LlamaForCausalLM`, trained under `lns`" in card and "| scaled_init | `plain` |" in card
+    assert f"{norms} tensors were multiplied by their block's factor" in card
+    assert f"{len(model.state_dict()) - norms} tensors were written in another dtype" in card
+
+
+def test_record_survives_transformers(hf: Path, tmp_path: Path) -> None:
+    """Stock code keeps the mark when it loads and saves the model."""
+    load_hf(hf).save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["lns"] == "folded"
+    assert config["lns_record"]["parameters"] == {"exponent": 0.5} and config["lns_record"]["folded"] is True
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+
+def test_use_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """The tokenizer that the config names goes with the export, which docs/export.md's Python block then uses."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")
+    changes = {"eos_token_id": 0, "pad_token_id": 0, "max_sequence_length": 64}
+    save_olmo(tmp_path / "lns", tokenizer=tokenizer, layer_norm_type="lns_rms", embedding_size=64, **changes)
+    model = tmp_path / "model"
+    assert export(tmp_path / "lns", model, "--format", "hf", "--dtype", "bf16") == 0
+    assert "64 tokens, eos '<eos>'" in capsys.readouterr().out
+    assert export(tmp_path / "lns", tmp_path / "again", "--format", "hf", "--tokenizer", model) == 0
+    for folder in (model, tmp_path / "again"):
+        loaded = AutoTokenizer.from_pretrained(folder)
+        ids = loaded("A B").input_ids
+        assert ids == [34, 1, 35] and loaded.decode(ids) == "A B"
+        assert (loaded.eos_token, loaded.pad_token, loaded.eos_token_id) == ("<eos>", "<eos>", 0)
+    generation = GenerationConfig.from_pretrained(model)
+    assert (generation.eos_token_id, generation.pad_token_id) == (0, 0)
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "export.md").read_text(encoding="utf-8"), re.DOTALL)
+    capsys.readouterr()
+    exec(compile(code, "docs/export.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("THE FACTOR IS")
+
+
+#: Files of the folder given as --tokenizer, a number making a tokenizer of that size -> what is said. 128 rows are there.
+TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
+    "too many tokens": ({"tokenizer.json": 129}, "has 129 tokens, the model only 128"),
+    "added beyond": ({"tokenizer.json": 64, "added_tokens.json": '{"<new>": 300}'}, "has 301 tokens, the model only"),
+    "not JSON": ({"tokenizer.json": "{"}, "not a folder of tokenizer files that can be read"),
+    "not a tokenizer": ({"tokenizer.json": "[1, 2]"}, "not a folder of tokenizer files that can be read"),
+    "nothing": ({}, "holds no tokenizer files"),
+    "a link": ({"tokenizer.json": 64, "vocab.txt": Path("/etc/hostname")}, "vocab.txt is a symbolic link to"),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizers_that_are_refused(checkpoint: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
+    files, reason = TOKENIZERS[name]
+    (folder := tmp_path / "tokenizer").mkdir()
+    for file, content in files.items():
+        if isinstance(content, Path):
+            (folder / file).symlink_to(content)
+        else:
+            byte_tokenizer(folder / file, content) if isinstance(content, int) else (folder / file).write_text(content)
+    options = ("--format", "hf", "--tokenizer")
+    assert reason in refused(capsys, checkpoint, tmp_path / "out", *options, folder)
+    if name in ("too many tokens", "not JSON"):  # a file is judged as a folder is
+        line = refused(capsys, checkpoint, tmp_path / "out", *options, folder / "tokenizer.json")
+        assert reason in line or ("neither a readable file nor on the hub" in line and "--tokenizer none" in line)
+
+
+# --- docs/export.md ------------------------------------------------------------------------------
+
+
+def test_commands_of_the_docs_parse() -> None:
+    text = (DOCS / "export.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line.split("#")[0].split() for block in blocks for line in block.splitlines()]
+    commands = [words[2:] for words in lines if words[:2] == ["olmo-lns", "export"]]
+    assert len(commands) == 5
+    for words in commands:
+        _parser().parse_args(words)
+
+
+def test_overrides_exist() -> None:
+    """The one table of differences, in docs/olmo.md."""
+    text = (DOCS / "olmo.md").read_text(encoding="utf-8")
+    table = text.split("| checkpoint → run |", 1)[1].split("\n\n", 1)[0]
+    named = {word for row in table.splitlines()[2:] for word in re.findall(r"`([a-z-]+)`", row.split("|")[2])}
+    assert accepted(",".join(named)) == named
+    assert {"lns-to-preln", "preln-to-lns", "folded-to-lns", "exponent"} <= named
