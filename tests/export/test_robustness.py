@@ -94,20 +94,11 @@ def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path: Path) -> None:
     os.mkfifo(ours[3])
     ours[4].mkdir()
     (ours[4] / ".olmo-lns-export").write_text("out.other")  # the leftover of an export to another folder
-    with atomic_folder(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out.longer"), atomic_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("1")
-    assert sorted(tmp_path.iterdir()) == sorted([*ours, tmp_path / "out"])
+    assert sorted(tmp_path.iterdir()) == sorted([*ours, tmp_path / "out", tmp_path / "out.longer"])
     assert (ours[0] / "thesis.txt").read_text() == "a year's work"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["SHA256SUMS", "a"]
-
-
-def test_an_export_beside_one_with_a_longer_name(tmp_path: Path) -> None:
-    """``model`` while ``model.bf16`` is being written, whose hidden folder starts with the same letters."""
-    with atomic_folder(tmp_path / "model.bf16") as longer:
-        (longer / "a").write_text("1")
-        with atomic_folder(tmp_path / "model") as folder:
-            (folder / "b").write_text("2")
-    assert (tmp_path / "model.bf16" / "a").exists() and (tmp_path / "model" / "b").exists()
 
 
 # --- the disk ------------------------------------------------------------------------------------

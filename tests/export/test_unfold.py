@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support.exports import adam_state, export, load_olmo, logits, refused, relative, save_distributed, save_olmo
-from support.olmo_models import tokens
+from support.olmo_models import build, tokens
 
+from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 from olmo_lns.export.fold import MOMENT_POWERS
 
 Capture = pytest.CaptureFixture[str]
@@ -70,79 +71,52 @@ def first_moments(model: Any) -> dict[str, Any]:
     return state
 
 
-def test_olmos_checkpointer_restores_it(tmp_path: Path) -> None:
-    """OLMo's own restore, with the rescaled optimizer; and of the folded checkpoint, without one."""
-    import torch.distributed as dist
-    from olmo.checkpoint import FullCheckpointer
-    from olmo.config import TrainConfig
-    from olmo.model import OLMo
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = save_olmo(tmp_path / "lns", optimizer=True, layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "folded") == 0
-    shutil.copyfile(tmp_path / "lns" / "optim.pt", tmp_path / "folded" / "optim.pt")
-    assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 0
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        for name, optimizer_too in (("folded", False), ("again-unsharded", True)):
-            config = TrainConfig.load(tmp_path / name / "config.yaml")
-            wrapped = DistributedDataParallel(OLMo(config.model))
-            optimizer = torch.optim.AdamW(wrapped.parameters())
-            for group in optimizer.param_groups:
-                group["param_names"] = [n for n, _ in wrapped.module.named_parameters()]
-            state = FullCheckpointer(config).restore_checkpoint(
-                tmp_path / name, wrapped, optimizer, load_optimizer_state=optimizer_too
-            )
-            assert state["global_step"] == 3
-            assert relative(logits(wrapped.module, IDS), logits(model, IDS)) <= 1e-5
-        gain = dict(wrapped.module.named_parameters())["transformer.blocks.3.ff_norm.weight"]
-        saved = torch.load(tmp_path / "lns" / "optim.pt", weights_only=True)
-        index = saved["param_groups"][0]["param_names"].index("transformer.blocks.3.ff_norm.weight")
-        assert torch.allclose(optimizer.state[gain]["exp_avg"], 0.5 * saved["state"][index]["exp_avg"])
-        assert torch.allclose(optimizer.state[gain]["exp_avg_sq"], 0.25 * saved["state"][index]["exp_avg_sq"])
-    finally:
-        dist.destroy_process_group()
-
-
-def save_as_ddp(folder: Path, config: Any) -> None:
-    """One step of OLMo's own optimizer under DDP, saved by OLMo's own checkpointer."""
-    import torch.distributed as dist
-    from olmo.checkpoint import FullCheckpointer
+def _under_ddp(config: Any) -> tuple[Any, Any]:
     from olmo.config import OptimizerType
     from olmo.model import OLMo
     from olmo.optim import build_optimizer
     from torch.nn.parallel import DistributedDataParallel
 
+    wrapped = DistributedDataParallel(OLMo(config.model))
+    config.optimizer.name = OptimizerType.adamw
+    return wrapped, build_optimizer(config, wrapped)
+
+
+def test_a_ddp_run_goes_on_under_lns(folded: Path, tmp_path: Path, capsys: Capture) -> None:
+    """One step of OLMo's own optimizer, which names its parameters ``module.…``; saved and restored by OLMo itself."""
+    import torch.distributed as dist
+    from olmo.checkpoint import FullCheckpointer
+    from olmo.config import TrainConfig
+
+    trained, again = tmp_path / "trained", tmp_path / "again-unsharded"
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        wrapped = DistributedDataParallel(OLMo(config.model))
-        config.optimizer.name = OptimizerType.adamw
-        optimizer = build_optimizer(config, wrapped)
-        wrapped(IDS).logits.square().mean().backward()
+        config = TrainConfig.load(folded / "config.yaml")
+        stock, optimizer = _under_ddp(config)
+        stock(IDS).logits.square().mean().backward()
         optimizer.step()
-        FullCheckpointer(config).save_checkpoint(folder, wrapped, optimizer, {"global_step": 1})
+        FullCheckpointer(config).save_checkpoint(trained, stock, optimizer, {"global_step": 1})
+        shutil.copyfile(folded / "lns.json", trained / "lns.json")
+        groups = torch.load(trained / "optim.pt", weights_only=True)["param_groups"]
+        assert all(name.startswith("module.") for group in groups for name in group["param_names"])
+        assert export(trained, again, "--unfold") == 0
+        assert "16 moments of the optimizer rescaled" in capsys.readouterr().out
+        config = TrainConfig.load(again / "config.yaml")
+        model, own = _under_ddp(config)
+        state = FullCheckpointer(config).restore_checkpoint(again, model, own, load_optimizer_state=True)
+        assert state["global_step"] == 1 and str(model.module.config.layer_norm_type) == "lns_rms"
+        assert relative(logits(model.module, IDS), logits(stock.module, IDS)) <= 1e-5
+        theirs = dict(stock.module.named_parameters())
+        for name, parameter in model.module.named_parameters():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                expected = optimizer.state[theirs[name]][moment] * factor_of(name) ** MOMENT_POWERS[moment]
+                assert torch.allclose(own.state[parameter][moment], expected, rtol=1e-6), (name, moment)
     finally:
         dist.destroy_process_group()
 
 
-def test_moments_of_a_ddp_run(folded: Path, tmp_path: Path, capsys: Capture) -> None:
-    """DDP's optimizer names its parameters ``module.…``."""
-    from olmo.config import TrainConfig
-
-    save_as_ddp(tmp_path / "trained", TrainConfig.load(folded / "config.yaml"))
-    shutil.copyfile(folded / "lns.json", tmp_path / "trained" / "lns.json")
-    before = torch.load(tmp_path / "trained" / "optim.pt", weights_only=True)
-    assert all(name.startswith("module.") for group in before["param_groups"] for name in group["param_names"])
-    capsys.readouterr()
-    assert export(tmp_path / "trained", tmp_path / "again-unsharded", "--unfold") == 0
-    assert "16 moments of the optimizer rescaled" in capsys.readouterr().out
-    after = torch.load(tmp_path / "again-unsharded" / "optim.pt", weights_only=True)
-    for group in before["param_groups"]:
-        for index, name in zip(group["params"], group["param_names"], strict=True):
-            number = int(name.split(".")[3]) + 1 if ".blocks." in name and "norm" in name else 1
-            for moment, value in before["state"][index].items():
-                expected = value * (number**-0.5) ** MOMENT_POWERS[moment]
-                assert torch.allclose(after["state"][index][moment], expected, rtol=1e-6), (name, moment)
+def factor_of(name: str) -> float:
+    return (int(name.split(".")[2]) + 1) ** -0.5 if ".blocks." in name and "norm" in name else 1.0
 
 
 LOST = "transformer.blocks.2.ff_norm.weight"
@@ -183,28 +157,19 @@ def test_moments_that_cannot_follow_stop(
     assert not (tmp_path / "again-unsharded" / "optim.pt").exists()
 
 
-def test_moments_of_a_sharded_checkpoint(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    model = save_olmo(tmp_path / "lns", sharded=True, layer_norm_type="lns_rms")
-    assert export(tmp_path / "lns", tmp_path / "folded") == 0
+def test_moments_of_a_sharded_checkpoint(sharded: Path, tmp_path: Path) -> None:
+    assert export(sharded, tmp_path / "folded") == 0
     # Training went on with the folded model: its checkpoint has an optimizer again.
+    model = build(layer_norm_type="lns_rms")
     state = adam_state(model)
     shutil.rmtree(tmp_path / "folded" / "model_and_optim")
     save_distributed(tmp_path / "folded" / "model_and_optim", model, state)
     assert export(tmp_path / "folded", tmp_path / "again", "--unfold") == 0
-    names = state["param_groups"][0]["param_names"]
-    found = {
-        "optim": {
-            "state": {n: {k: torch.zeros_like(v) for k, v in state["state"][i].items()} for i, n in enumerate(names)}
-        }
-    }
-    dcp.load(found, checkpoint_id=tmp_path / "again" / "model_and_optim")
-    for index, name in enumerate(names):
-        number = int(name.split(".")[2]) + 1 if ".blocks." in name and "norm" in name else 1
+    found = DistributedCheckpoint(tmp_path / "again" / "model_and_optim")
+    for index, name in enumerate(state["param_groups"][0]["param_names"]):
         for moment, value in state["state"][index].items():
-            expected = value * (number**-0.5) ** MOMENT_POWERS[moment]
-            assert torch.allclose(found["optim"]["state"][name][moment], expected, rtol=1e-6), (name, moment)
+            expected = value * factor_of(name) ** MOMENT_POWERS[moment]
+            assert torch.allclose(found.tensor(f"optim.state.{name}.{moment}").load(), expected, rtol=1e-6), name
 
 
 def test_the_name_is_one_that_load_path_takes(folded: Path, sharded: Path, tmp_path: Path, capsys: Capture) -> None:
