@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Iterable, Iterator
 
 import pytest
 import torch
@@ -74,11 +74,16 @@ def scaled(model: nn.Module, gains: dict[str, int], decay: float = 0.1, eps: flo
     return torch.optim.AdamW(groups)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, clip: float = 0.0) -> list[float]:
-    losses = []
+def batches(steps: range) -> Iterator[torch.Tensor]:
+    """Of sorted numbers: something that can be learned."""
     for step in steps:
         ids = torch.randint(0, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(step))
-        ids = ids.sort(-1).values  # something that can be learned
+        yield ids.sort(-1).values
+
+
+def train(model: Any, optimizer: Any, data: Iterable[torch.Tensor], clip: float = 0.0) -> list[float]:
+    losses = []
+    for ids in data:
         logits = model(ids[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
@@ -97,8 +102,8 @@ def gap(first: list[float], second: list[float]) -> float:
 @pytest.mark.parametrize("eps", [1e-8, 1e-3])
 def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
     lns, stock, gains = pair()
-    losses = train(lns, ordinary(lns, eps=eps), range(200))
-    value = gap(losses, train(stock, scaled(stock, gains, eps=eps), range(200)))
+    losses = train(lns, ordinary(lns, eps=eps), batches(range(200)))
+    value = gap(losses, train(stock, scaled(stock, gains, eps=eps), batches(range(200))))
     print(f"eps {eps}: the losses differ by {value:.1e}")
     assert value < 1e-10
     assert losses[-1] < losses[0] - 0.3, "nothing was learned"
@@ -107,8 +112,8 @@ def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
 def fold_in_the_middle(rescale: bool) -> float:
     """The largest difference of the loss to the run that is not folded after half of its 200 steps."""
     model, _, gains = pair()
-    whole = train(twin := copy.deepcopy(model), ordinary(twin), range(200))
-    losses = train(model, before := ordinary(model), range(100))
+    whole = train(twin := copy.deepcopy(model), ordinary(twin), batches(range(200)))
+    losses = train(model, before := ordinary(model), batches(range(100)))
     scale_(model, gains)
     for block in model.blocks:
         block.first.factor = block.second.factor = 1.0
@@ -116,7 +121,7 @@ def fold_in_the_middle(rescale: bool) -> float:
     after.state.update(before.state)
     if rescale:
         rescale_state_(after, model, gains)
-    return gap(whole, losses + train(model, after, range(100, 200)))
+    return gap(whole, losses + train(model, after, batches(range(100, 200))))
 
 
 def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled():
@@ -128,7 +133,7 @@ def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled(
 def test_unscale_undoes_scale_and_the_moments_go_back_too():
     _, model, gains = pair()
     optimizer = scaled(model, gains)
-    train(model, optimizer, range(3))
+    train(model, optimizer, batches(range(3)))
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
     scale_(model, gains)
     rescale_state_(optimizer, model, gains)
@@ -148,7 +153,7 @@ def test_muon_trains_the_matrices_and_the_gains_stay_with_adam():
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in of_muon]
         adam = torch.optim.AdamW([group for group in groups if group["params"]])
         muon = torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1)
-        runs.append(train(model, Both(adam, muon), range(50)))
+        runs.append(train(model, Both(adam, muon), batches(range(50))))
     print(f"gap {gap(*runs):.1e}")
     assert gap(*runs) < 1e-10 and runs[0][-1] < runs[0][0] - 0.3
 
@@ -180,35 +185,30 @@ def departure(name: str) -> float:
             group["eps"] = eps
         if name == "rate":
             group["lr"] = 1e-2
-    return gap(train(lns, ordinary(lns, decay, eps), range(100), clip), train(stock, optimizer, range(100), clip))
+    return gap(
+        train(lns, ordinary(lns, decay, eps), batches(range(100)), clip),
+        train(stock, optimizer, batches(range(100)), clip),
+    )
 
 
-@pytest.mark.parametrize("name", ["clipping", "decay not divided", "no decay", "eps", "rate"])
-def test_each_departure_is_one(name):
-    value = departure(name)
-    print(f"{name}: the losses differ by {value:.1e}")  # docs/what-lns-is.md; shown by `pytest -s`
-    assert departure("") < 1e-10 < 1e-6 < value
+def test_each_departure_is_one():
+    assert departure("") < 1e-10
+    for name in ("clipping", "decay not divided", "no decay", "eps", "rate"):
+        value = departure(name)
+        print(f"{name}: the losses differ by {value:.1e}")  # docs/what-lns-is.md; shown by `pytest -s`
+        assert value > 1e-6, name
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_blocks_of_olmo(decay):
+def test_blocks_of_olmo():
     """Its norm and rope compute in fp32, whatever the parameters are: the two drift apart by rounding."""
     lns, stock = (build(layer_norm_type=kind, perturb=False).double() for kind in ("lns_rms", "rms"))
     gains = block_gains(stock, *(f"transformer.blocks.{{}}.{name}.weight" for name in ("attn_norm", "ff_norm")))
     scale_(stock, gains)
     runs = []
     for model, groups in ((lns, {}), (stock, gains)):
-        optimizer = torch.optim.AdamW(param_groups(model, groups, lr=3e-3, weight_decay=0.1, vector_decay=decay))
-        losses = []
-        for step in range(100):
-            ids = tokens(4, 16, seed=step).sort(-1).values
-            logits = model(ids).logits[:, :-1]
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        runs.append(losses)
+        optimizer = torch.optim.AdamW(param_groups(model, groups, lr=3e-3, weight_decay=0.1, vector_decay=0.1))
+        data = (tokens(4, 17, seed=step).sort(-1).values for step in range(100))
+        runs.append(train(lambda ids, model=model: model(ids).logits, optimizer, data))
     assert gap(*runs) < 2e-4 and runs[0][-1] < runs[0][0] - 1
 
 

@@ -56,12 +56,8 @@ def test_every_sub_layer_is_a_site(block):
         for name in small.SCHEMES[block][1]:
             assert type(getattr(each, name).lns_scale) is float
             assert getattr(each, name).lns_scale == number**-0.5
-
-
-def test_changed_factor_is_found_when_it_is_read_back():
-    built = small.model(apply(small.config()))
-    built.blocks["2"].feed_forward_norm.lns_scale = 1.0
-    with pytest.raises(UpstreamChangedError, match=r"blocks.2.feed_forward_norm .block 3, ff. has norm_scale=1.0 "):
+    getattr(built.blocks["2"], small.SCHEMES[block][1][0]).lns_scale = 1.0
+    with pytest.raises(UpstreamChangedError, match=r".block 3, attn. has (norm|branch)_scale=1.0 "):
         norm_sites.read_back(built)
 
 
@@ -166,21 +162,12 @@ def test_compiled(norm, checkpointed, backend):
     else:  # the same tracing in a fraction of the time
         for block in built.blocks.values():
             block.compile(backend=backend)
+    torch._dynamo.utils.counters.clear()
     found = _gradients(built)
+    assert checkpointed or torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "not one graph for all blocks"
     torch._functorch.config.activation_memory_budget = 1.0
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_one_graph_for_all_blocks():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    built = small.model(apply(small.config(n_layers=8)))
-    for block in built.blocks.values():
-        block.compile(backend="aot_eager")
-    built(small.TOKENS)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.fixture
@@ -241,14 +228,6 @@ def test_kv_cache_with_flash_attentions_functions_in_torch(block, generate, monk
     assert small.FlashAttention.cached >= small.LAYERS
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_kv_cache_gives_the_same_tokens(generate):
-    pytest.importorskip("flash_attn")
-    built = small.model(apply(small.config(attn_backend="flash_2"))).to("cuda", torch.bfloat16)
-    assert generate(built, cache=True, new=16) == generate(built, new=16)
-
-
 def _float8(made, device, **how):
     from olmo_core.float8 import AOFloat8LinearConfig, Float8Config
 
@@ -258,8 +237,13 @@ def _float8(made, device, **how):
     return built
 
 
-def _float8_equals_folded(device, **how):
-    made = small.config("default", {"name": "rms", "bias": False})
+#: On the CPU the wiring: torchao's linear layers around our norms, its kernels emulated in fp32.
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float8(device):
+    pytest.importorskip("torchao")
+    if device == "cuda" and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("no CUDA device with float8")
+    made, how = small.config("default", {"name": "rms", "bias": False}), {"emulate": device == "cpu"}
     ours, stock = _float8(apply(copy.deepcopy(made)), device, **how), _float8(made, device, **how)
     norm_sites.check(ours, LNS, small.LAYERS)
     small.fold(stock, "default")
@@ -270,30 +254,18 @@ def _float8_equals_folded(device, **how):
     assert all(parameter.grad is not None for parameter in ours.parameters())
 
 
-def test_float8_emulated():
-    """The wiring: torchao's linear layers around our norms, its kernels emulated in fp32."""
-    pytest.importorskip("torchao")
-    _float8_equals_folded("cpu", emulate=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no CUDA device with float8"
-)
-def test_float8():
-    pytest.importorskip("torchao")
-    _float8_equals_folded("cuda")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("name", "package"), [("fused_rms", "flash_attn"), ("cute_rms", "quack")])
-def test_norm_kernels(name, package):
-    """OLMo-core's own norm kernels with the factor, against its RMSNorm with it."""
+@pytest.mark.parametrize(("name", "package"), [("fused_rms", "flash_attn"), ("cute_rms", "quack"), ("", "flash_attn")])
+def test_kernels_of_the_gpu(name, package, generate):
+    """OLMo-core's own norm kernels with the factor, against its RMSNorm with it; and its KV cache."""
     pytest.importorskip(package)
-    made = small.config("default", {"name": name, "bias": False})
-    plain = small.config("default", {"name": "rms", "bias": False})
-    built, expected = (small.model(apply(each)).to("cuda", torch.bfloat16) for each in (made, plain))
+    if not name:
+        built = small.model(apply(small.config(attn_backend="flash_2"))).to("cuda", torch.bfloat16)
+        assert generate(built, cache=True, new=16) == generate(built, new=16)
+        return
+    configs = (small.config("default", {"name": kind, "bias": False}) for kind in (name, "rms"))
+    built, expected = (small.model(apply(each)).to("cuda", torch.bfloat16) for each in configs)
     tokens = small.TOKENS.cuda()
     torch.testing.assert_close(built(tokens), expected(tokens), rtol=2e-2, atol=2e-2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 
 import pytest
@@ -91,8 +92,10 @@ def test_formula_in_fp64(block, exponent):
         torch.testing.assert_close(parameter.grad.double(), weights[name].grad, rtol=2e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("norm", [n for n in KNOWN_NORMS if n not in ("l2_norm", "rms without gain")])
-@pytest.mark.parametrize("block", DENSE)
+WITH_GAIN = [name for name in KNOWN_NORMS if name not in ("l2_norm", "rms without gain")]
+
+
+@pytest.mark.parametrize(("norm", "block"), zip(WITH_GAIN, itertools.cycle(DENSE), strict=False))
 def test_every_norm_equals_folded_gains(block, norm):
     _compare(small.config(block, NORMS[norm]), block)
 
@@ -107,8 +110,7 @@ def test_norm_without_gain_is_multiplied(norm):
     torch.testing.assert_close(scaled(small.TOKENS), stock(small.TOKENS), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("block", DENSE)
+@pytest.mark.parametrize(("option", "block"), zip([*OPTIONS, *OPTIONS], itertools.cycle(DENSE), strict=False))
 def test_every_option_equals_folded_gains(block, option):
     kwargs = dict(OPTIONS[option])
     window, alpha = kwargs.pop("sliding_window", False), kwargs.pop("alpha", False)

@@ -12,16 +12,14 @@ import pytest
 
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
-from olmo_core.config import _clean_opts
 from support import olmo_core_models as small
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo_core.checkpoint import record_of
 from olmo_lns.schemes import Scheme
-from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines import OLMO_CORE, olmo_core_config
 from olmo_lns.study.plan import config_check
-from olmo_lns.study.plan.compare import arm_problems, settings_of
+from olmo_lns.study.plan.compare import arm_problems
 from olmo_lns.study.plan.spec import Study
 
 PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
@@ -63,16 +61,6 @@ def test_arms_differ_in_the_block_only():
     assert small.stock_block(scaled) == stock.block
     scaled.block = stock.block
     assert scaled == stock
-
-
-@pytest.mark.parametrize(("scheme", "block"), [("branchln_depth", "reordered_norm"), ("sandwich_depth", "peri_norm")])
-def test_arms_beside_the_pack_are_overrides(scheme, block):
-    """What train.py's own help says."""
-    fields = {"model.block.name": block, "model.block.scheme": scheme}
-    assert record_of(_model(PACK / "60M-lns.yaml", fields).build(init_device="meta")).scheme == Scheme.of(scheme)
-    arm = Arm(scheme, scheme, "#000000", "-", "o", Scheme.of(scheme), "plain", "")
-    wanted = settings_of(arm, OLMO_CORE)
-    assert record_of(_model(PACK / "60M-preln.yaml", wanted).build(init_device="meta")).scheme == Scheme.of(scheme)
 
 
 def test_an_arm_that_it_is_not():
@@ -150,13 +138,6 @@ def test_a_config_that_a_run_has_saved_is_a_config(tmp_path):
     assert checked.problems == [] and checked.parameters == PARAMETERS["60M"] and checked.arm == "(lns)"
 
 
-def test_without_olmo_core_a_check_says_so(monkeypatch):
-    monkeypatch.setattr(olmo_core_config, "available", lambda: False)
-    checked = _check(PACK / "60M-lns.yaml")
-    assert checked.notes == ["not loaded by OLMo-core, which is not in this environment"]
-    assert checked.parameters == PARAMETERS["60M"] and not checked.problems
-
-
 def test_a_variable_that_is_not_set(monkeypatch):
     monkeypatch.delenv("OLMO_DATA_DIR", raising=False)
     with pytest.raises(LNSConfigError, match="60M-lns.yaml reads OLMO_DATA_DIR, which is not set"):
@@ -171,8 +152,3 @@ def test_the_script_takes_overrides(monkeypatch, capsys):
     runpy.run_path(str(PACK / "train.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert "exponent=0.25" in printed and "lr=0.0001" in printed and "/runs/60M-lns" in printed
-
-
-def test_words_of_a_study_are_read_back_as_they_were():
-    values = {"a.b": 1e-05, "a.c": None, "a.d": True, "a.e": [1, "x"], "a.f": "lns", "a.g": 0.5, "a.h": 12}
-    assert dict(_clean_opts(olmo_core_config.overrides_to_args(values))) == values
