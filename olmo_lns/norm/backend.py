@@ -64,6 +64,8 @@ def rms_norm(
         follows sees the values it would have made itself.
     :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
     :raises BackendUnavailableError: ``te`` was asked for and cannot run here.
+
+    Example: ``rms_norm(x, weight, 1e-6, lns_scale(7))`` is the norm of block 7.
     """
     return _norm(backend)(x, weight, bias, eps, scale, centred=False, zero_centered=zero_centered)
 
@@ -87,8 +89,7 @@ def layer_norm(
 
 
 def _norm(backend: Backend | str | None) -> Callable[..., torch.Tensor]:
-    name = backend.name if isinstance(backend, Backend) else _name(backend)
-    return te.norm if name == "te" else pytorch.norm
+    return te.norm if (backend.name if isinstance(backend, Backend) else _name(backend)) == "te" else pytorch.norm
 
 
 def _name(setting: str | None) -> str:

@@ -10,16 +10,9 @@ from olmo_lns.arguments import DTYPES as NAMES
 from olmo_lns.errors import LNSConfigError
 
 __all__ = [
-    "DTYPES",
-    "autocast_dtype",
-    "check_shapes",
-    "compute_dtype",
-    "fold",
-    "folded_gain",
-    "output_dtype",
-    "rms_output_dtype",
+    "DTYPES", "check_shapes", "compute_dtype", "fold", "folded_gain", "output_dtype", "rms_output_dtype",
     "without_autocast",
-]
+]  # fmt: skip
 
 #: What weights may be stored and computed in, by the word of the command lines.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in NAMES.items()}
@@ -34,7 +27,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast uses on this kind of device right now, None where autocast is off."""
     if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -43,7 +36,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """Switches autocast off where it is on; entering ``torch.autocast`` for nothing costs more than a small norm."""
-    if autocast_dtype(device_type) is None:
+    if _autocast_dtype(device_type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
 
@@ -55,7 +48,7 @@ def output_dtype(base: torch.dtype, device_type: str) -> torch.dtype:
     autocast dtype. Rounding here, once, gives that layer the same values and saves the cast.
     """
     if base == torch.float32:
-        return autocast_dtype(device_type) or base
+        return _autocast_dtype(device_type) or base
     return base
 
 

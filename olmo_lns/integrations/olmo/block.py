@@ -10,7 +10,7 @@ a second one is ``attn_norm_out``; learned factors are ``attn_gate`` and ``attn_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, Callable
 
@@ -72,32 +72,20 @@ class LearnedFactor(LayerNormBase):
         return f"per_channel={self.learned.per_channel}, start={self.learned.start:.6g}"
 
 
-@dataclass(frozen=True)
 class _Residual:
     """Where the norms of a sub-layer sit, and the constants that no norm has folded in.
 
-    :param weighs_shortcut: ``factor`` is the shortcut's, else the branch's.
-    :param multiplies_input: whether the norm's input is multiplied by ``input``, ``multiplies_sum`` whether the sum is
-        by ``stream``; flags, because a branch on the number itself would make torch.compile build one graph per layer.
+    ``factor`` is the shortcut's if it ``weighs_shortcut``, else the branch's. Whether the norm's input and the sum are
+    multiplied is a flag, because a branch on the number itself would make torch.compile build one graph per layer.
     """
 
-    pre: bool
-    branch: bool
-    post: bool
-    weighs_shortcut: bool
-    multiplies_input: bool
-    multiplies_sum: bool
-    input: _Constant
-    factor: _Constant
-    stream: _Constant
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Residual:
-        shortcut = _weighs_shortcut(plan)
-        factor = plan.alpha if shortcut else 1.0 if plan.branch else plan.branch_scale
-        stream = 1.0 if plan.post else plan.stream_scale
-        constants = [_Constant(value) for value in (plan.pre_scale, factor, stream)]
-        return cls(plan.pre, plan.branch, plan.post, shortcut, plan.pre_scale != 1.0, stream != 1.0, *constants)
+    def __init__(self, plan: Plan) -> None:
+        self.pre, self.branch, self.post = plan.pre, plan.branch, plan.post
+        self.weighs_shortcut = _weighs_shortcut(plan)
+        self.factor = _Constant(plan.alpha if self.weighs_shortcut else 1.0 if plan.branch else plan.branch_scale)
+        self.input, self.multiplies_input = _Constant(plan.pre_scale), plan.pre_scale != 1.0
+        self.stream = _Constant(1.0 if plan.post else plan.stream_scale)
+        self.multiplies_sum = self.stream.value != 1.0
 
 
 class _Constant:
@@ -129,17 +117,8 @@ class _SchemeBlock(OLMoBlock):
         """As OLMo's blocks: x of shape (batch, length, d_model), and the keys and values if ``use_cache``."""
         run: _Run = self._activation_checkpoint_fn or _call
         q, k, v = self._queries_keys_values(self._enter("attn", x, run))
-        h, cache = run(
-            self.attention,
-            q,
-            k,
-            v,
-            attention_bias,
-            layer_past=layer_past,
-            use_cache=use_cache,
-            max_doc_len=max_doc_len,
-            cu_doc_lens=cu_doc_lens,
-        )
+        documents = {"max_doc_len": max_doc_len, "cu_doc_lens": cu_doc_lens}
+        h, cache = run(self.attention, q, k, v, attention_bias, layer_past=layer_past, use_cache=use_cache, **documents)
         x = self._leave("attn", x, h, run)
         h = self.ff_out(run(self.act, self.ff_proj(self._enter("ff", x, run))))
         return self._leave("ff", x, h, run), cache
@@ -266,7 +245,7 @@ def attach(block: OLMoBlock, asked: Record) -> None:
             if (learned := getattr(plan, name)) is not None:
                 setattr(block, f"{sub_layer}_{name}", LearnedFactor(config, learned))
         _fold_into_norms(block, plan, sub_layer)
-        setattr(block, f"lns_residual_{sub_layer}", _Residual.of(plan))
+        setattr(block, f"lns_residual_{sub_layer}", _Residual(plan))
     block.lns_gains = {site.sub_layer: site.plan.gains for site in sites}
     block.__class__ = _CLASSES[type(block)]
 

@@ -155,11 +155,9 @@ def one_line_of(load_path: Any) -> Iterator[None]:
     except (EOFError, UnpicklingError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in _OF_FILES):
             raise
-        problems = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
-        raise LNSError(
-            f"{load_path} cannot be restored, it is damaged or of another model: {' '.join(problems[:2])}{more}"
-        ) from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        problem = " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
+        raise LNSError(f"{load_path} cannot be restored, it is damaged or of another model: {problem}") from error
 
 
 def wrap_from_checkpoint(from_checkpoint: Callable[..., Any]) -> Callable[..., Any]:

@@ -190,13 +190,14 @@ def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
     asked = str(model.layer_norm_type)
     # Written in the file itself there is nothing to keep; over a file that is silent, OLMo's default is kept.
     kept = (named or str(ModelConfig.layer_norm_type)) if overridden else "rms"
-    resolved = types.resolve(asked, kept)
     # What the environment adds is written down: a resumed run has the config, not the variable.
-    spelled = types.spell(types.asked_record(model).scheme, types.base_type(resolved))
+    scheme = types.asked_record(model).scheme
+    bare = asked.partition(":")[0] == scheme.name
+    spelled = types.spell(scheme, types.base_type(kept if bare else asked))
     if spelled == asked:
         return
     model.layer_norm_type = LayerNormType[spelled]
-    if resolved == asked:
+    if not bare:
         reason = "with the parameters in force"
     elif overridden:
         reason = f"keeps the config's base norm {types.base_type(kept)!r}"

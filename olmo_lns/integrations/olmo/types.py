@@ -27,10 +27,8 @@ __all__ = [
     "extend",
     "has_parameters",
     "has_scheme",
-    "resolve",
     "scheme_of",
     "spell",
-    "type_names",
 ]
 
 #: OLMo's own types that a scheme can be laid over.
@@ -83,14 +81,6 @@ def spell(scheme: Scheme, base: str) -> str:
     if scheme.is_pre_ln:
         return base
     return f"{scheme.name}_{base}" + (f":{scheme.arguments}" if scheme.arguments else "")
-
-
-def resolve(asked: str, named: str) -> str:
-    """What ``asked`` becomes over a config that names ``named``: ``lns`` over ``default`` -> ``lns_default``."""
-    scheme, base, arguments = _split(asked)
-    if not scheme or base:
-        return asked
-    return f"{scheme}_{base_type(named)}" + (f":{arguments}" if arguments else "")
 
 
 def asked_record(config: Any) -> Record:
@@ -146,20 +136,16 @@ def _initialization_of_environment() -> str:
     return value
 
 
-def type_names() -> tuple[str, ...]:
-    """Every type of ours without parameters."""
-    schemes = [scheme for scheme in names() if scheme != PRE_LN.name]
-    return tuple(name for scheme in schemes for name in (scheme, *(f"{scheme}_{base}" for base in BASES)))
-
-
 def extend(layer_norm_type: Any, init_fn_type: Any, *, verified: bool) -> None:
     """Add our members to OLMo's two enums; idempotent.
 
     :param verified: else there are none, and a look-up of one says why.
     """
+    schemes = [scheme for scheme in names() if scheme != PRE_LN.name]
+    known_types = [name for scheme in schemes for name in (scheme, *(f"{scheme}_{base}" for base in BASES))]
     for enum_class, ours, known in (
-        (layer_norm_type, has_scheme, type_names()),
-        (init_fn_type, INIT_FNS.__contains__, tuple(INIT_FNS)),
+        (layer_norm_type, has_scheme, known_types),
+        (init_fn_type, INIT_FNS.__contains__, [*INIT_FNS]),
     ):
         for name in known if verified else ():
             _add_member(enum_class, name)
