@@ -61,7 +61,7 @@ def test_plan_and_figure(study: Built, capsys: pytest.CaptureFixture[str], monke
         study.finish(run.name, 2.0)
     for command in ("collect", "report"):
         assert cli.main([command, str(study.path), "--out", str(study.out)]) == 0
-    assert "Toy, scaled − Pre-LN" in (study.out / "report" / "report.md").read_text()
+    assert "Toy, scaled" in (study.out / "report" / "report.md").read_text()
     lines = [line for line in drawn[0].axes[0].lines if line.get_label() == "Toy, scaled"]
     assert [(line.get_color(), line.get_marker()) for line in lines] == [("#123456", "*")]
 

@@ -71,33 +71,6 @@ def test_integers_are_read_as_integers(value, read):
 
 GATE = Learned(per_channel=True, start=0.1)
 
-#: Plan -> norms, parameters more than Pre-LN (hidden 8, norm 8 + 8), keeps the forward, stock keys, folds.
-PLANS = {
-    "Pre-LN": (Plan(), 1, 0, True, True, True),
-    "scaled norm": (Plan(norm_scale=0.5), 1, 0, True, True, True),
-    "scaled branch": (Plan(branch_scale=0.5), 1, 0, False, True, True),
-    "scaled stream": (Plan(stream_scale=0.5), 1, 0, False, True, False),
-    "Post-LN": (Plan(pre=False, post=True), 1, 0, False, True, False),
-    "DeepNorm": (Plan(pre=False, post=True, alpha=2.0), 1, 0, False, True, False),
-    "weighted shortcut": (Plan(alpha=2.0), 1, 0, False, True, False),
-    "sandwich": (Plan(branch=True), 2, 16, False, False, False),
-    "all three": (Plan(branch=True, post=True), 3, 32, False, False, False),
-    "gate a channel": (Plan(gate=GATE), 1, 8, False, False, True),
-    "one gate": (Plan(gate=Learned(False, 0.0)), 1, 1, False, False, True),
-    "gated shortcut": (Plan(omega=GATE), 1, 8, False, False, False),
-    "both gates": (Plan(gate=GATE, omega=GATE), 1, 16, False, False, False),
-    "no norm": (Plan(pre=False), 0, -16, False, False, False),
-    "grouped statistics": (Plan(groups=4), 1, 0, False, True, False),
-    "gains": (Plan(gains=(("o", 0.1),)), 1, 0, False, True, True),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_hand_made_plans(name):
-    plan, norms, parameters, keeps, stock, folds = PLANS[name]
-    assert (plan.norms, plan.extra_parameters(8, 16)) == (norms, parameters)
-    assert (plan.keeps_forward, plan.stock_keys, plan.folds_into_pre_ln) == (keeps, stock, folds)
-
 
 @pytest.fixture
 def table(monkeypatch):
@@ -118,6 +91,8 @@ def test_one_block_with_another_form_decides_for_the_model(table):
     assert schemes.names()[:2] == ("preln", "lns") and schemes.names()[-1] == "mixed" and str(mixed) == "mixed:blocks=2"
     assert mixed.sites(4) == 8 and mixed.extra_parameters(4, 8, 16) == 4 * 8
     assert not (mixed.keeps_forward(4) or mixed.stock_keys(4) or mixed.folds_into_pre_ln(4))
+    order = [(number, sub_layer) for number, sub_layer, _ in mixed.plans(2)]
+    assert order == [(1, "attn"), (1, "ff"), (2, "attn"), (2, "ff")]
     assert parse("mixed:blocks=0").folds_into_pre_ln(4)
 
 

@@ -97,33 +97,25 @@ def test_published_constants():
 
 #: Scheme -> stock keys, folds into Pre-LN, norms of 4 blocks, parameters more (hidden 8, norm 8).
 KINDS = {
-    "postln": (True, False, 8, 0),
-    "mixln": (True, False, 8, 0),
-    "deepnorm": (True, False, 8, 0),
-    "groupln": (True, False, 8, 0),
-    "branchln": (True, False, 8, 0),
-    "branchln_depth": (True, False, 8, 0),
-    "sandwich": (False, False, 16, 64),
-    "sandwich_depth": (False, False, 16, 64),
+    **dict.fromkeys(("preln", "lns"), (True, True, 8, 0)),
+    **dict.fromkeys(("postln", "mixln", "deepnorm", "groupln", "branchln", "branchln_depth"), (True, False, 8, 0)),
+    **dict.fromkeys(("sandwich", "sandwich_depth"), (False, False, 16, 64)),
     "admin": (False, False, 8, 64),
     "layerscale": (False, True, 8, 64),
     "skipinit": (False, True, 8, 8),
-    "lnsbefore": (True, False, 8, 0),
-    "lnsafterbranch": (True, True, 8, 0),
-    "lnsafterattn": (True, True, 8, 0),
-    "lnsafterff": (True, True, 8, 0),
-    "lnsafterresidual": (True, False, 8, 0),
+    **dict.fromkeys(("lnsbefore", "lnsafterresidual"), (True, False, 8, 0)),
+    **dict.fromkeys(("lnsafterbranch", "lnsafterattn", "lnsafterff"), (True, True, 8, 0)),
     **dict.fromkeys(("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"), (True, True, 8, 0)),
 }
 
 
 def test_what_derives_from_the_plans():
-    assert set(KINDS) | {"preln", "lns"} == set(names())
+    assert set(KINDS) == set(names())
     for name, (stock, folds, norms, more) in KINDS.items():
         scheme = parse(name)
         found = (scheme.stock_keys(4), scheme.folds_into_pre_ln(4), scheme.sites(4), scheme.extra_parameters(4, 8, 8))
         assert found == (stock, folds, norms, more), name
-        assert scheme.keeps_forward(4) is (name in ("lnsuniform", "lnsreversed")), name
+        assert scheme.keeps_forward(4) is (name in ("preln", "lns", "lnsuniform", "lnsreversed")), name
 
 
 def test_every_row_says_what_it_is_and_where_it_is_from():

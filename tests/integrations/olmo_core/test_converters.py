@@ -55,16 +55,12 @@ def _run(*words, **variables):
     )
 
 
-def test_own_program(folder, tmp_path):
+def test_guarded_and_with_the_guards_off(folder, tmp_path):
     program = tmp_path / "convert.py"
     program.write_text(PROGRAM)
     result = _run("-I", program, folder, tmp_path / "hf")
     assert result.returncode != 0 and "OLMo-core's converter drops the factor" in result.stderr, result.stderr[-2000:]
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def test_disabled_the_guards_are_off_and_our_class_is_refused(folder, tmp_path):
-    program = tmp_path / "load.py"
     load = PROGRAM[: PROGRAM.index("save_hf_model(out")].replace(
         '["model"])', '["model"] | {"block": json.loads(sys.argv[3])})'
     )

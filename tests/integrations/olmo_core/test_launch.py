@@ -98,9 +98,8 @@ def _losses(output: str) -> list[float]:
 
 def test_train_kill_resume_and_forget_the_flags(launch, tmp_path):
     save = tmp_path / "lns"
-    code, whole = launch(tmp_path / "whole", *LNS)
-    assert code == 0, whole[-4000:]
-    assert LINE in whole
+    code, whole = launch(tmp_path / "whole", *LNS, ranks=2)
+    assert code == 0 and whole.count(LINE) == 1, whole[-4000:]
     assert Record.read(tmp_path / "whole" / "step2") == Record(Scheme.of("lns"), "rms", "plain")
 
     process = launch.start(save, *LNS, steps=1000)
@@ -123,16 +122,6 @@ def test_train_kill_resume_and_forget_the_flags(launch, tmp_path):
     assert code != 0 and "OLMO_LNS_DISABLE=1, but the config names olmo_lns.olmo_core.BlockConfig" in disabled
 
 
-def test_two_ranks_give_the_losses_of_one(launch, tmp_path):
-    found = {}
-    for ranks in (1, 2):
-        code, output = launch(tmp_path / str(ranks), *LNS, ranks=ranks)
-        assert code == 0 and output.count(LINE) == 1, output[-4000:]
-        found[ranks] = _losses(output)
-    assert len(found[1]) >= 4
-    assert found[1] == pytest.approx(found[2], abs=2e-3)
-
-
 def test_without_the_flags_the_package_changes_nothing(launch, tmp_path):
     found = []
     for variables in ({}, {"OLMO_LNS_DISABLE": "1"}):
@@ -141,11 +130,6 @@ def test_without_the_flags_the_package_changes_nothing(launch, tmp_path):
         found.append(_losses(output))
     assert found[0] == found[1] and len(found[0]) >= 4
     assert not list((tmp_path / "stock0").rglob("lns.json"))
-
-
-def test_a_misspelt_class_stops_the_launch(launch, tmp_path):
-    code, output = launch(tmp_path / "x", "--model.block._CLASS_=olmo_lns.olmo_core.LNSBlockConfig", "--dry-run")
-    assert code != 0 and "the block config is" in output.replace("\n", " ")
 
 
 def test_the_patch_for_upstream_passes_its_own_tests(tmp_path):
