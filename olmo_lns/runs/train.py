@@ -14,12 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
-import yaml
-
 from olmo_lns import environment, hub
 from olmo_lns.arguments import process_group
-from olmo_lns.errors import LNSConfigError, LNSError, one_line
-from olmo_lns.study import pack
+from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.study import files, pack
 
 if TYPE_CHECKING:
     import torch
@@ -81,18 +79,11 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         if not text.startswith("--"):
             raise LNSConfigError(f"expected overrides as --key=value, got {text!r}")
     path = pack.located(str(path), "olmo")
-    what = f"{path}: not an OLMo training config"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LNSConfigError(f"{path}: not YAML: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise LNSConfigError(f"{what}, which is YAML of keys and values: found a {type(content).__name__}")
-    optimizer = content.get("optimizer", {})  # OLMo looks into it before it compares it with what it knows
+    optimizer = files.read(path).get("optimizer", {})  # OLMo looks into it before it compares it with what it knows
     if not isinstance(optimizer, dict) and not str(optimizer).startswith("${"):
         raise LNSConfigError(
-            f"{what}: optimizer is {optimizer}, expected keys of its own such as name and learning_rate; "
-            "the header of a file of another framework says how that is launched"
+            f"{path}: not an OLMo training config: optimizer is {optimizer}, expected keys of its own such as name and "
+            "learning_rate; the header of a file of another framework says how that is launched"
         )
     with _one_line_errors():
         return TrainConfig.load(path, [clean_opt(text) for text in overrides])
@@ -103,17 +94,17 @@ def _check_data(data: Any, key: str, length: int, sequences: int) -> None:
     from olmo.util import is_url
 
     paths = list(data.paths or [path for group in (data.datasets or {}).values() for path in group])
-    if not paths and getattr(data, "custom_dataset", None) is None:
-        raise LNSConfigError(f"{key}: no data: set paths to tokenised .npy memmaps")
-    if not paths or any(is_url(path) for path in paths):
+    if not paths:
+        if getattr(data, "custom_dataset", None) is None:
+            raise LNSConfigError(f"{key}: no data: set paths to tokenised .npy memmaps")
         return
-    missing = [path for path in paths if not Path(path).is_file()]
-    if missing:
+    if any(is_url(path) for path in paths):
+        return
+    if missing := [path for path in paths if not Path(path).is_file()]:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise LNSConfigError(f"{key}.paths: no such file: {missing[0]}{more}; expected tokenised .npy memmaps")
     size = length * data.effective_memmap_dtype(0).itemsize
-    found = sum(Path(path).stat().st_size // size for path in paths)
-    if found < sequences:
+    if (found := sum(Path(path).stat().st_size // size for path in paths)) < sequences:
         raise LNSConfigError(f"{key}.paths: {found} sequences of {length} tokens, fewer than a batch of {sequences}")
 
 

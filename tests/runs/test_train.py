@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from support.launch import REPOSITORY, Result, environment, torchrun, write_config
-from support.launch import run as launch
 
 from olmo_lns import cli
 from olmo_lns.arguments import process_group
@@ -90,21 +89,15 @@ def test_runs_exactly_max_duration_and_learns(uninterrupted: tuple[Path, Watcher
     assert Record.read(folder / "run" / "step6-unsharded") == LNS
 
 
-@pytest.mark.parametrize("norm", ["lns_rms", "rms"])
-def test_stop_and_resume_is_the_uninterrupted_run(norm: str, uninterrupted: tuple[Path, Watcher], tmp_path: Path):
+def test_stop_and_resume_is_the_uninterrupted_run(uninterrupted: tuple[Path, Watcher], tmp_path: Path):
     whole_folder, whole = uninterrupted
-    changes = {"model.layer_norm_type": norm}
-    if norm == "rms":
-        whole_folder = tmp_path / "whole"
-        _, whole = train(whole_folder, **changes)
-    part = tmp_path / "part"
-    first, before = train(part, "--stop_after=3", **changes)
+    first, before = train(tmp_path, "--stop_after=3")
     assert first.step == 3
-    second, after = train(part, "--try_load_latest_save", **changes)
+    second, after = train(tmp_path, "--try_load_latest_save")
     assert (second, after.first) == (RunResult(step=DURATION, complete=True), 3)
     assert before.losses | after.losses == whole.losses
     expected = model_state(whole_folder, DURATION)
-    for name, value in model_state(part, DURATION).items():
+    for name, value in model_state(tmp_path, DURATION).items():
         assert torch.equal(value, expected[name]), name
 
 
@@ -172,14 +165,16 @@ def test_evaluates_held_out_data(tmp_path: Path):
         ("--model.layer_norm_type=lsn", "unknown layer_norm_type 'lsn' (did you mean 'lns'?)"),
         ("--model.norm_after=true", "norm_after"),
         ("--max_duration=0", "max_duration: expected steps, tokens ('20e9T') or epochs ('1ep') above 0, got 0"),
-        ("--max_duration=ten", "got 'ten'"),
         ("--data.paths=[/nowhere/a.npy]", "data.paths: no such file: /nowhere/a.npy"),
         ("--data.paths=null", "data: no data: set paths"),
         ("--global_train_batch_size=400", "data.paths: 256 sequences of 32 tokens, fewer than a batch of 400"),
         ("--steps=0", "steps: Key 'steps' not in 'TrainConfig'"),
         ("0", "expected overrides as --key=value, got '0'"),
-        ("--distributed_strategy=none", "distributed_strategy"),
         ("--run_name=null", "run_name is not set"),
+        ("--precision=fp8", "precision: expected amp_bf16, amp_fp16 or fp32, got 'fp8'"),
+        ("--model.n_heads=3", "model.n_heads: expected a divisor of d_model"),
+        ("--load_path=.", "load_path: . has no config.yaml, as every checkpoint of OLMo has: name a checkpoint folder"),
+        ("--load_path=/nowhere/step3", "load_path: /nowhere/step3 does not exist"),
         ("--distributed_strategy=fsdp --save_interval_unsharded=2", "fsdp on CPU cannot save unsharded"),
     ],
 )
@@ -200,16 +195,19 @@ def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatc
         assert part in err
 
 
-def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.delenv("LNS_TEST_DATA", raising=False)
-    path = config_file(tmp_path)
-    for data, expected in (
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
         ("${oc.env:LNS_TEST_DATA}/x.npy", "environment variable LNS_TEST_DATA is not set: export LNS_TEST_DATA=..."),
         ("${path.glob:/no/such/*.npy}", "/no/such/*.npy does not match any files or dirs"),
-    ):
-        assert cli.main(["train", str(path), f"--data.paths={data}"]) == 1
-        err = capsys.readouterr().err
-        assert err.startswith(f"olmo-lns train: data.paths: {expected}") and err.count("\n") == 1
+    ],
+)
+def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(
+    data: str, expected: str, tmp_path: Path, capsys
+):
+    assert cli.main(["train", str(config_file(tmp_path)), f"--data.paths={data}"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"olmo-lns train: data.paths: {expected}") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -217,29 +215,18 @@ def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(tmp_pat
     [
         ((REPOSITORY / "configs" / "megatron" / "60M-lns.yaml").read_text(), "optimizer is adam, expected keys"),
         ("optimizer: null\n", "optimizer is None, expected keys"),
-        ("- run_name\n", "found a list"),
-        ("5\n", "found a int"),
+        ("- run_name\n", "expected a mapping of keys to values, found a list"),
     ],
 )
 def test_a_file_of_something_else_is_one_line(content: str, expected: str, tmp_path: Path, capsys):
     (tmp_path / "cfg.yaml").write_text(content)
     assert cli.main(["train", str(tmp_path / "cfg.yaml")]) == 1
     err = capsys.readouterr().err
-    assert err.startswith(f"olmo-lns train: {tmp_path / 'cfg.yaml'}: not an OLMo training config")
+    assert err.startswith(f"olmo-lns train: {tmp_path / 'cfg.yaml'}: ")
     assert expected in err and err.count("\n") == 1
 
 
-def test_a_load_path_without_a_checkpoint_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)
-    other = tmp_path / "other"
-    other.mkdir()
-    assert cli.main(["train", str(config_file(tmp_path)), f"--load_path={other}"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"olmo-lns train: load_path: {other} has no config.yaml") and err.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("stop_at", "said"), [(1, True), (3, True), (2, False), (None, False)])
+@pytest.mark.parametrize(("stop_at", "said"), [(1, True), (3, True), (2, False)])
 def test_a_stop_at_other_than_max_duration_decides_and_is_said(stop_at, said: bool, tmp_path: Path, caplog):
     result, _ = train(tmp_path, max_duration=2, stop_at=stop_at, save_interval=None)
     assert result == RunResult(step=stop_at or 2, complete=True)
@@ -251,17 +238,6 @@ def test_a_stop_at_other_than_max_duration_decides_and_is_said(stop_at, said: bo
 def test_a_missing_config_file_is_named(capsys):
     assert cli.main(["train", "60M-lsn"]) == 1
     assert "60M-lsn: no such file, and none of the pack (did you mean '60M-lns'?)" in capsys.readouterr().err
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_command_line_in_a_process_of_its_own(tmp_path: Path):
-    config = config_file(tmp_path, **{"model.layer_norm_type": "rms"})
-    command = [Path(sys.executable).with_name("olmo-lns"), "train", config, "--model.layer_norm_type=lns"]
-    result = launch([*command, "--max_duration=2"], cwd=tmp_path).ok()
-    assert result.last_line() == f"tiny: step 2, done; checkpoints in {tmp_path / 'run'}"
-    assert len(result.losses()) == 2
-    assert Record.read(tmp_path / "run" / "step2-unsharded") == LNS
 
 
 @pytest.fixture(scope="module")
@@ -308,25 +284,6 @@ def test_two_fsdp_ranks_train_and_save_and_say_what_cannot_be_resumed(
     second = torchrun(sys.executable, 2, *command, "--try_load_latest_save", cwd=tmp_path)
     assert second.code != 0
     assert "this OLMo cannot read sharded checkpoints under torch" in second.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model.n_layers": 20_000}, r"model.n_layers: 20,000 blocks"),
-        ({"model.n_heads": 0}, r"model.n_heads: expected at least 1, got 0"),
-        ({"model.n_heads": 3}, r"model.n_heads: expected a divisor of d_model, which is \d+, got 3"),
-        ({"model.n_kv_heads": 3}, r"model.n_kv_heads: expected a divisor of n_heads, which is \d+, got 3"),
-        ({"model.n_kv_heads": 0}, r"model.n_kv_heads: expected a divisor of n_heads, which is \d+, got 0"),
-        ({"model.n_kv_heads": 2, "model.multi_query_attention": True}, r"model.n_kv_heads: You can't set"),
-        ({"precision": "fp8"}, r"precision: expected amp_bf16, amp_fp16 or fp32, got 'fp8'"),
-        ({"load_path": "/nowhere/step3"}, r"load_path: /nowhere/step3 does not exist"),
-    ],
-    ids=["layers", "heads", "head_width", "kv_heads", "no_kv_heads", "both_kv", "precision", "load_path"],
-)
-def test_values_that_cannot_work_are_named_before_anything_is_built(changes, message, tmp_path: Path):
-    with pytest.raises(LNSConfigError, match=message):
-        train(tmp_path, **changes)
 
 
 def test_a_token_outside_the_vocabulary_is_one_line(tmp_path: Path):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -61,20 +61,12 @@ def test_what_is_wanted_is_compared_with_what_is_trained_on(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("write", "words", "message"),
     [
-        (
-            lambda p: tokens().astype(np.uint32).tofile(p),
-            (),
-            "every second token is 0: the file looks like a wider dtype",
-        ),
-        (lambda p: tokens().astype(np.uint16).tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* not uint32"),
-        (lambda p: p.write_bytes(tokens().astype(np.uint16).tobytes()[:-1]), (), "19,999 bytes are no multiple of 2"),
-        (lambda p: np.save(p, tokens().astype(np.uint16)), (), "starts with a NumPy header"),
-        (
-            lambda p: (tokens() + 9000).astype(np.uint16).tofile(p),
-            (),
-            "token 59,279 is outside the vocabulary of 50,280",
-        ),
-        (lambda p: np.full(999, 7, np.uint16).tofile(p), (), "end-of-document token 50279 never occurs"),
+        (lambda p: tokens().astype("u4").tofile(p), (), "every second token is 0: the file looks like a wider dtype"),
+        (lambda p: tokens().astype("u2").tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* not uint32"),
+        (lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]), (), "19,999 bytes are no multiple of 2"),
+        (lambda p: np.save(p, tokens().astype("u2")), (), "starts with a NumPy header"),
+        (lambda p: (tokens() + 9000).astype("u2").tofile(p), (), "token 59,279 is outside the vocabulary of 50,280"),
+        (lambda p: np.full(999, 7, "u2").tofile(p), (), "end-of-document token 50279 never occurs"),
         (lambda p: p.touch(), (), "is empty"),
     ],
     ids=["uint32 read as uint16", "uint16 read as uint32", "truncated", "np.save", "vocabulary", "no eos", "empty"],
@@ -87,58 +79,40 @@ def test_bad_files(
     code, text = check(path, *words, capsys=capsys)
     assert code == 1
     (problem,) = [line for line in text.splitlines() if "PROBLEM" in line]
-    import re
-
     assert re.search(message, problem) and str(path) in problem
 
 
-def indexed(folder: Path, lengths: list[int], *, code: int = 8, version: int = 1) -> Path:
-    """Megatron's format written by hand: uint16 tokens, one document per sequence."""
-    ids = tokens(sum(lengths)).astype(np.uint16)
-    ids.tofile(folder / "x.bin")
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", version, code, len(lengths), len(lengths) + 1)
-    pointers = np.cumsum([0, *lengths[:-1]]) * 2
-    body = np.array(lengths, "<i4").tobytes() + pointers.astype("<i8").tobytes()
-    (folder / "x.idx").write_bytes(head + body + np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-    return folder / "x.bin"
-
-
-def test_megatron_indexed_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = indexed(tmp_path, [300, 700, 24])
-    code, text = check(tmp_path, capsys=capsys)
-    assert code == 0 and "uint16, 1,024 tokens" in text and "3 documents" in text
-    assert check(path.with_suffix(".idx"), capsys=capsys)[0] == 0
-    assert "the end-of-document token 3 never occurs" in check(path, "--eos", "3", capsys=capsys)[1]
-    path.write_bytes(path.read_bytes()[:-2])
-    code, text = check(path, capsys=capsys)
-    assert code == 1 and "2,046 bytes, but its index counts 2,048: truncated" in text
-    (tmp_path / "x.idx").write_bytes(b"something else that is long enough to read")
-    assert "does not start with Megatron's index header" in check(path, capsys=capsys)[1]
-    (tmp_path / "x.idx").unlink()
-    assert "has no x.idx beside it" in check(path, capsys=capsys)[1]
-
-
-def test_megatrons_own_writer_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_own_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     torch = pytest.importorskip("torch")
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
+    path, index = tmp_path / "x.bin", tmp_path / "x.idx"
+    builder = IndexedDatasetBuilder(str(path), dtype=np.uint16)
     for length in (300, 700):
         builder.add_document(torch.from_numpy(tokens(length).astype(np.int64)), [length])
-    builder.finalize(str(tmp_path / "x.idx"))
-    code, text = check(tmp_path, capsys=capsys)
-    assert code == 0 and "uint16, 1,000 tokens" in text and "2 documents" in text
+    builder.finalize(str(index))
+    for named in (tmp_path, index):
+        code, text = check(named, capsys=capsys)
+        assert code == 0 and "uint16, 1,000 tokens" in text and "2 documents" in text
     code, text = check(tmp_path, "--eos", "3", capsys=capsys)
     assert code == 1 and "x.bin: PROBLEM: the end-of-document token 3 never occurs" in text and "2 documents" in text
     assert check(tmp_path, "--eos", "-1", capsys=capsys)[0] == 0
+    path.write_bytes(path.read_bytes()[:-2])
+    code, text = check(path, capsys=capsys)
+    assert code == 1 and "1,998 bytes, but its index counts 2,000: truncated" in text
+    index.write_bytes(index.read_bytes()[:40])
+    assert "x.idx: version 1, dtype code 8, 40 of" in check(path, capsys=capsys)[1]
+    index.write_bytes(b"something else that is long enough to read")
+    assert "does not start with Megatron's index header" in check(path, capsys=capsys)[1]
+    index.unlink()
+    assert "has no x.idx beside it" in check(path, capsys=capsys)[1]
 
 
 def test_nothing_found(tmp_path: Path) -> None:
-    with pytest.raises(LNSConfigError, match=f"no data found in {tmp_path}: expected"):
-        data_check.main(["check", str(tmp_path)])
-    with pytest.raises(LNSConfigError, match="no such file or folder"):
-        data_check.main(["check", str(tmp_path / "none")])
+    for path, message in ((tmp_path, f"no data found in {tmp_path}: expected"), (tmp_path / "none", "no such file or")):
+        with pytest.raises(LNSConfigError, match=message):
+            data_check.main(["check", str(path)])
 
 
 @pytest.mark.parametrize("text", ["", " "])

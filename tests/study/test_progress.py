@@ -42,12 +42,11 @@ def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path: Path)
     ("body", "words"),
     [
         ("import sys; sys.exit('olmo-lns train: cfg.yaml: no such file')", "olmo-lns train: cfg.yaml: no such file"),
-        ("try:\n    {}['a']\nexcept KeyError as e:\n    raise RuntimeError('the last one') from e", "RuntimeError: the last one"),
-        ("import argparse; argparse.ArgumentParser(prog='p.py').parse_args(['--x'])", "p.py: error: unrecognized arguments: --x"),
+        ("try:\n    {}['a']\nexcept KeyError as e:\n    raise RuntimeError('last') from e", "RuntimeError: last"),
         ("import sys; print('step'); print('Killed by hand'); sys.exit(3)", "Killed by hand"),
         ("import sys; sys.exit(3)", "the log is empty"),
     ],
-)  # fmt: skip
+)
 def test_causes(tmp_path: Path, body: str, words: str) -> None:
     assert progress.cause(failing_log(tmp_path, body, torchrun=False)) == words
 

@@ -139,16 +139,8 @@ def test_a_shipped_study_runs_the_arms_of_its_table(path: Path) -> None:
         assert set(cells[size]) <= {run.arm for run in study.runs if run.group == size}, size
 
 
-def test_the_tiny_study_has_every_scheme() -> None:
-    study = Study.load(REPOSITORY / "configs" / "study" / "tiny-schemes.yaml")
-    assert {ARMS[name].scheme.name for name in study.arms} == {
-        name for name in schemes.names() if not schemes.definition(name).olmo_only
-    }
-    assert {run.shape.tokens for run in study.runs[:2]} == {204_800}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-schemes", "evidence-controls", "evidence-tokens"])
+@pytest.mark.parametrize("name", ["tiny-schemes", "evidence-controls"])
 def test_every_model_of_a_shipped_study_trains(name: str) -> None:
     """Each run's own config, fewer blocks: OLMo builds it, and its loss has a gradient in every parameter."""
     torch = pytest.importorskip("torch")
@@ -170,4 +162,6 @@ def test_every_model_of_a_shipped_study_trains(name: str) -> None:
         assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters()), run.name
         if "nogain" in run.size:
             assert not [key for key, _ in model.named_parameters() if "norm" in key or "ln_f" in key]
-    assert len(seen) >= 3
+    if name == "tiny-schemes":
+        found = {ARMS[arm].scheme.name for arm, _ in seen}
+        assert found == {each for each in schemes.names() if not schemes.definition(each).olmo_only}

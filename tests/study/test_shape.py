@@ -10,7 +10,7 @@ import pytest
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
 from olmo_lns.study.engines import OLMO
-from olmo_lns.study.engines.shape import GPUS, Machine, Shape
+from olmo_lns.study.engines.shape import Machine, Shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = Shape(
@@ -97,7 +97,3 @@ def test_durations() -> None:
         OLMO.shape(settings | {"max_duration": "1ep"})
     with pytest.raises(LNSConfigError, match="no 'max_duration'"):
         OLMO.shape(settings)
-
-
-def test_gpus_are_the_data_sheets() -> None:
-    assert {name: gpu.peak / 1e12 for name, gpu in GPUS.items()} == {"A100": 312, "H100": 989.5, "H200": 989.5}
