@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "--mfu", type=float, default=UTILISATION, help="model FLOPs utilisation, 0…1 (default %(default)s)"
     )
     plan.add_argument("--gpus", type=at_least(1), help="GPUs of a run, instead of the description's")
+    plan.add_argument("--only", nargs="+", metavar="RUN", help="these runs only")
     plan.add_argument("--csv", type=Path, help="also write one line per run to this file, FLOPs among them")
     launch = add("launch", _launch, "print the commands, run them here, or write Slurm array scripts")
     how = launch.add_mutually_exclusive_group()
@@ -93,6 +94,7 @@ def _selected(study: Study, only: Sequence[str] | None) -> list[Run]:
 def _plan(study: Study, args: argparse.Namespace) -> int:
     if not 0 < args.mfu <= 1:
         raise LNSConfigError(f"--mfu {args.mfu}: expected a share in (0, 1], such as 0.4")
+    study = replace(study, runs=tuple(_selected(study, args.only)))
     rows = cost.rows(study, args.mfu, gpu=args.gpu, gpus=args.gpus)
     print(cost.table(rows, args.mfu, args.gpu))
     for run in {run.size: run for run in study.runs}.values():
@@ -100,6 +102,8 @@ def _plan(study: Study, args: argparse.Namespace) -> int:
         time = args.time or study.launch.sbatch.get("time")
         if time and (note := cost.time_note(run.size, hours, time, args.gpu)):
             print(note)
+    words = ["olmo-lns", "study", "launch", args.study, "--out", "RUNS", *(["--only", *args.only] if args.only else [])]
+    print(f"\n{cost.around(study, shlex.join(words))}")
     if args.csv:
         cost.write_csv(rows, args.csv)
         print(f"\nwrote {args.csv}")

@@ -11,13 +11,16 @@ from typing import Any, Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS
+from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.engines.shape import GPUS
 from olmo_lns.study.plan.compare import compare_planned
+from olmo_lns.study.plan.description import published
 from olmo_lns.study.plan.spec import Run, Study
 
 __all__ = [
     "GPU",
     "UTILISATION",
+    "around",
     "check_batches",
     "duration",
     "planned_hours",
@@ -107,6 +110,30 @@ def table(planned: Sequence[dict[str, Any]], mfu: float, gpu: str) -> str:
         "without evaluation, checkpoints and queues."
     )
     return "\n".join([*lines, "", textwrap.fill(text, 80), *full])
+
+
+def around(study: Study, launch: str) -> str:
+    """What a plan needs besides: the data, the command, and what was published of these runs; in 80 columns.
+
+    :param launch: the command without the way in which the runs are started.
+    """
+    shown = published()["tables"].get(study.published, {"measure": "", "title": "", "cells": {}})
+    make = "prepare c4 …" if shown["measure"] == "perplexity" else "fetch dolma -o FOLDER"
+    make += ", then data megatron" if study.engine.name == "megatron" else ""
+    tokens = _short(max(run.shape.tokens for run in study.runs))
+    data = f"{tokens} tokens in ${study.engine.data_variable}; have none? olmo-lns data {make} (docs/data.md)"
+    if study.data:
+        data = "text that the launch makes" if study.data in BUILT else str(study.path.parent / study.data)
+    where = "" if study.launch.command == "train" else f", in the folder that has {study.launch.command}"
+    lines = [f"data: {data}", f"command: {launch} --run{where}, or --slurm JOBS for sbatch"]
+    cells = [
+        f"{size}: " + ", ".join(f"{ARMS[arm].label} {value:g}" for arm, value in found.items())
+        for size, found in shown["cells"].items()
+        if size in study.groups
+    ]
+    if cells:
+        lines.append(f"published {shown['measure']} ({shown['title']}): {'; '.join(cells)}")
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
 def duration(seconds: float) -> str:
