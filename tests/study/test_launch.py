@@ -42,6 +42,23 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--load {tmp_path}/7B-lns-s6198 --tensorboard-dir {tmp_path}/7B-lns-s6198/tensorboard" in text
 
 
+def test_a_plan_names_data_command_cost_and_what_was_published(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    pair = ["--only", "1B-preln-s6198", "1B-lns-s6198"]
+    assert cli.main(["plan", "paper", *pair, "--gpus", "8", "--gpu", "H100", "--time", "12:00:00"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.split("All 2 runs")[0].splitlines())) <= 80
+    said = " ".join(text.split())
+    for part in (
+        "1B 2 1.28B 20B 38,147 110 8 13.8 h 43 15.4 GB",
+        "--time is 12:00:00: about 2 jobs one after the other",
+        "data: 20B tokens in $OLMO_DATA_DIR; have none? olmo-lns data fetch dolma -o FOLDER",
+        f"command: olmo-lns study launch paper --out RUNS {' '.join(pair)} --run, or --slurm JOBS",
+        "1B: Pre-LN, OLMo's mitchell init 2.96, Pre-LN + LNS 2.85",
+    ):
+        assert part in said, part
+
+
 @pytest.mark.slow
 def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
     """Executed by bash with stand-ins for srun and torchrun: every array task starts its own run, stamped."""
