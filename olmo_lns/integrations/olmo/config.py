@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, Callable
 
 import torch
@@ -104,19 +105,20 @@ def _require_no_decay(config: Any) -> None:
 _CHECKPOINTERS = {
     "local": "cannot save (NotImplementedError in its _fsdp_handles)",
     "torch_new": "saves, but OLMo cannot load what it saved (its RemoteFileSystemReader is abstract)",
+    "torch_legacy": "saves, but this OLMo loads it with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 only (ai2-olmo from PyPI)",
 }
 
 
 def _warn_of_checkpointer(config: Any) -> None:
     """Before training starts, not at the first save or at the resume."""
-    name = str(config.sharded_checkpointer)
-    if str(config.distributed_strategy) == "fsdp" and config.save_interval and name in _CHECKPOINTERS:
-        log.warning(
-            "sharded_checkpointer: %s %s under torch %s; take torch_legacy, or save_interval_unsharded",
-            name,
-            _CHECKPOINTERS[name],
-            torch.__version__,
-        )
+    import olmo
+
+    name, problem = str(config.sharded_checkpointer), _CHECKPOINTERS.get(str(config.sharded_checkpointer))
+    if name == "torch_legacy" and "weights_only=False" in Path(olmo.__file__).with_name("checkpoint.py").read_text():
+        problem = None  # main's
+    if problem and str(config.distributed_strategy) == "fsdp" and config.save_interval:
+        line = "sharded_checkpointer: %s %s under torch %s; take olmo_core, or save_interval_unsharded"
+        log.warning(line, name, problem, torch.__version__)
 
 
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -164,7 +164,8 @@ def test_compiled(norm, checkpointed, backend):
             block.compile(backend=backend)
     torch._dynamo.utils.counters.clear()
     found = _gradients(built)
-    assert checkpointed or torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "not one graph for all blocks"
+    # One graph for all four blocks, and one for the head.
+    assert checkpointed or torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     torch._functorch.config.activation_memory_budget = 1.0
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
