@@ -85,21 +85,6 @@ def test_two_ranks_have_the_loss_of_one(on):
     assert two == pytest.approx(one, rel=2e-6)
 
 
-@pytest.mark.exhaustive
-def test_opted_out_is_olmo_alone(installed):
-    result, _ = train(
-        installed,
-        "out",
-        1,
-        "--model.layer_norm_type=lns",
-        env=launch.environment(OLMO_LNS_DISABLE="1"),
-        **{"model.layer_norm_type": "rms"},
-    )
-    assert result.code != 0
-    assert "Invalid value 'lns', expected one of [" in result.text
-    assert "olmo_lns" not in result.text
-
-
 def test_off_is_olmo_alone(installed, on):
     """The plugin is there and not selected: OLMo without it, to the last bit, over a whole short training."""
     (_, stock), (_, registered) = (
@@ -117,9 +102,32 @@ def test_off_is_olmo_alone(installed, on):
         assert not different, (part, different)
 
 
+#: A spawned DataLoader worker that gets a config with an lns type.
+WORKERS = """
+import pickle
+from torch.utils.data import DataLoader, Dataset
+
+class Configs(Dataset):
+    def __init__(self, config):
+        self.config = config
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        kind = self.config.layer_norm_type
+        return f"{kind!s} {kind is type(kind)['lns_rms']} {kind is type(kind)(str(kind))}"
+
+if __name__ == "__main__":
+    from olmo.config import LayerNormType, ModelConfig
+    assert pickle.loads(pickle.dumps(LayerNormType.lns_rms)) is LayerNormType.lns_rms
+    config = ModelConfig(layer_norm_type=LayerNormType.lns_rms)
+    print("worker:", *DataLoader(Configs(config), batch_size=None, num_workers=1, multiprocessing_context="spawn"))
+"""
+
+
 @pytest.mark.exhaustive
 def test_spawned_workers_have_the_types(installed):
-    result = launch.run([installed.python, launch.PROGRAMS / "workers.py", "spawn"], cwd=installed.folder).ok()
+    (installed.folder / "workers.py").write_text(WORKERS)
+    result = launch.run([installed.python, "workers.py"], cwd=installed.folder).ok()
     assert "worker: lns_rms True True" in result.text
 
 
@@ -134,22 +142,15 @@ def has_types(result: launch.Result) -> bool:
     return " lns lns_rms lns_default lns_low_precision postln " in line
 
 
-@pytest.mark.exhaustive
-def test_interpreter_without_site(installed):
-    """``-S``: no start-up hook; the launcher module does its work."""
-    packages = f"{launch.site_packages(installed.python)}:{sysconfig.get_paths()['purelib']}"
-    env = launch.environment(PYTHONPATH=packages)
-    path = script(installed.folder)
-    result = launch.run([installed.python, "-S", "-m", "olmo_lns", path, "--a=b"], cwd=installed.folder, env=env)
-    assert has_types(result)
-    assert f"arguments: ['{path}', '--a=b']" in result.text
-
-
-@pytest.mark.exhaustive
-def test_isolated_interpreter(installed):
-    """``-I`` keeps ``site``, so hook and launcher are both there: harmless."""
-    path = script(installed.folder)
-    assert has_types(launch.run([installed.python, "-I", "-m", "olmo_lns", path], cwd=installed.folder))
+@pytest.mark.parametrize(("flags", "hook"), [([], True), (["-I"], True), (["-S"], False)])
+def test_hook_and_launcher_module(installed, flags, hook):
+    """``-S`` is an interpreter without ``site``, hence without hook; the launcher module works everywhere."""
+    env = launch.environment(PYTHONPATH=f"{launch.site_packages(installed.python)}:{sysconfig.get_paths()['purelib']}")
+    command, path = [installed.python, *flags], script(installed.folder)
+    code = "from olmo_lns.integrations.autoload import autoload_active; print(autoload_active())"
+    assert launch.run([*command, "-c", code], cwd=installed.folder, env=env).ok().last_line() == str(hook)
+    result = launch.run([*command, "-m", "olmo_lns", path, "--a=b"], cwd=installed.folder, env=env)
+    assert has_types(result) and f"arguments: ['{path}', '--a=b']" in result.text
 
 
 @pytest.mark.exhaustive
@@ -164,15 +165,6 @@ def test_target_folder(installed, tmp_path):
     doctor = launch.run([python, "-m", "olmo_lns", "doctor"], cwd=tmp_path, env=env)
     line = next(line for line in doctor.text.splitlines() if "autoload" in line)
     assert " off " in line and "python -m olmo_lns <script>" in line, doctor.text
-
-
-def test_the_hook_of_the_wheel_is_seen(installed):
-    """What ``doctor`` reports as autoload: by ``site`` here, by nothing under ``-S``."""
-    code = "from olmo_lns.integrations.autoload import autoload_active; print(autoload_active())"
-    env = launch.environment(PYTHONPATH=str(launch.site_packages(installed.python)))
-    for flags, active in (([], "True"), (["-I"], "True"), (["-S"], "False")):
-        result = launch.run([installed.python, *flags, "-c", code], cwd=installed.folder, env=env).ok()
-        assert result.last_line() == active, flags
 
 
 @pytest.mark.exhaustive
