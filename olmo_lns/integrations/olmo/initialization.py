@@ -81,9 +81,11 @@ def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
     """
 
     def wrapped(self: Any) -> None:
-        asked = self.config.init_fn
+        from olmo.config import InitFnType
+
+        asked = self.config.init_fn  # hf_olmo passes a plain string
         if str(asked) in INIT_FNS:
-            self.config.init_fn = type(asked).normal
+            self.config.init_fn = InitFnType.normal
         try:
             reset(self)
         finally:

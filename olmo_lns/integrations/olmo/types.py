@@ -18,18 +18,9 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
 
 __all__ = [
-    "BASES",
-    "INIT_FNS",
-    "PLAIN",
-    "asked_record",
-    "base_type",
-    "check_environment",
-    "extend",
-    "has_parameters",
-    "has_scheme",
-    "scheme_of",
-    "spell",
-]
+    "BASES", "INIT_FNS", "PLAIN", "asked_record", "base_type", "check_environment", "extend", "has_parameters",
+    "has_scheme", "scheme_of", "spell",
+]  # fmt: skip
 
 #: OLMo's own types that a scheme can be laid over.
 BASES = ("rms", "default", "low_precision")
@@ -90,8 +81,9 @@ def asked_record(config: Any) -> Record:
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
     kind = config.layer_norm_type
-    scheme, given = scheme_of(kind), _scheme_of_environment()
-    if not scheme.is_pre_ln and given is not None and given != scheme:
+    scheme = scheme_of(kind)
+    given = None if scheme.is_pre_ln else _scheme_of_environment()
+    if given is not None and given != scheme:
         if given.name != scheme.name or has_parameters(kind):
             raise LNSConfigError(
                 f"layer_norm_type {kind!s} and {environment.SCHEME}={given} contradict each other: "

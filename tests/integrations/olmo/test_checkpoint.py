@@ -241,6 +241,10 @@ def test_a_type_and_a_variable_that_contradict_each_other_build_nothing(monkeypa
         LNSConfigError, match="layer_norm_type lns_rms:exponent=0.5 and OLMO_LNS_SCHEME=lns:exp.* contra"
     ):
         build(layer_norm_type="lns_rms:exponent=0.5")
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lsn")  # a misspelt one selects nothing, so that stock models do not mind
+    build(layer_norm_type="rms")
+    with pytest.raises(LNSConfigError, match="OLMO_LNS_SCHEME: unknown scheme 'lsn' .did you mean 'lns'"):
+        build(layer_norm_type="lns_rms")
 
 
 @pytest.fixture

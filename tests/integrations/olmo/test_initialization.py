@@ -147,6 +147,14 @@ def test_our_init_fn_and_the_variable_contradict_each_other(monkeypatch, asked):
         drawn(init_fn="normal_scaled")
 
 
+def test_a_plain_string_as_hf_olmo_passes_it():
+    config = model_config(layer_norm_type="rms", n_layers=LAYERS)
+    config.init_fn = "normal_scaled"
+    torch.manual_seed(5)
+    ours, member = OLMo(config).state_dict(), drawn(init_fn="normal_scaled").state_dict()
+    assert all(torch.equal(ours[name], member[name]) for name in member)
+
+
 def test_the_config_says_our_name_also_when_a_draw_fails(monkeypatch):
     model = drawn(init_fn="normal_scaled")
     monkeypatch.setattr(torch.nn.init, "normal_", None)
