@@ -52,19 +52,14 @@ class ModelFolder(Source):
 
     def fold(self, folder: Path, options: Options) -> Target:
         from olmo_lns.integrations.transformers.configs import record_of
-        from olmo_lns.integrations.transformers.sites import fold
+        from olmo_lns.integrations.transformers.sites import fold, fold_factors
 
         model = _skeleton(folder)
         options.require_exponent(record_of(model.config), folder)
         kind, record, weights = type(model).__name__, model.config.lns_record, read_weights(folder)
         _check(model, weights, folder)
-        factors: dict[str, Factor] = {}
-
-        def note(name: str, parameter: torch.Tensor, factor: float, _: torch.dtype) -> torch.Tensor:
-            factors[name] = factor
-            return parameter
-
-        config = fold(model, note).config
+        factors: dict[str, Factor] = dict(fold_factors(model))
+        config = fold(model).config
         folded = scaled(weights, factors, options.rounding, options.dtype)
         config.architectures = [type(model).__name__]
         if options.dtype is not None:

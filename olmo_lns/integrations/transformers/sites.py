@@ -10,10 +10,9 @@ import logging
 import os
 import sys
 from dataclasses import replace
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
 
 from olmo_lns import __version__
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
@@ -27,7 +26,7 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
 from olmo_lns.schemes.initialization import factor
 
-__all__ = ["attach_model", "fold", "known_family", "redraw", "require_as_recorded", "require_supported"]
+__all__ = ["attach_model", "fold", "fold_factors", "known_family", "redraw", "require_as_recorded", "require_supported"]
 
 log = logging.getLogger("olmo_lns")
 
@@ -170,36 +169,50 @@ def _report(model: Any, norm: Any, record: Record) -> None:
         print(line, file=sys.stderr)
 
 
-#: ``scale(name, tensor, factor, dtype)`` -> the product in ``dtype``.
-Scale = Callable[[str, torch.Tensor, float, torch.dtype], torch.Tensor]
+def fold_factors(model: Any) -> dict[str, float]:
+    """Name of a parameter -> what folding multiplies it by, where that is not 1.
 
-
-def _exactly(name: str, tensor: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
-    return (tensor.double() * factor).to(dtype)
-
-
-@torch.no_grad()
-def fold(model: Any, scale: Scale = _exactly) -> Any:
-    """Fold a model of ours in place and return it; it is transformers' own class afterwards.
-
-    Merge adapters first: one that was trained on the unfolded model does not fit the folded one.
-
-    :param scale: multiplies one tensor, in fp64 and rounded once.
     :raises LNSConfigError: not a model of ours, weights that two sub-layers share, or an adapter on a projection that
-        a factor goes into. The model is then as it was.
+        a factor goes into.
     """
     if stock_class(model) is None:
         raise LNSConfigError(f"{type(model).__name__} is no model of ours: there is nothing to fold")
-    (family, blocks, n_layers), record = _parts(model), record_of(model.config)
-    norm_sites.check(model, record.scheme, n_layers)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    targets: dict[nn.Parameter, float] = {}
-    for parameter, by in _targets(model, family, blocks):
-        if parameter in targets:
-            raise LNSConfigError(f"{names[parameter]} belongs to two sub-layers: its factor has no one place")
-        targets[parameter] = by
-    for parameter, by in targets.items():  # nothing is changed before all of them are known
-        parameter.copy_(scale(names[parameter], parameter.detach(), by, parameter.dtype))
+    family, blocks, n_layers = _parts(model)
+    norm_sites.check(model, record_of(model.config).scheme, n_layers)
+    names, found = {parameter: name for name, parameter in model.named_parameters()}, {}
+    for _, carrier, site in norm_sites.sites(model):
+        if carrier.lns_scale == 1.0:
+            continue
+        block, place = blocks[site.layer_number - 1], family.sub_layers[site.sub_layer]
+        into, parts = [carrier], ["weight", "bias"]
+        if carrier is not at(block, place.norm):
+            into = [at(block, place.output)]
+        elif getattr(carrier, "weight", None) is None:
+            into, parts = [at(block, path) for path in place.readers], ["weight"]  # a bias there is added after
+        if any(hasattr(module, "base_layer") for module in into):
+            raise LNSConfigError(
+                f"{site.sub_layer}: a factor goes into a projection that has an adapter, which would stay as it is. "
+                "Merge adapters first (merge_and_unload())."
+            )
+        for parameter in [getattr(module, part, None) for module in into for part in parts]:
+            if parameter is None:
+                continue
+            if names[parameter] in found:
+                raise LNSConfigError(f"{names[parameter]} belongs to two sub-layers: its factor has no one place")
+            found[names[parameter]] = carrier.lns_scale
+    return found
+
+
+@torch.no_grad()
+def fold(model: Any) -> Any:
+    """Fold a model of ours in place and return it; it is transformers' own class afterwards.
+
+    :raises LNSConfigError: as :func:`fold_factors`. The model is then as it was.
+    """
+    factors, family, record = fold_factors(model), known_family(model), record_of(model.config)
+    for name, parameter in model.named_parameters():
+        if name in factors:  # the product in fp64, rounded once
+            parameter.copy_((parameter.double() * factors[name]).to(parameter.dtype))
     for module in model.modules():
         if "lns_scale" in vars(module):
             module.__class__ = type(module).__bases__[1]  # (the kind of scaling, the stock class)
@@ -211,23 +224,3 @@ def fold(model: Any, scale: Scale = _exactly) -> Any:
     model.config.lns = "folded"
     model.config.lns_record = replace(record, folded=True, plugin_version=__version__).as_dict()
     return model
-
-
-def _targets(model: Any, family: Family, blocks: list[Any]) -> Iterator[tuple[nn.Parameter, float]]:
-    """Parameters and what each is multiplied by."""
-    for _, carrier, site in norm_sites.sites(model):
-        block, place = blocks[site.layer_number - 1], family.sub_layers[site.sub_layer]
-        into, parts = [carrier], ["weight", "bias"]
-        if carrier is not at(block, place.norm):
-            into = [at(block, place.output)]
-        elif getattr(carrier, "weight", None) is None:
-            into, parts = [at(block, path) for path in place.readers], ["weight"]  # a bias there is added after
-        for module in into if carrier.lns_scale != 1.0 else ():
-            if hasattr(module, "base_layer"):
-                raise LNSConfigError(
-                    f"{site.sub_layer}: a factor goes into a projection that has an adapter, which would stay as it "
-                    "is. Merge adapters first (merge_and_unload())."
-                )
-            for part in parts:
-                if (parameter := getattr(module, part, None)) is not None:
-                    yield parameter, carrier.lns_scale

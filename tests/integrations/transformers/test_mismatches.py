@@ -178,6 +178,8 @@ def test_a_folder_and_a_config_given_beside_it(tmp_path, monkeypatch):
             cls.from_pretrained(tmp_path / folder, **({} if config is None else {"config": config}))
     with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
         llama.from_pretrained(tmp_path / "lns", hidden_act="silu")
+    cls = type(auto.from_config(ours))
+    assert type(cls.from_pretrained(tmp_path / "lns", config=str(tmp_path / "lns"))) is cls
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "preln-to-lns")
     assert type(auto.from_pretrained(tmp_path / "stock", config=ours)).__name__ == "LNSLlamaForCausalLM"
     fold(auto.from_pretrained(tmp_path / "lns")).save_pretrained(tmp_path / "folded")
