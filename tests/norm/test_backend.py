@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -13,6 +14,25 @@ from olmo_lns.environment import NORM_BACKEND
 from olmo_lns.errors import BackendUnavailableError, LNSConfigError
 from olmo_lns.norm import Backend, backend, choose_backend, rms_norm
 from olmo_lns.norm import transformer_engine as te
+
+
+@pytest.fixture(autouse=True)
+def no_decision(monkeypatch):
+    """No setting, and nothing decided by another test."""
+    monkeypatch.delenv(NORM_BACKEND, raising=False)
+    backend._decide.cache_clear()
+    yield
+    backend._decide.cache_clear()
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A machine whose torch, 2.13, sees a GPU of the compute capability that is set."""
+    machine = types.SimpleNamespace(capability=(9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: machine.capability)
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    return machine
 
 
 def test_te_where_it_works_else_torchs_fused_kernel(cuda, monkeypatch):

