@@ -64,7 +64,7 @@ def test_what_is_wanted_is_compared_with_what_is_trained_on(tmp_path: Path, caps
         (lambda p: tokens().astype("u4").tofile(p), (), "every second token is 0: the file looks like a wider dtype"),
         (lambda p: tokens().astype("u2").tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* not uint32"),
         (lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]), (), "19,999 bytes are no multiple of 2"),
-        (lambda p: np.save(p, tokens().astype("u2")), (), "starts with a NumPy header"),
+        (lambda p: np.save(p, tokens().astype("u2")), (), "has a NumPy header"),
         (lambda p: (tokens() + 9000).astype("u2").tofile(p), (), "token 59,279 is outside the vocabulary of 50,280"),
         (lambda p: np.full(999, 7, "u2").tofile(p), (), "end-of-document token 50279 never occurs"),
         (lambda p: p.touch(), (), "is empty"),
@@ -106,7 +106,7 @@ def test_megatrons_own_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixt
     index.write_bytes(b"something else that is long enough to read")
     assert "does not start with Megatron's index header" in check(path, capsys=capsys)[1]
     index.unlink()
-    assert "has no x.idx beside it" in check(path, capsys=capsys)[1]
+    assert "has no x.idx beside x.bin" in check(path, capsys=capsys)[1]
 
 
 def test_nothing_found(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterable
 
+import numpy as np
+
 from olmo_lns.errors import LNSConfigError
 
 __all__ = ["DTYPES", "Data", "check_file", "find", "held_out"]
@@ -56,97 +58,80 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 
 def check_file(path: Path, *, dtype: str, vocab_size: int, eos: int | None) -> Data:
-    """Read one memmap and check it.
+    """Read one memmap and check it; what is wrong is in ``problems``, and nothing is raised.
 
     :param dtype: the dtype the training config names; a Megatron file says its own.
     """
-    if path.suffix == ".bin":
-        return _indexed(path, vocab_size, eos)
     result = Data(path, dtype)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(len(NUMPY_HEADER))
-    if head == NUMPY_HEADER:
-        result.problems.append("starts with a NumPy header (np.save): OLMo reads raw tokens; write with array.tofile")
-    elif size == 0:
-        result.problems.append("is empty")
-    else:
-        _tokens(result, size, vocab_size, eos)
-        _mask(result)
+    try:
+        if path.suffix == ".bin":
+            _tokens(result, vocab_size, eos, documents=_index(result))
+        else:
+            with path.open("rb") as file:
+                head = file.read(len(NUMPY_HEADER))
+            if head == NUMPY_HEADER:
+                raise LNSConfigError("has a NumPy header (np.save): OLMo reads raw tokens; write with array.tofile")
+            _tokens(result, vocab_size, eos)
+            _mask(result)
+    except LNSConfigError as error:
+        result.problems.append(str(error))
     return result
 
 
 def _mask(result: Data) -> None:
-    import numpy as np
-
     mask = result.path.with_suffix(".mask")
     if mask.is_file():
         if (found := mask.stat().st_size) != result.tokens:
-            result.problems.append(f"{mask.name} has {found:,} positions, the file {result.tokens:,} tokens")
-        result.labels = int(np.count_nonzero(np.memmap(mask, dtype=np.bool_, mode="r"))) if found else 0
+            raise LNSConfigError(f"{mask.name} has {found:,} positions, the file {result.tokens:,} tokens")
+        result.labels = int(np.count_nonzero(np.memmap(mask, dtype=np.bool_, mode="r")))
 
 
-def _tokens(result: Data, size: int, vocab_size: int, eos: int | None) -> None:
-    import numpy as np
-
-    width = np.dtype(result.dtype).itemsize
+def _tokens(result: Data, vocab_size: int, eos: int | None, documents: int | None = None) -> None:
+    """:param documents: as an index counts them, whatever they end with."""
+    size, width = result.path.stat().st_size, np.dtype(result.dtype).itemsize
+    if not size:
+        raise LNSConfigError("is empty")
     if size % width:
-        result.problems.append(
-            f"{size:,} bytes are no multiple of {width} ({result.dtype}): truncated, or of another dtype"
-        )
-    result.tokens = size // width
-    if not result.tokens:
-        return
-    memmap = np.memmap(result.path, dtype=result.dtype, mode="r", shape=(result.tokens,))
-    result.lowest, wider = int(memmap[0]), result.tokens > 1
+        raise LNSConfigError(f"{size:,} bytes are no multiple of {width} ({result.dtype}): truncated, or another dtype")
+    memmap = np.memmap(result.path, dtype=result.dtype, mode="r")
+    result.tokens, result.lowest, wider, ends = len(memmap), int(memmap[0]), len(memmap) > 1, 0
     for part in (memmap[i : i + CHUNK] for i in range(0, len(memmap), CHUNK)):
         result.lowest, result.highest = min(result.lowest, int(part.min())), max(result.highest, int(part.max()))
-        result.documents += 0 if eos is None else int((part == eos).sum())
+        ends += 0 if eos is None else int((part == eos).sum())
         wider = wider and not part[1::2].any()
+    result.documents = ends if documents is None else documents
     if wider and result.highest > 0:
-        result.problems.append(f"every second token is 0: the file looks like a wider dtype than {result.dtype}")
-    elif result.lowest < 0 or result.highest >= vocab_size:
+        raise LNSConfigError(f"every second token is 0: the file looks like a wider dtype than {result.dtype}")
+    if result.lowest < 0 or result.highest >= vocab_size:
         bad = result.lowest if result.lowest < 0 else result.highest
-        result.problems.append(
-            f"token {bad:,} is outside the vocabulary of {vocab_size:,}: not {result.dtype}, or of another tokenizer"
-        )
-    elif eos is not None and not result.documents:
-        result.problems.append(
-            f"the end-of-document token {eos} never occurs: documents were not separated, or other --eos"
-        )
+        where = f"outside the vocabulary of {vocab_size:,}: not {result.dtype}, or of another tokenizer"
+        raise LNSConfigError(f"token {bad:,} is {where}")
+    if eos is not None and not ends:
+        raise LNSConfigError(f"the end-of-document token {eos} never occurs: documents not separated, or other --eos")
 
 
-def _indexed(path: Path, vocab_size: int, eos: int | None) -> Data:
-    """Megatron's ``.bin`` with its ``.idx``: magic, version, dtype code, counts; lengths, pointers, documents."""
-    import numpy as np
+def _index(result: Data) -> int:
+    """Read Megatron's ``.idx``: magic, version, dtype code, counts; lengths, pointers, documents. Sets the dtype.
 
-    index = path.with_suffix(".idx")
-    result = Data(path, "?")
-    if not index.is_file():
-        result.problems.append(f"has no {index.name} beside it")
-        return result
-    if not path.is_file():
-        result.problems.append(f"does not exist, but {index.name} does")
-        return result
+    :returns: the documents. :raises LNSConfigError: it is no index, or not of this ``.bin``.
+    """
+    index = result.path.with_suffix(".idx")
+    for file, other in ((index, result.path), (result.path, index)):
+        if not file.is_file():
+            raise LNSConfigError(f"has no {file.name} beside {other.name}")
     raw = index.read_bytes()
     if raw[:9] != INDEX_HEADER or len(raw) < 34:
-        result.problems.append(f"{index.name} does not start with Megatron's index header: not an indexed dataset")
-        return result
+        raise LNSConfigError(f"{index.name} does not start with Megatron's index header: not an indexed dataset")
     version, code, sequences, documents = struct.unpack_from("<QBQQ", raw, 9)
-    result.dtype = INDEX_DTYPES.get(code, "?")
     needed = 34 + sequences * (4 + 8) + documents * 8
-    if version != 1 or result.dtype == "?" or len(raw) < needed:
-        result.problems.append(
-            f"{index.name}: version {version}, dtype code {code}, {len(raw):,} of {needed:,} bytes: damaged or unknown"
-        )
-        return result
+    if version != 1 or code not in INDEX_DTYPES or len(raw) < needed:
+        found = f"version {version}, dtype code {code}, {len(raw):,} of {needed:,} bytes"
+        raise LNSConfigError(f"{index.name}: {found}: damaged or unknown")
+    result.dtype = INDEX_DTYPES[code]
     stored = int(np.frombuffer(raw, "<i4", sequences, 34).sum(dtype=np.int64)) * np.dtype(result.dtype).itemsize
-    if stored != path.stat().st_size:
-        result.problems.append(f"{path.stat().st_size:,} bytes, but its index counts {stored:,}: truncated")
-        return result
-    _tokens(result, stored, vocab_size, eos)
-    result.documents = documents - 1  # as the index counts them, whatever they end with
-    return result
+    if stored != (size := result.path.stat().st_size):
+        raise LNSConfigError(f"{size:,} bytes, but its index counts {stored:,}: truncated")
+    return int(documents) - 1
 
 
 def held_out(path: Path) -> bool:

@@ -125,7 +125,8 @@ def around(study: Study, launch: str) -> str:
     if study.data:
         data = "text that the launch makes" if study.data in BUILT else str(study.path.parent / study.data)
     where = "" if study.launch.command == "train" else f", in the folder that has {study.launch.command}"
-    lines = [f"data: {data}", f"command: {launch} --run{where}, or --slurm JOBS for sbatch"]
+    jobs = "" if study.data in BUILT else ", or --slurm JOBS for sbatch"
+    lines = [f"data: {data}", f"command: {launch} --run{where}{jobs}"]
     cells = [
         f"{size}: " + ", ".join(f"{ARMS[arm].label} {value:g}" for arm, value in found.items())
         for size, found in shown["cells"].items()
