@@ -76,3 +76,9 @@ def test_what_one_seed_chose_is_not_reported_on_it(analysis: ModuleType) -> None
     assert analysis.paired(one_rate, "lns", "preln") is None  # a choice against none
     alone = setting(preln={0.1: [2.0], 0.2: [1.9]}, lns={0.1: [1.8], 0.2: [1.7]})
     assert analysis.paired(alone, "lns", "preln")["by"] == "the choosing seed"
+
+
+@pytest.mark.slow
+def test_the_exact_statements_about_lns_hold() -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / "equivalences.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
