@@ -53,6 +53,18 @@ RUNS: Sequence[tuple[str, str, str, str]] = (
         "212 passed, 2 skipped",
     ),
     (
+        "Megatron-LM core_v0.16.1 and its `pretrain_gpt.py`",
+        "`MEGATRON_LM_SRC`; pybind11, psutil",
+        "tests/integrations/megatron/test_launch.py",
+        "8 passed, 2 skipped",
+    ),
+    (
+        "Megatron-LM main and its `pretrain_gpt.py`",
+        "the same, and triton",
+        '-k "not converter" tests/integrations/megatron/test_launch.py',
+        "9 passed, 2 skipped (with one scheme more than today's test)",
+    ),
+    (
         "OLMo-core main (fa6c5014, 22 June 2026)",
         "`src` of the checkout on `PYTHONPATH`, and in `OLMO_CORE_SRC`",
         '-m "not slow and not gpu and not exhaustive" tests/integrations/olmo_core',

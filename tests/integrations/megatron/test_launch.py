@@ -168,7 +168,10 @@ def test_a_converter_that_loses_a_schemes_parameters_is_refused(tree: Path, tmp_
     flags += ["--load-dir", str(tmp_path / "run"), "--save-dir", str(tmp_path / "converted")]
     flags += ["--loader-transformer-impl", "local", "--position-embedding-type", "rope"]
     words = "hands on a fixed list of tensors, without the gates or branch norms of skipinit"
-    refused(run_program(tree, CONVERT, *flags), words)
+    done = run_program(tree, CONVERT, *flags)
+    if "missing 1 required positional argument: 'model_builder'" in done.stderr:
+        pytest.skip("tools/checkpoint/convert.py of this Megatron (0.16 and newer) builds no model by itself")
+    refused(done, words)
 
 
 @pytest.mark.slow
