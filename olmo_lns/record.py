@@ -186,7 +186,6 @@ def check_match(
     running: Record,
     *,
     source: object,
-    training: bool = True,
     allow: str | None = None,
     remedy: str = "",
 ) -> list[str]:

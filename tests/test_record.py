@@ -116,7 +116,7 @@ def test_an_override_for_one_difference_does_not_allow_another():
     with pytest.raises(CheckpointMismatchError, match=r"lns:exponent=0.5 over rms .*lns:exponent=0.25 over rms"):
         check_match(LNS, lns("exponent=0.25", scaled_init="upstream"), source="x", allow="scaled-init")
     with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
-        check_match(LNS, PRE_LN, source="x", training=False, allow="exponent")
+        check_match(LNS, PRE_LN, source="x", allow="exponent")
 
 
 @pytest.mark.parametrize("name", ["everything", "lns-to-nothing", "Exponent"])

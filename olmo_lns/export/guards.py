@@ -65,7 +65,7 @@ def check_conversion(folder: str | Path, *, keeps_gains: bool) -> None:
     if in_gains:
         record = replace_fields(record, folded=False)
     try:
-        allowed = check_match(record, Record(scaled_init=record.scaled_init), source=folder, training=False)
+        allowed = check_match(record, Record(scaled_init=record.scaled_init), source=folder)
     except CheckpointMismatchError as error:
         why = "this converter drops the gains into which its factor was folded. " if in_gains else ""
         raise CheckpointMismatchError(f"{why}{error} Or: olmo-lns export {folder} OUT --format hf") from None
@@ -106,7 +106,7 @@ def _guard_hf_olmo(module: ModuleType) -> None:
             if not (Path(save_directory) / "config.yaml").is_file():
                 # A model in memory, saved elsewhere: its config names the norm and loses the exponent.
                 source, stock = f"the model to be saved in {save_directory}", Record(scaled_init="plain")
-                check_match(Record(types.scheme_of(kind)), stock, source=source, training=False)
+                check_match(Record(types.scheme_of(kind)), stock, source=source)
             check_conversion(save_directory, keeps_gains=True)
         return original(self, save_directory, *args, **kwargs)
 

@@ -145,7 +145,7 @@ def _saved_record(state: Any, source: object) -> Record | None:
 def compare_built(saved: Record | None, running: Record, source: object) -> None:
     """:raises CheckpointMismatchError: the checkpoint's scheme is not the built model's, or it names none."""
     if saved is not None:
-        differences = check_match(saved, running, source=source, training=False)
+        differences = check_match(saved, running, source=source)
     elif running.active:
         if "missing-record" not in accepted():
             raise CheckpointMismatchError(
@@ -226,21 +226,11 @@ def _compare(args: Any, state: Any, source: object) -> None:
 
 
 def _check(args: Any, saved_args: Any, running: Record, source: object) -> None:
-    """``--finetune`` starts a new run from the weights, and folded ones are a Pre-LN model's."""
     settings = Settings.of(saved_args)
     saved = settings.record(saved_args)
-    training = not getattr(args, "skip_train", False)
-    folded = saved.folded and not running.active
-    if folded and training and getattr(args, "finetune", False):
-        training = False
-        say(f"{source} has the factor folded into its weights: they are trained on as plain Pre-LN (--finetune)")
-    try:
-        differences = check_match(saved, running, source=source, training=training, remedy=settings.words)
-    except CheckpointMismatchError as error:
-        if folded:
-            raise CheckpointMismatchError(f"{error} --finetune starts a new Pre-LN run from them.") from None
-        raise
-    _say_allowed(differences)
+    if saved.folded and not running.active:
+        say(f"{source} has the factor folded into its weights: under Pre-LN they are a stock model's")
+    _say_allowed(check_match(saved, running, source=source, remedy=settings.words))
 
 
 def _say_allowed(differences: Iterable[str]) -> None:

@@ -212,7 +212,7 @@ def test_a_folded_checkpoint_runs_without_the_plugin(
     refused(pretrain(tree, "--load", folded, "--finetune", flag), "folded")
     taken = pretrain(tree, "--load", folded, "--finetune")
     assert losses(taken)[0] == pytest.approx(expected[0], rel=1e-6), taken.stderr[-3000:]
-    assert "trained on as plain Pre-LN (--finetune)" in taken.stdout
+    assert "under Pre-LN they are a stock model's" in taken.stdout
     monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
     stock = pretrain(tree, "--load", folded, "--finetune")
     assert losses(stock)[0] == pytest.approx(expected[0], rel=1e-6), stock.stderr[-3000:]

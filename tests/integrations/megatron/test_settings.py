@@ -141,7 +141,7 @@ def test_folded_weights_run_as_preln_and_are_not_scaled_again(
     """What ``export`` tells its users to do."""
     assert load(parse(**more), FOLDED)[1] == "iter_7"
     assert not Settings.of(restore(parse(**more), FOLDED)).layernorm_scaling
-    assert ("trained on as plain Pre-LN (--finetune)" in capsys.readouterr().out) is ("finetune" in more)
+    assert "folded into its weights: under Pre-LN they are a stock model's" in capsys.readouterr().out
     with pytest.raises(CheckpointMismatchError, match="applied twice"):
         load(parse(LNS, **more), FOLDED)
 
