@@ -36,7 +36,7 @@ FRAMEWORKS: Sequence[tuple[str, str, str, str, Sequence[Target]]] = (
 
 NOT_RUN = (
     "Not run: torch 2.15 (PyPI has one build, of 539 MB, which imports some 3 GB of CUDA libraries; none for",
-    "CPUs), real Transformer Engine kernels (no GPU). OLMo-core 2.5.0 is not on PyPI any more; it was verified before.",
+    "CPUs) and real Transformer Engine kernels (no GPU). OLMo-core 2.5.0 was verified before; PyPI no longer has it.",
 )
 #: What, with which environment, the command behind ``pytest -q``, what it printed.
 RUNS: Sequence[tuple[str, str, str, str]] = (
@@ -101,8 +101,8 @@ def page() -> str:
         "",
         "## What was run",
         "",
-        "Beside what the suite installs (`constraints.txt`, `constraints-olmo-core.txt`), on a CPU with Python 3.11",
-        "and torch 2.13.0, 24 November 2026:",
+        "The suite runs with `constraints.txt` and `constraints-olmo-core.txt`. These ran besides, on a CPU with",
+        "Python 3.11 and torch 2.13.0, on 24 November 2026:",
         "",
         "| what | environment | `pytest -q` | printed |",
         "|---|---|---|---|",
@@ -112,10 +112,10 @@ def page() -> str:
         "",
         "## What is replaced",
         "",
-        "Each function that is replaced, or was read against, is known by a fingerprint of its source, in these",
-        "versions. One that is not known is an error with its name where a scheme is selected, and one warning else;",
-        "`OLMO_LNS_ALLOW_UNVERIFIED=1` goes on with code that nobody has read. `python scripts/fingerprints.py MODULE",
-        "VERSION=SOURCE` prints the fingerprints of a source tree.",
+        "These functions are replaced, or the package relies on their source. Each is known by a fingerprint of its",
+        "source in these versions. With another source a selected scheme is an error that names the function; with no",
+        "scheme there is one warning. `OLMO_LNS_ALLOW_UNVERIFIED=1` goes on with code that nobody has read.",
+        "`python scripts/fingerprints.py MODULE VERSION=SOURCE` prints the fingerprints of a source tree.",
     ]
     for name, _, _, _, targets in FRAMEWORKS:
         if targets:
