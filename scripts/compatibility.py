@@ -53,8 +53,14 @@ RUNS: Sequence[tuple[str, str, str, str]] = (
         "212 passed, 2 skipped",
     ),
     (
-        "Megatron-LM core_v0.16.1 and its `pretrain_gpt.py`",
+        "Megatron-LM core_v0.14.0 and its `pretrain_gpt.py`",
         "`MEGATRON_LM_SRC`; pybind11, psutil",
+        "tests/integrations/megatron/test_launch.py",
+        "10 passed",
+    ),
+    (
+        "Megatron-LM core_v0.16.1 and its `pretrain_gpt.py`",
+        "the same",
         "tests/integrations/megatron/test_launch.py",
         "8 passed, 2 skipped",
     ),
