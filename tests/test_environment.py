@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -114,29 +115,15 @@ def test_imports_and_stock_models_only_warn_and_a_scheme_stops(setting):
     assert done.stderr.count("Where a scheme runs") == 1
 
 
-def _in_megatron():
-    pytest.importorskip("megatron.core")
-    from support.megatron_tiny import config
+@pytest.mark.parametrize("framework", ["megatron", "transformers"])
+def test_a_stray_variable_stops_a_scheme_elsewhere_too(monkeypatch, framework):
+    pytest.importorskip("megatron.core" if framework == "megatron" else framework)
+    from support import megatron_tiny, transformers_models
 
-    from olmo_lns.integrations.megatron import apply
-
-    apply(config(), scheme="lns")
-
-
-def _in_transformers():
-    pytest.importorskip("transformers")
-    from support.transformers_models import stock
-
-    from olmo_lns.integrations.transformers import apply
-
-    apply(stock("llama"), "lns")
-
-
-@pytest.mark.parametrize("build", [_in_megatron, _in_transformers])
-def test_a_stray_variable_stops_a_scheme_elsewhere_too(monkeypatch, build):
     monkeypatch.setenv("OLMO_LNS_DIR", "/x")
+    apply = importlib.import_module(f"olmo_lns.integrations.{framework}").apply
     with pytest.raises(LNSConfigError, match="OLMO_LNS_DIR is unknown"):
-        build()
+        apply(megatron_tiny.config() if framework == "megatron" else transformers_models.stock("llama"))
 
 
 @pytest.mark.parametrize("command", [["train", "cfg.yaml", "--model.layer_norm_type=lns"], ["demo", "--arms", "lns"]])

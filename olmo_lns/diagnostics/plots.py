@@ -108,9 +108,12 @@ def _lines(
 
 
 def _legend(figure: Any, axis: Any) -> Any:
-    """Below the figure, never over the data."""
+    """Below the figure, never over the data: as wide as it is, and higher by what the rows take."""
     handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
+    whole = figure.figure
+    columns = max(1, min(4, len(labels), int(15 * whole.get_figwidth() / (8 + max(map(len, labels))))))
+    whole.set_figheight(whole.get_figheight() + 0.17 * (math.ceil(len(labels) / columns) - 1))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
 
 
