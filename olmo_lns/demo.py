@@ -86,12 +86,8 @@ def describe(args: argparse.Namespace) -> Study:
     if args.steps:
         changes |= {"max_duration": args.steps, "scheduler.t_warmup": max(1, min(20, args.steps // 10))}
     only = {name: kept for name in sizes if (kept := [arm for arm in arms if arm in only.get(name, arms)])}
-    raw |= {
-        "config": str(path.with_name(raw["config"])),
-        "arms": arms,
-        "only": only,
-        "seeds": args.seeds or raw["seeds"],
-    }
+    raw |= {"config": str(path.with_name(raw["config"])), "arms": arms, "only": only}
+    raw["seeds"] = args.seeds or raw["seeds"]
     raw["sizes"] = {name: sizes[name] | changes for name in only}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / ".study.yaml").write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
@@ -164,17 +160,16 @@ class _Display:
 
 @dataclass(frozen=True)
 class Row:
-    """One run: its result, and the output variance of each block before and after training, block 1 first."""
+    """One run: its result, and the output variance of each block before and after training, block 1 first.
+
+    :param growth: V, the variance of the last block over that of block L/4.
+    """
 
     run: Run
     result: Result
     before: list[float]
     after: list[float]
-
-    @property
-    def growth(self) -> float:
-        """V: the variance of the last block over that of block L/4."""
-        return self.after[-1] / self.after[max(1, len(self.after) // 4) - 1]
+    growth: float
 
 
 def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
@@ -194,7 +189,8 @@ def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
             analyze([*words, "--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS)])
             variances.append(Report.read(written).result.variance)
             display.measured += 1
-        rows.append(Row(run, result, *variances))
+        before, after = variances
+        rows.append(Row(run, result, before, after, after[-1] / after[max(1, len(after) // 4) - 1]))
     return rows
 
 
@@ -232,7 +228,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     late: list[float] = []
     for row in rows:
         arm = ARMS[row.run.arm]
-        losses = pandas.Series(logs.merge(logs.read(path) for path in attempts(path.parent / row.run.name)).losses)
+        losses = pandas.Series(logs.merge(logs.read(log) for log in attempts(path.parent / row.run.name)).losses)
         losses = losses.rolling(smoothing).mean().dropna()
         late += losses.iloc[len(losses) // 10 :].tolist()
         style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
