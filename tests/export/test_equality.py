@@ -12,6 +12,8 @@ import torch
 from support.exports import export, greedy, load_hf, load_olmo, logits, relative, save_olmo
 from support.olmo_models import reference_logits, tokens
 
+from olmo_lns.checkpoints.distributed import DistributedCheckpoint
+
 NO_GAIN = {"layer_norm_with_affine": False}
 TIED, BIASES = {"weight_tying": True}, {"include_bias": True, "weight_tying": True}
 #: Name, which begins with the base norm -> what is changed of the model.
@@ -125,6 +127,15 @@ def test_sharded_checkpoint(tmp_path: Path, form: str) -> None:
         load_hf(out) if form == "hf" else load_olmo(out) if form == "olmo-unsharded" else load_distributed(out, model)
     )
     assert relative(logits(stock, IDS), logits(model, IDS)) <= 1e-5
+    if form == "olmo":  # in another dtype and several files, of which torch's metadata must know
+        words = ("--dtype", "bf16", "--max-shard-size", "30KB")
+        assert export(tmp_path / "checkpoint", tmp_path / "bf16", *words) == 0
+        assert len(list((tmp_path / "bf16" / "model_and_optim").glob("*.distcp"))) > 2
+        found = DistributedCheckpoint(tmp_path / "bf16" / "model_and_optim")
+        for name, value in stock.state_dict().items():
+            written = found.tensor(f"model.{name}").load()
+            assert written.dtype == torch.bfloat16
+            torch.testing.assert_close(written.float(), value, rtol=2**-8, atol=0)
 
 
 def load_distributed(folder: Path, like: Any) -> Any:

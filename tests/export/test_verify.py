@@ -254,15 +254,6 @@ def test_what_stock_transformers_cannot_load(checkpoint: Path, tmp_path: Path, c
         assert reason in capsys.readouterr().err
 
 
-def test_exponent_comes_from_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not from this process' environment, which verify leaves as it was."""
-    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=1.0")
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms", exponent=1.0)
-    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.5")
-    assert export(tmp_path / "lns", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
-    assert verify(tmp_path / "lns", tmp_path / "hf") == 0
-
-
 def test_what_cannot_be_run(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     assert verify(checkpoint / "lns", tmp_path) == 1
     assert "neither config.json nor config.yaml" in capsys.readouterr().err
