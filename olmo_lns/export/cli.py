@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "main", "source_of"]
 
-#: As :mod:`olmo_lns.export.options` and the sources, which load torch: ``--help`` does not.
+#: As :mod:`olmo_lns.export.sources` and the sources, which load torch: ``--help`` does not.
 FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
 SOURCES = ("auto", "olmo", "olmo-core", "megatron", "transformers", "authors")
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def run(args: argparse.Namespace) -> list[str]:
     """Do what the parsed arguments say; returns the report, one line each."""
     from olmo_lns.export.atomic import atomic_folder
-    from olmo_lns.export.options import HF, Options
+    from olmo_lns.export.sources import HF, Options
     from olmo_lns.export.transformers_folder import write_card
     from olmo_lns.norm import dtypes
 

@@ -28,8 +28,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import stock_olmo
 from olmo_lns.export.fold import obstacle
 from olmo_lns.export.model_folder import is_ours, load
-from olmo_lns.export.options import HF, OLMO, OLMO_CORE, Options
-from olmo_lns.export.sources import Source
+from olmo_lns.export.sources import HF, OLMO, OLMO_CORE, Options, Source
 from olmo_lns.export.transformers_folder import NONE
 from olmo_lns.record import Record
 

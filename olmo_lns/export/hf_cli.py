@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 def _import(args: argparse.Namespace) -> list[str]:
     from olmo_lns.export.atomic import atomic_folder
     from olmo_lns.export.cli import source_of
-    from olmo_lns.export.options import HF, Options
+    from olmo_lns.export.sources import HF, Options
     from olmo_lns.norm.dtypes import DTYPES
 
     options = Options(str(args.output), HF, DTYPES.get(args.dtype or ""), tokenizer=args.tokenizer)
@@ -57,6 +57,7 @@ def _init(args: argparse.Namespace) -> list[str]:
     import transformers
 
     from olmo_lns.export.atomic import atomic_folder
+    from olmo_lns.export.transformers_folder import set_dtype
     from olmo_lns.integrations.transformers.configs import record_of
     from olmo_lns.integrations.transformers.families import FAMILIES, stock_type
     from olmo_lns.integrations.transformers.sites import require_supported
@@ -72,7 +73,7 @@ def _init(args: argparse.Namespace) -> list[str]:
     with atomic_folder(args.output) as folder:
         lines += _copy_tokenizer(args.source, folder)
         if not args.weights:
-            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", DTYPES[dtype])  # since 4.56
+            set_dtype(config, DTYPES[dtype])
             config.save_pretrained(folder)
             return [*lines, f"no weights: build it with {name}.from_config, in {dtype}"]
         torch.manual_seed(args.seed)

@@ -24,9 +24,10 @@ import torch
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, split_rows
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.fold import check_finite
-from olmo_lns.export.options import Options
+from olmo_lns.export import fold
+from olmo_lns.export.sources import Options
 from olmo_lns.export.transformers_folder import Stock
+from olmo_lns.record import Record
 from olmo_lns.schemes import Plan, Scheme
 
 _GEMMA2 = "Gemma2ForCausalLM"
@@ -192,13 +193,38 @@ def special_tokens(eos: Any, pad: Any, vocabulary: int) -> dict[str, Any]:
     return {role: i if isinstance(i, int) and 0 <= i < vocabulary else None for role, i in ids.items()}
 
 
-def of_olmo(model: Architecture, weights: Mapping[str, LazyTensor], tokenizer: str | None, beside: Path) -> Stock:
-    """:param weights: OLMo's names, already folded, or as they were trained.
+def stock_of(
+    model: Architecture,
+    weights: Mapping[str, LazyTensor],
+    record: Record,
+    options: Options,
+    tokenizer: str | None,
+    beside: Path,
+    *,
+    trained: bool = False,
+    otherwise: str = "",
+) -> Stock:
+    """:param weights: OLMo's names, a scheme's own among them. :param record: of them.
 
+    :param trained: not folded: as they were trained. :param otherwise: what to do where they cannot be folded.
     :raises LNSConfigError: no class computes this model.
     """
+    scheme, layers, factors = record.scheme, model.n_layers, {}
+    if trained:
+        factors = fold.inverse(model, record)
+    elif record.active:
+        problem = fold.obstacle(scheme, layers)
+        if problem and is_gemma2(scheme, layers):
+            why = f"its blocks have the four norms of {scheme.definition.title}"
+            return Stock(*_gemma2(model, scheme, weights, options), why, tokenizer, beside)
+        if problem:
+            title = f"{scheme.definition.title} ({scheme})"
+            raise LNSConfigError(f"{beside}: {title} cannot be folded into a stock model: {problem}{otherwise}")
+        factors = fold.factors(model, scheme, weights)
+        weights = {name: tensor for name, tensor in weights.items() if name not in fold.gates(model)}
     _, why = choose_class(model)
-    return Stock(transformers_config(model), to_huggingface(model, weights), why, tokenizer, beside)
+    folded = fold.scaled(weights, factors, options.rounding, options.dtype)
+    return Stock(transformers_config(model), to_huggingface(model, folded), why, tokenizer, beside)
 
 
 def is_gemma2(scheme: Scheme, n_layers: int) -> bool:
@@ -207,18 +233,10 @@ def is_gemma2(scheme: Scheme, n_layers: int) -> bool:
     return all(plan == Plan(branch=True, branch_scale=plan.branch_scale) for plan in plans)
 
 
-def gemma2(
-    model: Architecture,
-    scheme: Scheme,
-    weights: Mapping[str, LazyTensor],
-    options: Options,
-    tokenizer: str | None,
-    beside: Path,
-) -> Stock:
-    """:param weights: OLMo's names, the scheme's own among them.
-
-    :raises LNSConfigError: Gemma 2 does not compute this model.
-    """
+def _gemma2(
+    model: Architecture, scheme: Scheme, weights: Mapping[str, LazyTensor], options: Options
+) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """Config and weights. :raises LNSConfigError: Gemma 2 does not compute this model."""
     found = problems(model)
     found += ["LayerNorm (Gemma 2 has RMSNorm)"] * (model.base_norm != "rms")
     found += ["biases"] * (model.include_bias or model.norm_bias) + ["clip_qkv"] * bool(model.clip_qkv)
@@ -242,7 +260,7 @@ def gemma2(
             return {"weight": _constant(model, scale - 1.0, dtype)}
 
         def shifted(tensor: torch.Tensor) -> torch.Tensor:
-            check_finite(ours, tensor)
+            fold.check_finite(ours, tensor)
             return (tensor.double() * scale - 1.0).to(dtype)
 
         return {"weight": stored.map(shifted, dtype=dtype)}
@@ -263,8 +281,7 @@ def gemma2(
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
-    why = f"its blocks have the four norms of {scheme.definition.title}"
-    return Stock(config, made, why, tokenizer, beside)
+    return config, made
 
 
 def hooked_llama(model: Architecture, weights: Mapping[str, LazyTensor], *, scheme: Scheme) -> Any:

@@ -27,9 +27,8 @@ from olmo_lns.checkpoints.megatron import (
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
-from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.options import HF, MEGATRON, Options, Target
-from olmo_lns.export.sources import Source, nothing_to_fold
+from olmo_lns.export.fold import Factor
+from olmo_lns.export.sources import HF, MEGATRON, Options, Source, Target, nothing_to_fold
 from olmo_lns.export.transformers_folder import Stock
 from olmo_lns.integrations.megatron.addition import SLOTS
 from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
@@ -55,19 +54,9 @@ class Megatron(Source):
         return MegatronCheckpoint.open(folder)
 
     def stock(self, checkpoint: MegatronCheckpoint, options: Options, *, trained: bool = False) -> Stock:
-        record, scheme, layers = checkpoint.record, checkpoint.addition, int(checkpoint.args.num_layers)
-        gemma = huggingface.is_gemma2(scheme, layers) and not trained
-        if not gemma and not trained:
-            _require_foldable(checkpoint)
         model, weights = checkpoint.as_olmo()
-        if gemma:
-            return huggingface.gemma2(model, scheme, weights, options, None, checkpoint.folder)
-        factors = fold.inverse(model, record) if trained else {}
-        if not trained and record.active:
-            factors = fold.factors(model, record.scheme, weights)
-            weights = {name: tensor for name, tensor in weights.items() if name not in fold.gates(model)}
-        weights = scaled(weights, factors, options.rounding, options.dtype)
-        return huggingface.of_olmo(model, weights, None, checkpoint.folder)
+        record, folder = checkpoint.record, checkpoint.folder
+        return huggingface.stock_of(model, weights, record, options, None, folder, trained=trained)
 
     def folded(self, checkpoint: MegatronCheckpoint, options: Options) -> Target:
         if options.dtype is not None:
@@ -80,7 +69,11 @@ class Megatron(Source):
         if checkpoint.addition.is_pre_ln:
             changes |= {"layernorm_scaling_exponent": scheme.parameters["exponent"]}
         else:
-            _require_foldable(checkpoint)
+            if problem := fold.obstacle(scheme, int(checkpoint.args.num_layers)):
+                raise LNSConfigError(
+                    f"{checkpoint.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a Pre-LN model: "
+                    f"{problem}"
+                )
             factors |= _of_branches(checkpoint, scheme)
             changes |= {"norm_scheme": "", "norm_scheme_folded": str(scheme)}
         flag = Settings.of_scheme(scheme).flag
@@ -114,15 +107,6 @@ class Megatron(Source):
         checkpoint = MegatronCheckpoint.open(folder)
         scheme = checkpoint.record.scheme if checkpoint.record.active else PRE_LN
         return huggingface.hooked_llama(*checkpoint.as_olmo(), scheme=scheme)
-
-
-def _require_foldable(checkpoint: MegatronCheckpoint) -> None:
-    """:raises LNSConfigError: a scheme that no weights of a Pre-LN model can hold."""
-    scheme = checkpoint.addition
-    if problem := fold.obstacle(scheme, int(checkpoint.args.num_layers)):
-        raise LNSConfigError(
-            f"{checkpoint.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a Pre-LN model: {problem}"
-        )
 
 
 def _write(

@@ -20,15 +20,12 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.options import HF, Options, Target
-from olmo_lns.export.sources import Source
-from olmo_lns.export.transformers_folder import NONE, Stock, export_target, set_dtype, write_tokenizer
+from olmo_lns.export.sources import HF, Options, Source, Target, export_target
+from olmo_lns.export.transformers_folder import NONE, Stock, set_dtype, write_tokenizer
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, Scheme
 
 __all__ = ["Authors", "ModelFolder", "is_ours", "load"]
-
-GENERATION = "generation_config.json"
 
 
 def is_ours(folder: Path) -> bool:
@@ -70,8 +67,8 @@ class ModelFolder(Source):
             lines.append("adapters trained on the unfolded model do not fit this one: merge them first, then export")
             lines.append(_tokenizer(folder, out, options.tokenizer, config.to_dict()))
             write_safetensors(out, folded, options.shard_bytes)
-            if (folder / GENERATION).is_file():
-                copy_unread(folder / GENERATION, out / GENERATION)
+            if (generation := folder / "generation_config.json").is_file():
+                copy_unread(generation, out / generation.name)
             config.save_pretrained(out)
             return lines
 

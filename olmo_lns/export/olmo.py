@@ -21,8 +21,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.options import HF, OLMO, OLMO_UNSHARDED, Options, Target
-from olmo_lns.export.sources import Source, nothing_to_fold
+from olmo_lns.export.sources import HF, OLMO, OLMO_UNSHARDED, Options, Source, Target, nothing_to_fold
 from olmo_lns.export.transformers_folder import Stock, identifier_in
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.olmo.state import KEY, Mark, allow_in_safe_loading
@@ -47,20 +46,12 @@ class OLMo(Source):
         return OLMoCheckpoint.open(folder, exponent=exponent)
 
     def stock(self, checkpoint: OLMoCheckpoint, options: Options, *, trained: bool = False) -> Stock:
-        model, scheme, folder = checkpoint.architecture, checkpoint.record.scheme, checkpoint.folder
+        folder, model, record = checkpoint.folder, checkpoint.architecture, checkpoint.record
         own = identifier_in(checkpoint.config, folder / "config.yaml")
-        weights, problem = checkpoint.tensors, "" if trained else _problem(checkpoint)
-        if problem and huggingface.is_gemma2(scheme, model.n_layers):
-            return huggingface.gemma2(model, scheme, weights, options, own, folder)
-        if problem:
-            raise LNSConfigError(
-                f"{folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: {problem}. "
-                "It runs in OLMo with olmo-lns; --format olmo keeps it as it is"
-            )
-        factors = fold.inverse(model, checkpoint.record) if trained else _factors(checkpoint)
-        if not trained:
-            weights = _kept(checkpoint, fold.fold_record(checkpoint.record))
-        return huggingface.of_olmo(model, scaled(weights, factors, options.rounding, options.dtype), own, folder)
+        otherwise = ". It runs in OLMo with olmo-lns; --format olmo keeps it as it is"
+        return huggingface.stock_of(
+            model, checkpoint.tensors, record, options, own, folder, trained=trained, otherwise=otherwise
+        )
 
     def folded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
         record, model = fold.fold_record(checkpoint.record), checkpoint.architecture
@@ -68,14 +59,21 @@ class OLMo(Source):
             note = ", and stock OLMo runs it as it is"
             raise nothing_to_fold(checkpoint.record, checkpoint.folder, note=note)
         layout = "unsharded" if options.format == OLMO_UNSHARDED else checkpoint.layout
-        if problem := _problem(checkpoint):  # layout and dtype may change, the model does not
+        if checkpoint.record.active and model.norm_after:
+            raise LNSConfigError(
+                f"{checkpoint.folder}: LNS with norm_after (post-norm blocks) is not a model that can be folded"
+            )
+        problem = fold.obstacle(record.scheme, model.n_layers) if checkpoint.record.active else ""
+        if problem:  # layout and dtype may change, the model does not
             record = replace(checkpoint.record, plugin_version=__version__)
             kind = types.spell(record.scheme, model.base_norm)
             lines = [
                 f"OLMo, {layout}, layer_norm_type {kind}: not folded ({problem}); it runs in OLMo with olmo-lns only"
             ]
             return _target(checkpoint, record, layout, options, {}, lines)
-        return _target(checkpoint, record, layout, options, _factors(checkpoint), _in_words(checkpoint, layout))
+        active = checkpoint.record.active
+        factors = fold.factors(model, record.scheme, checkpoint.tensors) if active else {}
+        return _target(checkpoint, record, layout, options, factors, _in_words(checkpoint, layout))
 
     def unfolded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
         record, model = fold.unfolded_record(checkpoint.record, checkpoint.folder), checkpoint.architecture
@@ -92,30 +90,6 @@ class OLMo(Source):
 
         OLMoCheckpoint.open(folder)  # its weights against its config, as for an export
         return open_olmo(folder)
-
-
-def _problem(checkpoint: OLMoCheckpoint) -> str:
-    """Why the checkpoint does not become stock Pre-LN, ``""`` if it does."""
-    if not checkpoint.record.active:
-        return ""
-    if checkpoint.architecture.norm_after:
-        raise LNSConfigError(
-            f"{checkpoint.folder}: LNS with norm_after (post-norm blocks) is not a model that can be folded"
-        )
-    return fold.obstacle(checkpoint.record.scheme, checkpoint.architecture.n_layers)
-
-
-def _factors(checkpoint: OLMoCheckpoint) -> dict[str, Factor]:
-    """Parameter -> what it is multiplied by when the checkpoint's scheme is folded into stock Pre-LN."""
-    if not checkpoint.record.active:
-        return {}
-    return fold.factors(checkpoint.architecture, checkpoint.record.scheme, checkpoint.tensors)
-
-
-def _kept(checkpoint: OLMoCheckpoint, record: Record) -> dict[str, LazyTensor]:
-    """The weights that the model of ``record`` has: a stock one none of the gates that were folded."""
-    gone = fold.gates(checkpoint.architecture) if record.folded and checkpoint.record.active else set()
-    return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in gone}
 
 
 def _in_words(checkpoint: OLMoCheckpoint, layout: str) -> list[str]:
@@ -215,7 +189,9 @@ def _target(
     """
     if layout == "unsharded" and options.max_shard_size:
         raise LNSConfigError("--max-shard-size: an unsharded OLMo checkpoint is one model.pt: leave it out")
-    weights = scaled(_kept(checkpoint, record), factors, options.rounding, options.dtype)
+    gone = fold.gates(checkpoint.architecture) if record.folded and checkpoint.record.active else ()
+    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in gone}
+    weights = scaled(kept, factors, options.rounding, options.dtype)
     base, asked = checkpoint.architecture.base_norm, checkpoint.architecture.init_fn
     changes = {"layer_norm_type": types.spell(record.scheme, base) if record.active else base}
     if "init_fn" in checkpoint.config["model"]:

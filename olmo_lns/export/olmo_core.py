@@ -34,8 +34,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.options import HF, OLMO_CORE, Options, Target
-from olmo_lns.export.sources import Source, nothing_to_fold
+from olmo_lns.export.sources import HF, OLMO_CORE, Options, Source, Target, nothing_to_fold
 from olmo_lns.export.transformers_folder import Stock, identifier_in
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE
 from olmo_lns.record import Record

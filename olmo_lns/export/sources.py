@@ -1,17 +1,125 @@
-"""What a kind of checkpoint can be made into: folded, unfolded, or a transformers folder to train on."""
+"""What an export is asked for, what it is made of, and what every kind of checkpoint can be made into."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Mapping
 
+import torch
+
+from olmo_lns import __version__
+from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export.fold import fold_record
-from olmo_lns.export.options import HF, Options, Target
-from olmo_lns.export.transformers_folder import Stock, export_target, train_target
+from olmo_lns.export.fold import Rounding, fold_record
+from olmo_lns.export.transformers_folder import Stock, set_dtype
 from olmo_lns.record import Record
 
-__all__ = ["Source"]
+OLMO, OLMO_UNSHARDED, OLMO_CORE, HF, MEGATRON = FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
+
+#: Of a file of weights, where nothing else is asked for: what transformers took for long.
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """:param output: the folder to create. :param format: one of :data:`FORMATS`.
+
+    :param dtype: of the weights written, None as they are.
+    :param exponent: of the factor, only where the checkpoint does not say it.
+    :param tokenizer: a file, folder or hub name, or ``none``; None: the checkpoint's own.
+    :param max_shard_size: bytes of a file of weights, and of what an export holds of them; None: :data:`SHARD_BYTES`.
+    :param drop_optimizer: ``--unfold`` leaves the optimizer's moments out.
+    :param rounding: keeps account of what the export changes.
+    """
+
+    output: str
+    format: str = OLMO
+    dtype: torch.dtype | None = None
+    exponent: float | None = None
+    tokenizer: str | None = None
+    max_shard_size: int | None = None
+    drop_optimizer: bool = False
+    rounding: Rounding = field(default_factory=Rounding)
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.max_shard_size or SHARD_BYTES
+
+    def require_exponent(self, record: Record, folder: Path) -> None:
+        """:raises LNSConfigError: another one than the checkpoint says, which would otherwise be passed over."""
+        says = record.scheme.parameters.get("exponent")
+        if self.exponent not in (None, says):
+            found = "no exponent" if says is None else f"exponent {says:g}"
+            raise LNSConfigError(
+                f"{folder} is {record}, {found}; --exponent {self.exponent:g} is for what a checkpoint does not say"
+            )
+
+
+@dataclass(frozen=True)
+class Target:
+    """An export that can be made: what it is made of was read and checked, and nothing is written yet.
+
+    :param write: writes it into an empty folder; returns what is worth telling, one line each.
+    :param weights: what is written, each read when its turn comes; by the names that the export's reader gives them.
+    :param config: of the model that is written, without its dtype.
+    """
+
+    write: Callable[[Path], list[str]]
+    weights: Mapping[str, LazyTensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def export_target(stock: Stock, record: Record, options: Options) -> Target:
+    """The folder that stock software runs, its factors folded in."""
+    # What tells later readers of a config that the factor is inside; stock code keeps and ignores it.
+    said: dict[str, Any] = {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
+
+    def write(out: Path) -> list[str]:
+        lines = [f"{stock.name}: {stock.why}", f"lns: {'folded' if said else 'none (a Pre-LN model)'}"]
+        lines.append(stock.write_tokenizer(out, options.tokenizer))
+        stock.write(out, options.shard_bytes, said)
+        return lines
+
+    return Target(write, stock.weights, stock.config)
+
+
+def train_target(stock: Stock, saved: Record, options: Options) -> Target:
+    """A model folder of ours to train on in transformers, its factors outside the weights.
+
+    :param saved: of the checkpoint, from which ``stock`` was unfolded where it was folded.
+    :raises LNSConfigError: Pre-LN, or a model or scheme that the transformers integration does not have.
+    """
+    from olmo_lns.integrations.transformers.families import FAMILIES
+    from olmo_lns.integrations.transformers.sites import require_supported
+
+    folder, kind = stock.beside, str(stock.config["model_type"])
+    if saved.scheme.is_pre_ln:
+        raise LNSConfigError(f"{folder} is Pre-LN: olmo-lns export --format hf makes a stock model of it")
+    family = FAMILIES.get(kind)
+    if family is None or not family.sub_layers:
+        raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers integration does not know")
+    require_supported(family, saved.scheme, int(stock.config["num_hidden_layers"]))
+    record = replace(saved, folded=False, plugin_version=__version__)
+
+    def config() -> Any:
+        from olmo_lns.integrations.transformers.configs import config_class
+
+        values = {name: value for name, value in stock.config.items() if name != "model_type"}
+        made = config_class(family)(**values, lns_record=record.as_dict())
+        made.architectures = [f"LNS{stock.name}"]
+        return made
+
+    def write(out: Path) -> list[str]:
+        made = config()
+        set_dtype(made, stock.dtype)
+        note = stock.write_tokenizer(out, options.tokenizer)
+        stock.write(out, options.shard_bytes, {})
+        made.save_pretrained(out)
+        state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
+        return [f"{made.model_type}: {record}", state, note]
+
+    return Target(write, stock.weights, config().to_dict())
 
 
 class Source:

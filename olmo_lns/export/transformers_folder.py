@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
@@ -15,7 +15,6 @@ from olmo_lns.checkpoints.tensors import LazyTensor, write_safetensors
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Rounding
-from olmo_lns.export.options import Options, Target
 from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
 
@@ -44,16 +43,16 @@ class Stock:
         """Of the class."""
         return str(self.config["architectures"][0])
 
-    def write_tokenizer(self, out: Path, options: Options) -> str:
-        return write_tokenizer(out, options.tokenizer or self.tokenizer, config=self.config, beside=self.beside)
+    def write_tokenizer(self, out: Path, asked: str | None) -> str:
+        return write_tokenizer(out, asked or self.tokenizer, config=self.config, beside=self.beside)
 
-    def write(self, out: Path, options: Options, record: Mapping[str, Any]) -> None:
-        """Weights, generation_config.json and, last, config.json.
+    def write(self, out: Path, max_bytes: int, record: Mapping[str, Any]) -> None:
+        """Weights in files of ``max_bytes``, generation_config.json and, last, config.json.
 
         :raises LNSConfigError: a dtype that weights are not written in.
         """
         config = self.config | {"torch_dtype": self.dtype} | dict(record)
-        write_safetensors(out, self.weights, options.shard_bytes)
+        write_safetensors(out, self.weights, max_bytes)
         generation = {k: config.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"use_cache": True}
         _write_json(out / "generation_config.json", generation)
         _write_json(out / "config.json", config)
@@ -65,58 +64,6 @@ class Stock:
         if dtype not in DTYPES.values():
             raise LNSConfigError(f"the weights are {dtype}: give --dtype fp32, bf16 or fp16")
         return str(dtype).removeprefix("torch.")
-
-
-def export_target(stock: Stock, record: Record, options: Options) -> Target:
-    """The folder that stock software runs, its factors folded in."""
-    # What tells later readers of a config that the factor is inside; stock code keeps and ignores it.
-    said: dict[str, Any] = {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
-
-    def write(out: Path) -> list[str]:
-        lines = [f"{stock.name}: {stock.why}", f"lns: {'folded' if said else 'none (a Pre-LN model)'}"]
-        lines.append(stock.write_tokenizer(out, options))
-        stock.write(out, options, said)
-        return lines
-
-    return Target(write, stock.weights, stock.config)
-
-
-def train_target(stock: Stock, saved: Record, options: Options) -> Target:
-    """A model folder of ours to train on in transformers, its factors outside the weights.
-
-    :param saved: of the checkpoint, from which ``stock`` was unfolded where it was folded.
-    :raises LNSConfigError: Pre-LN, or a model or scheme that the transformers integration does not have.
-    """
-    from olmo_lns.integrations.transformers.families import FAMILIES
-    from olmo_lns.integrations.transformers.sites import require_supported
-
-    folder, kind = stock.beside, str(stock.config["model_type"])
-    if saved.scheme.is_pre_ln:
-        raise LNSConfigError(f"{folder} is Pre-LN: olmo-lns export --format hf makes a stock model of it")
-    family = FAMILIES.get(kind)
-    if family is None or not family.sub_layers:
-        raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers integration does not know")
-    require_supported(family, saved.scheme, int(stock.config["num_hidden_layers"]))
-    record = replace(saved, folded=False, plugin_version=__version__)
-
-    def config() -> Any:
-        from olmo_lns.integrations.transformers.configs import config_class
-
-        values = {name: value for name, value in stock.config.items() if name != "model_type"}
-        made = config_class(family)(**values, lns_record=record.as_dict())
-        made.architectures = [f"LNS{stock.name}"]
-        return made
-
-    def write(out: Path) -> list[str]:
-        made = config()
-        set_dtype(made, stock.dtype)
-        note = stock.write_tokenizer(out, options)
-        stock.write(out, options, {})
-        made.save_pretrained(out)
-        state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
-        return [f"{made.model_type}: {record}", state, note]
-
-    return Target(write, stock.weights, config().to_dict())
 
 
 def set_dtype(config: Any, dtype: Any) -> None:
@@ -142,6 +89,9 @@ def write_card(folder: Path, source: str, rounding: Rounding) -> None:
         )
     else:
         what = "a Pre-LN model"
+    done = {"multiplied by their block's factor": rounding.multiplied, "written in another dtype": rounding.cast}
+    changes = "".join(f"{len(names)} tensors were {what}; " for what, names in done.items() if names)
+    changes = f"{changes}largest relative rounding error {rounding.worst:.2e}." if changes else "No weight was changed."
     record_lines = "\n".join(f"| {key} | `{value}` |" for key, value in record.as_dict().items())
     text = f"""---
 library_name: transformers
@@ -165,24 +115,13 @@ model = AutoModelForCausalLM.from_pretrained(".")  # this folder
 | hidden size | {config.get("hidden_size", "?")} |
 {record_lines}
 
-{_changes(rounding)} `SHA256SUMS` holds the hash of every file; compare the logits with those of the checkpoint by
+{changes} `SHA256SUMS` holds the hash of every file; compare the logits with those of the checkpoint by
 `olmo-lns verify CHECKPOINT .`. To train on under the scheme, unfold the checkpoint first: a folded model computes the
 same, but its gradients are not those of the scheme.
 
 Written by olmo-lns {__version__}.
 """
     (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def _changes(rounding: Rounding) -> str:
-    """What was done to the weights, in the dtype they are written in."""
-    done = {"multiplied by their block's factor": rounding.multiplied, "written in another dtype": rounding.cast}
-    lines = [f"{len(names)} tensors were {what}; " for what, names in done.items() if names]
-    return (
-        "".join([*lines, f"largest relative rounding error {rounding.worst:.2e}."])
-        if lines
-        else "No weight was changed."
-    )
 
 
 def identifier_in(config: Mapping[str, Any], source: object) -> str | None:
