@@ -21,7 +21,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import HF, OLMO, OLMO_UNSHARDED, Options, Source, Target, nothing_to_fold
+from olmo_lns.export.sources import HF, OLMO, OLMO_UNSHARDED, Options, Source, Target, about_moments, nothing_to_fold
 from olmo_lns.export.transformers_folder import Stock, identifier_in
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.olmo.state import KEY, Mark, allow_in_safe_loading
@@ -31,7 +31,6 @@ __all__ = ["OLMo", "mark"]
 
 _NOTE = "# LayerNorm Scaling"
 _OPTIMIZER = "optim.pt"
-_RESET = "start training with --reset_optimizer_state"
 
 
 class OLMo(Source):
@@ -54,16 +53,16 @@ class OLMo(Source):
         )
 
     def folded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
-        record, model = fold.fold_record(checkpoint.record), checkpoint.architecture
-        if not checkpoint.record.active and model.init_fn not in types.INIT_FNS:
+        record, model, active = fold.fold_record(checkpoint.record), checkpoint.architecture, checkpoint.record.active
+        if not active and model.init_fn not in types.INIT_FNS:
             note = ", and stock OLMo runs it as it is"
             raise nothing_to_fold(checkpoint.record, checkpoint.folder, note=note)
-        layout = "unsharded" if options.format == OLMO_UNSHARDED else checkpoint.layout
-        if checkpoint.record.active and model.norm_after:
+        if active and model.norm_after:
             raise LNSConfigError(
                 f"{checkpoint.folder}: LNS with norm_after (post-norm blocks) is not a model that can be folded"
             )
-        problem = fold.obstacle(record.scheme, model.n_layers) if checkpoint.record.active else ""
+        layout = "unsharded" if options.format == OLMO_UNSHARDED else checkpoint.layout
+        problem = fold.obstacle(record.scheme, model.n_layers) if active else ""
         if problem:  # layout and dtype may change, the model does not
             record = replace(checkpoint.record, plugin_version=__version__)
             kind = types.spell(record.scheme, model.base_norm)
@@ -71,7 +70,6 @@ class OLMo(Source):
                 f"OLMo, {layout}, layer_norm_type {kind}: not folded ({problem}); it runs in OLMo with olmo-lns only"
             ]
             return _target(checkpoint, record, layout, options, {}, lines)
-        active = checkpoint.record.active
         factors = fold.factors(model, record.scheme, checkpoint.tensors) if active else {}
         return _target(checkpoint, record, layout, options, factors, _in_words(checkpoint, layout))
 
@@ -130,18 +128,17 @@ def _optimizer(
 ) -> tuple[dict[str, Edit] | None, Any, str]:
     """What to do with a sharded optimizer's state, a rescaled unsharded one, and one line for the report."""
     canonical = {stored: name for name, stored in checkpoint.stored_names.items()}
+    path, edits, state, count = checkpoint.folder / _OPTIMIZER, None, None, 0
     if options.drop_optimizer:
-        return None, None, f"warning: the optimizer's moments were dropped as asked: {_RESET}"
-    path = checkpoint.folder / _OPTIMIZER
-    if checkpoint.layout == "sharded":
-        if edits := fold.sharded_moments(checkpoint.sharded, scales, canonical, options.rounding):
-            return edits, None, f"{len(edits)} moments of the optimizer rescaled to match"
+        pass
+    elif checkpoint.layout == "sharded":
+        edits = fold.sharded_moments(checkpoint.sharded, scales, canonical, options.rounding) or None
+        count = len(edits or {})
     elif path.is_file():
         state, count = _rescaled(read_archive(path), path, scales, canonical, options.rounding)
-        if count:
-            return None, state, f"{count} moments of the optimizer rescaled to match"
-        return None, state, "the optimizer has no moments yet: it was saved before its first step"
-    return None, None, f"warning: the checkpoint holds no optimizer state: {_RESET}"
+        if not count:
+            return None, state, "the optimizer has no moments yet: it was saved before its first step"
+    return edits, state, about_moments(count, options, "start training with --reset_optimizer_state")
 
 
 def _rescaled(

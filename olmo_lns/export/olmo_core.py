@@ -34,7 +34,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import HF, OLMO_CORE, Options, Source, Target, nothing_to_fold
+from olmo_lns.export.sources import HF, OLMO_CORE, Options, Source, Target, about_moments, nothing_to_fold
 from olmo_lns.export.transformers_folder import Stock, identifier_in
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE
 from olmo_lns.record import Record
@@ -114,7 +114,10 @@ class OLMoCore(Source):
                 moments = fold.sharded_moments(checkpoint.stored, scales, {}, options.rounding)
             kept = (PREFIX, "optim.") if moments else (PREFIX,)
             _write(checkpoint, out, record, lambda name: name.startswith(kept), edits | moments, options)
-            return [f"{record}: the factor is outside again", _about_training(out, len(moments), options)]
+            note = about_moments(len(moments), options, "start with --trainer.load_optim_state=false")
+            if not (out / _TRAINER).is_dir():
+                note += "; no trainer state either: also --trainer.load_trainer_state=false"
+            return [f"{record}: the factor is outside again", note]
 
         return Target(write)
 
@@ -139,19 +142,6 @@ def _mended(checkpoint: OLMoCoreCheckpoint, out: Path, options: Options) -> list
     buffers = {name for name in checkpoint.stored.names if name.endswith(f".{BUFFER}")}
     _write(checkpoint, out, record, lambda name: name not in buffers, _edits(checkpoint, {}, options), options)
     return [f"{DEFAULT_SCALED} blocks are {CLASS} with {record.scheme} now; {len(buffers)} buffers dropped"]
-
-
-def _about_training(out: Path, moments: int, options: Options) -> str:
-    reset = "start with --trainer.load_optim_state=false"
-    if moments:
-        note = f"{moments} moments of the optimizer rescaled to match"
-    elif options.drop_optimizer:
-        note = f"warning: the optimizer's moments were dropped as asked: {reset}"
-    else:
-        note = f"warning: the checkpoint holds no optimizer state: {reset}"
-    if not (out / _TRAINER).is_dir():
-        note += "; no trainer state either: also --trainer.load_trainer_state=false"
-    return note
 
 
 def _write(

@@ -192,3 +192,12 @@ def nothing_to_fold(record: Record, folder: Path, otherwise: str = "Pre-LN", not
     """:param otherwise: what the checkpoint is where it is not folded."""
     state = "folded already" if record.folded else otherwise
     return LNSConfigError(f"{folder} is {state}: there is nothing to fold{note}")
+
+
+def about_moments(count: int, options: Options, reset: str) -> str:
+    """What became of the optimizer's moments. :param reset: what to do where they are gone."""
+    if count:
+        return f"{count} moments of the optimizer rescaled to match"
+    if options.drop_optimizer:
+        return f"warning: the optimizer's moments were dropped as asked: {reset}"
+    return f"warning: the checkpoint holds no optimizer state: {reset}"
