@@ -175,6 +175,13 @@ def require_norms_only(scheme: Scheme, n_layers: int) -> None:
         )
 
 
+def require_foldable(scheme: Scheme, n_layers: int, source: object, otherwise: str = "") -> None:
+    """:param otherwise: what to do instead. :raises LNSConfigError: no weights of a Pre-LN model hold the scheme."""
+    if problem := obstacle(scheme, n_layers):
+        title = f"{scheme.definition.title} ({scheme})"
+        raise LNSConfigError(f"{source}: {title} cannot be folded into a stock model: {problem}{otherwise}")
+
+
 def obstacle(scheme: Scheme, n_layers: int) -> str:
     """Why the scheme does not fold into stock Pre-LN, ``""`` if it does."""
     found = [_obstacle(plan) for _, _, plan in scheme.plans(n_layers)]

@@ -213,13 +213,10 @@ def stock_of(
     if trained:
         factors = fold.inverse(model, record)
     elif record.active:
-        problem = fold.obstacle(scheme, layers)
-        if problem and is_gemma2(scheme, layers):
+        if is_gemma2(scheme, layers):
             why = f"its blocks have the four norms of {scheme.definition.title}"
             return Stock(*_gemma2(model, scheme, weights, options), why, tokenizer, beside)
-        if problem:
-            title = f"{scheme.definition.title} ({scheme})"
-            raise LNSConfigError(f"{beside}: {title} cannot be folded into a stock model: {problem}{otherwise}")
+        fold.require_foldable(scheme, layers, beside, otherwise)
         factors = fold.factors(model, scheme, weights)
         weights = {name: tensor for name, tensor in weights.items() if name not in fold.gates(model)}
     _, why = choose_class(model)

@@ -54,8 +54,10 @@ class Megatron(Source):
         return MegatronCheckpoint.open(folder)
 
     def stock(self, checkpoint: MegatronCheckpoint, options: Options, *, trained: bool = False) -> Stock:
+        record, folder, layers = checkpoint.record, checkpoint.folder, int(checkpoint.args.num_layers)
+        if record.active and not trained and not huggingface.is_gemma2(record.scheme, layers):
+            fold.require_foldable(record.scheme, layers, folder)  # before weights that it may lack are asked for
         model, weights = checkpoint.as_olmo()
-        record, folder = checkpoint.record, checkpoint.folder
         return huggingface.stock_of(model, weights, record, options, None, folder, trained=trained)
 
     def folded(self, checkpoint: MegatronCheckpoint, options: Options) -> Target:
@@ -69,11 +71,7 @@ class Megatron(Source):
         if checkpoint.addition.is_pre_ln:
             changes |= {"layernorm_scaling_exponent": scheme.parameters["exponent"]}
         else:
-            if problem := fold.obstacle(scheme, int(checkpoint.args.num_layers)):
-                raise LNSConfigError(
-                    f"{checkpoint.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a Pre-LN model: "
-                    f"{problem}"
-                )
+            fold.require_foldable(scheme, int(checkpoint.args.num_layers), checkpoint.folder)
             factors |= _of_branches(checkpoint, scheme)
             changes |= {"norm_scheme": "", "norm_scheme_folded": str(scheme)}
         flag = Settings.of_scheme(scheme).flag

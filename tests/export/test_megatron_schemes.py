@@ -92,7 +92,7 @@ def test_sandwich_is_a_stock_gemma_2(scheme: str, tmp_path: Path, capsys: pytest
         assert relative(model(TOKENS).logits.double(), expected) <= 1e-5
     assert main(["verify", str(root), str(tmp_path / "hf"), "--length", "16"]) == 0
     assert "PASS" in capsys.readouterr().out
-    with pytest.raises(LNSConfigError, match="cannot be folded into a Pre-LN model: it normalises the branches"):
+    with pytest.raises(LNSConfigError, match="cannot be folded into a stock model: it normalises the branches"):
         export_in_process(root, tmp_path / "folded")
 
 
