@@ -137,7 +137,10 @@ def without(*words):
         (("analyze", "variance", "--model", "gpt2", "--data", CONFIGS / "olmo" / "60M-lns.yaml"), "analysis"),
         (("hf", "init", "llama", "-o", CONFIGS / "x"), "hf"),
         (("study", "launch", CONFIGS / "study" / "tiny.yaml", "--out", "/tmp/study-never-written"), "olmo"),
-        (("study", "report", CONFIGS / "study" / "paper-megatron.yaml", "--out", CONFIGS), "study"),
+        (
+            ("study", "report", CONFIGS / "study" / "tiny.yaml", "--out", CONFIGS.parent / "docs" / "tiny-study"),
+            "study",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
