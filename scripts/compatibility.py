@@ -35,8 +35,7 @@ FRAMEWORKS: Sequence[tuple[str, str, str, str, Sequence[Target]]] = (
 
 
 NOT_RUN = (
-    "Not run: torch 2.15 (PyPI has one build, of 539 MB, which imports some 3 GB of CUDA libraries; none for",
-    "CPUs) and real Transformer Engine kernels (no GPU). OLMo-core 2.5.0 was verified before; PyPI no longer has it.",
+    "Not run: real Transformer Engine kernels (no GPU). OLMo-core 2.5.0 was verified before; PyPI no longer has it.",
 )
 #: What, with which environment, the command behind ``pytest -q``, what it printed.
 RUNS: Sequence[tuple[str, str, str, str]] = (
@@ -69,6 +68,14 @@ RUNS: Sequence[tuple[str, str, str, str]] = (
         "the same, and triton",
         '-k "not converter" tests/integrations/megatron/test_launch.py',
         "9 passed, 2 skipped (with one scheme more than today's test)",
+    ),
+    (
+        "torch 2.15.0, PyPI's CUDA build on a CPU",
+        "`pip install torch==2.15.0`, then `constraints.txt` without torch",
+        '-m "not slow and not gpu" tests/schemes/test_factor.py tests/norm tests/test_record.py '
+        "tests/integrations/olmo/test_model.py tests/integrations/olmo/test_initialization.py "
+        "tests/integrations/transformers/test_apply.py",
+        "315 passed",
     ),
     (
         "OLMo-core main (fa6c5014, 22 June 2026)",
@@ -108,7 +115,7 @@ def page() -> str:
         "## What was run",
         "",
         "The suite runs with `constraints.txt` and `constraints-olmo-core.txt`. These ran besides, on a CPU with",
-        "Python 3.11 and torch 2.13.0, on 24 November 2026:",
+        "Python 3.11 and torch 2.13.0 where nothing else stands, on 24 November 2026:",
         "",
         "| what | environment | `pytest -q` | printed |",
         "|---|---|---|---|",
