@@ -109,7 +109,7 @@ def paired(setting: pd.DataFrame, arm: str, base: str, together: bool = False) -
     values = gaps if independent.empty else independent
     if values.empty:
         return None
-    by = "the choosing seed" if independent.empty else "all seeds" if together else "other seeds"
+    by = "the choosing seed" if independent.empty else "all seeds" if together or tried.max() == 1 else "other seeds"
     return {
         "contrast": f"{arm} − {base}",
         "mean": values.mean(),
