@@ -101,6 +101,7 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     ("lnsuniform", "Pre-LN x 0.35", Scheme.of("lnsuniform"), "plain", "one factor for all blocks", ""),
     *map(_plain, ("lnsreversed", "lnsafterresidual")),
 )
+#: One for each arm: extend both when the table grows beyond them.
 _COLOURS = (
     "#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#B8860B", "#00008B", "#7F7F7F",
     "#8C564B", "#9467BD", "#C5B0D5", "#E377C2", "#F7B6D2", "#AD494A", "#D6616B", "#7B4173", "#17BECF", "#BCBD22",
