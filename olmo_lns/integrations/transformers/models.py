@@ -44,6 +44,10 @@ def model_class(stock: Any, family: Family) -> Any:
     Model.__module__ = __name__
     Model.__doc__ = f"``{stock.__name__}`` under a scheme."
     setattr(sys.modules[__name__], Model.__name__, Model)
+    # transformers 5 finds what output_hidden_states= records by the name of the class, filled in as a model is built.
+    registry = getattr(sys.modules["transformers.modeling_utils"], "_CAN_RECORD_REGISTRY", None)
+    if registry is not None:
+        dict.__setitem__(registry, str(Model), stock._can_record_outputs)
     return Model
 
 

@@ -149,6 +149,23 @@ def test_copies_and_pickles(kind):
         assert norm_sites.read_back(other) == norm_sites.read_back(model)
 
 
+@pytest.mark.parametrize(("kind", "scheme"), [("llama", "lns"), ("gpt2", "lnsafterbranch"), ("vit", "lns")])
+def test_hidden_states_and_attentions_are_given(kind, scheme, tmp_path, schemes):  # noqa: F811
+    import transformers
+
+    def outputs(model):
+        with torch.no_grad():
+            found = model(**inputs(kind), output_hidden_states=True, output_attentions=True)
+        return [*found.hidden_states, *found.attentions]
+
+    reference = hooked(kind, stock(kind, attn_implementation="eager"), scheme)
+    model = apply(stock(kind, attn_implementation="eager"), scheme, initialization="upstream")
+    model.save_pretrained(tmp_path)
+    auto = transformers.AutoModelForImageClassification if kind == "vit" else transformers.AutoModelForCausalLM
+    for other in (model, auto.from_pretrained(tmp_path, attn_implementation="eager").eval()):
+        torch.testing.assert_close(outputs(other), outputs(reference))
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_initialization_is_plain_under_a_scheme(kind, schemes):  # noqa: F811
     """Every matrix of a block has one standard deviation; without a scheme GPT-2's last projections have another."""
