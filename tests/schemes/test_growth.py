@@ -56,13 +56,13 @@ def test_plan_and_figure(study: Built, capsys: pytest.CaptureFixture[str], monke
     drawn, save = [], figure.savefig
     monkeypatch.setattr(figure, "savefig", lambda self, *args, **more: (drawn.append(self), save(self, *args, **more)))
     assert cli.main(["plan", str(study.path)]) == 0
-    assert "All 2 runs (Pre-LN, Toy, scaled)" in capsys.readouterr().out
+    assert "All 2 runs (Pre-LN, Toy + scaled init)" in capsys.readouterr().out
     for run in study.study.runs:
         study.finish(run.name, 2.0)
     for command in ("collect", "report"):
         assert cli.main([command, str(study.path), "--out", str(study.out)]) == 0
-    assert "Toy, scaled" in (study.out / "report" / "report.md").read_text()
-    lines = [line for line in drawn[0].axes[0].lines if line.get_label() == "Toy, scaled"]
+    assert "Toy + scaled init" in (study.out / "report" / "report.md").read_text()
+    lines = [line for line in drawn[0].axes[0].lines if line.get_label() == "Toy + scaled init"]
     assert [(line.get_color(), line.get_marker()) for line in lines] == [("#123456", "*")]
 
 
