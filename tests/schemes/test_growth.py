@@ -63,7 +63,7 @@ def test_plan_and_figure(study: Built, capsys: pytest.CaptureFixture[str], monke
         assert cli.main([command, str(study.path), "--out", str(study.out)]) == 0
     assert "Toy + scaled init" in (study.out / "report" / "report.md").read_text()
     lines = [line for line in drawn[0].axes[0].lines if line.get_label() == "Toy + scaled init"]
-    assert [(line.get_color(), line.get_marker()) for line in lines] == [("#123456", "*")]
+    assert [(line.get_color(), line.get_marker()) for line in lines] == [("#123456", "H")]
 
 
 def test_start_up_line_and_record(study: Built, caplog: pytest.LogCaptureFixture) -> None:
