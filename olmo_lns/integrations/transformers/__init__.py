@@ -58,7 +58,8 @@ def _adapter_targets(module: Any) -> None:
 def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "", trained: bool | None = None) -> Any:
     """Put a built transformers model under ``scheme``, in place, and return it.
 
-    The model's class and its config become ours, so that what it saves carries the scheme.
+    The model's class becomes ours, and so does its config, a copy of the one that it was built from: what it saves
+    carries the scheme.
 
     :param model: a model of a known family, with any head.
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.
@@ -95,7 +96,8 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     sites.require_supported(family, wanted, model.config.num_hidden_layers)
     drawn = "upstream" if trained else resolve(initialization, wanted)
     record = Record(wanted, "", drawn)  # the model type says which norm
-    model.config.__class__ = configs.config_class(family)
+    models.register_models(family)
+    models.own_config(model).__class__ = configs.config_class(family)
     model.config.lns_record = record.as_dict()
     models.convert(model, family)
     sites.attach_model(model, record)

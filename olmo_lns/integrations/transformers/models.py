@@ -6,6 +6,7 @@ factors. Forward, state dict, saving, loading and generation are transformers' o
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from typing import Any
@@ -14,7 +15,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.transformers.configs import available, building, config_class, heads, record_of
 from olmo_lns.integrations.transformers.families import Family
 
-__all__ = ["class_of", "convert", "model_class", "register_models", "stock_class"]
+__all__ = ["class_of", "convert", "model_class", "own_config", "register_models", "stock_class"]
 
 
 @functools.cache
@@ -59,6 +60,15 @@ def convert(model: Any, family: Family) -> None:
         if isinstance(module, PreTrainedModel) and module.config is model.config and stock_class(module) is None:
             stock: Any = type(module)
             module.__class__ = model_class(stock, family)
+
+
+def own_config(model: Any) -> Any:
+    """Give ``model`` and what is inside it a copy of its config, which another model may share; returns the copy."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
+    return own
 
 
 def stock_class(model: Any) -> type | None:

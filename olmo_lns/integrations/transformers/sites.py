@@ -20,7 +20,7 @@ from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.scaled import give
 from olmo_lns.integrations.transformers.configs import record_of, stock_config_class
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
-from olmo_lns.integrations.transformers.models import stock_class
+from olmo_lns.integrations.transformers.models import own_config, stock_class
 from olmo_lns.integrations.transformers.norms import how, scaled_class
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
@@ -113,6 +113,8 @@ def require_as_recorded(model: Any, record: Record) -> None:
     _, blocks, n_layers = _parts(model)
     where = f"it has {len(blocks)} blocks"
     try:
+        if not record.active:
+            raise UpstreamChangedError("its factors are outside the weights.")
         if len(blocks) != n_layers:
             raise UpstreamChangedError(f"its config says {n_layers}.")
         for number, block in enumerate(blocks, start=1):
@@ -220,7 +222,7 @@ def fold(model: Any) -> Any:
             module.__class__ = stock
         for name in [name for name in vars(module) if name.startswith("lns_")]:
             delattr(module, name)
-    model.config.__class__ = stock_config_class(family)
+    own_config(model).__class__ = stock_config_class(family)
     model.config.lns = "folded"
     model.config.lns_record = replace(record, folded=True, plugin_version=__version__).as_dict()
     return model

@@ -96,6 +96,23 @@ def test_a_scheme_beside_a_record_is_compared(tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_models_of_one_config_are_apart(tmp_path):
+    """Two arms of a comparison: the config stays as it is, for the models that it built and for the next."""
+    auto, config = transformers.AutoModelForCausalLM, stock("llama").config
+    pre, lns = auto.from_config(config), apply(auto.from_config(config))
+    pre.save_pretrained(tmp_path / "pre")
+    assert read_config(tmp_path / "pre")["model_type"] == "llama" and type(config) is transformers.LlamaConfig
+    assert type(transformers.LlamaForCausalLM(config)) is type(auto.from_config(config)) is type(pre)
+    assert type(auto.from_config(lns.config)) is type(lns) and lns.model.config is lns.config
+    one, two = auto.from_config(lns.config), auto.from_config(lns.config)
+    fold(one)
+    two.save_pretrained(tmp_path / "two")
+    assert read_config(tmp_path / "two")["lns"] == "lns" and type(auto.from_pretrained(tmp_path / "two")) is type(lns)
+    two.config.lns_record["folded"] = True
+    with pytest.raises(CheckpointMismatchError, match="is not what its config says .*folded.*outside the weights"):
+        two.save_pretrained(tmp_path / "three")
+
+
 def _prune(model):
     del model.model.layers[1]
 
