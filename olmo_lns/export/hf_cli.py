@@ -128,20 +128,25 @@ def _lns_config(config: Any, args: argparse.Namespace) -> Any:
     :raises LNSConfigError: a family that the integration does not know, or a config that has a scheme.
     """
     from olmo_lns.integrations.transformers.configs import available, config_class, record_of
+    from olmo_lns.integrations.transformers.families import stock_type
 
     known = {family.model_type: family for family in available()}
+    if (present := record_of(config)).active:
+        raise LNSConfigError(
+            f"{args.source} is of {present} already: start from the stock config that it was made from, such as a hub "
+            f"name, or from the type {stock_type(config.model_type)} and --set"
+        )
     if config.model_type not in known:
         raise LNSConfigError(
             f"model_type {config.model_type!r}{did_you_mean(config.model_type, known)}: "
             f"the transformers integration knows {', '.join(known)}"
         )
-    if (present := record_of(config)).folded:
-        raise LNSConfigError(f"the config is of {present}: start from one without a scheme")
     wanted = parse(args.scheme)
     if wanted.is_pre_ln:
         raise LNSConfigError("scheme preln is the stock model: transformers' from_config makes it")
     record = Record(wanted, "", resolve(args.initialization, wanted))
-    values = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+    dropped = ("model_type", "architectures", "lns", "lns_record")  # of a folded folder, whose shape is taken
+    values = {name: value for name, value in config.to_dict().items() if name not in dropped}
     with _values_judged():
         return config_class(known[config.model_type])(**values, lns_record=record.as_dict())
 

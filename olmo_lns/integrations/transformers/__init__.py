@@ -69,7 +69,8 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
         something else than it was trained to, so this is asked for by name. False: they were drawn just now. None:
         drawn, if neither model nor config came from a folder or a hub; which of the two did, transformers does not say.
     :raises LNSConfigError: an unknown family, a scheme that its blocks cannot have, or a model that has one.
-    :raises CheckpointMismatchError: the model may have been loaded, or its factors are folded into its weights.
+    :raises CheckpointMismatchError: the model may have been loaded, or its factors are folded into its weights (which
+        ``trained=False`` denies).
 
     Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
     """
@@ -85,7 +86,7 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     if wanted.is_pre_ln:
         raise LNSConfigError("scheme preln is what the model is without olmo-lns: nothing to apply")
     present = configs.record_of(model.config)
-    if present.folded or present.active:
+    if present.active or (present.folded and trained is not False):
         raise CheckpointMismatchError(f"{type(model).__name__} is {present} already: a scheme is applied once")
     if model.name_or_path and trained is None:
         raise CheckpointMismatchError(
@@ -97,7 +98,8 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     drawn = "upstream" if trained else resolve(initialization, wanted)
     record = Record(wanted, "", drawn)  # the model type says which norm
     models.register_models(family)
-    models.own_config(model).__class__ = configs.config_class(family)
+    vars(models.own_config(model)).pop("lns", None)  # "folded", of a folder whose shape these weights have
+    model.config.__class__ = configs.config_class(family)
     model.config.lns_record = record.as_dict()
     models.convert(model, family)
     sites.attach_model(model, record)

@@ -24,7 +24,7 @@ log = logging.getLogger("olmo_lns")
 
 
 def guard_loading(module: Any) -> None:
-    """``transformers.modeling_utils``: no class loads a folder whose weights need another scheme than it has."""
+    """``transformers.modeling_utils``: no class loads or saves a folder of another scheme than it has."""
 
     def wrap(from_pretrained: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,8 +42,17 @@ def guard_loading(module: Any) -> None:
 
         return wrapped
 
-    target = Target("transformers.modeling_utils:PreTrainedModel.from_pretrained", {})
-    replace(target, wrap, only_look=True)
+    def saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            from olmo_lns.integrations.transformers.sites import require_named  # torch: not before a model is saved
+
+            require_named(self)
+            return save_pretrained(self, *args, **kwargs)
+
+        return wrapped
+
+    for name, make in (("from_pretrained", wrap), ("save_pretrained", saving)):
+        replace(Target(f"transformers.modeling_utils:PreTrainedModel.{name}", {}), make, only_look=True)
 
 
 def guard_resuming(module: Any) -> None:

@@ -68,12 +68,14 @@ _FORWARDS: dict[tuple[str, str], Any] = {
 
 
 def scaled_class(stock: type) -> type:
-    """The class with a factor for a class of norms or branches, in this module under its name, for pickle."""
-    name, known = f"LNS{stock.__name__}", globals().get(f"LNS{stock.__name__}")
+    """The class with a factor for a class of norms or branches; pickle finds it by the path of that class."""
+    path = ":".join([*stock.__module__.split("."), stock.__name__])  # pickle would split it at a dot
+    known = globals().get(path)
     if known is None or known.__bases__[1] is not stock:
         forward = _FORWARDS.get((stock.__module__, stock.__name__))
         kind, methods = (_ScaledOutput, {}) if forward is None else (_Replaceable, {"forward": forward})
-        known = globals()[name] = type(name, (kind, stock), {"__module__": __name__, **methods})
+        names = {"__module__": __name__, "__qualname__": path}
+        known = globals()[path] = type(f"LNS{stock.__name__}", (kind, stock), {**names, **methods})
     return known
 
 
@@ -85,8 +87,8 @@ def how(module: Any) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """The class of a scaled norm that another process has pickled."""
-    for module, stock in _FORWARDS:
-        if name == f"LNS{stock}":
-            return scaled_class(getattr(importlib.import_module(module), stock))
+    """The class that another process has pickled, see :func:`scaled_class`."""
+    *module, stock = name.split(":")
+    if module:
+        return scaled_class(getattr(importlib.import_module(".".join(module)), stock))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,16 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
 from olmo_lns.schemes.initialization import factor
 
-__all__ = ["attach_model", "fold", "fold_factors", "known_family", "redraw", "require_as_recorded", "require_supported"]
+__all__ = [
+    "attach_model",
+    "fold",
+    "fold_factors",
+    "known_family",
+    "redraw",
+    "require_as_recorded",
+    "require_named",
+    "require_supported",
+]
 
 log = logging.getLogger("olmo_lns")
 
@@ -126,6 +135,22 @@ def require_as_recorded(model: Any, record: Record) -> None:
             "would load as another model. Fold the model before its blocks or norms are changed "
             "(olmo_lns.integrations.transformers.fold(model)), and save it then."
         ) from error
+
+
+def require_named(model: Any) -> None:
+    """A stock model may hold one of ours only where its config holds the other's, so that its folder names the scheme.
+
+    :raises CheckpointMismatchError: it has factors of which its folder would not know.
+    """
+    if stock_class(model) is None and any(True for _ in norm_sites.sites(model)):
+        inside = [module for module in model.modules() if stock_class(module) is not None]
+        held = [id(value) for value in vars(model.config).values()]
+        if not inside or any(id(module.config) not in held for module in inside):
+            raise CheckpointMismatchError(
+                f"{type(model).__name__} has blocks under a scheme and a config without one: its folder would load as "
+                "Pre-LN. Apply the scheme to the whole model (olmo_lns.integrations.transformers.apply), load such a "
+                "head by its Auto class, or fold the model inside before saving."
+            )
 
 
 def _set_initialization(family: Family, blocks: list[Any], record: Record) -> None:

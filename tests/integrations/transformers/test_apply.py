@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
+from support import launch
 from support.transformers_models import (  # noqa: F401
     IN_FRONT,
     LLAMA_OUTPUTS,
@@ -14,6 +16,7 @@ from support.transformers_models import (  # noqa: F401
     OUTPUTS,
     blocks,
     config,
+    environment,
     hooked,
     inputs,
     same,
@@ -21,6 +24,7 @@ from support.transformers_models import (  # noqa: F401
     stock,
 )
 
+from olmo_lns.cli import main
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers import apply, fold
@@ -164,6 +168,29 @@ def test_hidden_states_and_attentions_are_given(kind, scheme, tmp_path, schemes)
     auto = transformers.AutoModelForImageClassification if kind == "vit" else transformers.AutoModelForCausalLM
     for other in (model, auto.from_pretrained(tmp_path, attn_implementation="eager").eval()):
         torch.testing.assert_close(outputs(other), outputs(reference))
+
+
+def test_another_process_unpickles_a_model(tmp_path, schemes):  # noqa: F811
+    for kind, scheme in (("llama", "lns"), ("llama", "lnsafterbranch"), ("gpt2", "lnsafterattn")):
+        torch.save(apply(stock(kind), scheme), tmp_path / f"{kind}-{scheme}.pt")
+    program = "import sys, torch; [print(type(torch.load(file, weights_only=False))) for file in sys.argv[1:]]"
+    files = sorted(tmp_path.iterdir())
+    done = launch.run([sys.executable, "-c", program, *files], cwd=tmp_path, env=environment())
+    assert done.code == 0 and done.text.count("LNSLlamaForCausalLM") == 2, done.text
+
+
+def test_fresh_weights_take_the_shape_of_a_folded_folder(tmp_path):
+    import transformers
+
+    auto = transformers.AutoModelForCausalLM
+    fold(apply(stock("llama"))).save_pretrained(tmp_path / "folded")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "folded")
+    with pytest.raises(CheckpointMismatchError, match="folded"):
+        apply(auto.from_config(config))
+    apply(auto.from_config(config), "lns:exponent=0.25", trained=False).save_pretrained(tmp_path / "fresh")
+    assert main(["hf", "init", str(tmp_path / "folded"), "-o", str(tmp_path / "init")]) == 0
+    for name, scheme in (("fresh", "lns:exponent=0.25"), ("init", "lns")):
+        assert str(norm_sites.read_back(auto.from_pretrained(tmp_path / name))) in (scheme, f"{scheme}:exponent=0.5")
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -188,6 +188,12 @@ def test_init_refuses(arguments, message, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_init_of_a_folder_of_ours_names_the_way(tmp_path, capsys):
+    apply(stock("llama")).save_pretrained(tmp_path / "lns")
+    assert main(["hf", "init", str(tmp_path / "lns"), "-o", str(tmp_path / "out")]) == 1
+    assert "already: start from the stock config that it was made from" in capsys.readouterr().err
+
+
 def test_a_setting_that_the_config_converts_is_none_too_many(tmp_path):
     changes = ["--set", "rope_theta=250000.0", "--no-weights"]
     assert main(["hf", "init", "llama", *SHAPE, *changes, "-o", str(tmp_path / "out")]) == 0

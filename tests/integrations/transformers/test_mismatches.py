@@ -113,6 +113,25 @@ def test_models_of_one_config_are_apart(tmp_path):
         two.save_pretrained(tmp_path / "three")
 
 
+def test_a_stock_model_around_one_of_ours_is_saved_where_its_config_says_so(tmp_path):
+    model = apply(stock("llama"))
+    head = transformers.LlamaForSequenceClassification(stock("llama").config)
+    for change in (lambda: setattr(head, "model", model.model), lambda: setattr(head.model, "layers", model.model.layers)):  # fmt: skip
+        change()
+        with pytest.raises(CheckpointMismatchError, match="LlamaForSequenceClassification has blocks under a scheme"):
+            head.save_pretrained(tmp_path / "head")
+        head.model = transformers.LlamaModel(stock("llama").config)
+    assert not (tmp_path / "head").exists()
+    head.model = fold(model).model
+    head.save_pretrained(tmp_path / "head")
+    text = saved(tmp_path / "text")
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8)  # fmt: skip
+    config = transformers.LlavaConfig(vision_config=transformers.CLIPVisionConfig(**vision), text_config=text)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "outer")
+    outer = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "outer")
+    assert any(type(module).__name__.startswith("LNSLlama") for module in outer.modules())
+
+
 def _prune(model):
     del model.model.layers[1]
 
