@@ -142,10 +142,10 @@ def require_named(model: Any) -> None:
 
     :raises CheckpointMismatchError: it has factors of which its folder would not know.
     """
-    if stock_class(model) is None and any(True for _ in norm_sites.sites(model)):
-        inside = [module for module in model.modules() if stock_class(module) is not None]
-        held = [id(value) for value in vars(model.config).values()]
-        if not inside or any(id(module.config) not in held for module in inside):
+    if not record_of(model.config).active and any(True for _ in norm_sites.sites(model)):
+        configs = [vars(module).get("config") for module in model.modules()]  # not classes: fully_shard derives its own
+        inside, held = [config for config in configs if record_of(config).active], vars(model.config).values()
+        if not inside or any(all(config is not value for value in held) for config in inside):
             raise CheckpointMismatchError(
                 f"{type(model).__name__} has blocks under a scheme and a config without one: its folder would load as "
                 "Pre-LN. Apply the scheme to the whole model (olmo_lns.integrations.transformers.apply), load such a "
