@@ -14,7 +14,7 @@ from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
 
-__all__ = ["Site", "attach", "check", "factors_in_words", "read_back", "sites", "start_up_line"]
+__all__ = ["Site", "attach", "check", "check_places", "factors_in_words", "read_back", "sites", "start_up_line"]
 
 _ATTRIBUTE = "lns_sites"
 
@@ -100,6 +100,19 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
             f"{found}, expected the {len(expected)} sub-layers of {len(expected) // 2} blocks: this framework builds "
             "its blocks in a way that was not verified."
         )
+
+
+def check_places(blocks: Iterable[tuple[int, Any]]) -> None:
+    """:param blocks: each with the number (from 1) of its place in the model.
+
+    :raises UpstreamChangedError: a block stands elsewhere than where it was built for: a reload would put it back.
+    """
+    for number, block in blocks:
+        if wrong := {site.layer_number for _, _, site in sites(block)} - {number}:
+            raise UpstreamChangedError(
+                f"block {number} of this model was built as block {wrong.pop()}: its weights would be loaded into a "
+                "block with another factor. Leave the blocks where they were built."
+            )
 
 
 def start_up_line(

@@ -79,6 +79,10 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
         return
     state.allow_in_safe_loading()
     # Not loaded by `import olmo`; a launch imports them later, this hook is then in place.
-    on_import("olmo.checkpoint", lambda _: replace((upstream.SAVE_CONFIG, checkpoint.wrap_save)))
-    trainer = (upstream.RESTORE, checkpoint.wrap_restore), (upstream.TRAINER_STATE, state.wrap_trainer_state)
-    on_import("olmo.train", lambda _: replace(*trainer))
+    checkpointers = (
+        (upstream.SAVE_CONFIG, checkpoint.wrap_save_config),
+        *((target, checkpoint.wrap_save) for target in upstream.SAVE),
+        *((target, checkpoint.wrap_restore) for target in upstream.RESTORE),
+    )
+    on_import("olmo.checkpoint", lambda _: replace(*checkpointers))
+    on_import("olmo.train", lambda _: replace((upstream.TRAINER_STATE, state.wrap_trainer_state)))

@@ -13,10 +13,13 @@ import torch
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSError, one_line
 from olmo_lns.integrations.olmo import state, types
-from olmo_lns.integrations.olmo.model import built_record, record_of
+from olmo_lns.integrations.olmo.model import record_of
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
-__all__ = ["check_checkpoint", "one_line_of", "saved_record", "wrap_from_checkpoint", "wrap_restore", "wrap_save"]
+__all__ = [
+    "check_checkpoint", "one_line_of", "saved_record", "wrap_from_checkpoint", "wrap_restore", "wrap_save",
+    "wrap_save_config",
+]  # fmt: skip
 
 log = logging.getLogger("olmo_lns")
 
@@ -24,6 +27,8 @@ log = logging.getLogger("olmo_lns")
 _OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
 #: Accepted in the override variable for a checkpoint whose record was lost.
 MISSING_RECORD = "missing-record"
+#: Where a checkpointer keeps the record of the model that it is saving.
+_RECORD = "_olmo_lns_record"
 
 
 def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
@@ -99,7 +104,25 @@ def _compare(saved: Record, running: Record, folder: Any) -> None:
         log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
 
 
-def wrap_save(save_config: Callable[..., None]) -> Callable[..., None]:
+def wrap_save(save: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a checkpointer's ``save_checkpoint``: what is saved is read from the model, before anything is written."""
+
+    def wrapped(self: Any, dir: Any, dist_model: Any, *args: Any, **kwargs: Any) -> None:
+        record = record_of(getattr(dist_model, "module", dist_model))
+        kind = self.cfg.model.layer_norm_type
+        if types.scheme_of(kind) != record.scheme or (record.active and types.base_type(kind) != record.norm):
+            raise CheckpointMismatchError(
+                f"{dir}: the model to be saved has {record}, but the config saved with it names layer_norm_type "
+                f"{kind!s}. Give the checkpointer the config of the model: "
+                f"{types.spell(record.scheme, record.norm) if record.active else 'its stock layer_norm_type'}."
+            )
+        setattr(self, _RECORD, record)
+        save(self, dir, dist_model, *args, **kwargs)
+
+    return wrapped
+
+
+def wrap_save_config(save_config: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``Checkpointer._save_config``, which writes into the folder that is renamed when complete."""
 
     def wrapped(self: Any, dir: Any, *, upload_to: str | None = None) -> None:
@@ -107,14 +130,7 @@ def wrap_save(save_config: Callable[..., None]) -> Callable[..., None]:
         from olmo.util import upload
 
         save_config(self, dir, upload_to=upload_to)
-        record = built_record(self.cfg.model)
-        if record is None:
-            record = types.asked_record(self.cfg.model)
-            if record.active:
-                raise CheckpointMismatchError(
-                    f"{dir}: a checkpoint of {record} is being saved, but no model was built from this config: what "
-                    "the weights were trained with is unknown."
-                )
+        record = getattr(self, _RECORD, Record())
         if record != Record() and get_global_rank() == 0:
             path = record.write(dir)
             if upload_to is not None:
@@ -123,16 +139,17 @@ def wrap_save(save_config: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def wrap_restore(restore: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``Trainer.restore_checkpoint``: compare with the built model before a single weight is loaded."""
+def wrap_restore(restore: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Wrap a checkpointer's ``restore_checkpoint``: compare with the built model before a single weight is loaded."""
 
-    def wrapped(self: Any, load_path: Any, **kwargs: Any) -> None:
-        running = record_of(self.model)
+    def wrapped(self: Any, load_path: Any, dist_model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        running = record_of(getattr(dist_model, "module", dist_model))
         check_checkpoint(load_path, running, local_cache=kwargs.get("local_cache"))
-        with state.records_read() as found:
-            restore(self, load_path, **kwargs)
-        for saved in found:  # what the folder's files may have lost
-            _compare(saved, running, load_path)
+        found = restore(self, load_path, dist_model, *args, **kwargs)
+        mark = found.get(state.KEY)
+        if mark is not None and mark.values is not None:  # what the folder's files may have lost
+            _compare(Record.from_dict(mark.values, source="the trainer's state"), running, load_path)
+        return found
 
     return wrapped
 

@@ -16,15 +16,14 @@ from olmo_lns.integrations.olmo.config import require_supported
 from olmo_lns.record import Record
 
 __all__ = [
-    "ask_for_plain_initialization", "blocks_of", "built_record", "record_of", "wrap_block_init", "wrap_model_init",
+    "ask_for_plain_initialization", "blocks_of", "record_of", "wrap_block_init", "wrap_model_init",
     "wrap_norm_build",
 ]  # fmt: skip
 
 log = logging.getLogger("olmo_lns")
 
-#: Where a config keeps the record of the model that was last built from it, as plain data: a pickled stock model
-#: must not need this package.
-_RECORD = "_olmo_lns_record"
+#: On a ``ModelConfig`` from which a model was built.
+_BUILT = "_olmo_lns_built"
 
 
 def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +74,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         init(self, config, init_params)
         norm_sites.check(self, asked.scheme, config.n_layers)
         record = record_of(self)
-        setattr(config, _RECORD, record.as_dict())
+        setattr(config, _BUILT, True)
         state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
         drawn = f"scaled initialization {state} (init_fn {config.init_fn})"
         if record.active:
@@ -105,16 +104,10 @@ def blocks_of(model: Any) -> list[Any]:
 def ask_for_plain_initialization(config: Any) -> None:
     """See :func:`olmo_lns.plain_initialization`."""
     patching.require_verified(upstream.NAME)
-    if getattr(config, _RECORD, None) is not None:
+    if getattr(config, _BUILT, False):
         raise LNSConfigError("a model was built from this ModelConfig before: its weights are drawn already")
     setattr(config, types.PLAIN, True)
     types.asked_record(config)
-
-
-def built_record(config: Any) -> Record | None:
-    """The record of the model that was built from this ``ModelConfig`` object; None where none was."""
-    found = getattr(config, _RECORD, None)
-    return None if found is None else Record.from_dict(found)
 
 
 def record_of(model: Any) -> Record:
@@ -124,6 +117,7 @@ def record_of(model: Any) -> Record:
     """
     scheme = norm_sites.read_back(model)
     norm_sites.check(model, scheme, model.config.n_layers)
+    norm_sites.check_places(enumerate(blocks_of(model), start=1))
     drawn = sorted({initialization.initialization_of(block) for block in blocks_of(model)})
     if len(drawn) > 1:
         raise UpstreamChangedError(f"one model with the initializations {', '.join(drawn)}: expected one.")

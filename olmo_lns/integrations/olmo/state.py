@@ -8,20 +8,16 @@ in every restore; under a scheme that state holds one more member, which only :f
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.patching import is_patched
-from olmo_lns.record import Record
 
-__all__ = ["KEY", "Mark", "allow_in_safe_loading", "needs_olmo_lns", "records_read", "wrap_trainer_state"]
+__all__ = ["KEY", "Mark", "allow_in_safe_loading", "needs_olmo_lns", "wrap_trainer_state"]
 
 #: Of the member. No word that another part of the state could share with it in the pickle.
 KEY = "trained under a scheme of olmo-lns"
-#: The records of the marks that are read while a checkpoint is restored.
-_read: list[Record] = []
 
 
 class Mark:
@@ -32,13 +28,6 @@ class Mark:
 
     def __reduce__(self) -> tuple[Callable[..., Mark], tuple[str, dict[str, Any] | None]]:
         return needs_olmo_lns, (self.record, self.values)
-
-
-@contextmanager
-def records_read() -> Iterator[list[Record]]:
-    """The records in the trainer states that are unpickled meanwhile."""
-    _read.clear()
-    yield _read
 
 
 def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> Mark:
@@ -54,8 +43,6 @@ def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> Mark:
             f"without the scheme it was trained with. To resume it, {how}; for stock OLMo, fold it: "
             "olmo-lns export CHECKPOINT OUT --format olmo."
         )
-    if values is not None:
-        _read.append(Record.from_dict(values, source="the trainer's state"))
     return Mark(record, values)
 
 
@@ -63,10 +50,10 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
     """Wrap ``Trainer.trainer_state_dict``, what every checkpointer of OLMo's saves beside model and optimizer."""
 
     def wrapped(self: Any) -> dict[str, Any]:
-        from olmo_lns.integrations.olmo.model import built_record, record_of
+        from olmo_lns.integrations.olmo.model import record_of
 
         state = trainer_state_dict(self)
-        record = built_record(self.cfg.model) or record_of(self.model)
+        record = record_of(self.model)
         return {**state, KEY: Mark(str(record), record.as_dict())} if record.active else state
 
     return wrapped

@@ -38,11 +38,26 @@ ATTENTION = Target("olmo.model:OLMoBlock.attention", {"9cbcff0c598c8fba": _ALL})
 TRAINER_STATE = Target(
     "olmo.train:Trainer.trainer_state_dict", {"e20a78e33ff9ef06": "0.5.0, 0.5.1, 0.6.0", "8092c177c54973cf": "main"}
 )
-RESTORE = Target("olmo.train:Trainer.restore_checkpoint", {"eb219c5ea30743e1": _ALL})
+_OLD = "0.5.0, 0.5.1, 0.6.0"
+#: Of each checkpointer: what its two functions were in which version.
+_CHECKPOINTERS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "Full": ({"c1ec2b3a23022a86": _OLD, "c0d0df6412d2f9b2": "main"},
+             {"d342138b14e622ad": _OLD, "7305ddc401409e1f": "main"}),
+    "TorchNewStyleSharded": ({"ab7df742ba788e22": _ALL}, {"2426ffcba620416c": _ALL}),
+    "TorchLegacySharded": ({"4abdbd6c4d580f88": _ALL}, {"3b6082a2c1294afb": _ALL}),
+    "LocalSharded": ({"895c36b9bef9aaba": _ALL}, {"611dd569dece440d": _ALL}),
+    "OlmoCore": ({"b560df87aa31744b": "0.5.0, 0.5.1", "9a4e4d6d4f8dea8c": "0.6.0", "889bc98e012fcfa0": "main"},
+                 {"95265495b1bbbbaf": _ALL}),
+}  # fmt: skip
+SAVE, RESTORE = (
+    [Target(f"olmo.checkpoint:{name}Checkpointer.{verb}", known[i]) for name, known in _CHECKPOINTERS.items()]
+    for i, verb in enumerate(("save_checkpoint", "restore_checkpoint"))
+)
 
 TARGETS = (
     CONFIG_LOAD, NORM_BUILD, SEQUENTIAL_INIT, LLAMA_INIT, BLOCK_RESET, SEQUENTIAL_RESET, LLAMA_RESET, MODEL_RESET,
-    MODEL_INIT, FROM_CHECKPOINT, SEQUENTIAL_FORWARD, LLAMA_FORWARD, ATTENTION, SAVE_CONFIG, RESTORE, TRAINER_STATE,
+    MODEL_INIT, FROM_CHECKPOINT, SEQUENTIAL_FORWARD, LLAMA_FORWARD, ATTENTION, SAVE_CONFIG, TRAINER_STATE,
+    *SAVE, *RESTORE,
 )  # fmt: skip
 
 

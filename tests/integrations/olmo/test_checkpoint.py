@@ -7,22 +7,35 @@ import http.server
 import pickle
 import threading
 
+import olmo.checkpoint
 import pytest
 import torch
-from olmo.checkpoint import Checkpointer
-from olmo.config import TrainConfig
+from olmo.checkpoint import Checkpointer, FullCheckpointer
+from olmo.config import LayerNormType, TrainConfig
 from olmo.model import OLMo, RMSLayerNorm
 from olmo.train import Trainer
 from support.olmo_models import TINY, build, tokens
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.export import guards
+from olmo_lns.integrations import patching
 from olmo_lns.integrations.olmo import checkpoint, register
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
+from olmo_lns.integrations.olmo.state import wrap_trainer_state
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.schemes import names, parse
 
 register()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    """As OLMo's checkpointers want it."""
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield
+    distributed.destroy_process_group()
 
 
 def save(folder, kind, **changes):
@@ -32,17 +45,13 @@ def save(folder, kind, **changes):
     return model
 
 
-def save_built(folder, model):
-    config = TrainConfig.new(model=TINY, save_folder=str(folder.parent))
-    config.model = model.config  # as in a launch: one object
-    folder.mkdir(parents=True)
-    torch.save(model.state_dict(), folder / "model.pt")
-    Checkpointer._save_config(_Saver(config), folder)
-
-
-class _Saver:
-    def __init__(self, cfg):
-        self.cfg = cfg
+def save_built(folder, model, config=None, **state):
+    """:param config: of the checkpointer, default the model's own."""
+    if config is None:
+        config = TrainConfig.new(model=TINY, save_folder=str(folder.parent))
+        config.model = model.config  # as in a launch: one object
+    optimizer = torch.optim.AdamW(model.parameters())
+    FullCheckpointer(config).save_checkpoint(folder, DistributedDataParallel(model), optimizer, state)
 
 
 def test_the_record_is_of_the_model_that_was_built(tmp_path, monkeypatch):
@@ -55,25 +64,43 @@ def test_the_record_is_of_the_model_that_was_built(tmp_path, monkeypatch):
     assert blocks_of(model)[1].ff_norm.lns_scale == 2**-0.25
 
 
-def test_a_config_that_is_built_again_has_the_record_of_the_last_model(tmp_path):
+def configured(folder, kind, **changes):
+    """The config of a launch, and a model that was built from a copy of its model's."""
+    config = TrainConfig.new(model={**TINY, "layer_norm_type": kind}, save_folder=str(folder))
+    return config, OLMo(config.model.update_with(**changes))
+
+
+def test_a_model_from_a_copy_of_the_config_is_saved_as_what_it_is(tmp_path):
+    config, model = configured(tmp_path, "lns_rms", init_device="cpu")
+    save_built(tmp_path / "a", model, config)
+    assert Record.read(tmp_path / "a") == record_of(model) == Record(parse("lns"), "rms", "plain")
+    again = OLMo.from_checkpoint(str(tmp_path / "a"))
+    assert torch.equal(again(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "built"),
+    [("rms", "lns_rms"), ("lns_rms", "rms"), ("lns_rms", "lns_default"), ("lns_rms", "lns_rms:exponent=0.4")],
+)
+def test_a_config_of_another_scheme_is_not_saved_beside_a_model(tmp_path, kind, built):
+    config, model = configured(tmp_path, kind, layer_norm_type=LayerNormType[built])
+    with pytest.raises(CheckpointMismatchError, match=f"names layer_norm_type {kind}. Give the checkpointer the conf"):
+        save_built(tmp_path / "a", model, config)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_config_that_was_changed_for_a_second_model_does_not_save_the_first(tmp_path):
     model = build(layer_norm_type="lns_rms")
-    model.config.layer_norm_type = type(model.config.layer_norm_type).rms
-    OLMo(model.config)
-    save_built(tmp_path / "a", model)
-    assert Record.read(tmp_path / "a") is None
-
-
-def test_a_scheme_of_which_no_model_was_built_is_not_recorded(tmp_path):
-    """What the weights were trained with would be a guess."""
-    config = TrainConfig.new(model={**TINY, "layer_norm_type": "lns_rms"}, save_folder=str(tmp_path))
-    with pytest.raises(CheckpointMismatchError, match="no model was built from this config"):
-        Checkpointer._save_config(_Saver(config), tmp_path)
-    assert not (tmp_path / RECORD_FILE).exists()
+    model.config.layer_norm_type = LayerNormType.rms
+    save_built(tmp_path / "second", OLMo(model.config))
+    assert Record.read(tmp_path / "second") is None
+    with pytest.raises(CheckpointMismatchError, match="has lns:exponent=0.5 over rms.*names layer_norm_type rms"):
+        save_built(tmp_path / "first", model)
 
 
 def test_stock_checkpoints_are_untouched(tmp_path, monkeypatch):
     model = save(tmp_path / "a", "rms")
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["config.yaml", "model.pt"]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["config.yaml", "model.pt", "optim.pt", "train.pt"]
     # Nor does a setting of later change what was built.
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "plain")
     save_built(tmp_path / "b", model)
@@ -106,15 +133,31 @@ CASES = [
 
 
 class Running:
-    """A trainer, as far as ``restore_checkpoint`` looks at it before it loads anything."""
+    """A model that resumes by OLMo's own checkpointer."""
 
     def __init__(self, kind, **changes):
-        self.model = build(layer_norm_type=kind, **changes)
-        self.cfg = TrainConfig.new(model=TINY)
-        self.loaded = False
+        self.model = kind if isinstance(kind, OLMo) else build(seed=7, layer_norm_type=kind, **changes)
+        self.before = self.model.transformer.wte.weight.clone()
 
-    def restore_unsharded_checkpoint(self, *args, **kwargs):
-        self.loaded = True
+    @property
+    def loaded(self):
+        return not torch.equal(self.before, self.model.transformer.wte.weight)
+
+    def restore(self, folder):
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        checkpointer = FullCheckpointer(TrainConfig.new(model=TINY))
+        checkpointer.restore_checkpoint(
+            folder, DistributedDataParallel(self.model), optimizer, load_optimizer_state=False
+        )
+
+
+def test_every_checkpointer_is_guarded():
+    kinds = [
+        kind for kind in vars(olmo.checkpoint).values() if isinstance(kind, type) and issubclass(kind, Checkpointer)
+    ]
+    assert len(kinds) == 6
+    for kind in set(kinds) - {Checkpointer}:
+        assert patching.is_patched(kind.save_checkpoint) and patching.is_patched(kind.restore_checkpoint)
 
 
 @pytest.mark.parametrize(("saved", "running", "difference", "flag"), CASES)
@@ -122,10 +165,10 @@ def test_resuming_with_another_setting_stops(tmp_path, monkeypatch, caplog, save
     save(tmp_path / "step10-unsharded", saved)
     trainer = Running(running)
     with pytest.raises(CheckpointMismatchError, match=f"OLMO_LNS_ALLOW_MISMATCH={difference} ") as caught:
-        Trainer.restore_checkpoint(trainer, tmp_path / "step10-unsharded")
+        trainer.restore(tmp_path / "step10-unsharded")
     assert not trainer.loaded and str(caught.value).splitlines()[-1] == f"--model.layer_norm_type={flag}"
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", difference)
-    Trainer.restore_checkpoint(trainer, tmp_path / "step10-unsharded")
+    trainer.restore(tmp_path / "step10-unsharded")
     assert trainer.loaded and f"although it differs ({difference})" in caplog.text
 
 
@@ -135,14 +178,17 @@ def test_resuming_compares_with_the_built_model_not_with_the_variable(tmp_path, 
     running = Running("lns_rms")
     monkeypatch.delenv("OLMO_LNS_SCHEME")
     with pytest.raises(CheckpointMismatchError, match=r"exponent=0\.5.*this run has lns:exponent=0\.25"):
-        Trainer.restore_checkpoint(running, tmp_path / "step10-unsharded")
+        running.restore(tmp_path / "step10-unsharded")
 
 
 def tampered(name):
     """A model one of whose blocks was changed after it was built."""
-    model = build(layer_norm_type="lns_rms")
+    model = build(seed=7, layer_norm_type="lns_rms")
     block = blocks_of(model)[2]
-    if name == "factor":
+    if name == "exchanged":
+        blocks = model.transformer.blocks
+        blocks[1], blocks[2] = blocks[2], blocks[1]
+    elif name == "factor":
         block.ff_norm.lns_scale = 0.9
     elif name == "class":
         block.ff_norm.__class__ = RMSLayerNorm
@@ -156,6 +202,7 @@ def tampered(name):
 
 
 TAMPERED = {
+    "exchanged": "block 2 of this model was built as block 3",
     "factor": r"ff_norm .block 3, ff. has norm_scale=0\.9 instead of 0\.57735",
     "class": r"ff_norm .block 3, ff. has norm_scale=1\.0 instead of 0\.57735",
     "stock norm": "lns is on 7 sub-layers .*expected the 8 sub-layers of 4 blocks",
@@ -167,11 +214,13 @@ TAMPERED = {
 @pytest.mark.parametrize("name", TAMPERED)
 def test_a_model_that_was_changed_after_building_is_found(tmp_path, name):
     save(tmp_path / "step10-unsharded", "lns_rms")
-    running = Running("lns_rms")
-    running.model = tampered(name)
+    running = Running(tampered(name))
     with pytest.raises(UpstreamChangedError, match=TAMPERED[name]):
-        Trainer.restore_checkpoint(running, tmp_path / "step10-unsharded")
+        running.restore(tmp_path / "step10-unsharded")
     assert not running.loaded
+    with pytest.raises(UpstreamChangedError, match=TAMPERED[name]):
+        save_built(tmp_path / "saved", running.model)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_folded_weights_run_as_preln_but_not_under_lns(tmp_path):
@@ -187,38 +236,31 @@ def test_another_initialization_does_not_matter_to_weights_that_are_loaded(tmp_p
     save(tmp_path / "a", "lns_rms")
     monkeypatch.delenv("OLMO_LNS_INITIALIZATION")
     running = Running("lns_rms")
-    Trainer.restore_checkpoint(running, tmp_path / "a", checkpoint_type="unsharded")
+    running.restore(tmp_path / "a")
     assert running.loaded
-
-
-class Restoring(Running):
-    """Reads train.pt as OLMo's checkpointers do."""
-
-    def restore_unsharded_checkpoint(self, folder, **kwargs):
-        super().restore_unsharded_checkpoint()
-        torch.load(folder / "train.pt", weights_only=False)
 
 
 def test_the_mark_is_compared_where_the_folder_lost_its_files(tmp_path, monkeypatch):
     """Of a checkpoint's files only the ``*.pt`` were copied."""
-    lns = Running("lns_rms")
-    lns.trainer_state_dict = lambda: {}
-    lns.cfg.model = lns.model.config
-    from olmo_lns.integrations.olmo.state import wrap_trainer_state
-
-    torch.save(wrap_trainer_state(lambda self: {})(lns), tmp_path / "train.pt")
+    model = build(layer_norm_type="lns_rms")
+    trainer = Trainer.__new__(Trainer)
+    trainer.model = model
+    state = wrap_trainer_state(lambda self: {})(trainer)
+    save_built(tmp_path / "a", model, **state)
+    for name in ("config.yaml", RECORD_FILE):
+        (tmp_path / "a" / name).unlink()
     with pytest.raises(CheckpointMismatchError, match="without the scheme it was trained with"):
-        Trainer.restore_checkpoint(Restoring("rms"), tmp_path, checkpoint_type="unsharded")
+        Running("rms").restore(tmp_path / "a")
     with pytest.raises(CheckpointMismatchError, match=r"neither config\.yaml nor lns\.json.*unknown.*missing-record"):
-        Trainer.restore_checkpoint(Restoring("lns_rms"), tmp_path, checkpoint_type="unsharded")
+        Running("lns_rms").restore(tmp_path / "a")
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record")
-    Trainer.restore_checkpoint(Restoring("lns_rms"), tmp_path, checkpoint_type="unsharded")
+    Running("lns_rms").restore(tmp_path / "a")
 
 
 def test_a_folder_that_is_not_there_is_named_by_olmo(tmp_path):
-    running = Restoring("lns_rms")
+    running = Running("lns_rms")
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        Trainer.restore_checkpoint(running, tmp_path / "nowhere", checkpoint_type="unsharded")
+        running.restore(tmp_path / "nowhere")
 
 
 def test_a_lost_record_is_what_the_config_says(tmp_path):

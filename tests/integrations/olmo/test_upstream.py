@@ -26,7 +26,8 @@ def fingerprints():
 
 
 def test_every_named_target_is_in_the_table():
-    named = [value.path for value in vars(upstream).values() if isinstance(value, Target)]
+    values = [*vars(upstream).values(), *upstream.SAVE, *upstream.RESTORE]
+    named = [value.path for value in values if isinstance(value, Target)]
     assert isinstance(upstream.TARGETS, tuple) and sorted(named) == sorted(t.path for t in upstream.TARGETS)
     assert len(set(named)) == len(named)
 

@@ -34,7 +34,7 @@ def new_signature(tree: Path) -> None:
 
 def trainer_renamed(tree: Path) -> None:
     """A symbol of a module that `import olmo` does not load."""
-    launch.change(tree / "olmo" / "train.py", "def restore_checkpoint(", "def load_checkpoint(")
+    launch.change(tree / "olmo" / "train.py", "trainer_state_dict(", "state_of_trainer(")
 
 
 CHANGES = {"renamed": renamed, "signature": new_signature, "trainer": trainer_renamed}
@@ -75,7 +75,7 @@ def test_a_changed_tree_is_a_working_olmo_by_itself(results, name):
     [
         ("renamed", "olmo.model:LayerNormBase.build does not exist"),
         ("signature", "olmo.model:OLMoSequentialBlock.__init__"),
-        ("trainer", "olmo.train:Trainer.restore_checkpoint does not exist"),
+        ("trainer", "olmo.train:Trainer.trainer_state_dict does not exist"),
     ],
 )
 def test_with_nothing_selected_there_is_one_warning_and_olmo_is_untouched(results, name, symbol):
