@@ -17,11 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable
 
+from olmo_lns.environment import ALLOW_MISMATCH
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.autoload import on_import
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.patching import MARKER, Target, replace
-from olmo_lns.record import Record, check_match
+from olmo_lns.record import Record, accepted, check_match
 
 __all__ = ["CONVERTERS", "TRIGGER", "check_conversion", "install"]
 
@@ -105,8 +106,12 @@ def _guard_hf_olmo(module: ModuleType) -> None:
         if types.has_scheme(kind := str(self.layer_norm_type)):
             if not (Path(save_directory) / "config.yaml").is_file():
                 # A model in memory, saved elsewhere: its config names the norm and loses the exponent.
-                source, stock = f"the model to be saved in {save_directory}", Record(scaled_init="plain")
-                check_match(Record(types.scheme_of(kind)), stock, source=source)
+                record = Record(types.scheme_of(kind), types.base_type(kind), "plain")
+                if (name := f"{record.running}-to-preln") not in accepted():
+                    raise CheckpointMismatchError(
+                        f"{save_directory}: this model has {record}, which hf_olmo's files cannot hold. Save an OLMo "
+                        f"checkpoint, then: olmo-lns export CHECKPOINT OUT --format hf. Or set {ALLOW_MISMATCH}={name}."
+                    )
             check_conversion(save_directory, keeps_gains=True)
         return original(self, save_directory, *args, **kwargs)
 

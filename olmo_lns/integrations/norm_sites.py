@@ -103,15 +103,11 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
 
 
 def check_places(blocks: Iterable[tuple[int, Any]]) -> None:
-    """:param blocks: each with the number (from 1) of its place in the model.
-
-    :raises UpstreamChangedError: a block stands elsewhere than where it was built for: a reload would put it back.
-    """
+    """:raises UpstreamChangedError: a block's number (from 1) is not the one that it was built with."""
     for number, block in blocks:
         if wrong := {site.layer_number for _, _, site in sites(block)} - {number}:
             raise UpstreamChangedError(
-                f"block {number} of this model was built as block {wrong.pop()}: its weights would be loaded into a "
-                "block with another factor. Leave the blocks where they were built."
+                f"block {number} was built as block {wrong.pop()}, with its factor: leave blocks where they were built."
             )
 
 

@@ -158,7 +158,7 @@ def test_hf_olmo_converts_the_rest(checkpoints: Path, tmp_path: Path) -> None:
         copy = shutil.copytree(checkpoints / name, tmp_path / name)
         write_config(str(copy))
         assert (copy / "config.json").exists()
-    with pytest.raises(CheckpointMismatchError):
+    with pytest.raises(CheckpointMismatchError, match=r"this model has lns:exponent=0\.5 over rms.*olmo-lns export"):
         OLMoConfig(layer_norm_type="lns_rms").save_pretrained(tmp_path / "elsewhere")
 
 

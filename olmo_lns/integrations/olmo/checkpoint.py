@@ -113,8 +113,7 @@ def wrap_save(save: Callable[..., None]) -> Callable[..., None]:
         if types.scheme_of(kind) != record.scheme or (record.active and types.base_type(kind) != record.norm):
             raise CheckpointMismatchError(
                 f"{dir}: the model to be saved has {record}, but the config saved with it names layer_norm_type "
-                f"{kind!s}. Give the checkpointer the config of the model: "
-                f"{types.spell(record.scheme, record.norm) if record.active else 'its stock layer_norm_type'}."
+                f"{kind!s}. Give the checkpointer the config that the model was built from."
             )
         setattr(self, _RECORD, record)
         save(self, dir, dist_model, *args, **kwargs)
@@ -146,8 +145,9 @@ def wrap_restore(restore: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
         running = record_of(getattr(dist_model, "module", dist_model))
         check_checkpoint(load_path, running, local_cache=kwargs.get("local_cache"))
         found = restore(self, load_path, dist_model, *args, **kwargs)
-        mark = found.get(state.KEY)
-        if mark is not None and mark.values is not None:  # what the folder's files may have lost
+        if (
+            mark := found.get(state.KEY)
+        ) is not None and mark.values is not None:  # what the folder's files may have lost
             _compare(Record.from_dict(mark.values, source="the trainer's state"), running, load_path)
         return found
 

@@ -38,6 +38,10 @@ def register() -> None:
             (upstream.SAVE_MODEL, checkpoint.wrap_save_model),
             (upstream.SAVE_MODEL_ASYNC, checkpoint.wrap_save_model),
         ],
+        "olmo_core.generate.generation_module.transformer.generation_module": [
+            (upstream.LOAD_GENERATION, checkpoint.wrap_load_generation),
+            (upstream.AVERAGE, checkpoint.wrap_average),
+        ],
         "olmo_core.nn.hf.checkpoint": [
             (upstream.LOAD_HF, checkpoint.wrap_load_hf),
             (upstream.SAVE_HF, checkpoint.wrap_save_hf),

@@ -20,8 +20,8 @@ from olmo_lns.schemes import Scheme, parse
 
 __all__ = [
     "CLASS", "CONFIG_FILE", "check", "compare_converted", "from_config", "record_of", "routers_of", "saved_record",
-    "saved_routers", "scheme_of", "wrap_load", "wrap_load_hf", "wrap_load_model", "wrap_save", "wrap_save_hf",
-    "wrap_save_model", "wrap_save_train_state",
+    "saved_routers", "scheme_of", "wrap_average", "wrap_load", "wrap_load_generation", "wrap_load_hf",
+    "wrap_load_model", "wrap_save", "wrap_save_hf", "wrap_save_model", "wrap_save_train_state",
 ]  # fmt: skip
 
 log = logging.getLogger("olmo_lns")
@@ -38,7 +38,7 @@ _RECORD = "_olmo_lns_record"
 def record_of(model: Any) -> Record:
     """The record of a built model, or of one stage of it.
 
-    :raises UpstreamChangedError: a site of its blocks is not there any more.
+    :raises UpstreamChangedError: a site of its blocks is not there any more, or a block is not in its place.
     :raises LNSConfigError: some of its blocks have no scheme, and others have.
     """
     from olmo_lns.integrations import norm_sites
@@ -47,7 +47,8 @@ def record_of(model: Any) -> Record:
     scheme = norm_sites.read_back(model)
     if scheme.is_pre_ln:
         return Record()
-    found = _built_blocks(model) or [model]  # a block alone
+    norm_sites.check_places(_built_blocks(model).items())
+    found = list(_built_blocks(model).values()) or [model]  # a block alone
     draw.require_complete(found)
     for block in found:
         blocks.require_one_factor(block)
@@ -60,12 +61,14 @@ def routers_of(model: Any) -> dict[int, bool]:
 
     By attribute, which wrappers of the router pass on: one without the factor of its norm has its inverse.
     """
-    routers = {b.block_idx: getattr(getattr(b, "feed_forward_moe", None), "router", None) for b in _built_blocks(model)}
+    blocks = _built_blocks(model).values()
+    routers = {b.block_idx: getattr(getattr(b, "feed_forward_moe", None), "router", None) for b in blocks}
     return {index: not hasattr(router, "lns_scale") for index, router in routers.items() if router is not None}
 
 
-def _built_blocks(model: Any) -> list[Any]:
-    return [each for name, each in model.named_modules() if name.split(".")[-2:-1] == ["blocks"]]
+def _built_blocks(model: Any) -> dict[int, Any]:
+    names = ((name.split("."), each) for name, each in model.named_modules())
+    return {int(name[-1]) + 1: each for name, each in names if name[-2:-1] == ["blocks"]}
 
 
 def from_config(config: Any, *, source: object) -> Record:
@@ -261,6 +264,29 @@ def wrap_load_model(load: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(dir: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         check(dir, [model], group=kwargs.get("process_group"))
         return load(dir, model, *args, **kwargs)
+
+    return wrapped
+
+
+def wrap_load_generation(load: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``TransformerGenerationModule.load_checkpoint``, whose model may have a config of the caller's."""
+
+    def wrapped(self: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> None:
+        check(checkpoint_dir, [self.model], group=kwargs.get("process_group"))
+        load(self, checkpoint_dir, *args, **kwargs)
+
+    return wrapped
+
+
+def wrap_average(from_checkpoints: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``TransformerGenerationModule.from_checkpoints``, which averages weights, each by its own config."""
+
+    def wrapped(cls: Any, checkpoint_dirs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        found = [(each, _read_once(each, kwargs.get("process_group"))[0]) for each in checkpoint_dirs]
+        if len({(saved.scheme, saved.norm) if saved.active else None for _, saved in found if saved is not None}) > 1:
+            has = ", ".join(f"{folder} has {saved}" for folder, saved in found)
+            raise CheckpointMismatchError(f"{has}: different models have no average. Average those of one scheme.")
+        return from_checkpoints(cls, checkpoint_dirs, *args, **kwargs)
 
     return wrapped
 

@@ -42,10 +42,13 @@ LOAD_HF = Target(f"{_CONVERTER}:load_hf_model", {"2374a780c7cddb42": "2.5.0, 2.6
 SAVE_HF_HYBRID = Target(
     f"{_CONVERTER}:save_hf_hybrid_model", {"99af662b7e361c50": "2.5.0, 2.6.0", "de6296738e31a421": "3.0.0"}
 )
+_GENERATION = "olmo_core.generate.generation_module.transformer.generation_module:TransformerGenerationModule"
+LOAD_GENERATION = Target(f"{_GENERATION}.load_checkpoint", {"d46a6648d5bf42ba": _ALL})
+AVERAGE = Target(f"{_GENERATION}.from_checkpoints", {"6f25a637531204b7": _ALL})
 
 TARGETS = (
     LOAD, SAVE, SAVE_ASYNC, SAVE_TRAIN_STATE, LOAD_MODEL, SAVE_MODEL, SAVE_MODEL_ASYNC,
-    SAVE_HF, SAVE_HF_HYBRID, LOAD_HF, FROM_DICT,
+    SAVE_HF, SAVE_HF_HYBRID, LOAD_HF, FROM_DICT, LOAD_GENERATION, AVERAGE,
 )  # fmt: skip
 
 

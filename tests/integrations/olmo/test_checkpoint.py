@@ -202,7 +202,7 @@ def tampered(name):
 
 
 TAMPERED = {
-    "exchanged": "block 2 of this model was built as block 3",
+    "exchanged": "block 2 was built as block 3",
     "factor": r"ff_norm .block 3, ff. has norm_scale=0\.9 instead of 0\.57735",
     "class": r"ff_norm .block 3, ff. has norm_scale=1\.0 instead of 0\.57735",
     "stock norm": "lns is on 7 sub-layers .*expected the 8 sub-layers of 4 blocks",

@@ -23,7 +23,7 @@ from olmo_core.train.train_module import TransformerTrainModuleConfig
 from support import olmo_core_models as small
 from support import olmo_core_ranks
 
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations.olmo_core import register
 from olmo_lns.integrations.olmo_core.checkpoint import from_config, record_of, routers_of, saved_record, saved_routers
 from olmo_lns.integrations.patching import is_patched
@@ -111,6 +111,15 @@ def test_weights_that_are_saved_alone_keep_their_record(asynchronous, tmp_path, 
     for allowed in ("missing-record", "preln-to-lns"):
         monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", allowed)
         load_model_and_optim_state(folder, apply(small.config()).build())
+
+
+def test_blocks_that_were_exchanged_are_not_saved(tmp_path):
+    """A reload would put each back where its number is, with another factor."""
+    built = small.model(apply(small.config()))
+    built.blocks["1"], built.blocks["3"] = built.blocks["3"], built.blocks["1"]
+    with pytest.raises(UpstreamChangedError, match="block 2 was built as block 4"):
+        save_model_and_optim_state(tmp_path / "a", built)
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_block_that_stayed_stock_is_seen_wherever_the_model_goes(tmp_path):

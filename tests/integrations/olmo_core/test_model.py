@@ -21,8 +21,9 @@ from support import olmo_core_models as small
 from support import olmo_core_ranks
 from torch.utils.checkpoint import checkpoint
 
-from olmo_lns.errors import LNSConfigError, UpstreamChangedError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.olmo_core.checkpoint import record_of
 from olmo_lns.olmo_core import apply
 from olmo_lns.schemes import LNS, Scheme
 
@@ -197,14 +198,35 @@ def generate(monkeypatch):
     return run
 
 
+def _for_generation(folder, made):
+    built = small.model(made)
+    save_model_and_optim_state(folder / "model_and_optim", built)
+    tokenizer = {"vocab_size": 64, "eos_token_id": 0, "pad_token_id": 1}
+    config = {"model": made.as_config_dict(), "dataset": {"tokenizer": tokenizer}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return built
+
+
+def test_generation_does_not_load_or_average_across_schemes(tmp_path):
+    from olmo_core.generate.generation_module import GenerationConfig
+    from olmo_core.generate.generation_module.transformer import TransformerGenerationModule as Module
+
+    settings = GenerationConfig(use_cache=False, eos_token_id=0, pad_token_id=1)
+    here = {"device": torch.device("cpu"), "generation_config": settings}
+    made = {"lns": apply(small.config()), "again": apply(small.config()), "stock": small.config()}
+    for name, config in made.items():
+        _for_generation(tmp_path / name, config)
+    with pytest.raises(CheckpointMismatchError, match=r"saved with lns:exponent=0\.5 .*this run has Pre-LN"):
+        Module.from_checkpoint(tmp_path / "lns", transformer_config=made["stock"], **here)
+    with pytest.raises(CheckpointMismatchError, match=r"/lns has lns:.*/stock has Pre-LN.*have no average"):
+        Module.from_checkpoints([tmp_path / "lns", tmp_path / "stock"], **here)
+    assert record_of(Module.from_checkpoints([tmp_path / "lns", tmp_path / "again"], **here).model).active
+
+
 def test_generation_from_a_checkpoint(generate, tmp_path):
     """OLMo-core builds the model that config.json names; nobody has to say the scheme again."""
     made = apply(small.config(), exponent=2.0)
-    built = small.model(made)
-    save_model_and_optim_state(tmp_path / "model_and_optim", built)
-    tokenizer = {"vocab_size": 64, "eos_token_id": 0, "pad_token_id": 1}
-    config = {"model": made.as_config_dict(), "dataset": {"tokenizer": tokenizer}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    built = _for_generation(tmp_path, made)
     tokens = small.TOKENS[:1]
     while tokens[0, -1] != 0 and tokens.shape[1] < small.TOKENS.shape[1] + 6:
         with torch.no_grad():
