@@ -79,7 +79,7 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
         return
     state.allow_in_safe_loading()
     # Not loaded by `import olmo`; a launch imports them later, this hook is then in place.
-    guards = [(target, checkpoint.wrap_save) for target in upstream.SAVE]
+    guards: list[Any] = [(target, checkpoint.wrap_save) for target in upstream.SAVE]
     guards += [(target, checkpoint.wrap_restore) for target in upstream.RESTORE]
     on_import("olmo.checkpoint", lambda _: replace((upstream.SAVE_CONFIG, checkpoint.wrap_save_config), *guards))
     on_import("olmo.train", lambda _: replace((upstream.TRAINER_STATE, state.wrap_trainer_state)))
