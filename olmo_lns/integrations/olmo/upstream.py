@@ -49,10 +49,8 @@ _CHECKPOINTERS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "OlmoCore": ({"b560df87aa31744b": "0.5.0, 0.5.1", "9a4e4d6d4f8dea8c": "0.6.0", "889bc98e012fcfa0": "main"},
                  {"95265495b1bbbbaf": _ALL}),
 }  # fmt: skip
-SAVE, RESTORE = (
-    [Target(f"olmo.checkpoint:{name}Checkpointer.{verb}", known[i]) for name, known in _CHECKPOINTERS.items()]
-    for i, verb in enumerate(("save_checkpoint", "restore_checkpoint"))
-)
+SAVE = [Target(f"olmo.checkpoint:{n}Checkpointer.save_checkpoint", both[0]) for n, both in _CHECKPOINTERS.items()]
+RESTORE = [Target(f"olmo.checkpoint:{n}Checkpointer.restore_checkpoint", both[1]) for n, both in _CHECKPOINTERS.items()]
 
 TARGETS = (
     CONFIG_LOAD, NORM_BUILD, SEQUENTIAL_INIT, LLAMA_INIT, BLOCK_RESET, SEQUENTIAL_RESET, LLAMA_RESET, MODEL_RESET,
