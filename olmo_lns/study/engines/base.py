@@ -89,6 +89,7 @@ class Engine:
     :param bookkeeping: prefixes of keys without effect on the loss but rounding: names, folders, the machine.
     :param start: the key that names the checkpoint a run starts from, and the keys of the run's own folders.
     :param save_variable, data_variable: environment names that the config files read.
+    :param data_format: the command that gives pretokenised data the framework's form; "" where OLMo's form is read.
     :param rate_keys: the settings that follow the learning rate.
     :param data_key: the setting that lists the data files, compared by their content; ``""`` where the paths are
         settings like any other.
@@ -105,6 +106,7 @@ class Engine:
     start: tuple[str, tuple[str, ...]]
     save_variable = "OLMO_SAVE_DIR"
     data_variable = "OLMO_DATA_DIR"
+    data_format = ""
     rate_keys: tuple[str, ...]
     data_key = ""
     even = True

@@ -42,7 +42,7 @@ class MegatronEngine(Engine):
         "lns_config", "norm_backend", "iteration", "consumed_",
     )  # fmt: skip
     start: tuple[str, tuple[str, ...]] = ("load", ("save",))
-    save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
+    save_variable, data_variable, data_format = "MEGATRON_SAVE_DIR", "MEGATRON_DATA", "data megatron"
     rate_keys: tuple[str, ...] = ("lr", "min_lr")
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:

@@ -119,7 +119,7 @@ def around(study: Study, launch: str) -> str:
     """
     shown = published()["tables"].get(study.published, {"measure": "", "title": "", "cells": {}})
     make = "prepare c4 …" if shown["measure"] == "perplexity" else "fetch dolma -o FOLDER"
-    make += ", then data megatron" if study.engine.name == "megatron" else ""
+    make += f", then {study.engine.data_format}" if study.engine.data_format else ""
     tokens = _short(max(run.shape.tokens for run in study.runs))
     data = f"{tokens} tokens in ${study.engine.data_variable}; have none? olmo-lns data {make} (docs/data.md)"
     if study.data:
