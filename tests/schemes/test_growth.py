@@ -13,7 +13,7 @@ import torch
 from support.exports import refused, save_olmo
 from support.studies import REPOSITORY, Built
 
-from olmo_lns.integrations import norm_sites, patching, scaled
+from olmo_lns.integrations import norm_sites, patching
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, Scheme, registry, table
 from olmo_lns.study import arms, cli
@@ -119,7 +119,7 @@ def test_an_integration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "toyframe": toyframe,
         "patching": patching,
     }
-    integration |= {"norm_sites": norm_sites, "ScaledOutput": scaled.ScaledOutput, "give": scaled.give}
+    integration |= {"norm_sites": norm_sites, "ScaledOutput": norm_sites.ScaledOutput, "give": norm_sites.give}
     exec(code("Add an integration").replace("FINGERPRINT", found), integration)
     plain = torch.nn.Sequential(*(toyframe.Block(number, 3) for number in (1, 2, 3)))
     integration["register"]()

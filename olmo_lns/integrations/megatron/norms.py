@@ -23,9 +23,8 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.upstream import target
-from olmo_lns.integrations.norm_sites import Site, attach
+from olmo_lns.integrations.norm_sites import Scaled, ScaledOutput, Site, attach, give
 from olmo_lns.integrations.patching import verify
-from olmo_lns.integrations.scaled import Scaled, ScaledOutput, give
 from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
 

@@ -89,7 +89,7 @@ class _Residual:
 
 
 class _Constant:
-    """A number; for torch.compile an equal 0-d CPU tensor, an input of the one graph (see :mod:`..scaled`)."""
+    """A number; for torch.compile an equal 0-d CPU tensor, as :attr:`Scaled.lns_factor`."""
 
     def __init__(self, value: float) -> None:
         self.value, self.tensor = value, torch.tensor(value, dtype=torch.float64, device="cpu")

@@ -10,7 +10,7 @@ import torch
 from olmo.model import LayerNorm, LayerNormBase, RMSLayerNorm
 
 from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.scaled import Scaled, give
+from olmo_lns.integrations.norm_sites import Scaled, give
 from olmo_lns.norm.dtypes import compute_dtype, output_dtype, rms_output_dtype, without_autocast
 
 __all__ = ["LNSLayerNorm", "LNSRMSLayerNorm", "attach_norm", "scale_norm"]

@@ -12,11 +12,10 @@ from olmo_core.nn.moe.router import MoELinearRouter
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.norm_sites import Site
+from olmo_lns.integrations.norm_sites import Scaled, Site, give
 from olmo_lns.integrations.olmo_core import draw
 from olmo_lns.integrations.olmo_core.checkpoint import compare_converted
 from olmo_lns.integrations.olmo_core.norms import scale_norm
-from olmo_lns.integrations.scaled import Scaled, give
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 
 __all__ = ["FORMS", "Form", "attach_scheme", "require_one_factor", "require_supported"]

@@ -13,7 +13,7 @@ from olmo_core.nn import layer_norm as stock
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.scaled import Scaled, give
+from olmo_lns.integrations.norm_sites import Scaled, give
 from olmo_lns.norm.dtypes import fold
 from olmo_lns.schemes import Plan
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from olmo_lns.integrations.scaled import Scaled, ScaledOutput
+from olmo_lns.integrations.norm_sites import Scaled, ScaledOutput
 from olmo_lns.schemes import Plan
 
 __all__ = ["how", "scaled_class"]

@@ -17,7 +17,7 @@ import torch
 from olmo_lns import __version__
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.scaled import give
+from olmo_lns.integrations.norm_sites import give
 from olmo_lns.integrations.transformers.configs import record_of, stock_config_class
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
 from olmo_lns.integrations.transformers.models import own_config, stock_class
