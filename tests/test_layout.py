@@ -93,7 +93,7 @@ def test_an_arrow_that_runs_up_is_seen_wherever_it_is(line):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """Not even inside functions. Integrations may: what they replace upstream is looked up when it runs."""
+    """Not even inside functions. Three integrations may: what they replace upstream is looked up when it runs."""
     graph = {}
     for module, tree in TREES.items():
         graph[module] = uses = set()
@@ -102,7 +102,8 @@ def test_no_modules_import_each_other_in_a_circle():
                 name = name.rpartition(".")[0]  # a name of the module
             uses.add(name if name in TREES else f"{name}.__init__")
         uses.discard(module)
-    free = ("integrations.", "__init__")  # a package's own file names what lies in it
+    # A package's own file names what lies in it.
+    free = ("integrations.olmo", "integrations.transformers", "integrations.autoload", "__init__")
     above = {module: uses for module, uses in graph.items() if not any(part in module for part in free)}
     assert list(TopologicalSorter(above).static_order()), "raises CycleError, which names the circle"
 

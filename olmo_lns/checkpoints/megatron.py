@@ -28,8 +28,7 @@ from olmo_lns.checkpoints import METADATA, open_distributed
 from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, check_archive, join_rows, loading, split_rows
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.addition import SLOTS
-from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
+from olmo_lns.integrations.megatron.settings import SLOTS, ZERO_CENTRED, Settings
 from olmo_lns.integrations.olmo.types import spell
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme

@@ -9,23 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from olmo_lns.integrations.megatron.registration import register
+
 if TYPE_CHECKING:
     from olmo_lns.integrations.megatron.applying import apply, layer_spec
 
 __all__ = ["apply", "layer_spec", "register"]
-
-
-def register() -> None:
-    """Arrange that each Megatron module is extended right after it is imported.
-
-    Idempotent, and inert until ``--layernorm-scaling``, ``--norm-scheme`` or ``--no-scaled-init`` is given.
-
-    :raises UpstreamChangedError: (at the import of the module concerned) this Megatron is not one
-        that was verified; the message names the override.
-    """
-    from olmo_lns.integrations.megatron.upstream import install
-
-    install()
 
 
 def __getattr__(name: str) -> object:

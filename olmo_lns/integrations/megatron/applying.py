@@ -20,9 +20,9 @@ from olmo_lns.integrations.megatron.building import (
     say_left_out,
     start_up_line,
     use_plain_initialization,
-    vision_towers,
 )
 from olmo_lns.integrations.megatron.layers import attach_layer, check_config, count_sites, layers_of
+from olmo_lns.integrations.megatron.registration import install_core
 from olmo_lns.integrations.megatron.settings import VISION, Settings, mark
 from olmo_lns.integrations.norm_sites import read_back
 from olmo_lns.integrations.patching import check_target, require_verified
@@ -71,13 +71,12 @@ def apply(
             f"cannot apply {settings.scheme.definition.title} to {type(target).__name__}: expected a "
             "TransformerConfig, a TransformerLayer, or a module that holds some."
         )
-    upstream.install_core()
+    install_core()
     require_verified(upstream.CORE)
     check_config(config, settings.scheme)
     found = Settings.of(config)
     # A vision tower's config is often a copy of the language model's: the same settings, and vision on top.
-    same = (found.scheme, found.initialization) == (settings.scheme, settings.initialization)
-    if found.active and not (same and vision):
+    if found.active and not (vision and _same(found, settings)):
         raise LNSConfigError(
             f"{found.scheme.definition.title} is on in this {type(config).__name__} already ({found.scheme}): call "
             "apply once, or start from a fresh config."
@@ -96,7 +95,7 @@ def ask_for_plain_initialization(config: Any) -> None:
         return
     if found.active:
         raise LNSConfigError("plain_initialization(config) contradicts keep_scaled_init=True: leave one of them out.")
-    upstream.install_core()
+    install_core()
     require_verified(upstream.CORE)
     _refuse_used(config)
     mark(config, Settings(no_scaled_init=True), vision=getattr(config, VISION, False))
@@ -133,7 +132,7 @@ def layer_spec(
     settings = _settings(scheme, exponent, keep_scaled_init)
     check_target(upstream.target("TransformerLayer.__init__"))
     check_config(config, settings.scheme)
-    if (found := Settings.of(config)).active and found != settings.spelled_out():
+    if (found := Settings.of(config)).active and not _same(found, settings):
         raise LNSConfigError(
             f"the config has {found.scheme} already ({found.initialization} initialization): {settings.scheme} "
             f"({settings.initialization}) was asked for."
@@ -207,6 +206,10 @@ def _settings(text: str, exponent: float, keep_scaled_init: bool) -> Settings:
     return Settings.of_scheme(scheme, keep_scaled_init=keep_scaled_init).check()
 
 
+def _same(one: Settings, other: Settings) -> bool:
+    return (one.scheme, one.initialization) == (other.scheme, other.initialization)
+
+
 def _refuse_used(config: Any) -> None:
     """Looked up among all living objects: a model built before the first ``apply`` left no other trace.
 
@@ -230,7 +233,7 @@ def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int
     if count_sites(module):
         title = read_back(module).definition.title
         raise LNSConfigError(f"{title} is on in this {type(module).__name__} already.")
-    towers = [] if vision else vision_towers(module)
+    towers = [] if vision else _vision_towers(module)
     left = {id(child) for tower in towers for child in tower.modules()}
     layers = [child for child in layers_of(module) if id(child) not in left]
     if not layers:
@@ -252,3 +255,13 @@ def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int
     hybrid = sites == len(layers)
     say(start_up_line(module, config, initialization="weights as they were", hybrid=hybrid))
     return sites
+
+
+def _vision_towers(model: nn.Module) -> list[Any]:
+    """The vision towers in ``model``; those of ``vit_model`` share no base class of their own."""
+    from megatron.core.models.common.vision_module.vision_module import VisionModule
+
+    module = sys.modules.get("megatron.core.models.vision.vit_model")
+    names = ("ViTModel", "QwenVLViTModel", "KimiViTModel")
+    kinds = (VisionModule, *(getattr(module, name) for name in names if module is not None))
+    return [child for child in model.modules() if isinstance(child, kinds)]

@@ -1,4 +1,4 @@
-"""What is built: the constructors' wrappers, the initialization that they choose, and what is said of it.
+"""What a launch builds: its flags, its config, the constructors' wrappers, the initialization that they choose.
 
 Megatron's scaled initialization gives the residual output projections std/sqrt(2L) through
 ``output_layer_init_method``. Every such projection (attention, MLA, MLP, experts, latent MoE, MTP) takes its method
@@ -8,6 +8,8 @@ the width factor 1/sqrt(width_mult) already: only the depth factor goes.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
 import sys
 from contextvars import ContextVar
@@ -17,27 +19,18 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.megatron.layers import attach_layer, blocks_of, check_config, count_sites, layers_of
-from olmo_lns.integrations.megatron.settings import FLAGS, VISION, Settings
-from olmo_lns.integrations.megatron.upstream import BRIDGE
+from olmo_lns.integrations.megatron.layers import (
+    attach_layer,
+    blocks_of,
+    check_config,
+    check_scheme,
+    count_sites,
+    layers_of,
+)
+from olmo_lns.integrations.megatron.settings import FLAGS, VISION, Settings, add_flags, mark
+from olmo_lns.integrations.megatron.upstream import BRIDGE, CORE, TRAINING
 from olmo_lns.integrations.patching import require_verified
-
-__all__ = [
-    "describe",
-    "hybrid_stack",
-    "inside_mtp",
-    "layer_stack",
-    "mtp_layer",
-    "restore_initialization",
-    "say",
-    "say_left_out",
-    "settings_of",
-    "start_up_line",
-    "transformer_layer",
-    "use_plain_initialization",
-    "vision_tower",
-    "vision_towers",
-]
+from olmo_lns.schemes import PRE_LN
 
 Init = Callable[..., None]
 
@@ -145,17 +138,9 @@ def transformer_layer(original: Init) -> Init:
     return __init__
 
 
-def layer_stack(original: Init) -> Init:
-    """After: two sites in each layer, or no model."""
-    return _stack(original, hybrid=False)
+def layer_stack(original: Init, *, hybrid: bool = False) -> Init:
+    """After: two sites in each layer, or no model; of a hybrid model one in each attention and MLP/MoE layer."""
 
-
-def hybrid_stack(original: Init) -> Init:
-    """After: only attention and MLP/MoE layers, one site in each."""
-    return _stack(original, hybrid=True)
-
-
-def _stack(original: Init, *, hybrid: bool) -> Init:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         config = _config(args, kwargs)
         settings = settings_of(config)
@@ -186,6 +171,9 @@ def _stack(original: Init, *, hybrid: bool) -> Init:
         say(start_up_line(self, self.config, initialization=initialization, hybrid=hybrid))
 
     return __init__
+
+
+hybrid_stack = functools.partial(layer_stack, hybrid=True)
 
 
 def mtp_layer(original: Init) -> Init:
@@ -230,16 +218,6 @@ def vision_tower(original: Init) -> Init:
     return __init__
 
 
-def vision_towers(model: nn.Module) -> list[Any]:
-    """The vision towers in ``model``; those of ``vit_model`` share no base class of their own."""
-    from megatron.core.models.common.vision_module.vision_module import VisionModule
-
-    module = sys.modules.get("megatron.core.models.vision.vit_model")
-    names = ("ViTModel", "QwenVLViTModel", "KimiViTModel")
-    kinds = (VisionModule, *(getattr(module, name) for name in names if module is not None))
-    return [child for child in model.modules() if isinstance(child, kinds)]
-
-
 def say_left_out(tower: Any, config: Any, settings: Settings) -> None:
     title = settings.scheme.definition.title
     say(f"vision tower {type(tower).__name__}: no {title} in its {config.num_layers} blocks")
@@ -250,3 +228,104 @@ def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
             return kwargs[name]
     return args[0]
+
+
+def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's own options, then ours."""
+
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_flags(original(parser))
+
+    return add_megatron_arguments
+
+
+def config_from_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the config with the settings of the arguments and choose the initialization."""
+
+    def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:
+        config = original(args, config_class)
+        settings = Settings.of(args).check()
+        if settings == Settings():
+            return config
+        require_verified(CORE, TRAINING)
+        check_scheme(settings.scheme, int(config.num_layers))
+        mark(config, settings)
+        settings.store(args)  # with the exponent spelled out, for the checkpoint
+        if settings.scaled_init_off:
+            use_plain_initialization(config)
+            if not settings.active:  # otherwise part of the start-up line
+                say(describe(config, off=True))
+        return config
+
+    return core_transformer_config_from_args
+
+
+def model_built(original: Callable[..., Any]) -> Callable[..., Any]:
+    """After a model is finished: it has the scheme that the arguments say, and they say the scheme that it has."""
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        result = original(*args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        chunks = model if isinstance(model, list) else [model]
+        if (settings := Settings.of(get_args())).active:
+            _require_sites(chunks, settings)
+        else:
+            _take_over(get_args(), chunks)
+        return result
+
+    return build
+
+
+def _take_over(args: Any, chunks: list[Any]) -> None:
+    """What the model's provider laid on it by ``apply`` goes into the arguments, by which a checkpoint is compared.
+
+    :raises LNSConfigError: two schemes, or one that is in no block.
+    """
+    # From the configs: a pipeline stage without a layer has no site, and its arguments are compared all the same.
+    configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
+    applied = {_of_built(config) for config in configs if Settings.of(config).active}
+    if len(applied) > 1:
+        raise LNSConfigError(
+            f"one model with {' and '.join(sorted(str(each.record()) for each in applied))}, by apply(): its "
+            "checkpoints can name one of them. Apply the same scheme everywhere, in the same way."
+        )
+    for settings in applied:
+        _require_sites(chunks, settings)
+        settings.store(args)
+        say(f"{settings.flag}: not given but applied to the model; checkpoints of this run name it")
+
+
+def _of_built(config: Any) -> Settings:
+    """The settings of a config as its model was drawn: ``apply`` on a built model comes after the initialization."""
+    plain = config.output_layer_init_method is config.init_method
+    return Settings.of_scheme(Settings.of(config).scheme, keep_scaled_init=not plain)
+
+
+def _require_sites(chunks: list[Any], settings: Settings) -> None:
+    """:raises LNSConfigError: no block of this process's part of the model has the scheme, or it has another.
+
+    What a checkpoint will say of itself is what the arguments say: here the built model is held to them.
+    """
+    for chunk in chunks:
+        if (found := norm_sites.read_back(chunk)) not in (settings.scheme, PRE_LN):
+            raise LNSConfigError(f"{settings.scheme} was asked for, but the model was built with {found}.")
+    if any(count_sites(chunk) or _has_empty_stack(chunk) for chunk in chunks):
+        return
+    inner = chunks[0]
+    while hasattr(inner, "module"):  # DDP, Float16Module
+        inner = inner.module
+    kind = type(inner)
+    raise LNSConfigError(
+        f"{settings.flag} was given, but {kind.__module__}.{kind.__name__} was built without it in a single block: it "
+        "holds no layers of Megatron Core's TransformerBlock (as with --use-legacy-models), or only a vision tower. "
+        "Use a model of megatron.core, or drop the flag."
+    )
+
+
+def _has_empty_stack(chunk: Any) -> bool:
+    """Whether a pipeline stage holds a decoder with no layer in it, only an embedding or the loss."""
+    stacks = ("TransformerBlock", "HybridStack", "MambaStack")
+    return any(type(module).__name__ in stacks and not len(module.layers) for module in chunk.modules())

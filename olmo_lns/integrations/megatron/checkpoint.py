@@ -2,7 +2,8 @@
 
 A launch of Megatron's own saves its whole ``args``, but restores and compares fixed lists of names. What is saved
 without ``args`` (Megatron Bridge, a loop of one's own) gets the record of the built model in the ``content_metadata``
-of Megatron Core's ``dist_checkpointing``.
+of Megatron Core's ``dist_checkpointing``. What Megatron Bridge reads of Megatron-LM keeps its scheme, and a model with
+a scheme is not written for stock classes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron.building import say
 from olmo_lns.integrations.megatron.layers import layers_of
-from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
+from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings, mark
 from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
 from olmo_lns.integrations.patching import require_verified
 from olmo_lns.record import Record, accepted, check_match
 
-__all__ = ["compare_built", "load", "load_args", "load_base", "look", "save", "tensors"]
+__all__ = ["exported", "imported", "load", "load_args", "load_base", "look", "save", "saved_config", "tensors"]
 
 #: The key of the record in ``content_metadata``, and the attribute by which a sharded tensor carries it.
 _KEY, _MARK = "olmo_lns", "lns_record"
@@ -84,7 +85,7 @@ def load(original: Callable[..., Any]) -> Callable[..., Any]:
                 del state[_METADATA]
         if running is not None:
             _check_gains(state.get("args"), running.zero_centred, checkpoint_dir)
-            compare_built(saved, running.record, checkpoint_dir)
+            _compare_built(saved, running.record, checkpoint_dir)
         return result
 
     return load
@@ -142,7 +143,7 @@ def _saved_record(state: Any, source: object) -> Record | None:
     return None if record is None else Record.from_dict(record, source=source)
 
 
-def compare_built(saved: Record | None, running: Record, source: object) -> None:
+def _compare_built(saved: Record | None, running: Record, source: object) -> None:
     """:raises CheckpointMismatchError: the checkpoint's scheme is not the built model's, or it names none."""
     if saved is not None:
         differences = check_match(saved, running, source=source)
@@ -236,3 +237,49 @@ def _check(args: Any, saved_args: Any, running: Record, source: object) -> None:
 def _say_allowed(differences: Iterable[str]) -> None:
     for name in differences:
         say(f"going on in spite of {name}, allowed by {environment.ALLOW_MISMATCH}")
+
+
+def saved_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The config of a checkpoint of ``pretrain_gpt.py``, which copies fields of ``TransformerConfig`` alone."""
+
+    def _transformer_config_from_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        config = original(args, *rest, **kwargs)
+        if (settings := Settings.of(args)) != Settings():
+            mark(config, settings)
+        return config
+
+    return _transformer_config_from_args
+
+
+def exported(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The weights as they are, for a class of transformers that knows no factor."""
+    signature = inspect.signature(original)
+
+    def stream(*args: Any, **kwargs: Any) -> Any:
+        for chunk in _chunks(signature.bind(*args, **kwargs).arguments["megatron_model"]):
+            if not (scheme := norm_sites.read_back(chunk)).is_pre_ln:
+                raise LNSConfigError(
+                    f"Megatron Bridge writes this model's weights for a class without {scheme}: the result would run "
+                    "as plain Pre-LN. Export the checkpoint with `olmo-lns export --format hf`, which folds it."
+                )
+        return original(*args, **kwargs)
+
+    return stream
+
+
+def imported(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Weights of transformers' classes are Pre-LN's: into a model with a scheme by permission only."""
+    signature = inspect.signature(original)
+
+    def load_weights_hf_to_megatron(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs).arguments
+        for chunk in _chunks(call["megatron_model"]):
+            name = getattr(call["hf_pretrained"], "model_name_or_path", "the Hugging Face model")
+            _compare_built(Record(), Record(norm_sites.read_back(chunk)), name)
+        return original(*args, **kwargs)
+
+    return load_weights_hf_to_megatron
+
+
+def _chunks(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]

@@ -17,7 +17,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale, names, parse
 
-__all__ = ["FLAGS", "VISION", "ZERO_CENTRED", "Settings", "add_flags", "config_class", "mark", "variables"]
+__all__ = ["FLAGS", "SLOTS", "VISION", "ZERO_CENTRED", "Settings", "add_flags", "config_class", "mark", "variables"]
 
 #: Option strings, in the order of ``Settings``' fields.
 FLAGS = (
@@ -30,6 +30,9 @@ FLAGS = (
 
 #: ``--apply-layernorm-1p`` in arguments: up to Megatron Core 0.15, and from 0.16 on; and in a config.
 ZERO_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+
+#: Sub-layer -> the layer's attribute that adds its output to the stream, and the name of what it saves.
+SLOTS = {"attn": "self_attn_bda", "ff": "mlp_bda"}
 
 #: A flag with a number above 1 -> Megatron asserts one connection for it, on GPUs up to Hopper.
 _ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
@@ -101,10 +104,6 @@ class Settings:
         holder.layernorm_scaling_keep_scaled_init = self.layernorm_scaling_keep_scaled_init
         holder.no_scaled_init = self.no_scaled_init
         holder.norm_scheme = self.norm_scheme
-
-    def spelled_out(self) -> Settings:
-        """As they come back from where :meth:`store` wrote them."""
-        return replace(self, layernorm_scaling_exponent=self.exponent)
 
     @property
     def exponent(self) -> float:

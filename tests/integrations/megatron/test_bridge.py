@@ -16,7 +16,7 @@ from support import te_python
 
 from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations import patching
-from olmo_lns.integrations.megatron import upstream
+from olmo_lns.integrations.megatron import registration, upstream
 
 TESTS = Path(__file__).parents[2]
 
@@ -77,7 +77,7 @@ def test_a_bridge_without_a_function_is_an_error_where_a_scheme_is_built(monkeyp
     name = "megatron.bridge.training.mlm_compat.arguments"
     for part in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.mlm_compat", name):
         monkeypatch.setitem(sys.modules, part, ModuleType(part))
-    upstream._extend(sys.modules[name])
+    registration._extend(sys.modules[name])
     with pytest.raises(
         UpstreamChangedError, match=r"this Megatron Bridge was left untouched.*_transformer_config_from"
     ):

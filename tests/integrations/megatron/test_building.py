@@ -12,7 +12,7 @@ import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations.megatron import apply, checkpoint, launching
+from olmo_lns.integrations.megatron import apply, building, checkpoint
 from olmo_lns.integrations.megatron.building import describe, use_plain_initialization
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record
@@ -95,7 +95,7 @@ def test_a_config_that_did_not_come_from_the_arguments_is_refused(
 
 def test_a_model_without_a_site_stops_the_run(arguments: SimpleNamespace) -> None:
     """As with --use-legacy-models, whose layers are others."""
-    build = launching.model_built(lambda model: model)
+    build = building.model_built(lambda model: model)
     layers = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     for model in ([layers], ([layers], "optimizer", "scheduler")):
         with pytest.raises(LNSConfigError, match=r"container.Sequential was built without it in a single block"):
@@ -111,7 +111,7 @@ def test_a_stage_without_a_layer_passes_and_names_what_was_applied(arguments: Si
     apply(cfg := tiny.config())
     chunks = [tiny.build(cfg)]
     del chunks[0].decoder.layers[:]  # a pipeline stage with the loss alone
-    assert launching.model_built(lambda: chunks)() is chunks
+    assert building.model_built(lambda: chunks)() is chunks
     assert Settings.of(arguments).scheme == parse("lns")
 
 
@@ -130,7 +130,7 @@ def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
         apply(cfg, scheme=scheme, keep_scaled_init=keep)
         return [tiny.build(cfg)]
 
-    launching.model_built(launching.model_built(provider))()  # setup_model_and_optimizer calls get_model
+    building.model_built(building.model_built(provider))()  # setup_model_and_optimizer calls get_model
     drawn = "upstream" if built or keep else "plain"  # a built model was drawn by Megatron's own initialization
     assert Settings.of(arguments).check().record() == Record(parse(scheme), scaled_init=drawn)
     assert f"--norm-scheme {scheme}: not given but applied to the model" in capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_two_schemes_in_one_model_are_refused(arguments: SimpleNamespace) -> Non
         apply(cfg := tiny.config(), exponent=exponent)
         chunks.append(tiny.build(cfg))
     with pytest.raises(LNSConfigError, match=r"one model with lns:exponent=0.25 .* and lns:exponent=0.5 .*by apply"):
-        launching.model_built(lambda: chunks)()
+        building.model_built(lambda: chunks)()
 
 
 def test_apply_after_the_build_is_refused() -> None:

@@ -11,7 +11,7 @@ from support import megatron_tiny as tiny
 
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations.megatron import checkpoint, launching
+from olmo_lns.integrations.megatron import building, checkpoint
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
 from olmo_lns.schemes import names
 from olmo_lns.schemes import parse as parse_scheme
@@ -39,7 +39,7 @@ def parse(*words: str, **more: Any) -> argparse.Namespace:
 )
 def test_flags_reach_the_config_and_choose_the_initialization(words: tuple[str, ...], scheme: str) -> None:
     args, config = parse(*words), tiny.config()
-    make = launching.config_from_args(lambda args, config_class=None: config)
+    make = building.config_from_args(lambda args, config_class=None: config)
     assert make(args) is config
     for holder in (args, config):
         assert str(Settings.of(holder).scheme) == scheme

@@ -17,7 +17,7 @@ from support import megatron_tiny as tiny
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import patching
-from olmo_lns.integrations.megatron import apply, checkpoint, launching, register, upstream
+from olmo_lns.integrations.megatron import apply, building, checkpoint, register, registration, upstream
 from olmo_lns.integrations.patching import fingerprint, is_patched
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS
@@ -43,8 +43,8 @@ def test_every_version_has_every_symbol_once_and_the_wrapped_ones_are_there() ->
     for pair in (("MambaStack", "HybridStack"), ("arguments:core_", "argument_utils:core_")):
         both = [version for path in TABLE for version in versions(path) if any(name in path for name in pair)]
         assert sorted(both) == sorted(upstream.VERSIONS)
-    assert {path for path in upstream.WRAPPERS if not path.startswith("megatron.bridge.")} <= set(TABLE)
-    assert all(callable(upstream._function(name)) for name in upstream.WRAPPERS.values())
+    assert {path for path in registration.WRAPPERS if not path.startswith("megatron.bridge.")} <= set(TABLE)
+    assert all(callable(registration.wrapper(name)) for name in registration.WRAPPERS.values())
 
 
 def test_the_installed_core_is_verified_symbol_by_symbol_in_memory_and_in_its_files() -> None:
@@ -108,13 +108,13 @@ def test_an_unknown_megatron_is_left_untouched_with_one_warning(
     init = unknown.TransformerLayer.__init__
     monkeypatch.delattr(transformer_block, "TransformerBlock")
     for module in (transformer_block, unknown, unknown):
-        upstream._extend(module)
+        registration._extend(module)
     assert unknown.TransformerLayer.__init__ is init
     (warning,) = caplog.records
     assert "leaves this Megatron Core untouched" in warning.getMessage()
     assert "TransformerBlock.__init__ does not exist" in caplog.text
     monkeypatch.setenv(patching.ALLOW_UNVERIFIED, "1")
-    upstream._extend(unknown)
+    registration._extend(unknown)
     assert is_patched(unknown.TransformerLayer.__init__)
 
 
@@ -124,7 +124,7 @@ def test_an_unknown_megatron_is_refused_where_a_flag_asks_for_a_scheme(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", word])
     with pytest.raises(UpstreamChangedError) as caught:
-        upstream._extend(unknown)
+        registration._extend(unknown)
     message = str(caught.value)
     assert "transformer_layer:TransformerLayer.__init__" in message and "0.16.1" in message
     assert "OLMO_LNS_ALLOW_UNVERIFIED=1" in message and "OLMO_LNS_DISABLE=1" in message
@@ -142,14 +142,14 @@ def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(
     saved: dict[str, Any] = {"args": Namespace(tensor_parallel=1)}
     monkeypatch.setattr(serialization, "load", lambda state, folder: saved)
     monkeypatch.setattr(serialization, "save", lambda state, folder: None)
-    upstream._extend(unknown)
-    upstream._extend(serialization)
+    registration._extend(unknown)
+    registration._extend(serialization)
     assert not is_patched(serialization.save)
     assert dist_checkpointing.load({}, "folder") is saved
     record = {"content_metadata": {"olmo_lns": Record(LNS).as_dict()}}
     for ask in (
         lambda: apply(tiny.config()),
-        lambda: launching.config_from_args(lambda args, kind=None: None)(Namespace(layernorm_scaling=True)),
+        lambda: building.config_from_args(lambda args, kind=None: None)(Namespace(layernorm_scaling=True)),
         lambda: checkpoint.look(lambda: (object(), Namespace(norm_scheme="lnsafterff")))(),
         lambda: saved.update(record, args=None) or dist_checkpointing.load({}, "folder"),
     ):
@@ -159,7 +159,7 @@ def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(
 
 def test_registration_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "megatron.training.arguments"
-    monkeypatch.setattr(upstream, "_installed", upstream._installed - {name})
+    monkeypatch.setattr(registration, "_installed", registration._installed - {name})
     late = ModuleType(name)
     late.__spec__ = importlib.util.spec_from_loader(name, None)
     monkeypatch.setitem(sys.modules, name, late)
