@@ -70,7 +70,7 @@ EXAMPLES = {
     "analyze jacobian": ("olmo-lns analyze jacobian --model runs/lns/step1000-unsharded --data heldout.npy",),
     "analyze gradnorm": ("olmo-lns analyze gradnorm --model runs/lns/step1000-unsharded --data heldout.npy",),
     "analyze all": ("olmo-lns analyze all runs/preln/step1000 runs/lns/step1000 --data heldout.npy -o report",),
-    "analyze plot": ("olmo-lns analyze plot variance.json -o variance.pdf",),
+    "analyze plot": ("olmo-lns analyze plot variance.json -o variance.svg",),
     "analyze compare": ("olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",),
     "hf init": ("olmo-lns hf init Qwen/Qwen2.5-0.5B --scheme lns -o qwen-lns",),
     "hf import": ("olmo-lns hf import runs/lns/step1000 -o model",),

@@ -1,29 +1,40 @@
-"""``olmo-lns analyze plot``, ``compare`` and ``all``: figures, tables and one page of the results."""
+"""What ``olmo-lns analyze`` does once its options are read: run diagnostics, and write, draw and compare results."""
 
 from __future__ import annotations
 
 import argparse
 import base64
 import html
+import importlib
+import importlib.util
 import io
+import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
-from olmo_lns.diagnostics import MEASURES
+import pandas
+
+from olmo_lns.arguments import process_group
+from olmo_lns.checkpoints import record_in
+from olmo_lns.diagnostics import MEASURES, plots
+from olmo_lns.diagnostics.data import DataOptions, check_source, load_processor, read_batches, read_images, track
+from olmo_lns.diagnostics.layer_drop import score_tasks
 from olmo_lns.diagnostics.results import (
     Report,
-    check_comparable,
+    check_labels,
     check_writable,
     markdown,
-    relabelled,
+    read_results,
     table,
     write_csv,
 )
 from olmo_lns.environment import processes
 from olmo_lns.errors import LNSError, one_line
+from olmo_lns.models.loading import LoadedModel, load_model, load_tokenizer
 
-__all__ = ["compare", "page", "plot", "run_all"]
+__all__ = ["compare", "measure_all", "measure_one", "plot"]
 
 _STYLE = (
     "body{font:15px sans-serif;max-width:60em;margin:2em auto}img{max-width:100%}"
@@ -31,20 +42,173 @@ _STYLE = (
 )
 
 
+def measure_one(args: argparse.Namespace) -> int:
+    """``olmo-lns analyze <what>``: measured, written, drawn, and printed by the first rank."""
+    # Before the work: what would be found out after it.
+    output = args.output or Path(f"{args.what}.json")
+    check_writable(output, [".json"])
+    for path in args.plot:
+        check_writable(path)
+    check_source(args.data, pack=args.pack)
+    _need(*(["matplotlib"] if args.plot else []), *(["lm_eval"] if args.tasks else []))
+    if (world := processes()) > 1 and not MEASURES[args.what].pools:
+        raise LNSError(f"{args.what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
+    with process_group() if world > 1 else nullcontext():
+        rank = int(os.environ["RANK"]) if world > 1 else 0
+        measured = _measure(args, _load(args, args.model), rank, world)
+    if rank:
+        return 0
+    written = [*measured.write(output), *(plots.save(plots.draw([measured]), path) for path in args.plot)]
+    result = measured.result
+    print(markdown([measured]))
+    if args.what == "jacobian":
+        print(f"\n{result.method}: {len(result.coordinates)} of {result.width} rows")
+    print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
+    return 0
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """``olmo-lns analyze all``: run them, model by model, and write the page.
+
+    What a model cannot take is noted there, the others go on.
+
+    :raises LNSError: an unknown diagnostic, several ranks, or nothing that ran.
+    """
+    _need("matplotlib")
+    check_source(args.data, pack=args.pack)
+    labels = check_labels([_label(model) for model in args.models], args.labels)
+    if unknown := [what for what in args.only if what not in MEASURES]:
+        raise LNSError(f"--only: unknown {unknown[0]!r}: expected some of {', '.join(MEASURES)}")
+    if (world := processes()) > 1:
+        raise LNSError(f"analyze all runs in one process: found WORLD_SIZE={world}; start it without torchrun")
+    args.output.mkdir(parents=True, exist_ok=True)
+    sections: dict[str, list[Report]] = {}
+    problems: list[str] = []
+    for number, (model, label) in enumerate(zip(args.models, labels, strict=True), start=1):
+        try:
+            loaded = _load(args, model)
+        except LNSError as error:
+            problems.append(f"{model}: {one_line(error)}")
+            continue
+        for what in args.only:
+            own = {"what": what, "model": model, "label": label, "tokens": args.tokens or MEASURES[what].tokens}
+            try:
+                found = _measure(argparse.Namespace(**{**vars(args), **own}), loaded, 0, 1)
+            except LNSError as error:
+                problems.append(f"{what}, {model}: {one_line(error)}")
+                continue
+            found.write(args.output / f"{what}-{number}.json")
+            sections.setdefault(what, []).append(found)
+    if not sections:
+        raise LNSError(f"no diagnostic ran: {'; '.join(problems)}")
+    target = args.output / "report.html"
+    target.write_text(_page(sections, problems), encoding="utf-8")
+    print("\n\n".join(map(markdown, sections.values())))
+    print(f"\nWritten: {target}" + "".join(f"\nNot run: {problem}" for problem in problems))
+    return 1 if problems else 0
+
+
+def _need(*modules: str) -> None:
+    """:raises ModuleNotFoundError: one is not installed, before the work that ends with it."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def _load(args: argparse.Namespace, model: str) -> LoadedModel:
+    names = ("dtype", "device", "device_map", "blocks", "branch")
+    return load_model(model, **{name: getattr(args, name) for name in names})
+
+
+def _measure(args: argparse.Namespace, loaded: LoadedModel, rank: int, world: int) -> Report:
+    """The report of one diagnostic of a loaded model."""
+    length = args.sequence_length or min(MEASURES[args.what].longest, loaded.max_length)
+    if length > loaded.max_length:
+        raise LNSError(f"--sequence-length {length}: the model takes at most {loaded.max_length}")
+    options = DataOptions(
+        sequence_length=length,
+        batch_size=args.batch_size,
+        max_tokens=args.tokens,
+        max_sequences=args.sequences if args.what == "jacobian" else None,
+        pack=args.pack,
+        token_dtype=args.token_dtype or loaded.token_dtype,
+        text_field=args.text_field,
+        rank=rank,
+        world=world,
+    )
+
+    def tokenizer() -> Any:
+        return load_tokenizer(args.tokenizer or loaded.tokenizer_name, loaded.eos_token_id)
+
+    if args.image_field or args.branch == "vision":
+        if not loaded.reads_images:
+            raise LNSError(f"--image-field: {args.model} is no vision-language model")
+        processor = load_processor(args.processor or args.model)
+        batches = read_images(args.data, options, processor, args.image_field or "image")
+    else:
+        batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
+    label = args.label or _label(args.model)
+    if not args.quiet and rank == 0:
+        said = f"{label}: {args.what}" if "models" in args else args.what
+        batches = track(batches, said, (args.tokens or length * args.sequences) // world)
+    result = _run(args, loaded, batches, tokenizer, world > 1)
+    record = record_in(Path(args.model)) if Path(args.model).is_dir() else None
+    settings = {
+        "dtype": loaded.dtype,
+        "device": str(loaded.device),
+        "sequence_length": length,
+        "initialization": record.scaled_init if record else "plain",
+        "ranks": world,
+        "lns": None if record is None or record.scheme.is_pre_ln else record.as_dict(),
+        **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
+        **{name: value for name in ("branch", "image_field") if (value := getattr(args, name))},
+    }
+    return Report(args.what, label, args.model, args.data, result, settings)
+
+
+def _run(
+    args: argparse.Namespace, loaded: LoadedModel, batches: Iterator[Any], tokenizer: Callable[[], Any], several: bool
+) -> Any:
+    module, _, name = MEASURES[args.what].function.partition(":")
+    function = getattr(importlib.import_module(f"olmo_lns.diagnostics.{module}"), name)
+    options: dict[str, Any] = {"all_ranks": several} if MEASURES[args.what].pools else {}
+    if args.what == "angular":
+        options["last_token"] = args.last_token
+    elif args.what == "jacobian":
+        options |= {"rows": args.rows, "seed": args.seed}
+    elif args.what in ("layer-drop", "gradnorm"):
+        options["mask_token"] = tokenizer().mask_token_id if loaded.masked_lm else None
+    tasks = {}
+    if args.tasks:
+        names = ("metric", "limit", "num_fewshot", "chat_template", "batch_size")
+        how = {name: getattr(args, name) for name in names}
+        # First: what fails here, such as a download, fails before the losses are computed.
+        tasks = score_tasks(loaded, tokenizer(), args.tasks, include_path=args.task_path, **how)
+    result = function(loaded.model, loaded.blocks, batches, loaded.device, **options)
+    if tasks:
+        result.tasks.update(tasks)
+    return result
+
+
+def _label(model: str) -> str:
+    """From the run's name on: ``lns/seed0/step300-unsharded``."""
+    parts, checkpoint = Path(model).parts, Path(model, "config.yaml").is_file()
+    first = len(parts) - 1 - checkpoint
+    while first > 0 and parts[first].startswith(("step", "seed")):
+        first -= 1
+    return "/".join(parts[max(0, first) :])
+
+
 def plot(args: argparse.Namespace) -> int:
     """``olmo-lns analyze plot``: the figure of result files."""
-    from olmo_lns.diagnostics import plots
-
     outputs = args.output or [args.results[0].with_suffix(".png")]
     for path in outputs:
         check_writable(path)
     if any(result.suffix == ".csv" for result in args.results):
-        labels = args.labels or [result.parent.name or result.stem for result in args.results]
-        if len(labels) != len(args.results):
-            raise LNSError(f"--labels: found {len(labels)} names, expected {len(args.results)}, one a file")
+        labels = check_labels([result.parent.name or result.stem for result in args.results], args.labels)
         draw = partial(plots.draw_training, args.results, labels, log=args.log)
     else:
-        draw = partial(plots.draw, relabelled([Report.read(p) for p in args.results], args.labels), log=args.log)
+        draw = partial(plots.draw, read_results(args.results, args.labels), log=args.log)
     print(f"Written: {', '.join(str(plots.save(draw(), path)) for path in outputs)}")
     return 0
 
@@ -57,19 +221,13 @@ def compare(args: argparse.Namespace) -> int:
         check_writable(path)
     if args.table:
         check_writable(args.table, [".csv"])
-    reports = [Report.read(path) for path in args.results]
-    check_comparable(reports)
-    reports = relabelled(reports, args.labels)
+    reports = read_results(args.results, args.labels)
     print(markdown(reports))
     written = []
     if args.output:
-        from olmo_lns.diagnostics import plots
-
         # Each file is of a figure of its own: a second one of the same has another layout in its last digits.
         written += [plots.save(plots.draw(reports, log=args.log), path) for path in args.output]
     if args.table:
-        import pandas
-
         frames = [report.result.frame() for report in reports]
         for frame, report in zip(frames, reports, strict=True):
             frame.insert(0, "model", report.label)
@@ -79,47 +237,8 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_all(args: argparse.Namespace, load: Callable[[str], Any], measure: Callable[..., Report]) -> int:
-    """``olmo-lns analyze all``: run them, model by model, and write the page.
-
-    What a model cannot take is noted there, the others go on.
-
-    :param load: opens a model. :param measure: runs a diagnostic of an opened model: (what, opened, name, number).
-    :raises LNSError: an unknown diagnostic, several ranks, or nothing that ran.
-    """
-    if unknown := [what for what in args.only if what not in MEASURES]:
-        raise LNSError(f"--only: unknown {unknown[0]!r}: expected some of {', '.join(MEASURES)}")
-    if (world := processes()) > 1:
-        raise LNSError(f"analyze all runs in one process: found WORLD_SIZE={world}; start it without torchrun")
-    args.output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Report]] = {what: [] for what in args.only}
-    problems: list[str] = []
-    for number, model in enumerate(args.models):
-        try:
-            opened = load(model)
-        except LNSError as error:
-            problems.append(f"{model}: {one_line(error)}")
-            continue
-        for what in args.only:
-            try:
-                found[what].append(measure(what, opened, model, number))
-            except LNSError as error:
-                problems.append(f"{what}, {model}: {one_line(error)}")
-    sections = {what: reports for what, reports in found.items() if reports}
-    if not sections:
-        raise LNSError(f"no diagnostic ran: {'; '.join(problems)}")
-    target = args.output / "report.html"
-    target.write_text(page(sections, problems), encoding="utf-8")
-    written = [target, *([_pdf(args.output / "report.pdf", sections)] if args.pdf else [])]
-    print("\n\n".join(map(markdown, sections.values())))
-    print(f"\nWritten: {', '.join(map(str, written))}" + "".join(f"\nNot run: {problem}" for problem in problems))
-    return 1 if problems else 0
-
-
-def page(sections: dict[str, list[Report]], problems: Sequence[str]) -> str:
+def _page(sections: dict[str, list[Report]], problems: Sequence[str]) -> str:
     """The page, with its figures inside."""
-    from olmo_lns.diagnostics import plots
-
     parts = ["<!doctype html><meta charset='utf-8'><title>Diagnostics</title>", f"<style>{_STYLE}</style>"]
     everything = [report for reports in sections.values() for report in reports]
     models = dict.fromkeys(f"{report.label}: {report.model}, data {report.data}" for report in everything)
@@ -135,19 +254,3 @@ def page(sections: dict[str, list[Report]], problems: Sequence[str]) -> str:
     if problems:
         parts.append("<h2>Not run</h2>" + "".join(f"<p>{html.escape(problem)}" for problem in problems))
     return "\n".join(parts) + "\n"
-
-
-def _pdf(path: Path, sections: dict[str, list[Report]]) -> Path:
-    from matplotlib.backends.backend_pdf import PdfPages
-    from matplotlib.figure import Figure
-
-    from olmo_lns.diagnostics import plots
-
-    with PdfPages(path) as pages:
-        for what, reports in sections.items():
-            numbers = Figure(figsize=(8.3, 11.7))
-            text = f"{MEASURES[what].title}\n\n{markdown(reports)}"
-            numbers.text(0.05, 0.95, text, family="monospace", size=7, verticalalignment="top")
-            for figure in (plots.draw(reports), numbers):
-                pages.savefig(figure, bbox_inches="tight")
-    return path

@@ -18,14 +18,14 @@ from olmo_lns.diagnostics.layer_drop import LayerDropResult, TaskScores
 from olmo_lns.diagnostics.variance import VarianceResult
 from olmo_lns.errors import LNSError
 
-__all__ = ["KINDS", "Report", "check_comparable", "check_writable", "markdown", "relabelled", "table", "write_csv"]
+__all__ = ["KINDS", "Report", "check_labels", "check_writable", "markdown", "read_results", "table", "write_csv"]
 
 log = logging.getLogger(__name__)
 
 #: Version of the file layout.
 FORMAT = 1
 #: Formats of figures.
-FIGURES = (".png", ".svg", ".pdf")
+FORMATS = (".png", ".svg")
 #: Name of a diagnostic -> its result type, and the number of every block that its table shows, block 1 first.
 KINDS: dict[str, tuple[type[Any], Callable[[Any], list[float]]]] = {
     "variance": (VarianceResult, lambda r: r.variance),
@@ -95,7 +95,7 @@ class Report:
         return found
 
 
-def check_writable(path: Path, suffixes: Sequence[str] = FIGURES) -> None:
+def check_writable(path: Path, suffixes: Sequence[str] = FORMATS) -> None:
     """Find out before the work whether its result can be written; makes the parent folder.
 
     :param suffixes: of the formats that can be written, those of figures by default.
@@ -118,34 +118,37 @@ def write_csv(path: Path, frame: Any) -> Path:
     return path
 
 
-def relabelled(reports: Sequence[Report], labels: Sequence[str] | None) -> list[Report]:
-    """The reports under other names, or under their own.
+def check_labels(names: Sequence[str], given: Sequence[str] | None) -> list[str]:
+    """The labels that were ``given``, or the ``names`` that models and files have by themselves.
 
-    :raises LNSError: another number of labels than reports, or two equal labels.
+    :raises LNSError: another number of labels than names, or two equal labels.
     """
-    names = list(labels) if labels else [report.label for report in reports]
-    if len(names) != len(reports):
-        raise LNSError(f"--labels: found {len(names)} names, expected {len(reports)}, one a result")
-    if len(set(names)) != len(names):
-        raise LNSError(f"two results have one label ({', '.join(names)}): name them with --labels")
-    return [dataclasses.replace(report, label=name) for name, report in zip(names, reports, strict=True)]
+    labels = list(given or names)
+    if len(labels) != len(names):
+        raise LNSError(f"--labels: found {len(labels)} names, expected {len(names)}, one for each model or result")
+    if len(set(labels)) != len(labels):
+        raise LNSError(f"two of them have one label ({', '.join(labels)}): name them with --labels")
+    return labels
 
 
-def check_comparable(reports: Sequence[Report]) -> list[str]:
-    """Names of the settings in which the reports differ, each logged as a warning.
+def read_results(paths: Sequence[Path], labels: Sequence[str] | None) -> list[Report]:
+    """Result files of one diagnostic, under other labels where some are given.
 
-    :raises LNSError: different diagnostics, or no report.
+    What differs beside the models is logged as a warning.
+
+    :raises LNSError: of different diagnostics, or the labels are wrong.
     """
-    kinds = sorted({report.what for report in reports})
-    if len(kinds) != 1:
-        raise LNSError(f"only results of one diagnostic can be compared: found {', '.join(kinds) or 'no result'}")
+    reports = [Report.read(path) for path in paths]
+    if len(kinds := sorted({report.what for report in reports})) != 1:
+        raise LNSError(f"only results of one diagnostic can be compared: found {', '.join(kinds)}")
     values = {"data": [report.data for report in reports], "tokens": [report.result.tokens for report in reports]}
     values |= {name: [report.settings.get(name) for report in reports] for name in MATTERS}
     values |= {name: [getattr(r.result, name, None) for r in reports] for name in ("variant", "method")}
-    different = [name for name, found in values.items() if any(value != found[0] for value in found)]
-    for name in different:
-        log.warning("the results differ in %s: %s", name, ", ".join(map(str, values[name])))
-    return different
+    for name, found in values.items():
+        if any(value != found[0] for value in found):
+            log.warning("the results differ in %s: %s", name, ", ".join(map(str, found)))
+    names = check_labels([report.label for report in reports], labels)
+    return [dataclasses.replace(report, label=name) for name, report in zip(names, reports, strict=True)]
 
 
 def table(reports: Sequence[Report]) -> tuple[str, Any]:

@@ -132,7 +132,7 @@ def test_figures_show_what_was_measured(results):
 
 
 def test_default_labels_tell_runs_apart(tmp_path):
-    from olmo_lns.diagnostics.cli import _label
+    from olmo_lns.diagnostics.report import _label
 
     names = ("demo/lns/seed0/step300-unsharded", "demo/preln/seed0/step300-unsharded", "runs/s-lns-s1/latest")
     for name in names:
@@ -246,7 +246,7 @@ def test_results_that_cannot_be_written_are_found_out_first(capsys, tmp_path, re
     command = "variance", "--model", "/no/such/model", "--data", "missing.npy"
     for path, words in (("x.csv", "expected .json"), ("folder.json", "it is a folder"), ("file/x.json", "file")):
         assert words in fails(capsys, *command, "-o", path)
-    assert "expected .png, .svg, .pdf" in fails(capsys, *command, "--plot", "x.jpg")
+    assert "expected .png, .svg" in fails(capsys, *command, "--plot", "x.jpg")
     assert "no such file: missing.npy" in fails(capsys, *command)
     pair = results["variance", "olmo"], results["variance", "llama"]
     assert "expected .csv" in fails(capsys, "compare", *pair, "--table", "x.txt")
@@ -290,7 +290,7 @@ def test_bad_results(capsys, tmp_path, results):
     assert "found 2 names, expected 1" in fails(capsys, "plot", "rows.csv", "--labels", "a,b")
     same = [results["variance", "olmo"]] * 2
     assert "name them with --labels" in fails(capsys, "compare", *same)
-    assert "expected .png, .svg, .pdf" in fails(capsys, "plot", results["variance", "olmo"], "-o", "x.txt")
+    assert "expected .png, .svg" in fails(capsys, "plot", results["variance", "olmo"], "-o", "x.txt")
     content = json.loads(results["variance", "olmo"].read_text())
     whole = content["result"]
     for result in ({k: v for k, v in whole.items() if k != "rms"}, {**whole, "rms": [1]}, {**whole, "variance": ["x"] * 4}, [], None):  # fmt: skip

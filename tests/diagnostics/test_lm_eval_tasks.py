@@ -10,8 +10,7 @@ import torch
 from support import multiple_choice
 
 from olmo_lns import cli
-from olmo_lns.diagnostics.layer_drop import bypassed, output_lengths
-from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
+from olmo_lns.diagnostics.layer_drop import bypassed, output_lengths, score_tasks
 from olmo_lns.errors import LNSError
 from olmo_lns.models.loading import load_model, load_tokenizer
 

@@ -13,7 +13,7 @@ from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from support import multiple_choice
 from support import olmo_core_models as small
 
-from olmo_lns.diagnostics.layer_drop import bypassed
+from olmo_lns.diagnostics.layer_drop import bypassed, score_tasks
 from olmo_lns.errors import LNSError
 from olmo_lns.models.loading import load_model, load_tokenizer
 from olmo_lns.record import Record
@@ -47,8 +47,6 @@ def test_what_is_not_for_it_is_refused(folder, given, message):
 def test_scores_of_tasks(folder, task_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    from olmo_lns.diagnostics.lm_eval_tasks import score_tasks
-
     loaded = load_model(str(folder), device="cpu")
     tokenizer = load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id)
     scores = score_tasks(loaded, tokenizer, ["local_words"], include_path=str(task_folder))["local_words"]

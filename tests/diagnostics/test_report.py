@@ -17,11 +17,10 @@ def test_one_page_for_three_models(llama_folder, bert_folder, token_file, tmp_pa
 
     apply(huggingface("llama")).save_pretrained(tmp_path / "lns")
     models = f"{llama_folder} {tmp_path / 'lns'} {bert_folder} --labels Pre-LN,LNS,BERT"
-    more = "--tokens 256 --sequence-length 16 --device cpu --only variance,layer-drop --pdf"
+    more = "--tokens 256 --sequence-length 16 --device cpu --only variance,layer-drop"
     assert main(f"analyze all {models} --data {token_file} -o {tmp_path / 'out'} {more}".split()) == 0
-    assert (tmp_path / "out" / "report.pdf").read_bytes().count(b"/Type /Page ") == 4  # a figure and a table each
     said = capsys.readouterr()
-    assert "report.html, " in said.out and said.out.count("| block | Pre-LN | LNS | BERT |") == 2
+    assert "report.html" in said.out and said.out.count("| block | Pre-LN | LNS | BERT |") == 2
     assert said.err.count("LayerNorm Scaling on") == 2, "once when it was made, once when it was read"
     assert "LNS: variance" in said.err and "BERT: layer-drop" in said.err, "what it does at the moment"
     page = (tmp_path / "out" / "report.html").read_text()
@@ -45,7 +44,7 @@ def test_what_did_not_run_is_on_the_page_once(llama_folder, token_file, tmp_path
     [
         ("a --only varianz", "unknown 'varianz'"),
         ("a --labels x,y", "found 2 names, expected 1"),
-        ("a b/a", "two models have one label (a, a)"),
+        ("a b/a", "two of them have one label (a, a)"),
     ],
 )
 def test_wrong_usage_is_said_before_a_model_is_loaded(words, said, token_file, tmp_path, capsys):
