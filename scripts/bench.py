@@ -79,12 +79,12 @@ def norm(kind: str, shape: tuple[int, int], device: torch.device) -> Work:
     from olmo.model import LayerNormBase
 
     from olmo_lns.integrations.norm_sites import Site
-    from olmo_lns.integrations.olmo import norms
+    from olmo_lns.integrations.olmo.block import attach_norm
     from olmo_lns.schemes import LNS
 
     module = LayerNormBase.build(config(kind.removeprefix("lns_"), "small", device), size=shape[1])
     if kind.startswith("lns_"):
-        norms.attach_norm(module, Site(LNS, 7, 12, "attn"))
+        attach_norm(module, Site(LNS, 7, 12, "attn"))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     with autocast(device):

@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = "olmo_lns"
 _FINAL_NORM = """
         if types.has_scheme(config.layer_norm_type):
-            from olmo_lns.integrations.olmo import norms
+            from olmo_lns.integrations.olmo import block
 
-            norms.scale_norm(self.transformer.ln_f, config.n_layers**-0.5)"""
+            block.scale_norm(self.transformer.ln_f, config.n_layers**-0.5)"""
 
 #: Mutant -> (file in the package, text, what takes its place).
 MUTANTS = {
@@ -33,7 +33,7 @@ MUTANTS = {
     "RMSNorm's bias unscaled": ("norm/pytorch.py", "fold(bias, scale, dtype=compute", "fold(bias, 1.0, dtype=compute"),
     "LayerNorm's bias unscaled": ("norm/pytorch.py", "fold(bias, scale, dtype=dtype)", "fold(bias, 1.0, dtype=dtype)"),
     "mismatch never raised": ("record.py", "if name not in allowed:", "if False:"),
-    "scaled initialization kept": ("integrations/olmo/initialization.py", 'if wanted == "upstream":', "if True:"),
+    "scaled initialization kept": ("integrations/olmo/model.py", 'if wanted == "upstream":', "if True:"),
     "factor on the final norm": (
         "integrations/olmo/model.py",
         "        init(self, config, init_params)",

@@ -33,7 +33,7 @@ def record_in(folder: Path) -> Record | None:
     from olmo_lns.record import Record
 
     if is_olmo(folder):
-        from olmo_lns.integrations.olmo.checkpoint import saved_record
+        from olmo_lns.integrations.olmo.state import saved_record
 
         return saved_record(folder)
     if is_olmo_core(folder):

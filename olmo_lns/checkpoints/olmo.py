@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping
@@ -122,16 +122,14 @@ def _canonical(stored: str, group_size: int) -> str:
 def _record(folder: Path, architecture: Architecture, exponent: float | None) -> Record:
     """The record in ``folder``, compared with the config; without one what the config says, as for a resume."""
     named, base = architecture.layer_norm_type, architecture.base_norm
-    record, written = Record.read(folder), types.scheme_of(named)
+    record, said = Record.read(folder), types.written_record(named, architecture.init_fn)
+    written = said.scheme
     if record is None:
-        drawn = types.INIT_FNS.get(architecture.init_fn, written.definition.initialization)
-        if not architecture.lns:
-            return Record(scaled_init=drawn)
         if exponent is not None and "exponent" in written.parameters:
             if types.has_parameters(named) and written.parameters["exponent"] != exponent:
                 raise LNSConfigError(f"{folder}: config.yaml names {named}, --exponent says {exponent:g}")
-            written = Scheme.of(written.name, exponent=exponent)
-        return Record(written, base, drawn)
+            said = replace(said, scheme=Scheme.of(written.name, exponent=exponent))
+        return said
     says = record.scheme.parameters.get("exponent")
     if exponent is not None and record.active and exponent != says:
         raise LNSConfigError(f"{folder}: {RECORD_FILE} says exponent {says}, --exponent says {exponent:g}")

@@ -106,7 +106,7 @@ def _guard_hf_olmo(module: ModuleType) -> None:
         if types.has_scheme(kind := str(self.layer_norm_type)):
             if not (Path(save_directory) / "config.yaml").is_file():
                 # A model in memory, saved elsewhere: its config names the norm and loses the exponent.
-                record = Record(types.scheme_of(kind), types.base_type(kind), "plain")
+                record = types.written_record(kind)
                 if (name := f"{record.running}-to-preln") not in accepted():
                     raise CheckpointMismatchError(
                         f"{save_directory}: this model has {record}, which hf_olmo's files cannot hold. Save an OLMo "

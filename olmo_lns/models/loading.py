@@ -180,8 +180,8 @@ def open_olmo(folder: Path) -> nn.Module:
     from olmo.exceptions import OLMoConfigurationError
     from olmo.model import OLMo
 
-    from olmo_lns.integrations.olmo.checkpoint import saved_record
-    from olmo_lns.integrations.olmo.config import check_sizes
+    from olmo_lns.integrations.olmo.state import saved_record
+    from olmo_lns.integrations.olmo.types import check_sizes
 
     path = folder / "config.yaml"
     with _selected(saved_record(folder) or Record()):

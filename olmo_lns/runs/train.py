@@ -151,7 +151,7 @@ def prepare(cfg: Any, device: torch.device) -> None:
     """
     from olmo.torch_util import get_world_size
 
-    from olmo_lns.integrations.olmo.config import check_sizes
+    from olmo_lns.integrations.olmo.types import check_sizes
 
     if cfg.run_name is None:
         raise LNSConfigError("run_name is not set: --run_name=NAME")

@@ -31,8 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo.checkpoint import one_line_of
-from olmo_lns.integrations.olmo.state import needs_olmo_lns
+from olmo_lns.integrations.olmo.state import needs_olmo_lns, one_line_of
 
 __all__ = ["LocalTrainer", "RunResult", "run"]
 

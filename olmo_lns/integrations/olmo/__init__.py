@@ -44,8 +44,7 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
 
     from olmo_lns.integrations import patching
     from olmo_lns.integrations.autoload import on_import
-    from olmo_lns.integrations.olmo import checkpoint, config, model, state, types, upstream
-    from olmo_lns.integrations.olmo import initialization as init
+    from olmo_lns.integrations.olmo import model, state, types, upstream
 
     if scheme is None and initialization is None:
         environment.warn(types.check_environment)
@@ -58,28 +57,28 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
             return patching.replace_all(pairs)
         except UpstreamChangedError as error:
             patching.set_aside(upstream.NAME, error)
-        if config.selected or scheme or environment.read(environment.INITIALIZATION):
+        if types.selected or scheme or environment.read(environment.INITIALIZATION):
             patching.require_verified(upstream.NAME)
         return False
 
     complete = replace(
-        (upstream.CONFIG_LOAD, config.wrap_load),
+        (upstream.CONFIG_LOAD, types.wrap_load),
         (upstream.NORM_BUILD, model.wrap_norm_build),
         (upstream.SEQUENTIAL_INIT, model.wrap_block_init),
         (upstream.LLAMA_INIT, model.wrap_block_init),
-        (upstream.BLOCK_RESET, init.wrap_block_reset),
-        (upstream.SEQUENTIAL_RESET, init.wrap_reset),
-        (upstream.LLAMA_RESET, init.wrap_reset),
-        (upstream.MODEL_RESET, init.wrap_reset),
+        (upstream.BLOCK_RESET, model.wrap_block_reset),
+        (upstream.SEQUENTIAL_RESET, model.wrap_reset),
+        (upstream.LLAMA_RESET, model.wrap_reset),
+        (upstream.MODEL_RESET, model.wrap_reset),
         (upstream.MODEL_INIT, model.wrap_model_init),
-        (upstream.FROM_CHECKPOINT, checkpoint.wrap_from_checkpoint),
+        (upstream.FROM_CHECKPOINT, state.wrap_from_checkpoint),
     )
     types.extend(olmo.config.LayerNormType, olmo.config.InitFnType, verified=complete)
     if not complete:
         return
     state.allow_in_safe_loading()
     # Not loaded by `import olmo`; a launch imports them later, this hook is then in place.
-    guards: list[Any] = [(target, checkpoint.wrap_save) for target in upstream.SAVE]
-    guards += [(target, checkpoint.wrap_restore) for target in upstream.RESTORE]
-    on_import("olmo.checkpoint", lambda _: replace((upstream.SAVE_CONFIG, checkpoint.wrap_save_config), *guards))
+    guards: list[Any] = [(target, state.wrap_save) for target in upstream.SAVE]
+    guards += [(target, state.wrap_restore) for target in upstream.RESTORE]
+    on_import("olmo.checkpoint", lambda _: replace((upstream.SAVE_CONFIG, state.wrap_save_config), *guards))
     on_import("olmo.train", lambda _: replace((upstream.TRAINER_STATE, state.wrap_trainer_state)))

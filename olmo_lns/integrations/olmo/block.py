@@ -1,11 +1,12 @@
-"""Blocks of OLMo for schemes whose residual form is not Pre-LN's: another ``forward``, everything else OLMo's.
+"""OLMo's blocks and norms under a scheme: :func:`attach` turns a block that OLMo has built into the scheme's.
 
-Schemes that only multiply the norm in front of a sub-layer never come here. The factors cost no
-pass over the activations: those of a norm are folded into it, those of the residual addition
-into the addition. What remains is the work of a scheme itself, such as a second norm.
+A scheme that only multiplies the norm in front of a sub-layer leaves the block its class and changes its two norms.
+Any other gets another ``forward``, everything else stays OLMo's. The factors cost no pass over the activations: those
+of a norm are folded into it, those of the residual addition into the addition.
 
-``attn_norm`` and ``ff_norm`` are the first (or only) norm of their sub-layer, wherever it sits;
-a second one is ``attn_norm_out``; learned factors are ``attn_gate`` and ``attn_omega``.
+``attn_norm`` and ``ff_norm`` are the first (or only) norm of their sub-layer, wherever it sits; a second one is
+``attn_norm_out``; learned factors are ``attn_gate`` and ``attn_omega``. The norms are subclasses of OLMo's:
+``get_param_groups`` recognises norms by class, and a wrapper would rename parameters in the state dict.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ from functools import cache
 from typing import Any, Callable
 
 import torch
-from olmo.model import LayerNormBase, OLMoBlock, OLMoLlamaBlock, OLMoSequentialBlock
+from olmo.model import LayerNorm, LayerNormBase, OLMoBlock, OLMoLlamaBlock, OLMoSequentialBlock, RMSLayerNorm
 from torch import nn
 
 from olmo_lns.integrations import norm_sites, patching
-from olmo_lns.integrations.norm_sites import Site
-from olmo_lns.integrations.olmo import initialization, norms, upstream
+from olmo_lns.integrations.norm_sites import Scaled, Site, give
+from olmo_lns.integrations.olmo import upstream
+from olmo_lns.integrations.olmo.model import apply_gains
+from olmo_lns.norm.dtypes import compute_dtype, output_dtype, rms_output_dtype, without_autocast
 from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan
 
-__all__ = ["LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "attach", "unsupported"]
+__all__ = [
+    "LNSLayerNorm", "LNSRMSLayerNorm", "LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "attach",
+    "attach_norm", "unsupported",
+]  # fmt: skip
 
 _Run = Callable[..., Any]
 
@@ -182,7 +188,7 @@ class _SchemeBlock(OLMoBlock):
             for name in ("norm_out", "gate", "omega"):
                 if (module := getattr(self, f"{sub_layer}_{name}", None)) is not None:
                     module.reset_parameters()
-        initialization.apply_gains(self)
+        apply_gains(self)
 
 
 class SchemeSequentialBlock(_SchemeBlock, OLMoSequentialBlock):
@@ -212,6 +218,96 @@ def _weighted_sum(plain: torch.Tensor, weighted: torch.Tensor, learned: Any, res
     return torch.addcmul(plain, learned.weight, weighted, value=residual.factor.value)
 
 
+class LNSRMSLayerNorm(Scaled, RMSLayerNorm):
+    """``lns_scale * RMSNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``RMSLayerNorm``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.lns_backend.rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias)
+        return y
+
+
+class LNSLayerNorm(Scaled, LayerNorm):
+    """``lns_scale * LayerNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``LayerNorm``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor
+        if not self.low_precision:
+            y = self.lns_backend.layer_norm(x, self.weight, self.bias, self.eps, self.lns_factor)
+            return y
+        x = self._cast_if_autocast_enabled(x)
+        weight = self._cast_if_autocast_enabled(self.weight) if self.weight is not None else None
+        bias = self._cast_if_autocast_enabled(self.bias) if self.bias is not None else None
+        with torch.autocast(enabled=False, device_type=x.device.type):
+            y = self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_factor)
+            return y
+
+
+class GroupedRMSLayerNorm(Scaled, RMSLayerNorm):
+    """RMSNorm over groups of channels, for x of shape (..., d_model)."""
+
+    lns_groups: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with without_autocast(x.device.type):
+            y = self.lns_backend.rms_norm(_groups_of(x, self.lns_groups), None, self.eps, 1.0).flatten(-2)
+            y = _affine(y, self.weight, self.bias)
+        return y.to(rms_output_dtype(x, self.weight, self.bias))
+
+
+class GroupedLayerNorm(Scaled, LayerNorm):
+    """LayerNorm over groups of channels, for x of shape (..., d_model)."""
+
+    lns_groups: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self._cast_if_autocast_enabled(x) if self.low_precision else x
+        with without_autocast(x.device.type):
+            y = self.lns_backend.layer_norm(_groups_of(x, self.lns_groups), None, None, self.eps, 1.0).flatten(-2)
+            y = _affine(y, self.weight, self.bias)
+        return y.to(output_dtype(x.dtype, x.device.type))
+
+
+def _groups_of(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """In fp32 (fp64 for fp64): the result is rounded once, at the end."""
+    return x.to(compute_dtype(x.dtype)).unflatten(-1, (groups, -1))
+
+
+def _affine(y: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    y = y if weight is None else weight * y
+    return y if bias is None else y + bias
+
+
+#: OLMo's class -> ours, without and with groups of channels.
+_SCALED: dict[type, tuple[type, type]] = {
+    RMSLayerNorm: (LNSRMSLayerNorm, GroupedRMSLayerNorm),
+    LayerNorm: (LNSLayerNorm, GroupedLayerNorm),
+}
+
+
+def attach_norm(norm: LayerNormBase, site: norm_sites.Site) -> None:
+    """Turn the norm in front of a sub-layer into the norm of its plan, in place.
+
+    :raises TypeError: ``norm`` is not one of OLMo's norms.
+    :raises LNSConfigError: it has a site already.
+    """
+    if not isinstance(norm, Scaled):
+        scale_norm(norm, site.plan.norm_scale)
+    norm_sites.attach(norm, site)
+
+
+def scale_norm(norm: LayerNormBase, scale: float, *, groups: int = 1) -> None:
+    """Let ``norm`` compute ``scale * Norm(x)``, in place.
+
+    :param groups: statistics over d_model / groups channels; then without a factor.
+    :raises TypeError: ``norm`` is not one of OLMo's norms.
+    """
+    if type(norm) not in _SCALED:
+        raise TypeError(f"cannot scale a {type(norm).__name__}; expected OLMo's RMSLayerNorm or LayerNorm")
+    give(norm, _SCALED[type(norm)][groups > 1], scale)
+    if groups > 1:
+        norm.lns_groups = groups
+
+
 _CLASSES: dict[type, type] = {OLMoSequentialBlock: SchemeSequentialBlock, OLMoLlamaBlock: SchemeLlamaBlock}
 
 
@@ -229,7 +325,7 @@ def attach(block: OLMoBlock, asked: Record) -> None:
     sites = [Site(scheme, block.layer_id + 1, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
     if scheme.keeps_forward(config.n_layers):
         for site in () if scheme.is_pre_ln else sites:
-            norms.attach_norm(getattr(block, f"{site.sub_layer}_norm"), site)
+            attach_norm(getattr(block, f"{site.sub_layer}_norm"), site)
         return
     _check_upstream()
     if type(block) not in _CLASSES:
@@ -255,10 +351,10 @@ def _fold_into_norms(block: OLMoBlock, plan: Plan, sub_layer: str) -> None:
     first = getattr(block, f"{sub_layer}_norm")
     last = getattr(block, f"{sub_layer}_norm_out", first)
     if plan.pre and (plan.norm_scale, plan.groups) != (1.0, 1):
-        norms.scale_norm(first, plan.norm_scale, groups=plan.groups)
+        scale_norm(first, plan.norm_scale, groups=plan.groups)
     behind = plan.branch_scale if plan.branch else plan.stream_scale if plan.post else 1.0
     if behind != 1.0:
-        norms.scale_norm(last, behind)
+        scale_norm(last, behind)
 
 
 @cache

@@ -1,20 +1,35 @@
-"""The mark in a trainer's state: a scheme's checkpoint is not resumed by an OLMo that runs without this package.
+"""What an OLMo checkpoint says of its model: a record beside it, and a mark in its trainer's state.
 
-Where the plugin is switched off (``OLMO_LNS_DISABLE=1``) nothing of ours compares a checkpoint with the model that
-runs, so the checkpoint itself must refuse. OLMo's Trainer unpickles its state (train.pt, train/rank*.pt, rank*.pt)
-in every restore; under a scheme that state holds one more member, which only :func:`needs_olmo_lns` can rebuild.
+The record is written on every save, from the built model, and compared on every load. The mark is for an OLMo that
+runs without the plugin (``OLMO_LNS_DISABLE=1``), where nothing of ours compares: OLMo's Trainer unpickles its state
+(train.pt, train/rank*.pt, rank*.pt) in every restore, and under a scheme that state holds one more member, which only
+:func:`needs_olmo_lns` can rebuild. Saved checkpoints hold the name of that function and of this module.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from typing import Any, Callable
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Callable, Iterator
+
+import torch
 
 from olmo_lns import environment
-from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.errors import CheckpointMismatchError, LNSError, one_line
+from olmo_lns.integrations.olmo import types
+from olmo_lns.integrations.olmo.model import record_of
 from olmo_lns.integrations.patching import is_patched
+from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
-__all__ = ["KEY", "Mark", "allow_in_safe_loading", "needs_olmo_lns", "wrap_trainer_state"]
+__all__ = [
+    "KEY", "Mark", "allow_in_safe_loading", "check_checkpoint", "needs_olmo_lns", "one_line_of", "saved_record",
+    "wrap_from_checkpoint", "wrap_restore", "wrap_save", "wrap_save_config", "wrap_trainer_state",
+]  # fmt: skip
+
+log = logging.getLogger("olmo_lns")
 
 #: Of the member. No word that another part of the state could share with it in the pickle.
 KEY = "trained under a scheme of olmo-lns"
@@ -50,8 +65,6 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
     """Wrap ``Trainer.trainer_state_dict``, what every checkpointer of OLMo's saves beside model and optimizer."""
 
     def wrapped(self: Any) -> dict[str, Any]:
-        from olmo_lns.integrations.olmo.model import record_of
-
         state = trainer_state_dict(self)
         record = record_of(self.model)
         return {**state, KEY: Mark(str(record), record.as_dict())} if record.active else state
@@ -61,6 +74,170 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
 
 def allow_in_safe_loading() -> None:
     """For an OLMo that loads with torch's ``weights_only=True`` (ai2-olmo 0.6.0 under torch 2.6 and newer)."""
-    import torch
-
     torch.serialization.add_safe_globals([needs_olmo_lns])
+
+
+#: What torch says of weights that do not fit, and of files that are no archives.
+_OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
+#: Accepted in the override variable for a checkpoint whose record was lost.
+MISSING_RECORD = "missing-record"
+#: Where a checkpointer keeps the record of the model that it is saving.
+_RECORD = "_olmo_lns_record"
+
+
+def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
+    """The record of a checkpoint folder (local or remote, as OLMo's ``resource_path`` takes it).
+
+    A checkpoint without a record (``unshard.py`` and averaging copy config.yaml only) is what its config.yaml says:
+    the type holds every parameter. None where there is neither.
+
+    :raises CheckpointMismatchError: its config.yaml names a scheme and the record is there but cannot be read.
+    """
+    refused = ""
+    try:
+        if (path := _resource(folder, RECORD_FILE, local_cache)) is not None:
+            return Record.from_json(path)
+    except CheckpointMismatchError:
+        raise
+    except Exception as error:  # each store's client raises its own, also for a file that is only not there
+        refused = f"{RECORD_FILE} cannot be read: {one_line(error)}"
+    if (path := _resource(folder, "config.yaml", local_cache)) is None:
+        return None
+    from omegaconf import OmegaConf
+
+    model = OmegaConf.select(OmegaConf.load(str(path)), "model", default={})
+    name = model.get("layer_norm_type")
+    record = types.written_record(name, model.get("init_fn"))
+    if record.scheme.is_pre_ln:
+        if refused:
+            log.warning("%s: %s: taken for the Pre-LN that its config names", folder, refused)
+        return record
+    if refused:
+        raise CheckpointMismatchError(
+            f"{folder}: config.yaml names layer_norm_type {name}, and {refused}. Give this process access to it, or "
+            "load a local copy of the checkpoint."
+        )
+    log.info("%s: no %s; its config.yaml says layer_norm_type %s", folder, RECORD_FILE, name)
+    return record
+
+
+def _resource(folder: Any, name: str, local_cache: Any) -> Path | None:
+    if "://" not in str(folder):
+        places = (Path(base) / name for base in (local_cache, folder) if base is not None)
+        return next((path for path in places if path.is_file()), None)
+    from olmo.util import resource_path
+
+    try:
+        return resource_path(folder, name, local_cache=local_cache)
+    except FileNotFoundError:
+        return None
+
+
+def check_checkpoint(folder: Any, running: Record, *, local_cache: Any = None) -> None:
+    """:raises CheckpointMismatchError: the checkpoint and the model that runs disagree, or a scheme runs and the
+    folder says nothing."""
+    if "://" not in str(folder) and not Path(folder).exists():
+        return  # OLMo says so
+    saved = saved_record(folder, local_cache=local_cache)
+    if saved is not None:
+        _compare(saved, running, folder)
+    elif running.active and MISSING_RECORD not in accepted():
+        raise CheckpointMismatchError(
+            f"{folder} has neither config.yaml nor {RECORD_FILE}: what its weights were trained with is unknown, "
+            f"and this run has {running}. Copy config.yaml from the run that saved it, or set "
+            f"{environment.ALLOW_MISMATCH}={MISSING_RECORD} to go on knowingly."
+        )
+
+
+def _compare(saved: Record, running: Record, folder: Any) -> None:
+    kind = types.spell(saved.scheme, saved.norm) if saved.active else running.norm or "rms"
+    if saved.active and running.norm in ("", saved.norm):
+        kind = str(saved.scheme)
+    for difference in check_match(saved, running, source=folder, remedy=f"--model.layer_norm_type={kind}"):
+        log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
+
+
+def wrap_save(save: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a checkpointer's ``save_checkpoint``: what is saved is read from the model, before anything is written."""
+
+    def wrapped(self: Any, dir: Any, dist_model: Any, *args: Any, **kwargs: Any) -> None:
+        record = record_of(getattr(dist_model, "module", dist_model))
+        kind = self.cfg.model.layer_norm_type
+        if types.scheme_of(kind) != record.scheme or (record.active and types.base_type(kind) != record.norm):
+            raise CheckpointMismatchError(
+                f"{dir}: the model to be saved has {record}, but the config saved with it names layer_norm_type "
+                f"{kind!s}. Give the checkpointer the config that the model was built from."
+            )
+        setattr(self, _RECORD, record)
+        save(self, dir, dist_model, *args, **kwargs)
+
+    return wrapped
+
+
+def wrap_save_config(save_config: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``Checkpointer._save_config``, which writes into the folder that is renamed when complete."""
+
+    def wrapped(self: Any, dir: Any, *, upload_to: str | None = None) -> None:
+        from olmo.torch_util import get_global_rank
+        from olmo.util import upload
+
+        save_config(self, dir, upload_to=upload_to)
+        record = getattr(self, _RECORD, Record())
+        if record != Record() and get_global_rank() == 0:
+            path = record.write(dir)
+            if upload_to is not None:
+                upload(path, f"{upload_to}/{RECORD_FILE}", save_overwrite=self.cfg.save_overwrite)
+
+    return wrapped
+
+
+def wrap_restore(restore: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Wrap a checkpointer's ``restore_checkpoint``: compare with the built model before a single weight is loaded."""
+
+    def wrapped(self: Any, load_path: Any, dist_model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        running = record_of(getattr(dist_model, "module", dist_model))
+        check_checkpoint(load_path, running, local_cache=kwargs.get("local_cache"))
+        found = restore(self, load_path, dist_model, *args, **kwargs)
+        mark = found.get(KEY)
+        if mark is not None and mark.values is not None:  # what the folder's files may have lost
+            _compare(Record.from_dict(mark.values, source="the trainer's state"), running, load_path)
+        return found
+
+    return wrapped
+
+
+@contextmanager
+def one_line_of(load_path: Any) -> Iterator[None]:
+    """What goes wrong while a checkpoint is restored, in one line; the rest is in the error that it comes from.
+
+    :raises LNSError: files that are damaged or of another model, or that this OLMo cannot read under this torch.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
+            raise
+        raise LNSError(
+            f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
+            f"({error}); train with ddp, which saves unsharded ones, or with an older torch"
+        ) from error
+    except (EOFError, UnpicklingError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _OF_FILES):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        problem = " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
+        raise LNSError(f"{load_path} cannot be restored, it is damaged or of another model: {problem}") from error
+
+
+def wrap_from_checkpoint(from_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OLMo.from_checkpoint``, which takes the type from config.yaml and the rest from settings."""
+
+    def wrapped(cls: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        from olmo.config import ModelConfig
+        from olmo.util import resource_path
+
+        config = ModelConfig.load(resource_path(checkpoint_dir, "config.yaml"), key="model", validate_paths=False)
+        check_checkpoint(checkpoint_dir, types.asked_record(config))
+        return from_checkpoint(cls, checkpoint_dir, *args, **kwargs)
+
+    return wrapped

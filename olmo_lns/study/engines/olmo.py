@@ -132,9 +132,7 @@ class OLMoEngine(Engine):
         """By OLMo's own model on the meta device."""
         from olmo.model import OLMo
 
-        from olmo_lns.integrations.olmo.config import check_sizes
-
-        check_sizes(loaded.model)
+        types.check_sizes(loaded.model)
         model = OLMo(loaded.model.update_with(init_device="meta"), init_params=False)
         return model.num_params(), float(model.num_fwd_flops + model.num_bck_flops)
 

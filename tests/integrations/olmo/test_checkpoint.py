@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.export import guards
 from olmo_lns.integrations import patching
-from olmo_lns.integrations.olmo import checkpoint, register
+from olmo_lns.integrations.olmo import register
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
-from olmo_lns.integrations.olmo.state import wrap_trainer_state
+from olmo_lns.integrations.olmo.state import check_checkpoint, saved_record, wrap_trainer_state
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.schemes import names, parse
 
@@ -226,9 +226,9 @@ def test_a_model_that_was_changed_after_building_is_found(tmp_path, name):
 def test_folded_weights_run_as_preln_but_not_under_lns(tmp_path):
     save(tmp_path / "a", "rms")
     Record(parse("lns"), "rms", "plain", folded=True).write(tmp_path / "a")
-    checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="rms")))
+    check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="rms")))
     with pytest.raises(CheckpointMismatchError, match="applied twice"):
-        checkpoint.check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="lns_rms")))
+        check_checkpoint(tmp_path / "a", record_of(build(layer_norm_type="lns_rms")))
 
 
 def test_another_initialization_does_not_matter_to_weights_that_are_loaded(tmp_path, monkeypatch):
@@ -273,7 +273,7 @@ def test_a_lost_record_is_what_the_config_says(tmp_path):
         folder = tmp_path / f"{kind}-{init_fn}"
         save(folder, kind, init_fn=init_fn)
         (folder / RECORD_FILE).unlink(missing_ok=True)
-        assert checkpoint.saved_record(folder) == expected
+        assert saved_record(folder) == expected
 
 
 def test_a_type_and_a_variable_that_contradict_each_other_build_nothing(monkeypatch):
@@ -314,12 +314,12 @@ def test_a_store_that_refuses_the_record(store, caplog):
     """It does not stop a stock checkpoint, and stops one with a scheme."""
     folder, url = store
     (folder / "config.yaml").write_text("model:\n  layer_norm_type: rms\n")
-    assert checkpoint.saved_record(url) == Record()
+    assert saved_record(url) == Record()
     assert "lns.json cannot be read" in caplog.text and "403" in caplog.text
     (folder / "lns").mkdir()
     (folder / "lns" / "config.yaml").write_text("model:\n  layer_norm_type: lns_rms\n")
     with pytest.raises(CheckpointMismatchError, match=r"lns\.json cannot be read: .*403"):
-        checkpoint.saved_record(f"{url}/lns")
+        saved_record(f"{url}/lns")
 
 
 # Weights with a Pre-LN model's names and shapes, trained under another scheme
@@ -349,10 +349,10 @@ def test_no_scheme_runs_anothers_weights(saved, trained):
     for running in {"rms", "lns", "mixln", trained}:
         record = record_of(build(layer_norm_type=running if running == "rms" else f"{running}_rms"))
         if running == trained:
-            checkpoint.check_checkpoint(saved[trained], record)
+            check_checkpoint(saved[trained], record)
         else:
             with pytest.raises(CheckpointMismatchError, match="was saved with"):
-                checkpoint.check_checkpoint(saved[trained], record)
+                check_checkpoint(saved[trained], record)
 
 
 @pytest.mark.parametrize("name", STOCK_KEYS)

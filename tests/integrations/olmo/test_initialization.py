@@ -11,8 +11,7 @@ from support.olmo_models import model_config
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo import register
-from olmo_lns.integrations.olmo.initialization import depth_factor
-from olmo_lns.integrations.olmo.model import blocks_of, record_of
+from olmo_lns.integrations.olmo.model import blocks_of, depth_factor, record_of
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 

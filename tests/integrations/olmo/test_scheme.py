@@ -14,7 +14,7 @@ from olmo_lns import schemes
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.norm_sites import Site
-from olmo_lns.integrations.olmo import norms, register
+from olmo_lns.integrations.olmo import block, register
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, parse, registry
@@ -56,14 +56,14 @@ def test_lnsvalue_says_both_factors_and_refuses_clipped_values(caplog):
 
 def test_a_norm_gets_one_scheme_and_is_one_of_olmos():
     norm = RMSLayerNorm(model_config())
-    norms.attach_norm(norm, Site(LNS, 2, 4, "ff"))
+    block.attach_norm(norm, Site(LNS, 2, 4, "ff"))
     before = dict(norm.__dict__)
     with pytest.raises(LNSConfigError, match=r"LNSRMSLayerNorm of block 2 has scheme lns already: a block gets its"):
-        norms.attach_norm(norm, Site(LNS, 3, 4, "ff"))
+        block.attach_norm(norm, Site(LNS, 3, 4, "ff"))
     assert norm.__dict__ == before and norm.lns_scale == 2**-0.5
     module = torch.nn.LayerNorm(8)
     with pytest.raises(TypeError, match="cannot scale a LayerNorm; expected OLMo's RMSLayerNorm or LayerNorm"):
-        norms.attach_norm(module, Site(LNS, 1, 4, "ff"))
+        block.attach_norm(module, Site(LNS, 1, 4, "ff"))
     assert list(norm_sites.sites(module)) == []
 
 

@@ -11,7 +11,7 @@ from olmo.config import InitFnType, LayerNormType
 
 from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations import patching
-from olmo_lns.integrations.olmo import config, register, types, upstream
+from olmo_lns.integrations.olmo import register, types, upstream
 from olmo_lns.integrations.patching import Target
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "fingerprints.py"
@@ -55,7 +55,7 @@ def test_an_olmo_that_is_too_old_is_refused_and_a_newer_one_judged_by_its_source
 def unverified(monkeypatch):
     """An OLMo, found here, that was not verified; its enums as they are before anything of ours is in them."""
     monkeypatch.setattr(patching, "_aside", {})
-    monkeypatch.setattr(config, "selected", False)
+    monkeypatch.setattr(types, "selected", False)
     monkeypatch.setattr(upstream, "check_version", lambda found: (_ for _ in ()).throw(UpstreamChangedError("odd")))
     before = {
         (kind, table): getattr(kind, table)
