@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
 
-import torch
-
 from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
 from olmo_lns.integrations import patching
@@ -297,6 +295,7 @@ _CHECKPOINTERS = {
 def _warn_of_checkpointer(config: Any) -> None:
     """Before training starts, not at the first save or at the resume."""
     import olmo
+    import torch
 
     name, problem = str(config.sharded_checkpointer), _CHECKPOINTERS.get(str(config.sharded_checkpointer))
     if name == "torch_legacy" and "weights_only=False" in Path(olmo.__file__).with_name("checkpoint.py").read_text():
