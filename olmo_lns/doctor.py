@@ -74,6 +74,9 @@ FRAMEWORKS = (
     ),
 )
 
+#: Where Megatron has this file (0.19 has), every import of its core reaches it, and it imports triton.
+_WANTS_TRITON = Path("megatron", "core", "transformer", "moe", "ops", "paged_stash.py")
+
 
 def examine() -> list[Finding]:
     """Look at every part."""
@@ -118,6 +121,9 @@ def framework_row(framework: Framework) -> Finding:
         text = f"{', '.join(changed)}: source not verified, in {tree}"
         allowed = environment.is_set(environment.ALLOW_UNVERIFIED)
         return Finding(label, version, "note" if allowed else "unsupported", text)
+    if (tree / _WANTS_TRITON).is_file() and importlib.util.find_spec("triton") is None:
+        text = f"megatron.core {version} cannot be imported without triton, which is not installed: pip install triton"
+        return Finding(label, version, "unsupported", text)
     return Finding(label, version, "ok", f"{framework.detail}; in {tree}")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -143,8 +144,6 @@ def test_transformers_by_its_version(monkeypatch, tmp_path):
 
 def test_a_source_that_nobody_verified_is_named(monkeypatch, tmp_path):
     """A copy of the installed OLMo with one line more in a function that is replaced."""
-    import shutil
-
     tree = doctor.tree_of("olmo")
     for name in ("config", "model", "checkpoint", "train", "version"):
         (tmp_path / "olmo").mkdir(exist_ok=True)
@@ -157,6 +156,21 @@ def test_a_source_that_nobody_verified_is_named(monkeypatch, tmp_path):
     )
     row = doctor.framework_row(doctor.FRAMEWORKS[0])
     assert row.state == "unsupported" and "olmo.model:OLMo.reset_parameters" in row.detail
+
+
+def test_a_megatron_that_cannot_be_imported_without_triton_is_unsupported(monkeypatch, tmp_path):
+    """A copy of the installed one with the file by which 0.19 imports triton."""
+    (megatron,) = (framework for framework in doctor.FRAMEWORKS if framework.extra == "megatron")
+    if (tree := doctor.tree_of("megatron.core")) is None:
+        pytest.skip("megatron-core is not installed: pip install 'olmo-lns[megatron]'")
+    shutil.copytree(tree / "megatron" / "core", tmp_path / "megatron" / "core")
+    (tmp_path / doctor._WANTS_TRITON).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / doctor._WANTS_TRITON).write_text("import triton\n")
+    monkeypatch.setattr(doctor, "tree_of", lambda module: tmp_path)
+    for here, state in ((None, "unsupported"), (object(), "ok")):
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name, here=here: here)
+        row = doctor.framework_row(megatron)
+        assert row.state == state and ("pip install triton" in row.detail) is (here is None)
 
 
 def test_megatrons_row_names_its_flags():
