@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from typing import Sequence
+from typing import Callable, Sequence
 
 import yaml
 
@@ -18,7 +18,7 @@ from olmo_lns.errors import LNSError, did_you_mean
 
 __all__ = ["COMMANDS", "main"]
 
-#: command -> (module whose ``main(argv) -> int`` runs it, one line of help, the extras it may need).
+#: command -> (module whose ``main(argv) -> int`` runs it, or module:function; one line of help; extras it may need).
 COMMANDS = {
     "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run", ()),
     "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare", ("olmo", "analysis")),
@@ -28,9 +28,9 @@ COMMANDS = {
     "megatron-args": ("olmo_lns.study.engines.megatron_args", "expand a Megatron YAML config to flags", ("megatron",)),
     "study": ("olmo_lns.study.cli", "plan, launch, collect and report a scaling study", ("olmo", "study")),
     "analyze": ("olmo_lns.diagnostics.cli", "draw the paper's diagnostics for a model", ("analysis", "olmo")),
-    "hf": ("olmo_lns.export.hf_cli", "model folders for transformers that carry a scheme", ("hf",)),
+    "hf": ("olmo_lns.export.cli:hf", "model folders for transformers that carry a scheme", ("hf",)),
     "export": ("olmo_lns.export.cli", "fold the factor into the weights for stock software", ("hf", "olmo")),
-    "verify": ("olmo_lns.export.verify", "compare a checkpoint with its export", ("hf", "olmo")),
+    "verify": ("olmo_lns.export.cli:verify", "compare a checkpoint with its export", ("hf", "olmo")),
 }
 
 #: command, or command and what it does -> lines that can be typed, printed under its help. The rest brings its own.
@@ -114,7 +114,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         if command != "doctor":  # which reports it among everything else that is wrong
             environment.check()
-        return int(importlib.import_module(COMMANDS[command][0]).main(rest))
+        return function_of(command)(rest)
     except SystemExit as stop:
         if stop.code == 0 and (examples := _examples(command, rest)):  # the command has printed its help
             print(f"\nexample{'s' if len(examples) > 1 else ''}:")
@@ -125,6 +125,13 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         print(f"olmo-lns {command}: {text}", file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def function_of(command: str) -> Callable[[Sequence[str]], int]:
+    """What runs ``command``; its module is imported now."""
+    module, _, name = COMMANDS[command][0].partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name or "main")
+    return found
 
 
 def _in_one_line(command: str, error: BaseException) -> str | None:

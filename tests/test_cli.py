@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import subprocess
@@ -60,7 +59,7 @@ def public_commands(monkeypatch):
         with monkeypatch.context() as context, pytest.raises(_Built) as built:
             for name in ("parse_args", "parse_known_args"):
                 context.setattr(argparse.ArgumentParser, name, stop)
-            importlib.import_module(cli.COMMANDS[words[0]][0]).main(words[1:])
+            cli.function_of(words[0])(words[1:])
         parser = found[" ".join(words)] = built.value.args[0]
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Iterator
 import torch
 
 from olmo_lns.checkpoints import METADATA, open_distributed
-from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, check_archive, join_rows, loading, split_rows
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.settings import SLOTS, ZERO_CENTRED, Settings

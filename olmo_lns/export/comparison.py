@@ -19,8 +19,7 @@ from typing import Any, Mapping
 
 import torch
 
-from olmo_lns.checkpoints.architecture import Architecture
-from olmo_lns.checkpoints.olmo import OLMoCheckpoint, is_olmo
+from olmo_lns.checkpoints.olmo import Architecture, OLMoCheckpoint, is_olmo
 from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint, is_olmo_core
 from olmo_lns.checkpoints.tensors import LazyTensor, read_weights
 from olmo_lns.environment import DISABLE
@@ -28,8 +27,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import stock_olmo
 from olmo_lns.export.fold import obstacle
 from olmo_lns.export.model_folder import is_ours, load
-from olmo_lns.export.sources import HF, OLMO, OLMO_CORE, Options, Source
-from olmo_lns.export.transformers_folder import NONE
+from olmo_lns.export.sources import HF, NONE, OLMO, OLMO_CORE, Options, Source
 from olmo_lns.record import Record
 
 __all__ = ["Comparison", "StockOLMo", "compare", "differences", "open_export"]

@@ -18,8 +18,8 @@ from typing import Hashable, Iterable, Mapping, TypeVar
 import torch
 
 from olmo_lns import __version__
-from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.distributed import DistributedCheckpoint, Edit
+from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, check_dtype
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record

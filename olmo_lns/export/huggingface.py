@@ -21,12 +21,11 @@ from typing import Any, Callable, Mapping
 
 import torch
 
-from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, split_rows
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold
-from olmo_lns.export.sources import Options
-from olmo_lns.export.transformers_folder import Stock
+from olmo_lns.export.sources import Options, Stock
 from olmo_lns.record import Record
 from olmo_lns.schemes import Plan, Scheme
 

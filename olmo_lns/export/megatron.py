@@ -28,8 +28,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor
-from olmo_lns.export.sources import HF, MEGATRON, Options, Source, Target, nothing_to_fold
-from olmo_lns.export.transformers_folder import Stock
+from olmo_lns.export.sources import HF, MEGATRON, Options, Source, Stock, Target, nothing_to_fold
 from olmo_lns.integrations.megatron.settings import SLOTS, ZERO_CENTRED, Settings
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme

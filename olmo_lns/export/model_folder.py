@@ -14,14 +14,13 @@ from typing import Any, Callable, Mapping
 
 import torch
 
-from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes, read_weights, write_safetensors
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import HF, Options, Source, Target, export_target
-from olmo_lns.export.transformers_folder import NONE, Stock, set_dtype, write_tokenizer
+from olmo_lns.export.sources import HF, NONE, Options, Source, Stock, Target, export_target, set_dtype, write_tokenizer
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, Scheme
 

@@ -21,8 +21,18 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import HF, OLMO, OLMO_UNSHARDED, Options, Source, Target, about_moments, nothing_to_fold
-from olmo_lns.export.transformers_folder import Stock, identifier_in
+from olmo_lns.export.sources import (
+    HF,
+    OLMO,
+    OLMO_UNSHARDED,
+    Options,
+    Source,
+    Stock,
+    Target,
+    about_moments,
+    identifier_in,
+    nothing_to_fold,
+)
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.olmo.state import KEY, Mark, allow_in_safe_loading
 from olmo_lns.record import RECORD_FILE, Record

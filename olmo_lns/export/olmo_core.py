@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from olmo_lns import __version__
-from olmo_lns.checkpoints.architecture import Architecture
 from olmo_lns.checkpoints.distributed import Edit
+from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.checkpoints.olmo_core import (
     BUFFER,
     DEFAULT_SCALED,
@@ -34,8 +34,17 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import HF, OLMO_CORE, Options, Source, Target, about_moments, nothing_to_fold
-from olmo_lns.export.transformers_folder import Stock, identifier_in
+from olmo_lns.export.sources import (
+    HF,
+    OLMO_CORE,
+    Options,
+    Source,
+    Stock,
+    Target,
+    about_moments,
+    identifier_in,
+    nothing_to_fold,
+)
 from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE
 from olmo_lns.record import Record
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import fold
 from olmo_lns.export.fold import Rounding

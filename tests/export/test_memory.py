@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from olmo_lns.checkpoints.architecture import Architecture
+from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from support.exports import byte_tokenizer, export, load_hf, refused, save_olmo
 
 from olmo_lns.cli import main
-from olmo_lns.export.cli import _parser, byte_size
+from olmo_lns.export.cli import _export_parser, byte_size
 from olmo_lns.record import Record, accepted
 
 Capture = pytest.CaptureFixture[str]
@@ -228,7 +228,7 @@ def test_commands_of_the_docs_parse() -> None:
     commands = [words[2:] for words in lines if words[:2] == ["olmo-lns", "export"]]
     assert len(commands) == 5
     for words in commands:
-        _parser().parse_args(words)
+        _export_parser().parse_args(words)
 
 
 def test_overrides_exist() -> None:

@@ -53,7 +53,7 @@ def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: in
     [
         pytest.param("tensors", "_write_shard", 1, marks=pytest.mark.exhaustive),  # in the first tensor
         ("tensors", "_write_shard", 3),  # a later shard
-        ("transformers_folder", "_write_json", 2),  # all weights are there, the config is not
+        ("sources", "_write_json", 2),  # all weights are there, the config is not
         pytest.param("atomic", "_sha256", 3, marks=pytest.mark.exhaustive),  # complete, not yet renamed
     ],
 )
