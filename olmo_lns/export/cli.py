@@ -333,8 +333,8 @@ def _init(args: argparse.Namespace) -> list[str]:
 
     from olmo_lns.export.atomic import atomic_folder
     from olmo_lns.export.sources import set_dtype
-    from olmo_lns.integrations.transformers.configs import record_of
     from olmo_lns.integrations.transformers.families import FAMILIES, stock_type
+    from olmo_lns.integrations.transformers.models import record_of
     from olmo_lns.integrations.transformers.sites import require_supported
     from olmo_lns.norm.dtypes import DTYPES
 
@@ -365,7 +365,7 @@ def _stock_config(source: str, changes: dict[str, Any]) -> Any:
     """The config of a folder or hub name, or the default one of a model type."""
     from transformers import AutoConfig
 
-    from olmo_lns.integrations.transformers.configs import available, stock_config_class
+    from olmo_lns.integrations.transformers.models import available, stock_config_class
 
     known = {family.model_type: family for family in available()}
     if source in known and not Path(source).exists():
@@ -402,8 +402,8 @@ def _lns_config(config: Any, args: argparse.Namespace) -> Any:
 
     :raises LNSConfigError: a family that the integration does not know, or a config that has a scheme.
     """
-    from olmo_lns.integrations.transformers.configs import available, config_class, record_of
     from olmo_lns.integrations.transformers.families import stock_type
+    from olmo_lns.integrations.transformers.models import available, config_class, record_of
 
     known = {family.model_type: family for family in available()}
     if (present := record_of(config)).active:

@@ -47,8 +47,8 @@ class ModelFolder(Source):
         return is_ours(folder)
 
     def fold(self, folder: Path, options: Options) -> Target:
-        from olmo_lns.integrations.transformers.configs import record_of
-        from olmo_lns.integrations.transformers.sites import fold, fold_factors
+        from olmo_lns.integrations.transformers import fold, fold_factors
+        from olmo_lns.integrations.transformers.models import record_of
 
         model = _skeleton(folder)
         options.require_exponent(record_of(model.config), folder)

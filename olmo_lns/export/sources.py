@@ -154,7 +154,7 @@ def train_target(stock: Stock, saved: Record, options: Options) -> Target:
     record = replace(saved, folded=False, plugin_version=__version__)
 
     def config() -> Any:
-        from olmo_lns.integrations.transformers.configs import config_class
+        from olmo_lns.integrations.transformers.models import config_class
 
         values = {name: value for name, value in stock.config.items() if name != "model_type"}
         made = config_class(family)(**values, lns_record=record.as_dict())

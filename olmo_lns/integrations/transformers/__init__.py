@@ -7,15 +7,17 @@ resumed ``Trainer``; nothing else changes. A model of such a type has stock para
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from olmo_lns import __version__
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX
+from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, at
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme, parse
 from olmo_lns.schemes.initialization import resolve
 
-__all__ = ["apply", "fold", "register"]
+__all__ = ["apply", "fold", "fold_factors", "register"]
 
 
 def register() -> None:
@@ -76,7 +78,7 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     """
     from transformers import PreTrainedModel
 
-    from olmo_lns.integrations.transformers import configs, models, sites
+    from olmo_lns.integrations.transformers import models, sites
 
     register()
     if not isinstance(model, PreTrainedModel):
@@ -85,7 +87,7 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     wanted = parse(scheme) if isinstance(scheme, str) else scheme
     if wanted.is_pre_ln:
         raise LNSConfigError("scheme preln is what the model is without olmo-lns: nothing to apply")
-    present = configs.record_of(model.config)
+    present = models.record_of(model.config)
     if present.active or (present.folded and trained is not False):
         raise CheckpointMismatchError(f"{type(model).__name__} is {present} already: a scheme is applied once")
     if model.name_or_path and trained is None:
@@ -99,7 +101,7 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
     record = Record(wanted, "", drawn)  # the model type says which norm
     models.register_models(family)
     vars(models.own_config(model)).pop("lns", None)  # "folded", of a folder whose shape these weights have
-    model.config.__class__ = configs.config_class(family)
+    model.config.__class__ = models.config_class(family)
     model.config.lns_record = record.as_dict()
     models.convert(model, family)
     sites.attach_model(model, record)
@@ -109,11 +111,69 @@ def apply(model: Any, scheme: str | Scheme = "lns", *, initialization: str = "",
 def fold(model: Any) -> Any:
     """Multiply the factors of a model of ours into its weights, in place: it becomes a stock model and is returned.
 
-    Merge adapters first: one that was trained on the unfolded model does not fit the folded one.
-    :raises LNSConfigError: as :func:`olmo_lns.integrations.transformers.sites.fold`.
+    A norm's factor goes into its gain and bias, or, for a norm without gain, into the weights of the projections that
+    read it; a branch's goes into weight and bias of its last projection. Products are in fp64 and are rounded once, to
+    the dtype of the weight. Merge adapters first: one that was trained on the unfolded model does not fit the folded.
+
+    :raises LNSConfigError: as :func:`fold_factors`. The model is then as it was.
 
     Example: ``fold(model).save_pretrained("folded")``.
     """
-    from olmo_lns.integrations.transformers import sites
+    import torch
 
-    return sites.fold(model)
+    from olmo_lns.integrations.transformers import models, sites
+
+    factors, family, record = fold_factors(model), sites.known_family(model), models.record_of(model.config)
+    for name, parameter in model.named_parameters():
+        if name in factors:
+            with torch.no_grad():
+                parameter.copy_((parameter.double() * factors[name]).to(parameter.dtype))
+    for module in model.modules():
+        if "lns_scale" in vars(module):
+            module.__class__ = type(module).__bases__[1]  # (the kind of scaling, the stock class)
+        elif (stock := models.stock_class(module)) is not None:
+            module.__class__ = stock
+        for name in [name for name in vars(module) if name.startswith("lns_")]:
+            delattr(module, name)
+    models.own_config(model).__class__ = models.stock_config_class(family)
+    model.config.lns = "folded"
+    model.config.lns_record = replace(record, folded=True, plugin_version=__version__).as_dict()
+    models.set_folded(model)
+    return model
+
+
+def fold_factors(model: Any) -> dict[str, float]:
+    """Name of a parameter -> what folding multiplies it by, where that is not 1.
+
+    :raises LNSConfigError: not a model of ours, weights that two sub-layers share, or an adapter on a projection that
+        a factor goes into.
+    """
+    from olmo_lns.integrations import norm_sites
+    from olmo_lns.integrations.transformers import models, sites
+
+    if models.stock_class(model) is None:
+        raise LNSConfigError(f"{type(model).__name__} is no model of ours: there is nothing to fold")
+    family, blocks, n_layers = sites.parts(model)
+    norm_sites.check(model, models.record_of(model.config).scheme, n_layers)
+    names, found = {parameter: name for name, parameter in model.named_parameters()}, {}
+    for _, carrier, site in norm_sites.sites(model):
+        if carrier.lns_scale == 1.0:
+            continue
+        block, place = blocks[site.layer_number - 1], family.sub_layers[site.sub_layer]
+        into, parts = [carrier], ["weight", "bias"]
+        if carrier is not at(block, place.norm):
+            into = [at(block, place.output)]
+        elif getattr(carrier, "weight", None) is None:
+            into, parts = [at(block, path) for path in place.readers], ["weight"]  # a bias there is added after
+        if any(hasattr(module, "base_layer") for module in into):
+            raise LNSConfigError(
+                f"{site.sub_layer}: a factor goes into a projection that has an adapter, which would stay as it is. "
+                "Merge adapters first (merge_and_unload())."
+            )
+        for parameter in [getattr(module, part, None) for module in into for part in parts]:
+            if parameter is None:
+                continue
+            if names[parameter] in found:
+                raise LNSConfigError(f"{names[parameter]} belongs to two sub-layers: its factor has no one place")
+            found[names[parameter]] = carrier.lns_scale
+    return found

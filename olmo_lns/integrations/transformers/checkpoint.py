@@ -1,20 +1,21 @@
-"""What a folder says of its weights, compared with the model that they are loaded into.
+"""What a folder says of its weights, compared with the model that loads or saves them.
 
-transformers compares nothing: ``from_pretrained(folder, config=…)`` never reads the folder's config, and a resumed
-``Trainer`` loads whatever weights the checkpoint holds. Both are wrapped by their public signatures. Weights that a
-program loads by hand (``load_state_dict``) are its own.
+transformers compares nothing: ``from_pretrained(folder, config=…)`` never reads the folder's config, a resumed
+``Trainer`` loads whatever weights the checkpoint holds, and ``save_pretrained`` writes the config as it is. All three
+are wrapped by their public signatures. Weights that a program loads by hand (``load_state_dict``) are its own.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 from olmo_lns import environment
+from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.patching import Target, replace
-from olmo_lns.integrations.transformers.configs import record_of
 from olmo_lns.integrations.transformers.families import PREFIX
+from olmo_lns.integrations.transformers.models import own_config, record_of, record_of_model, set_folded
 from olmo_lns.record import RECORD_FILE, Record, check_match
 from olmo_lns.schemes import LNS
 
@@ -38,21 +39,66 @@ def guard_loading(module: Any) -> None:
                 _compare(saved, record_of(config), name)
             elif saved is not None and not saved.active:  # whose config the model will have
                 _compare(saved, Record(LNS, "", "plain"), name)
-            return from_pretrained(cls, name, *args, **kwargs)
+            result = from_pretrained(cls, name, *args, **kwargs)
+            model = result[0] if isinstance(result, tuple) else result  # with output_loading_info
+            if record_of(model.config).folded and (saved is None or saved.folded):
+                set_folded(model)
+            return result
 
         return wrapped
 
     def saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            from olmo_lns.integrations.transformers.sites import require_named  # torch: not before a model is saved
-
-            require_named(self)
+            _require_recorded(self)
+            if record_of(self.config) != record_of_model(self):
+                config = vars(own_config(self))  # another model may have it, of folded weights
+                del config["lns"], config["lns_record"]
             return save_pretrained(self, *args, **kwargs)
 
         return wrapped
 
     for name, make in (("from_pretrained", wrap), ("save_pretrained", saving)):
         replace(Target(f"transformers.modeling_utils:PreTrainedModel.{name}", {}), make, only_look=True)
+
+
+def _require_recorded(model: Any) -> None:
+    """A folder of ``model``, or of one with models of ours inside, loads as what was built.
+
+    :raises CheckpointMismatchError: a model of ours was changed since it was built, a stock model has blocks of which
+        its config does not know, or its config names a scheme that nothing inside has.
+    """
+    from transformers import PreTrainedModel
+
+    from olmo_lns.integrations import norm_sites  # torch: not before a model is saved
+    from olmo_lns.integrations.transformers.sites import require_as_recorded
+
+    inside: dict[int, Any] = {}  # the outermost model of each config; fully_shard derives classes of its own
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and record_of(module.config).active:
+            inside.setdefault(id(module.config), module)
+    built = {(record_of(each.config), each.config.num_hidden_layers) for each in inside.values()}
+    said = {(record_of(each), each.num_hidden_layers) for each in _configs(model.config) if record_of(each).active}
+    known = {id(carrier) for each in inside.values() for _, carrier, _ in norm_sites.sites(each)}
+    if built != said or any(id(carrier) not in known for _, carrier, _ in norm_sites.sites(model)):
+        found = [f"{record} on {layers} blocks" for record, layers in built] or ["none"]
+        named = [f"{record} on {layers} blocks" for record, layers in said] or ["none"]
+        raise CheckpointMismatchError(
+            f"{type(model).__name__} has blocks under a scheme and a config without one, or the reverse (models: "
+            f"{', '.join(found)}; config: {', '.join(named)}): its folder would load as another model. Apply the "
+            "scheme to the whole model (olmo_lns.integrations.transformers.apply) or load such a head by its Auto "
+            "class. Around a model that was changed by apply or fold, put its config into the outer one "
+            "(model.config.text_config = model.language_model.config). Or fold the model inside before saving."
+        )
+    for each in inside.values():
+        require_as_recorded(each, record_of(each.config))
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and those that it holds."""
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "model_type"):
+            yield from _configs(value)
 
 
 def guard_resuming(module: Any) -> None:
@@ -70,7 +116,7 @@ def guard_resuming(module: Any) -> None:
 
     def wrap(train: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            running, folder = record_of(getattr(self.model, "config", None)), resume_from_checkpoint
+            running, folder = record_of_model(self.model), resume_from_checkpoint
             if folder is True:
                 folder = module.get_last_checkpoint(self.args.output_dir)
             if folder:

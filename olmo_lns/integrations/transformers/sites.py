@@ -1,11 +1,14 @@
-"""A scheme on the blocks of one transformers model: attached, counted, read back, reported, and folded away.
+"""A scheme on the blocks of one transformers model: attached, counted, read back, reported.
 
-Folded, a norm's factor goes into its gain and bias, or, for a norm without gain, into the weights of the
-projections that read it; a branch's goes into weight and bias of its last projection.
+The module of a block that carries a factor is a norm, or the branch after it. The norms whose arithmetic is known are
+computed by :mod:`olmo_lns.norm` with the factor inside; any other norm (Liger's, Apex's) and a branch have their output
+multiplied. A branch is scaled as a whole, not at its last projection: an adapter that PEFT puts around that projection
+is then scaled with it.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -14,30 +17,78 @@ from typing import Any
 
 import torch
 
-from olmo_lns import __version__
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.norm_sites import give
-from olmo_lns.integrations.transformers.configs import record_of, stock_config_class
+from olmo_lns.integrations.norm_sites import Scaled, ScaledOutput, give
 from olmo_lns.integrations.transformers.families import FAMILIES, Family, at, family_of
-from olmo_lns.integrations.transformers.models import own_config, stock_class
-from olmo_lns.integrations.transformers.norms import how, scaled_class
 from olmo_lns.record import Record
-from olmo_lns.schemes import Scheme
+from olmo_lns.schemes import Plan, Scheme
 from olmo_lns.schemes.initialization import factor
 
-__all__ = [
-    "attach_model",
-    "fold",
-    "fold_factors",
-    "known_family",
-    "redraw",
-    "require_as_recorded",
-    "require_named",
-    "require_supported",
-]
+__all__ = ["attach_model", "known_family", "parts", "redraw", "require_as_recorded", "require_supported"]
 
 log = logging.getLogger("olmo_lns")
+
+
+class _Replaceable(Scaled):
+    """What transformers, or a library on it, may take the forward of."""
+
+    # `kernelize` would replace the forward by a kernel that knows no factor.
+    kernel_layer_name = "LNSScaled"
+
+    def lns_plan(self, sub_layer: str) -> Plan:
+        """The plan that ``forward`` computes; without its factor where somebody put another forward in its place."""
+        replaced = "forward" in vars(self) and "_old_forward" not in vars(self)  # accelerate's hooks keep the old one
+        return self.lns_form if replaced else super().lns_plan(sub_layer)
+
+
+class _ScaledOutput(_Replaceable, ScaledOutput):
+    """Any norm that is not known, or a branch."""
+
+
+def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """RMSNorm with gain, as Llama, Qwen and Mistral have it."""
+    return self.lns_backend.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.lns_factor)
+
+
+def _rms_norm_input_dtype(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """As OLMo 2 and 3 have it: the output has the dtype of the input."""
+    return _rms_norm(self, hidden_states).to(hidden_states.dtype)
+
+
+def _layer_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """torch's LayerNorm over the last dimension."""
+    return self.lns_backend.layer_norm(input, self.weight, self.bias, self.eps, self.lns_factor)
+
+
+def _plain_layer_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """OLMo's LayerNorm: no gain, no bias, eps 1e-5, computed in fp32, output in the dtype of the input."""
+    return self.lns_backend.layer_norm(hidden_states, None, None, 1e-5, self.lns_factor).to(hidden_states.dtype)
+
+
+#: Norm classes whose arithmetic is known, by the module that defines them.
+_FORWARDS: dict[tuple[str, str], Any] = {
+    ("torch.nn.modules.normalization", "LayerNorm"): _layer_norm,
+    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"): _rms_norm,
+    ("transformers.models.qwen2.modeling_qwen2", "Qwen2RMSNorm"): _rms_norm,
+    ("transformers.models.qwen3.modeling_qwen3", "Qwen3RMSNorm"): _rms_norm,
+    ("transformers.models.mistral.modeling_mistral", "MistralRMSNorm"): _rms_norm,
+    ("transformers.models.olmo.modeling_olmo", "OlmoLayerNorm"): _plain_layer_norm,
+    ("transformers.models.olmo2.modeling_olmo2", "Olmo2RMSNorm"): _rms_norm_input_dtype,
+    ("transformers.models.olmo3.modeling_olmo3", "Olmo3RMSNorm"): _rms_norm_input_dtype,
+}
+
+
+def scaled_class(stock: type) -> type:
+    """The class with a factor for a class of norms or branches; pickle finds it by the path of that class."""
+    path = ":".join([*stock.__module__.split("."), stock.__name__])  # pickle would split it at a dot
+    known = globals().get(path)
+    if known is None or known.__bases__[1] is not stock:
+        forward = _FORWARDS.get((stock.__module__, stock.__name__))
+        kind, methods = (_ScaledOutput, {}) if forward is None else (_Replaceable, {"forward": forward})
+        names = {"__module__": __name__, "__qualname__": path}
+        known = globals()[path] = type(f"LNS{stock.__name__}", (kind, stock), {**names, **methods})
+    return known
 
 
 def known_family(model: Any) -> Family:
@@ -53,7 +104,7 @@ def known_family(model: Any) -> Family:
     )
 
 
-def _parts(model: Any) -> tuple[Family, list[Any], int]:
+def parts(model: Any) -> tuple[Family, list[Any], int]:
     """Its family, its blocks, and how many of them its config says."""
     family = known_family(model)
     return family, list(_require(model.base_model, family.blocks, family)), int(model.config.num_hidden_layers)
@@ -90,7 +141,7 @@ def attach_model(model: Any, record: Record) -> None:
     Freshly drawn residual output projections get the depth factor of the record's initialization. A model that has
     the scheme already (a head around a base model of ours) is only checked.
     """
-    family, blocks, n_layers = _parts(model)
+    family, blocks, n_layers = parts(model)
     require_supported(family, record.scheme, n_layers)
     if any(True for _ in norm_sites.sites(model)):
         norm_sites.check(model, record.scheme, n_layers)
@@ -119,11 +170,9 @@ def require_as_recorded(model: Any, record: Record) -> None:
 
     :raises CheckpointMismatchError: blocks or norms were removed, moved, doubled or replaced since it was built.
     """
-    _, blocks, n_layers = _parts(model)
+    _, blocks, n_layers = parts(model)
     where = f"it has {len(blocks)} blocks"
     try:
-        if not record.active:
-            raise UpstreamChangedError("its factors are outside the weights.")
         if len(blocks) != n_layers:
             raise UpstreamChangedError(f"its config says {n_layers}.")
         for number, block in enumerate(blocks, start=1):
@@ -135,22 +184,6 @@ def require_as_recorded(model: Any, record: Record) -> None:
             "would load as another model. Fold the model before its blocks or norms are changed "
             "(olmo_lns.integrations.transformers.fold(model)), and save it then."
         ) from error
-
-
-def require_named(model: Any) -> None:
-    """A stock model may hold one of ours only where its config holds the other's, so that its folder names the scheme.
-
-    :raises CheckpointMismatchError: it has factors of which its folder would not know.
-    """
-    if not record_of(model.config).active and any(True for _ in norm_sites.sites(model)):
-        configs = [vars(module).get("config") for module in model.modules()]  # not classes: fully_shard derives its own
-        inside, held = [config for config in configs if record_of(config).active], vars(model.config).values()
-        if not inside or any(all(config is not value for value in held) for config in inside):
-            raise CheckpointMismatchError(
-                f"{type(model).__name__} has blocks under a scheme and a config without one: its folder would load as "
-                "Pre-LN. Apply the scheme to the whole model (olmo_lns.integrations.transformers.apply), load such a "
-                "head by its Auto class, or fold the model inside before saving."
-            )
 
 
 def _set_initialization(family: Family, blocks: list[Any], record: Record) -> None:
@@ -181,13 +214,18 @@ def _report(model: Any, norm: Any, record: Record) -> None:
     """The start-up line: through the log where somebody listens, else on stderr."""
     if os.environ.get("RANK", "0") != "0":
         return
-    modules = [module for _, module, _ in norm_sites.sites(model)]
+    ways = [
+        "outputs multiplied"
+        if isinstance(module, _ScaledOutput)
+        else f"backend {module.lns_backend.name} ({module.lns_backend.reason})"
+        for _, module, _ in norm_sites.sites(model)
+    ]
     state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
     line = norm_sites.start_up_line(
         record.scheme,
         int(model.config.num_hidden_layers),
         norm=type(norm).__name__.removeprefix("LNS"),
-        how="; ".join(dict.fromkeys(map(how, modules))),
+        how="; ".join(dict.fromkeys(ways)),
         initialization=f"scaled initialization {state}",
     )
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
@@ -196,58 +234,9 @@ def _report(model: Any, norm: Any, record: Record) -> None:
         print(line, file=sys.stderr)
 
 
-def fold_factors(model: Any) -> dict[str, float]:
-    """Name of a parameter -> what folding multiplies it by, where that is not 1.
-
-    :raises LNSConfigError: not a model of ours, weights that two sub-layers share, or an adapter on a projection that
-        a factor goes into.
-    """
-    if stock_class(model) is None:
-        raise LNSConfigError(f"{type(model).__name__} is no model of ours: there is nothing to fold")
-    family, blocks, n_layers = _parts(model)
-    norm_sites.check(model, record_of(model.config).scheme, n_layers)
-    names, found = {parameter: name for name, parameter in model.named_parameters()}, {}
-    for _, carrier, site in norm_sites.sites(model):
-        if carrier.lns_scale == 1.0:
-            continue
-        block, place = blocks[site.layer_number - 1], family.sub_layers[site.sub_layer]
-        into, parts = [carrier], ["weight", "bias"]
-        if carrier is not at(block, place.norm):
-            into = [at(block, place.output)]
-        elif getattr(carrier, "weight", None) is None:
-            into, parts = [at(block, path) for path in place.readers], ["weight"]  # a bias there is added after
-        if any(hasattr(module, "base_layer") for module in into):
-            raise LNSConfigError(
-                f"{site.sub_layer}: a factor goes into a projection that has an adapter, which would stay as it is. "
-                "Merge adapters first (merge_and_unload())."
-            )
-        for parameter in [getattr(module, part, None) for module in into for part in parts]:
-            if parameter is None:
-                continue
-            if names[parameter] in found:
-                raise LNSConfigError(f"{names[parameter]} belongs to two sub-layers: its factor has no one place")
-            found[names[parameter]] = carrier.lns_scale
-    return found
-
-
-@torch.no_grad()
-def fold(model: Any) -> Any:
-    """Fold a model of ours in place and return it; it is transformers' own class afterwards.
-
-    :raises LNSConfigError: as :func:`fold_factors`. The model is then as it was.
-    """
-    factors, family, record = fold_factors(model), known_family(model), record_of(model.config)
-    for name, parameter in model.named_parameters():
-        if name in factors:  # the product in fp64, rounded once
-            parameter.copy_((parameter.double() * factors[name]).to(parameter.dtype))
-    for module in model.modules():
-        if "lns_scale" in vars(module):
-            module.__class__ = type(module).__bases__[1]  # (the kind of scaling, the stock class)
-        elif (stock := stock_class(module)) is not None:
-            module.__class__ = stock
-        for name in [name for name in vars(module) if name.startswith("lns_")]:
-            delattr(module, name)
-    own_config(model).__class__ = stock_config_class(family)
-    model.config.lns = "folded"
-    model.config.lns_record = replace(record, folded=True, plugin_version=__version__).as_dict()
-    return model
+def __getattr__(name: str) -> Any:
+    """The class that another process has pickled, see :func:`scaled_class`."""
+    *module, stock = name.split(":")
+    if module:
+        return scaled_class(getattr(importlib.import_module(".".join(module)), stock))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,9 @@ from support import launch
 from support.transformers_models import IN_FRONT, MODELS, environment, inputs, read_config, stock, trainer
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers import apply, fold, register
+from olmo_lns.integrations.transformers.models import record_of
 
 register()
 transformers = pytest.importorskip("transformers")
@@ -109,7 +111,7 @@ def test_models_of_one_config_are_apart(tmp_path):
     two.save_pretrained(tmp_path / "two")
     assert read_config(tmp_path / "two")["lns"] == "lns" and type(auto.from_pretrained(tmp_path / "two")) is type(lns)
     two.config.lns_record["folded"] = True
-    with pytest.raises(CheckpointMismatchError, match="is not what its config says .*folded.*outside the weights"):
+    with pytest.raises(CheckpointMismatchError, match="has blocks under a scheme and a config without one"):
         two.save_pretrained(tmp_path / "three")
 
 
@@ -124,12 +126,53 @@ def test_a_stock_model_around_one_of_ours_is_saved_where_its_config_says_so(tmp_
     assert not (tmp_path / "head").exists()
     head.model = fold(model).model
     head.save_pretrained(tmp_path / "head")
-    text = saved(tmp_path / "text")
+
+
+@pytest.mark.parametrize("start", ["config", "apply"])
+def test_a_model_of_ours_inside_a_composite_one_is_saved_as_it_is_or_not_at_all(start, tmp_path):
+    text = saved(tmp_path / "text") if start == "config" else stock("llama").config
     vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8)  # fmt: skip
-    config = transformers.LlavaConfig(vision_config=transformers.CLIPVisionConfig(**vision), text_config=text)
-    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "outer")
-    outer = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "outer")
-    assert any(type(module).__name__.startswith("LNSLlama") for module in outer.modules())
+    llava = transformers.LlavaForConditionalGeneration
+    model = llava(transformers.LlavaConfig(vision_config=transformers.CLIPVisionConfig(**vision), text_config=text))
+    (inner,) = [each for each in model.modules() if type(each).__name__.removeprefix("LNS") in ("LlamaModel", "LlamaForCausalLM") and each.config.model_type.endswith("llama")][:1]  # fmt: skip
+    if start == "apply":
+        apply(inner, "lns:exponent=0.25")
+        with pytest.raises(
+            CheckpointMismatchError, match="blocks under a scheme and a config without one.*text_config"
+        ):
+            model.save_pretrained(tmp_path / "out")
+        model.config.text_config = inner.config
+    model.save_pretrained(tmp_path / "out")
+    loaded = llava.from_pretrained(tmp_path / "out")
+    assert str(norm_sites.read_back(loaded)) == ("lns" if start == "config" else "lns:exponent=0.25")
+    kept, place = inner.base_model.layers[1].input_layernorm, inner.base_model.layers[1]
+    place.input_layernorm = stock("llama", 1).model.layers[1].input_layernorm
+    with pytest.raises(CheckpointMismatchError, match="is not what its config says"):
+        model.save_pretrained(tmp_path / "changed")
+    place.input_layernorm = kept
+    fold(inner)
+    with pytest.raises(CheckpointMismatchError, match="models: none; config: lns"):
+        model.save_pretrained(tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
+
+
+def test_a_folder_says_folded_only_of_weights_that_were_folded(tmp_path):
+    """A fresh model takes the shape of a folded folder; what it is saved and resumed as is Pre-LN."""
+    auto, folded = transformers.AutoModelForCausalLM, fold(apply(stock("llama")))
+    folded.save_pretrained(tmp_path / "folded")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "folded")
+    for name, model in {
+        "fresh": auto.from_config(config),
+        "loaded": auto.from_pretrained(tmp_path / "folded"),
+        "copied": copy.deepcopy(folded),
+        "base": transformers.AutoModel.from_pretrained(tmp_path / "folded"),
+    }.items():
+        model.save_pretrained(tmp_path / name)
+        written = read_config(tmp_path / name)
+        assert ("lns_record" in written) == ("lns" in written) == (name != "fresh")
+    assert record_of(config).folded  # it is not this model's alone
+    trainer(auto.from_config(config), tmp_path / "run", max_steps=3).train()
+    trainer(auto.from_config(config), tmp_path / "run").train(resume_from_checkpoint=True)
 
 
 def _prune(model):
