@@ -14,8 +14,8 @@ import olmo_core.nn.transformer.config as _upstream
 
 from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.integrations.olmo_core import blocks, draw, register, upstream
-from olmo_lns.integrations.olmo_core.checkpoint import scheme_of
+from olmo_lns.integrations.olmo_core import blocks, checkpoint, register, upstream
+from olmo_lns.integrations.olmo_core.config import scheme_of
 from olmo_lns.schemes import Scheme
 
 __all__ = ["BlockConfig", "apply"]
@@ -51,7 +51,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         scheme = scheme_of(self.scheme, exponent=self.exponent)
         # What is saved says everything, also what was left to its default.
         self.scheme, self.exponent = scheme.name, scheme.parameters.get("exponent")
-        self.initialization = draw.resolve(self.initialization)
+        self.initialization = blocks.resolve(self.initialization)
 
     @property
     def resolved_scheme(self) -> Scheme:
@@ -65,8 +65,8 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         block = self.stock().build(
             d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache
         )
-        blocks.attach_scheme(block, self, block_idx=block_idx, n_layers=n_layers)
-        draw.take(cache, block, self.resolved_scheme, block_idx=block_idx, n_layers=n_layers)
+        blocks.attach_scheme(block, self, cache=cache, block_idx=block_idx, n_layers=n_layers)
+        block.register_load_state_dict_pre_hook(checkpoint.compare_converted)
         return block
 
     def stock(self) -> _upstream.TransformerBlockConfig:

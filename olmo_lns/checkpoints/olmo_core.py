@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Mapping
 from olmo_lns.checkpoints import METADATA, open_distributed
 from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, from_config
+from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, from_config
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.schemes import LNS, Scheme
 

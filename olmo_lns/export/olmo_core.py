@@ -45,7 +45,7 @@ from olmo_lns.export.sources import (
     identifier_in,
     nothing_to_fold,
 )
-from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE
+from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE
 from olmo_lns.record import Record
 
 __all__ = ["OLMoCore", "choose_class"]

@@ -6,12 +6,7 @@ converter: without it a run that is resumed without the flags of its scheme woul
 
 from __future__ import annotations
 
-import re
-from typing import Any, Callable, Iterator
-
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core import checkpoint
-from olmo_lns.integrations.olmo_core.checkpoint import CLASS
+from olmo_lns.integrations.olmo_core import checkpoint, config
 
 __all__ = ["register"]
 
@@ -32,7 +27,7 @@ def register() -> None:
         return  # ai2-olmo brings 0.1.0, which has no models
 
     for module, pairs in {
-        "olmo_core.config": [(upstream.FROM_DICT, _wrap_from_dict)],
+        "olmo_core.config": [(upstream.FROM_DICT, config.wrap_from_dict)],
         "olmo_core.distributed.checkpoint": [
             (upstream.LOAD_MODEL, checkpoint.wrap_load_model),
             (upstream.SAVE_MODEL, checkpoint.wrap_save_model),
@@ -55,24 +50,3 @@ def register() -> None:
         ],
     }.items():
         on_import(module, lambda _, pairs=pairs: replace_all(pairs, framework=upstream.NAME))  # type: ignore[misc]
-
-
-def _wrap_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Config.from_dict``, which answers a class that a module does not have by its own, without a word."""
-
-    def wrapped(cls: Any, data: Any, overrides: list[str] | None = None) -> Any:
-        for name in (*_classes(data), *re.findall(r"(?m)_CLASS_=(.*)$", "\n".join(overrides or ()))):
-            if name.startswith("olmo_lns.") and name != CLASS:
-                raise LNSConfigError(f"_CLASS_={name}: the block config of olmo-lns is {CLASS}")
-        return from_dict(cls, data, overrides)
-
-    return wrapped
-
-
-def _classes(data: Any) -> Iterator[str]:
-    """What ``_CLASS_`` says, anywhere in a config as a plain dict."""
-    if isinstance(data, dict):
-        yield str(data.get("_CLASS_", ""))
-        data = list(data.values())
-    for each in data if isinstance(data, (list, tuple)) else ():
-        yield from _classes(each)

@@ -14,108 +14,20 @@ from tempfile import TemporaryDirectory
 from typing import Any, Callable
 
 from olmo_lns import environment
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
+from olmo_lns.errors import CheckpointMismatchError, LNSError
+from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, blocks_of, from_config
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
-from olmo_lns.schemes import Scheme, parse
 
 __all__ = [
-    "CLASS", "CONFIG_FILE", "check", "compare_converted", "from_config", "record_of", "routers_of", "saved_record",
-    "saved_routers", "scheme_of", "wrap_average", "wrap_load", "wrap_load_generation", "wrap_load_hf",
-    "wrap_load_model", "wrap_save", "wrap_save_hf", "wrap_save_model", "wrap_save_train_state",
+    "check", "compare_converted", "saved_record", "saved_routers", "wrap_average", "wrap_load", "wrap_load_generation",
+    "wrap_load_hf", "wrap_load_model", "wrap_save", "wrap_save_hf", "wrap_save_model", "wrap_save_train_state",
 ]  # fmt: skip
 
 log = logging.getLogger("olmo_lns")
 
-#: The block config's name in saved configs.
-CLASS = "olmo_lns.olmo_core.BlockConfig"
-#: Where OLMo-core's ConfigSaverCallback writes a run's config, inside each checkpoint.
-CONFIG_FILE = "config.json"
 #: The weights' own folder in a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
 _RECORD = "_olmo_lns_record"
-
-
-def record_of(model: Any) -> Record:
-    """The record of a built model, or of one stage of it.
-
-    :raises UpstreamChangedError: a site of its blocks is not there any more, or a block is not in its place.
-    :raises LNSConfigError: some of its blocks have no scheme, and others have.
-    """
-    from olmo_lns.integrations import norm_sites
-    from olmo_lns.integrations.olmo_core import blocks, draw
-
-    scheme = norm_sites.read_back(model)
-    if scheme.is_pre_ln:
-        return Record()
-    norm_sites.check_places(_built_blocks(model).items())
-    found = list(_built_blocks(model).values()) or [model]  # a block alone
-    draw.require_complete(found)
-    for block in found:
-        blocks.require_one_factor(block)
-    drawn = {block.attention.init_weights.initialization for block in found}
-    return Record(scheme, found[0].lns_base, drawn.pop() if len(drawn) == 1 else "upstream")
-
-
-def routers_of(model: Any) -> dict[int, bool]:
-    """``scale_router`` of each block (from 0) of a built model that has a router.
-
-    By attribute, which wrappers of the router pass on: one without the factor of its norm has its inverse.
-    """
-    blocks = _built_blocks(model).values()
-    routers = {b.block_idx: getattr(getattr(b, "feed_forward_moe", None), "router", None) for b in blocks}
-    return {index: not hasattr(router, "lns_scale") for index, router in routers.items() if router is not None}
-
-
-def _built_blocks(model: Any) -> dict[int, Any]:
-    names = ((name.split("."), each) for name, each in model.named_modules())
-    return {int(name[-1]) + 1: each for name, each in names if name[-2:-1] == ["blocks"]}
-
-
-def from_config(config: Any, *, source: object) -> Record:
-    """The record of a run's config, as a plain dict (``model`` inside it, or the model's own).
-
-    :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not know.
-    """
-    records = set()
-    for block in _blocks(config):
-        if block.get("_CLASS_") != CLASS:
-            records.add(Record())
-            continue
-        try:
-            scheme = scheme_of(block.get("scheme", "lns"), exponent=block.get("exponent"))
-        except LNSError as error:
-            raise CheckpointMismatchError(f"{source}: {error}") from None
-        norm = (block.get("layer_norm") or {}).get("name", "default")
-        records.add(Record(scheme, str(norm), str(block.get("initialization") or "plain")))
-    if len(records) > 1:
-        raise CheckpointMismatchError(f"{source}: blocks of one model with different schemes: {records}")
-    return records.pop() if records else Record()
-
-
-def scheme_of(text: Any, exponent: Any = None) -> Scheme:
-    """The scheme that a block config's fields say. :param text: its name, or its full spelling.
-
-    :raises LNSConfigError: an unknown scheme or value, an exponent said twice and differently, or stock Pre-LN.
-    """
-    scheme = parse(str(text))
-    if scheme.is_pre_ln:
-        raise LNSConfigError("scheme=preln is OLMo-core's own block: leave _CLASS_ away")
-    if exponent is None:
-        return scheme
-    # Also where it spells the default, which a scheme leaves out when it is written.
-    if ":" in str(text) and scheme.parameters.get("exponent", exponent) != float(exponent):
-        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other")
-    return Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
-
-
-def _blocks(config: Any) -> list[dict[str, Any]]:
-    """The config of every block, as OLMo-core resolves it; none where ``config`` is of no model."""
-    model = config.get("model", config) if isinstance(config, dict) else None
-    model = model if isinstance(model, dict) else {}
-    block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
-    whose = [pattern[i % len(pattern)] if pattern else "" for i in range(model.get("n_layers", 0))]
-    overrides = {int(index): override for index, override in overrides.items()}  # JSON has words for keys
-    return [overrides.get(i, block[name] if name else block) for i, name in enumerate(whose)]
 
 
 def saved_record(folder: Any) -> Record | None:
@@ -141,7 +53,7 @@ def saved_routers(folder: Any) -> dict[int, bool]:
     """
     if (path := _find(folder, CONFIG_FILE)) is None:
         return {}
-    blocks = enumerate(_blocks(_json(path)))
+    blocks = enumerate(blocks_of(_json(path)))
     return {index: bool(block.get("scale_router", True)) for index, block in blocks if block.get("_CLASS_") == CLASS}
 
 
@@ -180,12 +92,12 @@ def check(folder: Any, parts: list[Any], *, group: Any = None) -> None:
     :raises CheckpointMismatchError: the checkpoint and the model that runs, in its parts, disagree.
     """
     saved, routers = _read_once(folder, group)
-    running = _record_of(parts)
+    running = _record_of_parts(parts)
     if saved is not None:
         _compare(saved, running, folder)
         if saved.active and running.active:
             for part in parts:
-                _require_routers(folder, routers, routers_of(part))
+                _require_routers(folder, routers, _blocks().routers_of(part))
     elif running.active and not {"missing-record", f"preln-to-{running.running}"} & accepted():
         raise CheckpointMismatchError(
             f"{folder} has neither {RECORD_FILE} nor {CONFIG_FILE}: what its weights were trained with is unknown, and "
@@ -235,14 +147,21 @@ def _read_once(folder: Any, group: Any) -> tuple[Record | None, dict[int, bool]]
     return result
 
 
+def _blocks() -> Any:
+    """OLMo-core is imported when a model is there, not when its checkpoints are read as files."""
+    from olmo_lns.integrations.olmo_core import blocks
+
+    return blocks
+
+
 def _parts(train_module: Any) -> list[Any]:
     """What a train module trains; several parts where a pipeline has split the model."""
     parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
     return [part for part in parts if part is not None]
 
 
-def _record_of(parts: list[Any]) -> Record:
-    records = {record_of(part) for part in parts}
+def _record_of_parts(parts: list[Any]) -> Record:
+    records = {_blocks().record_of(part) for part in parts}
     if len(records) > 1:
         raise CheckpointMismatchError(f"parts of one model with different schemes: {records}")
     return records.pop() if records else Record()
@@ -295,7 +214,7 @@ def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Checkpointer.save`` and ``save_async``: what is saved is read from the model."""
 
     def wrapped(self: Any, dir: Any, train_module: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(self, _RECORD, _record_of(_parts(train_module)))
+        setattr(self, _RECORD, _record_of_parts(_parts(train_module)))
         return save(self, dir, train_module, *args, **kwargs)
 
     return wrapped
@@ -322,7 +241,7 @@ def wrap_save_model(save: Callable[..., Any]) -> Callable[..., Any]:
         from olmo_core.distributed.utils import get_fs_local_rank, get_rank
         from olmo_core.io import copy_file, is_url, normalize_path
 
-        record, group = record_of(model), kwargs.get("process_group")
+        record, group = _blocks().record_of(model), kwargs.get("process_group")
         result = save(dir, model, *args, **kwargs)
         folder = normalize_path(dir)
         if record.active and not is_url(folder) and get_fs_local_rank(group) == 0:
@@ -339,7 +258,7 @@ def wrap_save_hf(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``save_hf_model`` and ``save_hf_hybrid_model``, which copy the gains and know of no factor."""
 
     def wrapped(save_dir: Any, model_state_dict: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        record = record_of(model)
+        record = _blocks().record_of(model)
         try:
             allowed = check_match(record, Record(scaled_init=record.scaled_init), source="this model")
         except CheckpointMismatchError as error:
@@ -397,5 +316,5 @@ def compare_converted(block: Any, state_dict: dict[str, Any], *_: Any) -> None:
     """
     for tensor in state_dict.values():
         if (saved := getattr(tensor, _RECORD, None)) is not None:
-            _compare(saved, replace(record_of(block), norm=saved.norm), "what load_hf_model read")
+            _compare(saved, replace(_blocks().record_of(block), norm=saved.norm), "what load_hf_model read")
             return

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core.checkpoint import CLASS as OURS
-from olmo_lns.integrations.olmo_core.checkpoint import scheme_of
+from olmo_lns.integrations.olmo_core.config import CLASS as OURS
+from olmo_lns.integrations.olmo_core.config import scheme_of
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines import olmo_core_config

@@ -25,7 +25,9 @@ from support import olmo_core_ranks
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations.olmo_core import register
-from olmo_lns.integrations.olmo_core.checkpoint import from_config, record_of, routers_of, saved_record, saved_routers
+from olmo_lns.integrations.olmo_core.blocks import record_of, routers_of
+from olmo_lns.integrations.olmo_core.checkpoint import saved_record, saved_routers
+from olmo_lns.integrations.olmo_core.config import from_config
 from olmo_lns.integrations.patching import is_patched
 from olmo_lns.olmo_core import apply
 from olmo_lns.record import Record

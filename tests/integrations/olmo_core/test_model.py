@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.olmo_core.checkpoint import record_of
+from olmo_lns.integrations.olmo_core.blocks import record_of
 from olmo_lns.olmo_core import apply
 from olmo_lns.schemes import LNS, Scheme
 

@@ -15,7 +15,7 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 from support import olmo_core_models as small
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core.checkpoint import record_of
+from olmo_lns.integrations.olmo_core.blocks import record_of
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.engines import OLMO_CORE, olmo_core_config
 from olmo_lns.study.plan import config_check
