@@ -58,15 +58,6 @@ class PluginError(LNSError):
     """A plugin raised while its framework was being imported."""
 
 
-class _PostImportFinder:
-    """What watches where the start-up hook does not run (``-S``, ``pip --target``)."""
-
-    olmo_lns_start_up = False  # that of the hook has True
-
-    def find_spec(self, *args: Any, **kwargs: Any) -> ModuleSpec | None:
-        return find_spec(*args, **kwargs)
-
-
 def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
     """Find nothing, but arrange that the callbacks of module ``name`` run after its ``exec_module``.
 
@@ -77,7 +68,10 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
         load_plugins(EARLY_GROUPS[name])
     if name not in _callbacks:
         return None
-    spec = _real_spec(name, path, target)
+    # Python 3.12 passes over a finder that has only the find_module of long ago; so do we.
+    others = [finder for finder in sys.meta_path if hasattr(finder, "find_spec") and not _is_ours(finder)]
+    specs = (finder.find_spec(name, path, target) for finder in others)
+    spec = next((spec for spec in specs if spec is not None), None)
     if spec is None or spec.loader is None:
         return spec
     execute = spec.loader.exec_module
@@ -93,11 +87,11 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
     return spec
 
 
-def _real_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    # Python 3.12 passes over a finder that has only the find_module of long ago; so do we.
-    others = [finder for finder in sys.meta_path if hasattr(finder, "find_spec") and not _is_ours(finder)]
-    specs = (finder.find_spec(name, path, target) for finder in others)
-    return next((spec for spec in specs if spec is not None), None)
+class _PostImportFinder:
+    """What watches where the start-up hook does not run (``-S``, ``pip --target``)."""
+
+    olmo_lns_start_up = False  # that of the hook has True
+    find_spec = staticmethod(find_spec)
 
 
 def _is_ours(finder: Any) -> bool:

@@ -139,26 +139,24 @@ def test_the_real_olmo_knows_the_type_by_its_import_alone():
     assert "'lns' is not a valid LayerNormType" in run(code, check=False, OLMO_LNS_DISABLE="1").stderr
 
 
-@pytest.mark.slow
-def test_olmos_converter_script_is_guarded_by_installation_alone(tmp_path):
-    """The script imports transformers and never OLMo; it would write the model without its factor."""
-    checkpoint = tmp_path / "step10-unsharded"
-    checkpoint.mkdir()
-    (checkpoint / "config.yaml").write_text("model:\n  layer_norm_type: lns_rms\n")
-    script = tmp_path / "convert_olmo_to_hf_new.py"
-    script.write_text("from transformers import OlmoConfig\nOlmoConfig()\nprint('would convert')\n")
-    boot = f"import sys, runpy; sys.argv = [{str(script)!r}, '--input_dir', {str(checkpoint)!r}]\n"
-    done = run(boot + f"runpy.run_path({str(script)!r}, run_name='__main__')", check=False)
-    assert done.returncode != 0 and "would convert" not in done.stdout
-    assert "OLMO_LNS_ALLOW_MISMATCH=lns-to-preln" in done.stderr
-    assert run(boot + f"runpy.run_path({str(script)!r})", OLMO_LNS_DISABLE="1").stdout == "would convert\n"
-
-
-def test_a_finder_of_the_old_kind_is_passed_over_and_our_module_may_be_there_already(plugin):
-    code = "class Old:\n    def find_module(self, name, path=None): pass\nsys.meta_path.insert(0, Old())\n"
-    code += "import olmo_lns.integrations.autoload, olmo"
+def test_other_finders_may_come_first_or_find_the_framework_and_our_module_may_be_there_already(plugin):
+    """One of the old kind, and one as of an editable install, whose framework no folder of the path has."""
+    folder = plugin()
+    (folder / "olmo").rename(folder / "tree")
+    code = f"""if True:
+    class Old:
+        def find_module(self, name, path=None): pass
+    class Editable:
+        def find_spec(self, name, path=None, target=None):
+            from importlib.util import spec_from_file_location
+            return spec_from_file_location(name, {str(folder / "tree" / "__init__.py")!r}) if name == "olmo" else None
+    sys.meta_path.insert(0, Old())
+    names = [getattr(finder, "__name__", "") for finder in sys.meta_path]
+    sys.meta_path.insert(names.index("PathFinder"), Editable())  # or the real OLMo would be found
+    import olmo_lns.integrations.autoload, olmo
+    """
     warnings = {"PYTHONWARNINGS": "ignore"}  # Python's own, about the finder
-    assert "plugin ran" in run(ONLY_PROBE + code, path=plugin(), **warnings).stdout
+    assert "plugin ran" in run(ONLY_PROBE + code, path=folder, **warnings).stdout
 
 
 @pytest.mark.parametrize("name", ["olmo", "transformers", "megatron"])
@@ -212,12 +210,18 @@ def test_other_imports_are_untouched_while_a_thread_imports_the_framework(plugin
 
 
 @pytest.mark.slow
-def test_the_guard_of_hf_olmo_is_there_before_what_it_guards(tmp_path):
-    """In a fresh process by installation alone: nobody calls install()."""
+def test_olmos_converters_are_guarded_by_installation_alone(tmp_path):
+    """The script imports transformers and never OLMo; ``hf_olmo``'s guard is there before what it guards."""
     (tmp_path / "config.yaml").write_text(
         "model:\n  layer_norm_type: lns_rms\n  d_model: 8\n  n_heads: 2\n  n_layers: 2\n"
     )
-    statement = "from hf_olmo.convert_olmo_to_hf import write_config"
-    done = run(f"{statement}\nwrite_config({str(tmp_path)!r})", check=False)
-    assert done.returncode != 0 and not (tmp_path / "config.json").exists()
-    assert "OLMO_LNS_ALLOW_MISMATCH=lns-to-preln" in done.stderr
+    script = tmp_path / "convert_olmo_to_hf_new.py"
+    script.write_text("from transformers import OlmoConfig\nOlmoConfig()\nprint('would convert')\n")
+    code = f"import sys, runpy; sys.argv = [{str(script)!r}, '--input_dir', {str(tmp_path)!r}]\n"
+    code += f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    of_hf_olmo = f"from hf_olmo.convert_olmo_to_hf import write_config\nwrite_config({str(tmp_path)!r})"
+    for each in (code, of_hf_olmo):
+        done = run(each, check=False)
+        assert done.returncode != 0 and "OLMO_LNS_ALLOW_MISMATCH=lns-to-preln" in done.stderr
+        assert "would convert" not in done.stdout and not (tmp_path / "config.json").exists()
+    assert run(code, OLMO_LNS_DISABLE="1").stdout == "would convert\n"

@@ -53,25 +53,25 @@ def doubled(function):
     return wrapped
 
 
-def test_class_static_and_plain_functions_keep_their_kind(upstream):
-    thing = upstream.Upstream()
-    replace_all([(target(upstream, p), doubled) for p in ("Upstream.build", "Upstream.plain", "function")])
+def test_class_static_and_plain_functions_keep_their_kind_and_are_wrapped_once(upstream):
+    thing, paths = upstream.Upstream(), ("Upstream.build", "Upstream.plain", "Upstream.method", "function")
+    pairs = [(target(upstream, path), doubled) for path in paths]
+    for _ in range(2):
+        replace_all(pairs)
+    assert not replace(*pairs[0])
     assert thing.build(1) == (("Upstream", 1, 2), "wrapped") == upstream.Upstream.build(1)
-    assert thing.plain(3) == (3, "wrapped") and upstream.function(4) == (4, "wrapped")
+    assert thing.plain(3) == (3, "wrapped") and upstream.function(4) == (4, "wrapped") and thing.method(1)[0] == 2
     assert upstream.Upstream.build.__doc__ == "What it does." and is_patched(upstream.Upstream.__dict__["build"])
     assert isinstance(upstream.Upstream.__dict__["build"], classmethod)
 
 
-def test_replacing_twice_wraps_once(upstream):
-    where = target(upstream, "Upstream.method")
-    assert replace(where, doubled) and not replace(where, doubled)
-    assert upstream.Upstream().method(1) == (2, "wrapped")
-
-
 @pytest.mark.parametrize("path", ["Upstream.gone", "Gone.method"])
-def test_missing_symbols_are_named(upstream, path):
+def test_missing_symbols_are_named_and_nothing_is_replaced(upstream, path):
     with pytest.raises(UpstreamChangedError, match=f"lns_fake_upstream:{path} does not exist.*verified in 1.0"):
-        replace(Target(f"lns_fake_upstream:{path}", {"0": "1.0"}), doubled)
+        replace_all(
+            [(target(upstream, "function"), doubled), (Target(f"lns_fake_upstream:{path}", {"0": "1.0"}), doubled)]
+        )
+    assert upstream.function(1) == 1
 
 
 def test_changed_source_is_refused_unless_overridden(upstream, monkeypatch, caplog):
@@ -82,12 +82,6 @@ def test_changed_source_is_refused_unless_overridden(upstream, monkeypatch, capl
     monkeypatch.setenv("OLMO_LNS_ALLOW_UNVERIFIED", "1")
     replace(changed, doubled)
     assert upstream.function(1) == (1, "wrapped") and "none of those verified" in caplog.text
-
-
-def test_all_or_nothing(upstream):
-    with pytest.raises(UpstreamChangedError):
-        replace_all([(target(upstream, "function"), doubled), (Target("lns_fake_upstream:gone", {}), doubled)])
-    assert upstream.function(1) == 1
 
 
 def test_fingerprint_sees_a_changed_default_but_not_indentation(upstream, tmp_path):

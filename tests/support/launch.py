@@ -162,7 +162,7 @@ def build_wheel(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def fresh_venv(folder: Path, *, packages: Sequence[str] = (), hidden: Sequence[str] = ()) -> Path:
+def fresh_venv(folder: Path, *, packages: Sequence[str] = ()) -> Path:
     """A new environment that sees the installed torch and OLMo; returns its interpreter.
 
     The packages of the running environment are a plain line of a ``.pth`` file: ``site`` puts
@@ -170,19 +170,10 @@ def fresh_venv(folder: Path, *, packages: Sequence[str] = (), hidden: Sequence[s
     install nor a start-up hook of the running environment is active in the new one.
 
     :param packages: folders to see before the running environment's.
-    :param hidden: beginnings of names in the running environment that the new one must not see.
     """
     run([sys.executable, "-m", "venv", "--without-pip", folder], cwd=folder.parent).ok()
     python = folder / "bin" / "python"
-    seen = Path(sysconfig.get_paths()["purelib"])
-    if hidden:
-        links = folder / "packages"
-        links.mkdir()
-        for entry in seen.iterdir():
-            if not entry.name.startswith(tuple(hidden)):
-                (links / entry.name).symlink_to(entry)
-        seen = links
-    lines = [*packages, str(seen)]
+    lines = [*packages, sysconfig.get_paths()["purelib"]]
     (site_packages(python) / "zz_running_environment.pth").write_text("".join(f"{line}\n" for line in lines))
     return python
 
@@ -222,10 +213,3 @@ def write_tokenizer(folder: Path) -> Path:
     path = folder / "bytes.json"
     tokenizer.save(str(path))
     return path
-
-
-def change(path: Path, old: str, new: str) -> None:
-    """Replace ``old``, which must be there, in a copied file."""
-    text = path.read_text()
-    assert old in text, f"{path} has no {old!r}"
-    path.write_text(text.replace(old, new))

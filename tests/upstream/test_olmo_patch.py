@@ -39,23 +39,20 @@ def test_both_upstreams_have_a_patch_with_a_header():
 
 
 @pytest.mark.slow
-def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(tmp_path):
-    """On a copy of the installed ai2-olmo."""
+@pytest.mark.parametrize("kind", ["installed", "checkout"])
+def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(tmp_path, kind):
+    """On a copy of the installed ai2-olmo, and of the checkout in ``OLMO_SRC``."""
+    if kind == "checkout" and not os.environ.get("OLMO_SRC"):
+        pytest.skip("OLMO_SRC does not point at an OLMo checkout")
     import olmo
 
-    shutil.copytree(Path(olmo.__file__).parent, tmp_path / "olmo")
-    apply(PATCHES["v0.6.0"], tmp_path)
-    for before in (NO_HOOK, ""):
-        assert probe(tmp_path, before) == f"1 1 {tmp_path}/olmo/__init__.py"
-    apply(PATCHES["v0.6.0"], tmp_path, "-R")
-    assert (tmp_path / "olmo/__init__.py").read_bytes() == Path(olmo.__file__).read_bytes()
-
-
-@pytest.mark.skipif(not os.environ.get("OLMO_SRC"), reason="OLMO_SRC does not point at an OLMo checkout")
-def test_patch_applies_to_the_checkout_and_loads_once(tmp_path):
-    source = Path(os.environ["OLMO_SRC"])
+    source = Path(os.environ["OLMO_SRC"] if kind == "checkout" else Path(olmo.__file__).parents[1])
     for name in ("olmo", "olmo_data"):
         shutil.copytree(source / name, tmp_path / name, ignore=shutil.ignore_patterns("hf_datasets", "oe_eval_tasks"))
     strategies = (source / "olmo" / "config.py").read_text().split("class DistributedStrategy")[1][:400]
-    apply(PATCHES["main" if "single" in strategies else "v0.6.0"], tmp_path)
-    assert probe(tmp_path) == f"1 1 {tmp_path}/olmo/__init__.py"
+    patch = PATCHES["main" if "single" in strategies else "v0.6.0"]
+    apply(patch, tmp_path)
+    for before in (NO_HOOK, ""):
+        assert probe(tmp_path, before) == f"1 1 {tmp_path}/olmo/__init__.py"
+    apply(patch, tmp_path, "-R")
+    assert (tmp_path / "olmo/__init__.py").read_bytes() == (source / "olmo/__init__.py").read_bytes()

@@ -74,9 +74,6 @@ class LearnedFactor(LayerNormBase):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, self.learned.start)
 
-    def extra_repr(self) -> str:
-        return f"per_channel={self.learned.per_channel}, start={self.learned.start:.6g}"
-
 
 class _Residual:
     """Where the norms of a sub-layer sit, and the constants that no norm has folded in.
@@ -130,11 +127,12 @@ class _SchemeBlock(OLMoBlock):
         return self._leave("ff", x, h, run), cache
 
     def _queries_keys_values(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
-
-    def _clipped(self, projected: torch.Tensor) -> torch.Tensor:
-        limit = self.config.clip_qkv
-        return projected if limit is None else projected.clamp_(min=-limit, max=limit)
+        fused = isinstance(self, OLMoSequentialBlock)
+        projections = (self.att_proj,) if fused else (self.q_proj, self.k_proj, self.v_proj)
+        found = tuple(projection(h) for projection in projections)
+        if (limit := self.config.clip_qkv) is not None:
+            found = tuple(projected.clamp_(min=-limit, max=limit) for projected in found)
+        return found[0].split(self.fused_dims, dim=-1) if fused else found
 
     def _enter(self, sub_layer: str, x: torch.Tensor, run: _Run) -> torch.Tensor:
         residual: _Residual = getattr(self, f"lns_residual_{sub_layer}")
@@ -194,15 +192,9 @@ class _SchemeBlock(OLMoBlock):
 class SchemeSequentialBlock(_SchemeBlock, OLMoSequentialBlock):
     """OLMo's sequential block under a scheme with a residual form of its own."""
 
-    def _queries_keys_values(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._clipped(self.att_proj(h)).split(self.fused_dims, dim=-1)
-
 
 class SchemeLlamaBlock(_SchemeBlock, OLMoLlamaBlock):
     """OLMo's llama block under a scheme with a residual form of its own."""
-
-    def _queries_keys_values(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self._clipped(projection(h)) for projection in (self.q_proj, self.k_proj, self.v_proj))
 
 
 def _call(function: _Run, *args: Any, **kwargs: Any) -> Any:
@@ -242,39 +234,29 @@ class LNSLayerNorm(Scaled, LayerNorm):
             return y
 
 
-class GroupedRMSLayerNorm(Scaled, RMSLayerNorm):
-    """RMSNorm over groups of channels, for x of shape (..., d_model)."""
+class _Grouped(Scaled):
+    """Statistics over groups of channels, x of shape (..., d_model); rounded once, at the end, as OLMo's norm is."""
 
     lns_groups: int
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        rms = isinstance(self, RMSLayerNorm)
+        x = x if rms or not self.low_precision else self._cast_if_autocast_enabled(x)
         with without_autocast(x.device.type):
-            y = self.lns_backend.rms_norm(_groups_of(x, self.lns_groups), None, self.eps, 1.0).flatten(-2)
-            y = _affine(y, self.weight, self.bias)
-        return y.to(rms_output_dtype(x, self.weight, self.bias))
+            parts = x.to(compute_dtype(x.dtype)).unflatten(-1, (self.lns_groups, -1))
+            arguments = (None, self.eps, 1.0) if rms else (None, None, self.eps, 1.0)
+            y = (self.lns_backend.rms_norm if rms else self.lns_backend.layer_norm)(parts, *arguments).flatten(-2)
+            y = y if self.weight is None else self.weight * y
+            y = y if self.bias is None else y + self.bias
+        return y.to(rms_output_dtype(x, self.weight, self.bias) if rms else output_dtype(x.dtype, x.device.type))
 
 
-class GroupedLayerNorm(Scaled, LayerNorm):
-    """LayerNorm over groups of channels, for x of shape (..., d_model)."""
-
-    lns_groups: int
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self._cast_if_autocast_enabled(x) if self.low_precision else x
-        with without_autocast(x.device.type):
-            y = self.lns_backend.layer_norm(_groups_of(x, self.lns_groups), None, None, self.eps, 1.0).flatten(-2)
-            y = _affine(y, self.weight, self.bias)
-        return y.to(output_dtype(x.dtype, x.device.type))
+class GroupedRMSLayerNorm(_Grouped, RMSLayerNorm):
+    """RMSNorm over groups of channels."""
 
 
-def _groups_of(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """In fp32 (fp64 for fp64): the result is rounded once, at the end."""
-    return x.to(compute_dtype(x.dtype)).unflatten(-1, (groups, -1))
-
-
-def _affine(y: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    y = y if weight is None else weight * y
-    return y if bias is None else y + bias
+class GroupedLayerNorm(_Grouped, LayerNorm):
+    """LayerNorm over groups of channels."""
 
 
 #: OLMo's class -> ours, without and with groups of channels.
@@ -340,21 +322,16 @@ def attach(block: OLMoBlock, asked: Record) -> None:
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
                 setattr(block, f"{sub_layer}_{name}", LearnedFactor(config, learned))
-        _fold_into_norms(block, plan, sub_layer)
+        # The constants beside a norm are folded into it; without one it stays OLMo's own.
+        first = getattr(block, f"{sub_layer}_norm")
+        if plan.pre and (plan.norm_scale, plan.groups) != (1.0, 1):
+            scale_norm(first, plan.norm_scale, groups=plan.groups)
+        behind = plan.branch_scale if plan.branch else plan.stream_scale if plan.post else 1.0
+        if behind != 1.0:
+            scale_norm(getattr(block, f"{sub_layer}_norm_out", first), behind)
         setattr(block, f"lns_residual_{sub_layer}", _Residual(plan))
     block.lns_gains = {site.sub_layer: site.plan.gains for site in sites}
     block.__class__ = _CLASSES[type(block)]
-
-
-def _fold_into_norms(block: OLMoBlock, plan: Plan, sub_layer: str) -> None:
-    """The constants that stand beside a norm; without one it stays OLMo's own norm."""
-    first = getattr(block, f"{sub_layer}_norm")
-    last = getattr(block, f"{sub_layer}_norm_out", first)
-    if plan.pre and (plan.norm_scale, plan.groups) != (1.0, 1):
-        scale_norm(first, plan.norm_scale, groups=plan.groups)
-    behind = plan.branch_scale if plan.branch else plan.stream_scale if plan.post else 1.0
-    if behind != 1.0:
-        scale_norm(last, behind)
 
 
 @cache

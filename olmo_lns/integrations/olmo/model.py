@@ -137,17 +137,14 @@ def depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
     :param layer_number: 1-based index of the block.
     :raises LNSConfigError: an ``init_fn`` whose depth factor is not known.
     """
-    name = str(init_fn)
-    if name == "normal" or name in types.INIT_FNS:
-        return 1.0
-    if name == "mitchell":
-        return 1.0 / math.sqrt(2.0 * layer_number)
-    if name == "full_megatron":
-        return 1.0 / math.sqrt(2.0 * n_layers)
-    raise LNSConfigError(
-        f"init_fn {name!r}: its depth factor is not known; use normal, mitchell or full_megatron, "
-        "or OLMO_LNS_INITIALIZATION=upstream"
-    )
+    factors = {"mitchell": 1.0 / math.sqrt(2.0 * layer_number), "full_megatron": 1.0 / math.sqrt(2.0 * n_layers)}
+    factors |= dict.fromkeys(("normal", *types.INIT_FNS), 1.0)
+    if (name := str(init_fn)) not in factors:
+        raise LNSConfigError(
+            f"init_fn {name!r}: its depth factor is not known; use normal, mitchell or full_megatron, "
+            "or OLMO_LNS_INITIALIZATION=upstream"
+        )
+    return factors[name]
 
 
 def wrap_block_reset(reset: Callable[..., None]) -> Callable[..., None]:

@@ -52,11 +52,7 @@ _CHECKPOINTERS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 SAVE = [Target(f"olmo.checkpoint:{n}Checkpointer.save_checkpoint", both[0]) for n, both in _CHECKPOINTERS.items()]
 RESTORE = [Target(f"olmo.checkpoint:{n}Checkpointer.restore_checkpoint", both[1]) for n, both in _CHECKPOINTERS.items()]
 
-TARGETS = (
-    CONFIG_LOAD, NORM_BUILD, SEQUENTIAL_INIT, LLAMA_INIT, BLOCK_RESET, SEQUENTIAL_RESET, LLAMA_RESET, MODEL_RESET,
-    MODEL_INIT, FROM_CHECKPOINT, SEQUENTIAL_FORWARD, LLAMA_FORWARD, ATTENTION, SAVE_CONFIG, TRAINER_STATE,
-    *SAVE, *RESTORE,
-)  # fmt: skip
+TARGETS = (*(value for value in [*globals().values()] if isinstance(value, Target)), *SAVE, *RESTORE)
 
 
 def check_version(found: str) -> None:

@@ -1,4 +1,4 @@
-"""Blocks with another residual form: values, gradients, initial weights, and everything OLMo does with a block."""
+"""OLMo's blocks under every scheme: values, gradients, initial weights, what is counted and read back, what is refused."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import pytest
 import torch
 from olmo.config import ActivationCheckpointingStrategy, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
-from olmo.model import OLMo, RMSLayerNorm
+from olmo.model import OLMo, OLMoSequentialBlock, RMSLayerNorm
 from olmo.optim import get_param_groups
 from support import norm_reference as reference
 from support.olmo_models import TINY, build, model_config, tokens
 from support.scheme_reference import NAMES, loss_logits_gradients, loss_of
 
-from olmo_lns.errors import UpstreamChangedError
+from olmo_lns import schemes
+from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.integrations.olmo import register, upstream
-from olmo_lns.integrations.olmo.block import _check_upstream
+from olmo_lns.integrations.olmo.block import _check_upstream, attach_norm
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
 from olmo_lns.record import Record
-from olmo_lns.schemes import names, parse
+from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, names, parse, registry
 
 register()
 
@@ -40,8 +42,7 @@ KEYS = {
 }
 
 
-def test_every_scheme_of_the_table_has_a_formula_here():
-    assert set(NAMES) == set(names()) - {"preln"}
+assert set(NAMES) == set(names()) - {"preln"}, "every scheme of the table has a formula here"
 
 
 def gradients(model, ids):
@@ -77,12 +78,14 @@ def test_the_formulas_tell_the_schemes_apart(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_names_of_the_weights(name):
-    stock = set(build(layer_norm_type="rms").state_dict())
-    ours = set(build(layer_norm_type=f"{name}_rms").state_dict())
+def test_names_of_the_weights_and_none_of_the_new_is_decayed(name):
+    stock, model = set(build(layer_norm_type="rms").state_dict()), build(layer_norm_type=f"{name}_rms")
+    ours = set(model.state_dict())
     new = {f"transformer.blocks.{n}.{s}_{KEYS[name]}.weight" for n in range(4) for s in ("attn", "ff") if name in KEYS}
     assert ours - stock == new and stock <= ours
     assert parse(name).stock_keys(4) is (not new)
+    decayed, kept = (set(group["param_names"]) for group in get_param_groups(TrainConfig.new(), model))
+    assert not new & decayed and len(kept) == 2 + 2 * 4 * (2 if name in KEYS else 1)  # ln_f, wte
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,7 +129,7 @@ def test_compiled_by_block_there_are_at_most_two_graphs(name):
 
 
 @pytest.mark.parametrize("block", ["sequential", "llama"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_meta_device_then_reset_gives_the_same_model(name, block):
     changes = dict(layer_norm_type=f"{name}_rms", block_type=block, init_fn="normal_scaled", embedding_layer_norm=True)
     on_meta = OLMo(model_config(init_device="meta", **changes))
@@ -236,14 +239,6 @@ def test_dropout_and_clipped_projections():
     assert not torch.equal(model(ids).logits, model(ids).logits)  # dropped
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_new_weights_are_not_decayed(name):
-    groups = get_param_groups(TrainConfig.new(), build(layer_norm_type=f"{name}_rms"))
-    decayed, kept = (set(group["param_names"]) for group in groups)
-    assert not any(f"_{new}." in key for key in decayed for new in ("gate", "omega", "norm_out"))
-    assert len(kept) == 2 + 2 * 4 * (2 if name in KEYS else 1)  # ln_f, wte
-
-
 @pytest.mark.parametrize("name", ["layerscale", "skipinit", "admin", "sandwich"])
 @pytest.mark.parametrize(("key", "value"), [("decay_norm_and_bias", "true"), ("no_decay_norm_and_bias", "false")])
 def test_weight_decay_of_learned_factors_is_refused(tmp_path, name, key, value):
@@ -289,19 +284,6 @@ def test_another_forward_of_olmos_is_refused(monkeypatch):
         OLMo(model_config(layer_norm_type="postln_rms"))
 
 
-def test_the_start_up_line(caplog):
-    with caplog.at_level("INFO", logger="olmo_lns"):
-        OLMo(model_config(layer_norm_type="mixln_rms"))
-        OLMo(model_config(layer_norm_type="lnsafterbranch_rms"))
-    lines = [record.getMessage() for record in caplog.records if " on: " in record.getMessage()]
-    assert lines == [
-        "Mix-LN on: 8 norms (mixln_rms); norm after the addition in blocks 1 to 1; alpha 0.25; OLMo's own norms; "
-        "scaled initialization off (init_fn normal)",
-        "LNS after attention and feed-forward on: 8 norms (lnsafterbranch_rms); branch_scale = 1 (block 1) to 0.5 "
-        "(block 4); exponent 0.5; OLMo's own norms; scaled initialization off (init_fn normal)",
-    ]
-
-
 # Norms over groups of channels
 
 GROUPS, WIDTH = 4, TINY["d_model"]
@@ -339,3 +321,147 @@ def test_grouped_norms_of_16_bit_inputs_without_autocast(base, out):
     y = norm(x)
     assert y.dtype == out
     assert reference.relative_error(y, exact(norm, x, base)) < (1e-6 if out == torch.float32 else 3e-3)
+
+
+# What is attached is counted and read back; what cannot be built is refused
+
+GATE = schemes.Learned(per_channel=False, start=0.5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(post=True), "expected one norm in a sub-layer, or one in front and one on the branch"),
+        (Plan(pre=False), "expected one norm in a sub-layer"),
+        (Plan(pre=False, post=True, alpha=2.0, gate=GATE), "expected factors of the shortcut or of the branch"),
+        (Plan(pre=False, post=True, norm_scale=0.5), "a factor for a norm that is not there"),
+        (Plan(groups=4, norm_scale=0.5), "grouped statistics in a plain Pre-LN block only"),
+        (Plan(groups=5), "5 groups do not divide model.d_model=32"),
+    ],
+)
+def test_a_scheme_that_this_integration_cannot_build_is_refused(monkeypatch, plan, message):
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+    schemes.define(Definition("other", "Other", "Other", lambda *_: plan, "a test"))
+    with pytest.raises(OLMoConfigurationError, match=f"layer_norm_type=other_rms, block 1, attn: .*{message}"):
+        OLMo(model_config(layer_norm_type="other_rms"))
+
+
+def test_lnsvalue_says_both_factors_and_refuses_clipped_values(caplog):
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        build(layer_norm_type="lnsvalue_rms")
+    (line,) = [r.getMessage() for r in caplog.records if " on: " in r.getMessage()]
+    assert "s = 1 (block 1) to 0.5 (block 4), ff only; branch_scale = 1 (block 1) to 0.5 (block 4), attn only" in line
+    with pytest.raises(
+        OLMoConfigurationError, match="layer_norm_type=lnsvalue_rms with clip_qkv=8: .* Set clip_qkv: null"
+    ):
+        build(layer_norm_type="lnsvalue_rms", clip_qkv=8.0)
+
+
+def test_a_norm_gets_one_scheme_and_is_one_of_olmos():
+    norm = RMSLayerNorm(model_config())
+    attach_norm(norm, Site(LNS, 2, 4, "ff"))
+    before = dict(norm.__dict__)
+    with pytest.raises(LNSConfigError, match=r"LNSRMSLayerNorm of block 2 has scheme lns already: a block gets its"):
+        attach_norm(norm, Site(LNS, 3, 4, "ff"))
+    assert norm.__dict__ == before and norm.lns_scale == 2**-0.5
+    module = torch.nn.LayerNorm(8)
+    with pytest.raises(TypeError, match="cannot scale a LayerNorm; expected OLMo's RMSLayerNorm or LayerNorm"):
+        attach_norm(module, Site(LNS, 1, 4, "ff"))
+    assert list(norm_sites.sites(module)) == []
+
+
+def test_sites_in_order_and_scheme_read_back():
+    quarter = parse("lns:exponent=0.25")
+    model = build(layer_norm_type="lns_rms:exponent=0.25", block_group_size=2)
+    found = [(name.split(".", 1)[1], s.layer_number, s.sub_layer, s.n_layers) for name, _, s in norm_sites.sites(model)]
+    assert found[:3] == [
+        ("block_groups.0.0.attn_norm", 1, "attn", 4),
+        ("block_groups.0.0.ff_norm", 1, "ff", 4),
+        ("block_groups.0.1.attn_norm", 2, "attn", 4),
+    ]
+    assert len(found) == 8 and norm_sites.read_back(model) == norm_sites.read_back(copy.deepcopy(model)) == quarter
+    norm_sites.check(model, quarter, 4)
+    assert norm_sites.read_back(build(layer_norm_type="rms")) == PRE_LN
+    for asked in (LNS, PRE_LN, parse("lns:exponent=0")):
+        with pytest.raises(UpstreamChangedError, match="was asked for .*, but lns:exponent=0.25 is on 8 sub-layers"):
+            norm_sites.check(model, asked, 4)
+
+
+def test_a_part_of_the_blocks_is_counted_as_a_part_and_two_schemes_are_found():
+    blocks = torch.nn.ModuleList(blocks_of(build(layer_norm_type="lns_rms"))[2:])
+    norm_sites.check(blocks, LNS, 4, layer_numbers=[3, 4])
+    with pytest.raises(UpstreamChangedError, match="is on 4 sub-layers .*expected the 8 sub-layers of 4 blocks"):
+        norm_sites.check(blocks, LNS, 4)
+    blocks.append(build(layer_norm_type="lns_rms:exponent=0.25"))
+    with pytest.raises(UpstreamChangedError, match="one model with the schemes lns, lns:exponent=0.25: expected one"):
+        norm_sites.read_back(blocks)
+
+
+def test_a_wrapper_that_answers_for_its_module_is_not_counted():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.inner = module
+
+        def __getattr__(self, name):  # as FSDP's and torch.compile's
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    block = blocks_of(build(layer_norm_type="lns_rms"))[0]
+    block.ff_norm = Wrapper(block.ff_norm)
+    assert block.ff_norm.lns_scale == 1.0
+    assert [s.sub_layer for _, _, s in norm_sites.sites(block)] == ["attn", "ff"]
+
+
+def test_a_model_none_of_whose_norms_has_a_site_is_refused(monkeypatch):
+    """It would train as Pre-LN under the name of LNS."""
+    monkeypatch.setattr(OLMoSequentialBlock, "__init__", OLMoSequentialBlock.__init__.__wrapped__)
+    with pytest.raises(
+        UpstreamChangedError, match=r"LayerNorm Scaling was asked for .lns., but preln is on 0 sub-layers"
+    ):
+        OLMo(model_config(layer_norm_type="lns_rms"))
+
+
+def test_the_start_up_line(caplog, monkeypatch):
+    with caplog.at_level("INFO", logger="olmo_lns"):
+        OLMo(model_config(layer_norm_type="mixln_rms"))
+        OLMo(model_config(layer_norm_type="lnsafterbranch_rms"))
+    lines = [record.getMessage() for record in caplog.records if " on: " in record.getMessage()]
+    assert lines == [
+        "Mix-LN on: 8 norms (mixln_rms); norm after the addition in blocks 1 to 1; alpha 0.25; OLMo's own norms; "
+        "scaled initialization off (init_fn normal)",
+        "LNS after attention and feed-forward on: 8 norms (lnsafterbranch_rms); branch_scale = 1 (block 1) to 0.5 "
+        "(block 4); exponent 0.5; OLMo's own norms; scaled initialization off (init_fn normal)",
+    ]
+    line = norm_sites.start_up_line(LNS, 16, norm="RMSNorm", here="here blocks 5-8", how="te", initialization="plain")
+    assert line == (
+        "LayerNorm Scaling on: 32 norms (RMSNorm), here blocks 5-8; s = 1 (block 1) to 0.25 (block 16); exponent 0.5; "
+        "te; plain"
+    )
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+
+    def plan(layer_number, n_layers, sub_layer):
+        return Plan(pre=layer_number > 2, post=layer_number <= 2, alpha=2.0, gate=schemes.Learned(True, 0.1))
+
+    schemes.define(Definition("form", "Form", "Form", plan, "a test"))
+    assert norm_sites.factors_in_words(parse("form"), 4) == [
+        "alpha = 2 (block 1) to 2 (block 4)",
+        "learned gate from 0.1 to 0.1",
+        "norm after the addition in blocks 1 to 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lns", "s = 1 (block 1) to 0.2887 (block 12)"),
+        ("lnsafterbranch", "branch_scale = 1 (block 1) to 0.2887 (block 12)"),
+        ("lnsafterattn", "branch_scale = 1 (block 1) to 0.2887 (block 12), attn only"),
+        ("lnsafterff", "branch_scale = 1 (block 1) to 0.2887 (block 12), ff only"),
+    ],
+)
+def test_a_factor_of_one_sub_layer_is_said_of_that_one(name, words):
+    assert norm_sites.factors_in_words(parse(name), 12) == [words]
+    assert norm_sites.factors_in_words(parse(name), 1) == []

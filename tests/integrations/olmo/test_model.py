@@ -22,24 +22,29 @@ from olmo_lns.integrations.olmo.model import blocks_of
 
 register()
 
-VARIANTS = {
-    "rms": dict(layer_norm_type="lns_rms"),
-    "plain lns": dict(layer_norm_type="lns"),
-    "rms with bias": dict(layer_norm_type="lns_rms", include_bias=True, bias_for_layer_norm=True),
-    "layer norm": dict(layer_norm_type="lns_default", layer_norm_with_affine=True, bias_for_layer_norm=True),
-    "layer norm, gain only": dict(layer_norm_type="lns_default"),
-    "no affine": dict(layer_norm_type="lns_default", layer_norm_with_affine=False),
-    "low precision": dict(layer_norm_type="lns_low_precision"),
-    "llama block": dict(layer_norm_type="lns_rms", block_type="llama"),
-    "block groups": dict(layer_norm_type="lns_rms", block_group_size=2),
-    "tied": dict(layer_norm_type="lns_rms", weight_tying=True),
-}
+#: Type, affine parameters, block, size of a group, tied weights, biases: every two values of these meet in a row.
+VARIANTS = [
+    ("lns", "gain and bias", "sequential", 2, True, False),
+    ("lns", "gain", "llama", 1, False, True),
+    ("lns", "none", "llama", 1, True, True),
+    ("lns_default", "gain and bias", "llama", 2, False, True),
+    ("lns_default", "gain", "llama", 1, True, False),
+    ("lns_default", "none", "sequential", 1, True, True),
+    ("lns_low_precision", "gain and bias", "llama", 1, True, True),
+    ("lns_low_precision", "gain", "sequential", 2, False, True),
+    ("lns_low_precision", "none", "llama", 2, False, False),
+    ("lns_rms", "gain and bias", "llama", 1, False, True),
+    ("lns_rms", "gain", "sequential", 1, True, False),
+    ("lns_rms", "none", "sequential", 2, True, False),
+]
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_values_are_an_fp64_formulas_and_a_stock_models_with_output_hooks(changes):
-    kind = changes["layer_norm_type"].removeprefix("lns_").replace("lns", "rms")
-    lns, stock, ids = build(**changes), build(**{**changes, "layer_norm_type": kind}), tokens()
+@pytest.mark.parametrize(("kind", "affine", "block_type", "group", "tied", "bias"), VARIANTS)
+def test_values_are_an_fp64_formulas_and_a_stock_models_with_output_hooks(kind, affine, block_type, group, tied, bias):
+    changes = dict(block_type=block_type, block_group_size=group, weight_tying=tied, include_bias=bias)
+    changes |= dict(layer_norm_with_affine=affine != "none", bias_for_layer_norm="bias" in affine)
+    base = kind.removeprefix("lns_").replace("lns", "rms")
+    lns, stock, ids = build(layer_norm_type=kind, **changes), build(layer_norm_type=base, **changes), tokens()
     expected = reference_logits(lns, ids)
     np.testing.assert_allclose(lns(ids).logits.detach().numpy(), expected, rtol=2e-4, atol=2e-5)
     # and the factor matters: without it the same weights are far away
@@ -54,7 +59,7 @@ def test_values_are_an_fp64_formulas_and_a_stock_models_with_output_hooks(change
         logits = model(ids).logits
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         outputs.append(logits.detach())
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    assert (outputs[0] - outputs[1]).abs().max() <= 2e-6 * outputs[1].abs().max()
     for (name, ours), theirs in zip(lns.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -96,18 +101,6 @@ def test_deepcopy_and_pickle_keep_the_factor():
     torch.save(model, buffer)
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=False)(ids).logits, model(ids).logits)
-
-
-def test_meta_device_then_reset_gives_the_same_model():
-    on_meta = OLMo(model_config(layer_norm_type="lns_rms", init_device="meta", init_fn="mitchell"))
-    assert next(on_meta.parameters()).is_meta
-    on_meta.to_empty(device="cpu")
-    direct = OLMo(model_config(layer_norm_type="lns_rms", init_fn="mitchell"))
-    for model in (on_meta, direct):
-        torch.manual_seed(3)
-        model.reset_parameters()
-    assert torch.equal(on_meta.eval()(tokens()).logits, direct.eval()(tokens()).logits)
-    assert [b.attn_norm.lns_scale for b in blocks_of(on_meta)] == pytest.approx([1, 2**-0.5, 3**-0.5, 0.5])
 
 
 def test_a_block_built_without_the_factory_is_scaled_too():

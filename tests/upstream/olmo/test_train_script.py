@@ -1,11 +1,10 @@
-"""OLMo's unmodified ``scripts/train.py``: train, resume, die and start again, load what does not fit, every scheme.
+"""OLMo's unmodified ``scripts/train.py``: train, resume, die and start again, refuse what does not fit.
 
 Needs a checkout in ``OLMO_SRC``; of OLMo's main branch on CPU, since the script of the tag v0.6.0 needs CUDA.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 from pathlib import Path
@@ -17,13 +16,14 @@ import torch
 from support import launch
 
 from olmo_lns.record import Record
-from olmo_lns.schemes import names, parse
+from olmo_lns.schemes import parse
 
 pytestmark = pytest.mark.slow
 
 STEPS, SAVED = 30, (0, 10, 20, 30)
 LNS = Record(parse("lns"), "rms", "plain")
-OTHERS = tuple(name for name in names() if name not in ("preln", "lns"))
+#: Post-LN blocks, second norms, gates, omegas, gains of the draw, factors of the branch.
+OF_EACH_FORM = ("mixln", "sandwich_depth", "layerscale", "admin", "deepnorm", "lnsafterbranch")
 
 
 @pytest.fixture(scope="module")
@@ -138,80 +138,27 @@ def test_killed_three_times_and_nothing_lost(olmo, uninterrupted):
     assert Record.read(saved(folder, 30)) == LNS
 
 
-#: Name of a difference -> layer-norm type of the run, its environment, and what the message says of both. The weights
-#: of Post-LN, Mix-LN and DeepNorm have stock names: without the record they would load in silence.
-MISMATCHES: dict[str, tuple[str, str, dict[str, str], tuple[str, str]]] = {
-    "preln-to-lns": ("rms", "lns", {}, ("Pre-LN", "lns:exponent=0.5 over rms")),
-    "lns-to-preln": ("lns", "rms", {}, ("lns:exponent=0.5 over rms", "Pre-LN")),
-    "exponent": ("lns", "lns", {"OLMO_LNS_SCHEME": "lns:exponent=0.25"}, ("exponent=0.5", "exponent=0.25")),
-    "postln-to-preln": ("postln", "rms", {}, ("postln over rms", "Pre-LN")),
-    "postln-to-mixln": ("postln", "mixln", {}, ("postln over rms", "mixln")),
-    "preln-to-deepnorm": ("rms", "deepnorm", {}, ("Pre-LN", "deepnorm over rms")),
-}
+def test_a_checkpoint_of_lns_is_not_resumed_as_preln_until_that_is_allowed(olmo, uninterrupted):
+    """Every difference and its message: test_state.py of OLMo's integration."""
+    path = config(olmo, "refused", load_path=str(saved(uninterrupted.folder, 20)), stop_at=21)
+    refused = train(olmo, path)
+    assert refused.code != 0 and not refused.losses() and not checkpoints(path.parent)
+    assert "--model.layer_norm_type=lns" in refused.text and "CheckpointMismatchError" in refused.text
+    allowed = train(olmo, path, OLMO_LNS_ALLOW_MISMATCH="lns-to-preln").ok()
+    assert "although it differs (lns-to-preln)" in allowed.text and len(allowed.losses()) == 1
+    assert Record.read(saved(path.parent, 21)) is None
 
 
-@pytest.fixture(scope="module")
-def loads(olmo: Any, uninterrupted: Any) -> dict[str, Any]:
-    """One process in which the script runs many times: every scheme trained and resumed, every mismatch."""
-    stock = config(olmo, "stock", stop_at=10)
-    launches: dict[str, Any] = {"stock": ([str(stock)], {})}
-    trained = {"rms": saved(stock.parent, 10), "lns": saved(uninterrupted.folder, 10)}
-    for name in OTHERS:
-        first = config(olmo, name, stop_at=4, save_interval_unsharded=2)
-        again = config(olmo, f"{name}-resumed", stop_at=4, load_path=str(saved(first.parent, 2)))
-        launches[name], launches[f"{name} resumed"] = (
-            ([str(path), f"--model.layer_norm_type={name}"], {}) for path in (first, again)
-        )
-        trained[name] = saved(first.parent, 4)
-    for name, (kind, running, settings, _) in MISMATCHES.items():
-        for allowed in ({}, {"OLMO_LNS_ALLOW_MISMATCH": name}):
-            key = f"{name} {'allowed' if allowed else 'refused'}"
-            path = config(olmo, key.replace(" ", "-"), load_path=str(trained[kind]), stop_at=11)
-            launches[key] = ([str(path), f"--model.layer_norm_type={running}"], {**settings, **allowed})
-    (olmo.folder / "launches.json").write_text(json.dumps(launches))
-    command = [olmo.python, launch.PROGRAMS / "loads.py", olmo.script, olmo.folder / "launches.json"]
-    command.append(olmo.folder / "loads.json")
-    text = launch.run(command, cwd=olmo.folder, env=variables(), timeout=3600).ok().text
-    parts = dict(part.split("\n", 1) for part in text.split("=== ")[1:])
-    results = json.loads((olmo.folder / "loads.json").read_text())
-    return {name: SimpleNamespace(error=results[name], printed=launch.Result(0, parts[name])) for name in launches}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_other_scheme_trains_and_goes_on(loads, olmo, name):
-    first, again = loads[name], loads[f"{name} resumed"]
-    assert first.error is None and again.error is None, (first, again)
+@pytest.mark.parametrize("name", OF_EACH_FORM)
+def test_a_scheme_of_each_form_trains_and_goes_on(olmo, name):
     line = f"{parse(name).definition.title} on: {parse(name).sites(4)} norms ({name}_rms)"
-    assert first.printed.text.count(line) == again.printed.text.count(line) == 1
-    assert len(first.printed.losses()) == 4 and again.printed.losses() == first.printed.losses()[2:]
-    assert all(map(math.isfinite, first.printed.losses()))
-    assert Record.read(saved(olmo.folder / name, 4)) == Record(parse(name), "rms", "plain")
-    assert_same_end(olmo.folder / f"{name}-resumed", olmo.folder / name, 4)
-
-
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_a_checkpoint_that_does_not_fit_is_refused(loads, olmo, name):
-    assert loads["stock"].error is None
-    kind, message = loads[f"{name} refused"].error
-    assert kind == "CheckpointMismatchError"
-    assert message.splitlines()[1:] == [f"--model.layer_norm_type={MISMATCHES[name][0]}"]
-    trained, running = MISMATCHES[name][3]
-    before, _, after = message.partition("but this run has")
-    assert trained in before and running in after, message
-    assert f"set OLMO_LNS_ALLOW_MISMATCH={name} to go on knowingly" in message
-    # Refused before a step was made or a file overwritten.
-    assert not checkpoints(olmo.folder / f"{name}-refused")
-
-
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_it_is_loaded_when_allowed(loads, olmo, name):
-    assert loads[f"{name} allowed"].error is None
-    assert f"although it differs ({name})" in loads[f"{name} allowed"].printed.text
-    folder = saved(olmo.folder / f"{name}-allowed", 11)
-    assert (folder / "model.pt").is_file()
-    _, running, settings, _ = MISMATCHES[name]
-    scheme = settings.get("OLMO_LNS_SCHEME", running)
-    assert Record.read(folder) == (None if running == "rms" else Record(parse(scheme), "rms", "plain"))
+    first = config(olmo, name, stop_at=4, save_interval_unsharded=2)
+    again = config(olmo, f"{name}-resumed", stop_at=4, load_path=str(saved(first.parent, 2)))
+    one, other = (train(olmo, path, f"--model.layer_norm_type={name}").ok() for path in (first, again))
+    assert one.text.count(line) == other.text.count(line) == 1
+    assert len(one.losses()) == 4 and other.losses() == one.losses()[2:] and all(map(math.isfinite, one.losses()))
+    assert Record.read(saved(first.parent, 4)) == Record(parse(name), "rms", "plain")
+    assert_same_end(again.parent, first.parent, 4)
 
 
 FSDP = ["--distributed_strategy=fsdp", "--model.init_device=meta", "--fsdp.wrapping_strategy=by_block"]

@@ -10,6 +10,7 @@ import os
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -113,7 +114,7 @@ def allocate(module):
 
 
 def initialize(kind, case):
-    """Meta device, FSDP, ``reset_parameters`` as in OLMo's launcher; the std of each residual weight."""
+    """Meta device, FSDP, ``reset_parameters`` as in OLMo's launcher; the mean size of each weight."""
     from olmo.model import OLMo
     from olmo.torch_util import seed_all
 
@@ -121,22 +122,61 @@ def initialize(kind, case):
     model = OLMo(model_config(layer_norm_type=kind, init_device="meta", d_model=64, **case["model"]))
     wrapped = wrap(model, case, allocate)
     model.reset_parameters()
-    weights = full_parameters(wrapped, case)
-    residual = {
-        name: w for name, w in weights.items() if "attn_out" in name or (".ff_out" in name and "blocks" in name)
-    }
     # Of a fused projection the rows of v, which are its last third, apart.
-    parts = {
-        name: (w[: -len(w) // 3], w[-len(w) // 3 :]) if "att_proj" in name else (w,) for name, w in weights.items()
-    }
     return {
-        "std": {name: w.std().item() for name, w in residual.items()},
-        "size": {name: [part.abs().mean().item() for part in found] for name, found in parts.items()},
+        name: [
+            part.abs().mean().item()
+            for part in ((w[: -len(w) // 3], w[-len(w) // 3 :]) if "att_proj" in name else (w,))
+        ]
+        for name, w in full_parameters(wrapped, case).items()
     }
+
+
+def resume(kind, case):
+    """A step, a save by OLMo's sharded checkpointer, a load into another model that has moments, a step of both.
+
+    The largest difference of any parameter before and after loading and after the last step, and the names of the
+    scheme's own parameters that moved from their start.
+    """
+    from olmo.checkpoint import build_sharded_checkpointer
+    from olmo.config import ShardedCheckpointerType, TrainConfig
+
+    def trained(factor, seed):
+        model = wrap(prepared(kind, case), case)
+        for parameter in model.parameters():
+            parameter.data.mul_(factor)
+        start = full_parameters(model, case)
+        step(model, optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2), seed)
+        return model, optimizer, start
+
+    def step(model, optimizer, seed):
+        ids = tokens(BATCH, LENGTH)[torch.randperm(BATCH, generator=torch.Generator().manual_seed(seed))]
+        loss_of(model, ids.chunk(dist.get_world_size())[dist.get_rank()], case).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def apart():
+        one, two = (full_parameters(each, case) for each in (model, other))
+        return max((one[name] - two[name]).abs().max().item() for name in one)
+
+    (model, optimizer, start), (other, others, _) = trained(1.0, 1), trained(1.5, 3)
+    saved, found = full_parameters(model, case), {"apart": apart()}
+    folder = Path(sys.argv[2]).with_name(kind)
+    config = TrainConfig(model=model.module.config, save_folder=str(folder), save_overwrite=True)
+    checkpointer = build_sharded_checkpointer(config, name=ShardedCheckpointerType.olmo_core)
+    checkpointer.save_checkpoint(folder, model, optimizer, {"step": 1})
+    dist.barrier()
+    found["step"] = checkpointer.restore_checkpoint(folder, other, others)["step"]
+    found["loaded"] = apart()
+    for each in ((model, optimizer), (other, others)):
+        step(*each, 2)
+    own = [name for name in saved if any(word in name for word in ("_gate.", "_omega.", "_norm_out."))]
+    return {**found, "next": apart(), "own": [name for name in own if not torch.equal(saved[name], start[name])]}
 
 
 def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    os.environ.setdefault("FS_LOCAL_RANK", os.environ["LOCAL_RANK"])
     register()
     with open(sys.argv[1]) as file:
         cases = json.load(file)
@@ -146,7 +186,9 @@ def main():
             torch._dynamo.reset()
             print(f"running {kind}", flush=True)
             try:
-                result = (initialize if case.get("initialize") else compare)(kind, case)
+                result = {"compare": compare, "initialize": initialize, "resume": resume}[case.get("what", "compare")](
+                    kind, case
+                )
             except Exception as error:  # what a strategy raises is the result; the test knows which may
                 result = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
             results.setdefault(name, {})[kind] = result
