@@ -34,7 +34,7 @@ from olmo_lns.export.sources import (
     nothing_to_fold,
 )
 from olmo_lns.integrations.olmo import types
-from olmo_lns.integrations.olmo.state import KEY, Mark, allow_in_safe_loading
+from olmo_lns.integrations.olmo.state import KEY, Mark
 from olmo_lns.record import RECORD_FILE, Record
 
 __all__ = ["OLMo", "mark"]
@@ -262,7 +262,6 @@ def mark(path: Path, record: Record) -> None:
     # What OLMo's Trainer keeps beside tensors; _reconstruct is numpy's, wherever it lives.
     rebuild = numpy.zeros(0).__reduce__()[0]
     known: list[Any] = [PosixPath, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
-    allow_in_safe_loading()
     try:
         with torch.serialization.safe_globals(known):
             state = torch.load(path, map_location="cpu", weights_only=True)

@@ -85,8 +85,10 @@ def read_back(model: Any) -> Scheme:
     for name, module, site in found:
         computed = module.lns_plan(site.sub_layer) if hasattr(module, "lns_plan") else Plan()
         if computed != site.plan:
+            differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(site.plan, f.name))
+            found_instead = (f"{n}={getattr(computed, n)!r} instead of {getattr(site.plan, n)!r}" for n in differing)
             raise UpstreamChangedError(
-                f"{name} (block {site.layer_number}, {site.sub_layer}) has {_difference(computed, site.plan)}, as "
+                f"{name} (block {site.layer_number}, {site.sub_layer}) has {', '.join(found_instead)}, as "
                 f"{site.scheme} would not have it: something has replaced a module since the block was built."
             )
     return found[0][2].scheme
@@ -153,11 +155,6 @@ def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
     if post:
         words.append(f"norm after the addition in blocks {post[0]} to {post[-1]}")
     return words
-
-
-def _difference(computed: Plan, wanted: Plan) -> str:
-    names = [field.name for field in fields(Plan) if getattr(computed, field.name) != getattr(wanted, field.name)]
-    return ", ".join(f"{name}={getattr(computed, name)!r} instead of {getattr(wanted, name)!r}" for name in names)
 
 
 class Scaled:

@@ -76,7 +76,6 @@ def register(*, scheme: str | None = None, initialization: str | None = None) ->
     types.extend(olmo.config.LayerNormType, olmo.config.InitFnType, verified=complete)
     if not complete:
         return
-    state.allow_in_safe_loading()
     # Not loaded by `import olmo`; a launch imports them later, this hook is then in place.
     guards: list[Any] = [(target, state.wrap_save) for target in upstream.SAVE]
     guards += [(target, state.wrap_restore) for target in upstream.RESTORE]

@@ -11,6 +11,7 @@ of a norm are folded into it, those of the residual addition into the addition.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any, Callable
@@ -222,16 +223,13 @@ class LNSLayerNorm(Scaled, LayerNorm):
     """``lns_scale * LayerNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``LayerNorm``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor
-        if not self.low_precision:
-            y = self.lns_backend.layer_norm(x, self.weight, self.bias, self.eps, self.lns_factor)
-            return y
-        x = self._cast_if_autocast_enabled(x)
-        weight = self._cast_if_autocast_enabled(self.weight) if self.weight is not None else None
-        bias = self._cast_if_autocast_enabled(self.bias) if self.bias is not None else None
-        with torch.autocast(enabled=False, device_type=x.device.type):
-            y = self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_factor)
-            return y
+        weight, bias = self.weight, self.bias
+        if self.low_precision:
+            x = self._cast_if_autocast_enabled(x)
+            weight, bias = (None if t is None else self._cast_if_autocast_enabled(t) for t in (weight, bias))
+        with torch.autocast(enabled=False, device_type=x.device.type) if self.low_precision else nullcontext():
+            y: torch.Tensor = self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_factor)
+        return y
 
 
 class _Grouped(Scaled):

@@ -32,9 +32,6 @@ __all__ = [
 
 log = logging.getLogger("olmo_lns")
 
-#: On a ``ModelConfig`` from which a model was built.
-_BUILT = "_olmo_lns_built"
-
 
 def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``LayerNormBase.build``: a type of ours gives OLMo's own norm, without a factor.
@@ -84,7 +81,7 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         init(self, config, init_params)
         norm_sites.check(self, asked.scheme, config.n_layers)
         record = record_of(self)
-        setattr(config, _BUILT, True)
+        config.lns_built = True
         state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
         drawn = f"scaled initialization {state} (init_fn {config.init_fn})"
         if record.active:
@@ -110,9 +107,9 @@ def blocks_of(model: Any) -> list[Any]:
 def ask_for_plain_initialization(config: Any) -> None:
     """See :func:`olmo_lns.plain_initialization`."""
     patching.require_verified(upstream.NAME)
-    if getattr(config, _BUILT, False):
+    if getattr(config, "lns_built", False):
         raise LNSConfigError("a model was built from this ModelConfig before: its weights are drawn already")
-    setattr(config, types.PLAIN, True)
+    config.lns_plain_initialization = True
     types.asked_record(config)
 
 

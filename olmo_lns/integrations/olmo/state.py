@@ -25,7 +25,7 @@ from olmo_lns.integrations.patching import is_patched
 from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
 
 __all__ = [
-    "KEY", "Mark", "allow_in_safe_loading", "check_checkpoint", "needs_olmo_lns", "one_line_of", "saved_record",
+    "KEY", "Mark", "check_checkpoint", "needs_olmo_lns", "one_line_of", "saved_record",
     "wrap_from_checkpoint", "wrap_restore", "wrap_save", "wrap_save_config", "wrap_trainer_state",
 ]  # fmt: skip
 
@@ -61,6 +61,10 @@ def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> Mark:
     return Mark(record, values)
 
 
+# For torch's ``weights_only=True``, by which ai2-olmo 0.6.0 loads under torch 2.6 and newer.
+torch.serialization.add_safe_globals([needs_olmo_lns])
+
+
 def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Wrap ``Trainer.trainer_state_dict``, what every checkpointer of OLMo's saves beside model and optimizer."""
 
@@ -70,11 +74,6 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
         return {**state, KEY: Mark(str(record), record.as_dict())} if record.active else state
 
     return wrapped
-
-
-def allow_in_safe_loading() -> None:
-    """For an OLMo that loads with torch's ``weights_only=True`` (ai2-olmo 0.6.0 under torch 2.6 and newer)."""
-    torch.serialization.add_safe_globals([needs_olmo_lns])
 
 
 #: What torch says of weights that do not fit, and of files that are no archives.

@@ -21,7 +21,7 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
 
 __all__ = [
-    "BASES", "INIT_FNS", "MOST_LAYERS", "PLAIN", "asked_record", "base_type", "check_environment", "check_sizes",
+    "BASES", "INIT_FNS", "asked_record", "base_type", "check_environment", "check_sizes",
     "extend", "has_parameters", "has_scheme", "require_supported", "scheme_of", "spell", "wrap_load", "written_record",
 ]  # fmt: skip
 
@@ -33,13 +33,8 @@ BASES = ("rms", "default", "low_precision")
 INIT_FNS = {"normal_scaled": "scaled", "normal_depth_scaled": "depth_scaled"}
 #: What the environment may say; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
 _INITIALIZATIONS = ("plain", "upstream")
-#: On a ``ModelConfig`` that was given to ``olmo_lns.plain_initialization``.
-PLAIN = "lns_plain_initialization"
 #: Whether a scheme was asked for in this process.
 selected = False
-
-#: Blocks are built one by one: more than this is minutes of silence, and then no memory.
-MOST_LAYERS = 10_000
 
 
 def _split(layer_norm_type: Any) -> tuple[str, str, str]:
@@ -112,7 +107,7 @@ def asked_record(config: Any) -> Record:
         scheme = given
     ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
     asked = {f"init_fn {config.init_fn!s}": ours, f"{environment.INITIALIZATION}={variable}": variable}
-    asked["plain_initialization(config)"] = "plain" if getattr(config, PLAIN, False) else None
+    asked["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
     said = {words: value for words, value in asked.items() if value}
     if (ours and len(said) > 1) or len(set(said.values())) > 1:
         raise LNSConfigError(f"{' and '.join(said)} contradict each other: unset the variable, or leave the call out.")
@@ -227,10 +222,8 @@ def check_sizes(config: Any) -> None:
             raise LNSConfigError(
                 f"model.{name}: expected a divisor of {whole}, which is {getattr(config, whole)}, got {number}"
             )
-    if config.n_layers > MOST_LAYERS:
-        raise LNSConfigError(
-            f"model.n_layers: {config.n_layers:,} blocks; more than {MOST_LAYERS:,} is taken for a slip"
-        )
+    if config.n_layers > 10_000:  # blocks are built one by one: minutes of silence, and then no memory
+        raise LNSConfigError(f"model.n_layers: {config.n_layers:,} blocks; more than 10,000 is taken for a slip")
 
 
 def require_supported(config: Any) -> None:
