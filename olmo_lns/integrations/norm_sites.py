@@ -26,8 +26,6 @@ __all__ = [
     "sites", "start_up_line",
 ]  # fmt: skip
 
-_ATTRIBUTE = "lns_sites"
-
 
 @dataclass(frozen=True)
 class Site:
@@ -56,12 +54,12 @@ def attach(module: Any, *found: Site) -> None:
             f"{type(module).__name__} of block {present[0].layer_number} has scheme {present[0].scheme} already: "
             "a block gets its scheme once, when it is built."
         )
-    setattr(module, _ATTRIBUTE, found)
+    module.lns_sites = found
 
 
 def _own(module: Any) -> tuple[Site, ...]:
     # Its own: FSDP's and torch.compile's wrappers answer for what they wrap.
-    return tuple(module.__dict__.get(_ATTRIBUTE, ()))
+    return tuple(module.__dict__.get("lns_sites", ()))
 
 
 def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:

@@ -69,9 +69,6 @@ class LearnedFactor(LayerNormBase):
         self.weight = nn.Parameter(torch.full((size,), learned.start, device=config.init_device))
         self.register_parameter("bias", None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x
-
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, self.learned.start)
 

@@ -80,8 +80,6 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
 _OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
 #: Accepted in the override variable for a checkpoint whose record was lost.
 MISSING_RECORD = "missing-record"
-#: Where a checkpointer keeps the record of the model that it is saving.
-_RECORD = "_olmo_lns_record"
 
 
 def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
@@ -167,7 +165,7 @@ def wrap_save(save: Callable[..., None]) -> Callable[..., None]:
                 f"{dir}: the model to be saved has {record}, but the config saved with it names layer_norm_type "
                 f"{kind!s}. Give the checkpointer the config that the model was built from."
             )
-        setattr(self, _RECORD, record)
+        self.lns_record = record  # for _save_config
         save(self, dir, dist_model, *args, **kwargs)
 
     return wrapped
@@ -181,7 +179,7 @@ def wrap_save_config(save_config: Callable[..., None]) -> Callable[..., None]:
         from olmo.util import upload
 
         save_config(self, dir, upload_to=upload_to)
-        record = getattr(self, _RECORD, Record())
+        record = getattr(self, "lns_record", Record())
         if record != Record() and get_global_rank() == 0:
             path = record.write(dir)
             if upload_to is not None:

@@ -378,10 +378,6 @@ def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
     if spelled == asked:
         return
     model.layer_norm_type = LayerNormType[spelled]
-    if not bare:
-        reason = "with the parameters in force"
-    elif overridden:
-        reason = f"keeps the config's base norm {base_type(kept)!r}"
-    else:
-        reason = "means RMSNorm when a file names it"
+    over = f"keeps the config's base norm {base_type(kept)!r}" if overridden else "means RMSNorm when a file names it"
+    reason = over if bare else "with the parameters in force"
     log.info("layer_norm_type=%s %s: using %s", asked, reason, spelled)

@@ -1,7 +1,7 @@
 """A training script shaped like a user's: OLMo's own config parsing and Trainer, DDP over gloo.
 
 Nothing in it knows of LayerNorm Scaling. Usage: ``launch.py config.yaml --key=value …``; rank 0
-writes ``result.json`` into the save folder, beside the checkpoints.
+writes ``result.json`` and ``state.pt`` into the save folder (OLMo 0.6.0 saves no checkpoint without CUDA).
 """
 
 import json
@@ -47,6 +47,7 @@ def main(cfg):
     ) as trainer:
         trainer.fit()
     if get_global_rank() == 0:
+        torch.save({"model": model.state_dict(), "optim": trainer.optim.state_dict()}, folder / "state.pt")
         scales = {name: module.lns_scale for name, module in model.named_modules() if hasattr(module, "lns_scale")}
         plugin = getattr(sys.modules.get("olmo_lns.integrations.olmo"), "__file__", None)
         (folder / "result.json").write_text(json.dumps({"scales": scales, "plugin": plugin}))
