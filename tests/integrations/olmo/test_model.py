@@ -108,16 +108,20 @@ def test_a_block_built_without_the_factory_is_scaled_too():
     assert block.attn_norm.lns_scale == block.ff_norm.lns_scale == pytest.approx(1 / 3)
 
 
-def test_a_model_whose_blocks_lost_a_norm_is_refused(monkeypatch):
+@pytest.mark.parametrize(("lost", "left"), [((1,), "lns is on 7"), ((0, 1, 2, 3), "preln is on 0")])
+def test_a_model_whose_blocks_lost_norms_is_refused(monkeypatch, lost, left):
+    """Without all of them it would train as Pre-LN under the name of LNS."""
     original = OLMoSequentialBlock.__init__
 
     def init(self, layer_id, config, cache):
         original(self, layer_id, config, cache)
-        if layer_id == 1:
+        if layer_id in lost:
             self.ff_norm = olmo.model.RMSLayerNorm(config)
+        if len(lost) == 4:
+            self.attn_norm = olmo.model.RMSLayerNorm(config)
 
     monkeypatch.setattr(OLMoSequentialBlock, "__init__", init)
-    with pytest.raises(UpstreamChangedError, match="on 7 sub-layers.*expected the 8 sub-layers of 4 blocks"):
+    with pytest.raises(UpstreamChangedError, match=f"{left} sub-layers.*expected the 8 sub-layers of 4 blocks"):
         OLMo(model_config(layer_norm_type="lns_rms"))
 
 
