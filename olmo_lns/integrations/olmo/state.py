@@ -80,6 +80,8 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
 _OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
 #: Accepted in the override variable for a checkpoint whose record was lost.
 MISSING_RECORD = "missing-record"
+#: Where a Pre-LN model keeps the record of the folded weights that it was loaded with, for its own checkpoints.
+_FOLDED = "_olmo_lns_folded"
 
 
 def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
@@ -130,11 +132,14 @@ def _resource(folder: Any, name: str, local_cache: Any) -> Path | None:
         return None
 
 
-def check_checkpoint(folder: Any, running: Record, *, local_cache: Any = None) -> None:
-    """:raises CheckpointMismatchError: the checkpoint and the model that runs disagree, or a scheme runs and the
-    folder says nothing."""
+def check_checkpoint(folder: Any, running: Record, *, local_cache: Any = None) -> Record | None:
+    """:returns: the checkpoint's record.
+
+    :raises CheckpointMismatchError: the checkpoint and the model that runs disagree, or a scheme runs and the folder
+        says nothing.
+    """
     if "://" not in str(folder) and not Path(folder).exists():
-        return  # OLMo says so
+        return None  # OLMo says so
     saved = saved_record(folder, local_cache=local_cache)
     if saved is not None:
         _compare(saved, running, folder)
@@ -144,6 +149,7 @@ def check_checkpoint(folder: Any, running: Record, *, local_cache: Any = None) -
             f"and this run has {running}. Copy config.yaml from the run that saved it, or set "
             f"{environment.ALLOW_MISMATCH}={MISSING_RECORD} to go on knowingly."
         )
+    return saved
 
 
 def _compare(saved: Record, running: Record, folder: Any) -> None:
@@ -158,14 +164,15 @@ def wrap_save(save: Callable[..., None]) -> Callable[..., None]:
     """Wrap a checkpointer's ``save_checkpoint``: what is saved is read from the model, before anything is written."""
 
     def wrapped(self: Any, dir: Any, dist_model: Any, *args: Any, **kwargs: Any) -> None:
-        record = record_of(getattr(dist_model, "module", dist_model))
+        model = getattr(dist_model, "module", dist_model)
+        record = record_of(model)
         kind = self.cfg.model.layer_norm_type
         if types.scheme_of(kind) != record.scheme or (record.active and types.base_type(kind) != record.norm):
             raise CheckpointMismatchError(
                 f"{dir}: the model to be saved has {record}, but the config saved with it names layer_norm_type "
                 f"{kind!s}. Give the checkpointer the config that the model was built from."
             )
-        self.lns_record = record  # for _save_config
+        self.lns_record = getattr(model, _FOLDED, None) or record  # for _save_config
         save(self, dir, dist_model, *args, **kwargs)
 
     return wrapped
@@ -192,12 +199,14 @@ def wrap_restore(restore: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     """Wrap a checkpointer's ``restore_checkpoint``: compare with the built model before a single weight is loaded."""
 
     def wrapped(self: Any, load_path: Any, dist_model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        running = record_of(getattr(dist_model, "module", dist_model))
-        check_checkpoint(load_path, running, local_cache=kwargs.get("local_cache"))
+        model = getattr(dist_model, "module", dist_model)
+        running = record_of(model)
+        saved = check_checkpoint(load_path, running, local_cache=kwargs.get("local_cache"))
         found = restore(self, load_path, dist_model, *args, **kwargs)
         mark = found.get(KEY)
         if mark is not None and mark.values is not None:  # what the folder's files may have lost
             _compare(Record.from_dict(mark.values, source="the trainer's state"), running, load_path)
+        setattr(model, _FOLDED, saved if saved is not None and saved.folded else None)
         return found
 
     return wrapped

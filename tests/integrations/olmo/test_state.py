@@ -188,6 +188,21 @@ def test_resuming_with_another_setting_stops(tmp_path, monkeypatch, caplog, save
     assert trainer.loaded and f"although it differs ({difference})" in caplog.text
 
 
+def test_folded_weights_run_as_preln_alone_and_stay_folded_in_the_record(tmp_path):
+    """Without the record ``export --unfold`` would take them for a model that never was LNS."""
+    for name in ("folded", "stock"):
+        save(tmp_path / name, "rms")
+    folded = Record(parse("lns"), "rms", "plain", folded=True)
+    folded.write(tmp_path / "folded")
+    with pytest.raises(CheckpointMismatchError, match="applied twice"):
+        Running("lns_rms").restore(tmp_path / "folded")
+    running = Running("rms")
+    for name, expected in (("folded", folded), ("stock", None)):
+        running.restore(tmp_path / name)
+        save_built(tmp_path / f"{name} again", running.model)
+        assert Record.read(tmp_path / f"{name} again") == expected
+
+
 def tampered(name):
     """A model one of whose blocks was changed after it was built."""
     model = build(seed=7, layer_norm_type="lns_rms")
@@ -412,6 +427,9 @@ def test_a_folded_export_is_resumed_by_stock_olmo_and_an_unfolded_one_is_not(lns
     refused = stock(tmp_path / "refused", *load)
     assert refused.code != 0 and REFUSED in refused.text
     train(tmp_path / "accepted", *load, "--model.layer_norm_type=lns")
+    train(tmp_path / "more", f"--load_path={folded}", "--reset_optimizer_state=true")
+    unfolded = tmp_path / "unfolded-unsharded"
+    assert cli.main(["export", str(tmp_path / "more" / "run" / "step4-unsharded"), str(unfolded), "--unfold"]) == 0
 
 
 @pytest.mark.slow
