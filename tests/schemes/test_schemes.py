@@ -1,4 +1,4 @@
-"""Schemes as values: one spelling, plans against the formulas, and what derives from a plan."""
+"""Schemes as values: one spelling, and the rows of the table against the sources' formulas, written out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from hypothesis import strategies as st
 
 from olmo_lns import schemes
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import LNS, PRE_LN, Definition, Learned, Parameter, Plan, Scheme, parse, registry
+from olmo_lns.integrations.olmo import types
+from olmo_lns.schemes import (
+    LNS,
+    PRE_LN,
+    SUB_LAYERS,
+    Definition,
+    Learned,
+    Parameter,
+    Plan,
+    Scheme,
+    definition,
+    names,
+    parse,
+    registry,
+)
 from olmo_lns.schemes.initialization import factor, resolve
 
 EXPONENTS = st.floats(0, 8, allow_nan=False)
@@ -44,6 +58,13 @@ def test_defaults_are_left_out_of_the_spelling():
         ("lns:exponent=half", "expected a finite number, found 'half'"),
         ("lns:exponent=nan", "expected a finite number, found 'nan'"),
         ("lns:exponent=-0.5", "exponent must be a finite number >= 0, got -0.5"),
+        ("mixln:alpha=1.5", "expected a share of the blocks from 0 to 1, found 1.5"),
+        ("groupln:groups=0", "expected an integer >= 1, found 0"),
+        ("groupln:groups=2.5", "expected an integer, found '2.5'"),
+        ("layerscale:start=-0.1", "expected a number >= 0, found -0.1"),
+        ("lnsuniform:factor=0", "expected a factor above 0, up to 1, found 0"),
+        ("lnsafterff:exponent=-1", "exponent must be a finite number >= 0"),
+        ("branchlndepth", "unknown scheme 'branchlndepth' .did you mean 'branchln"),
     ],
 )
 def test_other_texts_are_refused(text, message):
@@ -112,3 +133,126 @@ def test_initializations():
     assert (resolve("", PRE_LN), resolve("", LNS), resolve("scaled", LNS)) == ("upstream", "plain", "scaled")
     with pytest.raises(LNSConfigError, match="unknown initialization 'plane' .did you mean 'plain'"):
         resolve("plane", LNS)
+
+
+POST = Plan(pre=False, post=True)
+
+#: Spelling -> the plan of block 4 of 16, of both sub-layers or of attention and feed-forward.
+BLOCK_4_OF_16 = {
+    "preln": Plan(),
+    "lns": Plan(norm_scale=0.5),
+    "postln": POST,
+    "mixln": POST,
+    "mixln:alpha=0.1": Plan(),
+    "deepnorm": Plan(
+        pre=False, post=True, alpha=32**0.25, gains=tuple((role, 128**-0.25) for role in ("v", "o", "ff_in", "ff_out"))
+    ),
+    "sandwich": Plan(branch=True),
+    "sandwich_depth": Plan(branch=True, branch_scale=0.5),
+    "sandwich_depth:exponent=1.0": Plan(branch=True, branch_scale=0.25),
+    "branchln": Plan(pre=False, branch=True),
+    "branchln_depth": Plan(pre=False, branch=True, branch_scale=0.5),
+    "admin": Plan(pre=False, post=True, omega=Learned(True, math.sqrt(33 / math.log(33) - 1))),
+    "groupln": Plan(groups=8),
+    "groupln:groups=4": Plan(groups=4),
+    "layerscale": Plan(gate=Learned(True, 0.1)),
+    "layerscale:start=0.0001": Plan(gate=Learned(True, 1e-4)),
+    "skipinit": Plan(gate=Learned(False, 0.25)),
+    "skipinit:start=0.001": Plan(gate=Learned(False, 1e-3)),
+    "lnsbefore": Plan(pre_scale=0.5),
+    "lnsafterbranch": Plan(branch_scale=0.5),
+    "lnsafterattn:exponent=1.0": (Plan(branch_scale=0.25), Plan()),
+    "lnsafterff:exponent=1.0": (Plan(), Plan(branch_scale=0.25)),
+    "lnsvalue": (Plan(branch_scale=0.5), Plan(norm_scale=0.5)),
+    "lnsafterresidual": Plan(stream_scale=0.5),
+    "lnsrate": Plan(norm_scale=0.5, gains=(("qkv", 2.0), ("ff_in", 2.0))),
+    "lnsstart": Plan(gains=(("qkv", 0.5), ("ff_in", 0.5))),
+    "lnsuniform": Plan(norm_scale=0.35),
+    "lnsuniform:factor=0.5": Plan(norm_scale=0.5),
+    "lnsreversed": Plan(norm_scale=13**-0.5),
+}
+
+
+@pytest.mark.parametrize("spelling", BLOCK_4_OF_16)
+def test_the_plan_of_a_block(spelling):
+    scheme = parse(spelling)
+    assert str(scheme) == spelling
+    wanted = BLOCK_4_OF_16[spelling]
+    found = tuple(scheme.plan(4, 16, sub_layer) for sub_layer in SUB_LAYERS)
+    assert found == (wanted if isinstance(wanted, tuple) else (wanted, wanted))
+
+
+def test_only_olmo_builds_the_experiments():
+    found = {name for name in names() if definition(name).olmo_only}
+    assert found == {"lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"}
+    for name in names():
+        if name not in found:
+            parse(name).require_built_by("Megatron")
+            continue
+        with pytest.raises(LNSConfigError, match=rf"scheme {name} .*only the OLMo integration builds it, the Megatron"):
+            parse(name).require_built_by("Megatron")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "alpha", "post"),
+    [
+        *((12, 0.25, 3), (24, 0.25, 6), (32, 0.0625, 2)),
+        *((24, 0.167, 4), (24, 0.33, 8), (24, 0.417, 10), (24, 0.5, 12)),
+        *((24, 0.0, 0), (24, 1.0, 24), (10, 0.25, 3), (2, 0.25, 1)),
+        *((50, 0.29, 15), (50, 0.2899999, 14), (50, 0.57, 29), (90, 0.35, 32), (3, 1 / 3, 1)),
+    ],
+)
+def test_mix_ln_has_as_many_post_ln_blocks_as_the_papers_tables(blocks, alpha, post):
+    """Table 7's blocks, table 5's sweep on 24 blocks, and a half, which goes up."""
+    plans = [Scheme.of("mixln", alpha=alpha).plan(number, blocks, "ff") for number in range(1, blocks + 1)]
+    assert plans == [POST] * post + [Plan()] * (blocks - post)
+
+
+def test_published_constants():
+    """DeepNorm's alpha and beta, Admin's omega at 12, 24 and 32 blocks; CaiT's and the SkipInit start."""
+    deep = {blocks: parse("deepnorm").plan(1, blocks, "attn") for blocks in (12, 24, 32)}
+    assert [plan.alpha for plan in deep.values()] == pytest.approx([2.213, 2.632, 2.828], abs=1e-3)
+    assert [dict(plan.gains)["v"] for plan in deep.values()] == pytest.approx([0.3195, 0.2686, 0.25], abs=1e-4)
+    admin = [parse("admin").plan(1, blocks, "attn").omega.start for blocks in (12, 24)]
+    assert admin == pytest.approx([2.601, 3.404], abs=1e-3)
+    cait = [parse("layerscale").plan(1, blocks, "ff").gate.start for blocks in (18, 19, 24, 25)]
+    assert cait == [0.1, 1e-5, 1e-5, 1e-6]
+    assert parse("skipinit").plan(1, 16, "ff").gate == Learned(False, 0.25)
+
+
+#: Scheme -> stock keys, folds into Pre-LN, norms of 4 blocks, parameters more (hidden 8, norm 8).
+KINDS = {
+    **dict.fromkeys(("preln", "lns"), (True, True, 8, 0)),
+    **dict.fromkeys(("postln", "mixln", "deepnorm", "groupln", "branchln", "branchln_depth"), (True, False, 8, 0)),
+    **dict.fromkeys(("sandwich", "sandwich_depth"), (False, False, 16, 64)),
+    "admin": (False, False, 8, 64),
+    "layerscale": (False, True, 8, 64),
+    "skipinit": (False, True, 8, 8),
+    **dict.fromkeys(("lnsbefore", "lnsafterresidual"), (True, False, 8, 0)),
+    **dict.fromkeys(("lnsafterbranch", "lnsafterattn", "lnsafterff"), (True, True, 8, 0)),
+    **dict.fromkeys(("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"), (True, True, 8, 0)),
+}
+
+
+def test_what_derives_from_the_plans():
+    assert set(KINDS) == set(names())
+    for name, (stock, folds, norms, more) in KINDS.items():
+        scheme = parse(name)
+        found = (scheme.stock_keys(4), scheme.folds_into_pre_ln(4), scheme.sites(4), scheme.extra_parameters(4, 8, 8))
+        assert found == (stock, folds, norms, more), name
+        assert scheme.keeps_forward(4) is (name in ("preln", "lns", "lnsuniform", "lnsreversed")), name
+
+
+def test_every_row_says_what_it_is_and_where_it_is_from():
+    for name in names():
+        row = definition(name)
+        assert row.source and row.title and row.label and row.plan.__doc__
+        assert row.initialization == ("upstream" if name == "preln" else "plain")
+
+
+@pytest.mark.parametrize("base", ["", *types.BASES])
+def test_an_olmo_type_is_split_into_scheme_and_base_norm(base):
+    for name in set(names()) - {"preln"}:
+        written = f"{name}_{base}" if base else name
+        assert types.scheme_of(written) == parse(name) and types.base_type(written) == (base or "rms")
+        assert types.spell(parse(name), base or "rms") == f"{name}_{base or 'rms'}"
