@@ -47,9 +47,9 @@ MEASURES = {
     "jacobian": Measure(
         "Token-averaged Jacobian of every block",
         "distance of the Jacobian to the identity",
-        "jacobian:block_jacobians",
+        "gradients:block_jacobians",
         None,
         64,
     ),
-    "gradnorm": Measure("Gradient norm per layer and parameter kind", "gradient norm", "gradnorm:gradient_norms"),
+    "gradnorm": Measure("Gradient norm per layer and parameter kind", "gradient norm", "gradients:gradient_norms"),
 }

@@ -12,8 +12,7 @@ from typing import Any, Callable, Sequence
 
 from olmo_lns.diagnostics import MEASURES
 from olmo_lns.diagnostics.angular import AngularResult
-from olmo_lns.diagnostics.gradnorm import GradNormResult
-from olmo_lns.diagnostics.jacobian import JacobianResult
+from olmo_lns.diagnostics.gradients import GradNormResult, JacobianResult
 from olmo_lns.diagnostics.layer_drop import LayerDropResult, TaskScores
 from olmo_lns.diagnostics.variance import VarianceResult
 from olmo_lns.errors import LNSError

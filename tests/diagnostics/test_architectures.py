@@ -9,8 +9,7 @@ from support.diagnostic_models import ARCHITECTURES, LAYERS, Identity, Linear, T
 from torch import nn
 
 from olmo_lns.diagnostics.angular import angular_distance
-from olmo_lns.diagnostics.gradnorm import gradient_norms, kind_of
-from olmo_lns.diagnostics.jacobian import block_jacobians
+from olmo_lns.diagnostics.gradients import block_jacobians, gradient_norms, kind_of
 from olmo_lns.diagnostics.layer_drop import drop_layers
 from olmo_lns.diagnostics.variance import block_output_variance
 from olmo_lns.errors import LNSError

@@ -9,8 +9,7 @@ from support import olmo_models
 from support import scheme_reference as reference
 from support.diagnostic_models import Linear, Mixer, Toy, huggingface, ids, matrices, numpy_states
 
-from olmo_lns.diagnostics.gradnorm import gradient_norms, kind_of
-from olmo_lns.diagnostics.jacobian import _coordinates, block_jacobians
+from olmo_lns.diagnostics.gradients import _coordinates, block_jacobians, gradient_norms, kind_of
 from olmo_lns.errors import LNSError
 
 

@@ -1,24 +1,26 @@
-"""Token-averaged Jacobians of the blocks' residual maps.
+"""What needs a backward pass: Jacobians of the blocks' residual maps, and gradient norms.
 
-For block l and a token at position t, with everything before t held fixed,
+**Jacobian**, averaged over tokens (The Curse of Depth). For block l and a token at position t, with everything before
+t held fixed,
 
     J_t = d h_{l+1, t} / d h_{l, t}   (d x d)        J = mean over tokens of J_t
 
-is the whole residual map ``x -> x + Attn(Norm(x)) + ...``, so a block that does nothing has J = I. Two
-numbers a layer:
+is the whole residual map ``x -> x + Attn(Norm(x)) + ...``, so a block that does nothing has J = I. Its distance to the
+identity is ``|J - I|_F / |I|_F``, 0 for a block that does nothing; its diagonal dominance is the mean over rows of
+``|J_ii| / sum_j |J_ij|``, 1 for a diagonal J.
 
-* distance to the identity ``|J - I|_F / |I|_F``, 0 for a block that does nothing;
-* diagonal dominance, the mean over rows of ``|J_ii| / sum_j |J_ij|``, 1 for a diagonal J.
+A row costs one backward pass through the block. All d rows are taken where d is small (``exact``), else a random
+sample of k coordinates (``projected``). Their rows are computed completely, so dominance is the mean over a sample of
+rows, and ``d/k * sum`` of their squared distances estimates the full one without bias.
 
-A row costs one backward pass through the block. All d rows are taken where d is small (``exact``);
-else a random sample of k coordinates (``projected``): their rows are computed completely, so dominance
-is the mean over a sample of rows and ``d/k * sum`` of their squared distances estimates the full one
-without bias.
+**Gradient norm** per block and kind of parameter (Mix-LN). The gradient is that of the mean loss per token over all
+the data; norms are Euclidean, over all parameters of a block or of one kind in it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence
@@ -26,11 +28,20 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, block_input, by_block, first_tensor, run
+from olmo_lns.diagnostics.capture import (
+    Batches,
+    block_input,
+    by_block,
+    evaluating,
+    first_tensor,
+    run,
+    token_loss,
+    unpack,
+)
 from olmo_lns.errors import LNSError
 from olmo_lns.models.blocks import body_forward, find_blocks
 
-__all__ = ["EXACT_UP_TO", "JacobianResult", "block_jacobians", "token_jacobian_rows"]
+__all__ = ["GradNormResult", "JacobianResult", "block_jacobians", "gradient_norms", "kind_of"]
 
 #: Widest model for which all rows are taken, unless asked otherwise.
 EXACT_UP_TO = 256
@@ -42,7 +53,7 @@ HEAT_MAP = 64
 
 @dataclass(frozen=True)
 class JacobianResult:
-    """Numbers per block, block 1 first; see the module's text.
+    """Distance, dominance and mean diagonal of J for each block, block 1 first.
 
     :param method: ``"exact"`` or ``"projected"``. :param coordinates: 0-based rows that were computed.
     :param heat_maps: per block, the square sub-matrix of J on ``heat_map_coordinates``.
@@ -180,5 +191,124 @@ def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: i
         heat_map_coordinates=shown.tolist(),
         coordinates=coordinates.tolist(),
         width=width,
+        tokens=tokens,
+    )
+
+
+#: Kind -> pattern on a parameter's name inside its block, first match wins: norms before the part they sit in.
+PARTS = {
+    "norm": re.compile(r"norm|\bln_", re.IGNORECASE),
+    "attention": re.compile(r"att|\b[qkv]_proj|\bq_a|\bkv_"),
+    "mlp": re.compile(r"mlp|\bff|feed_forward|ffn|intermediate|^output\.|fc"),
+}
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class GradNormResult:
+    """Per block (block 1 first): the total norm, by kind, and by parameter; outside: by parameter.
+
+    :param loss: mean loss per token in nats. :param tokens: predicted tokens.
+    """
+
+    total: list[float]
+    kinds: list[dict[str, float]]
+    parameters: list[dict[str, float]]
+    outside: dict[str, float]
+    loss: float
+    tokens: int
+
+    def frame(self) -> Any:
+        """A pandas table: a row per block and parameter (block 0 = outside the blocks); kinds, totals as own rows."""
+        import pandas
+
+        rows: list[tuple[Any, ...]] = []
+        for block, (total, kinds, names) in enumerate(zip(self.total, self.kinds, self.parameters, strict=True), 1):
+            rows.append((block, "all", "", total))
+            rows += [(block, kind, "", norm) for kind, norm in kinds.items()]
+            rows += [(block, kind_of(name), name, norm) for name, norm in names.items()]
+        rows += [(0, "outside", name, norm) for name, norm in self.outside.items()]
+        return pandas.DataFrame(rows, columns=["block", "kind", "parameter", "norm"])
+
+
+def kind_of(name: str) -> str:
+    """``norm``, ``attention``, ``mlp`` or ``other``, from a parameter's name inside its block."""
+    return next((kind for kind, pattern in PARTS.items() if pattern.search(name)), OTHER)
+
+
+def gradient_norms(
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None,
+    batches: Batches,
+    device: torch.device | str = "cpu",
+    *,
+    mask_token: int | None = None,
+) -> GradNormResult:
+    """Gradient norms of the mean loss over ``batches``; the model's own gradients are left untouched.
+
+    Needs room for one gradient of every parameter, in its dtype. Dropout is off.
+
+    :raises LNSError: no token to predict, a loss that is not finite, or a gradient (the deepest such block is named:
+        from there the backward pass carries it to all before).
+    """
+    blocks = find_blocks(model) if blocks is None else blocks
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = {name: p.grad for name, p in named.items()}
+    loss_of = token_loss(model, mask_token)
+    total, tokens, scale = 0.0, 0, 0
+    try:
+        for parameter in named.values():
+            parameter.grad = None
+        with evaluating(model), torch.enable_grad():
+            for batch in batches:
+                nll, valid = loss_of(*unpack(batch, device)[:2])
+                count = int(valid.sum())
+                scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
+                summed = nll.masked_fill(~valid.to(nll.device), 0).sum()
+                if not bool(torch.isfinite(summed)):
+                    raise LNSError(
+                        "the loss is not finite: run `olmo-lns analyze variance` to see which block is first"
+                    )
+                if count:
+                    (summed / scale).backward()
+                total, tokens = total + float(summed.detach()), tokens + count
+        if not tokens:
+            raise LNSError("the data holds no token to predict: give sequences of at least two tokens")
+        norms = {
+            name: float(torch.linalg.vector_norm(p.grad.float())) * scale / tokens if p.grad is not None else 0.0
+            for name, p in named.items()
+        }
+    finally:
+        for name, parameter in named.items():
+            parameter.grad = kept[name]
+    return _by_block(model, blocks, norms, total / tokens, tokens)
+
+
+def _by_block(
+    model: nn.Module, blocks: Sequence[nn.Module], norms: dict[str, float], loss: float, tokens: int
+) -> GradNormResult:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters: list[dict[str, float]] = []
+    inside: set[str] = set()
+    for block in blocks:
+        own = {local: names[p] for local, p in block.named_parameters() if names[p] in norms}
+        inside.update(own.values())
+        parameters.append({local: norms[name] for local, name in own.items()})
+    bad = [i for i, block in enumerate(parameters, start=1) if not all(map(math.isfinite, block.values()))]
+    if bad:
+        raise LNSError(
+            f"block {bad[-1]} is the deepest of {len(bad)} whose gradient holds NaN or infinity, and the backward pass "
+            "carries it to those before: try fp32 or bf16"
+        )
+    kinds: list[dict[str, float]] = []
+    for found in parameters:
+        parts = {kind: [n for p, n in found.items() if kind_of(p) == kind] for kind in (*PARTS, OTHER)}
+        kinds.append({kind: math.hypot(*some) for kind, some in parts.items() if some})
+    return GradNormResult(
+        total=[math.hypot(*block.values()) for block in parameters],
+        kinds=kinds,
+        parameters=parameters,
+        outside={name: n for name, n in norms.items() if name not in inside},
+        loss=loss,
         tokens=tokens,
     )
