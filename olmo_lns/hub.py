@@ -1,4 +1,4 @@
-"""The Hugging Face hub where it cannot be reached: its clients retry for half a minute, a look tells at once."""
+"""Whether the Hugging Face hub can be reached, asked once; its own clients retry for half a minute."""
 
 from __future__ import annotations
 

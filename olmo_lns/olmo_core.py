@@ -83,6 +83,8 @@ def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
     :returns: ``config``.
     :raises LNSConfigError: no such config, a block that is no plain ``TransformerBlockConfig`` or has a scheme
         already, or a block type on which the scheme cannot be laid.
+
+    Example: ``apply(TransformerConfig.llama2_271M(vocab_size=50304), "lns", exponent=0.5)``, then ``config.build()``.
     """
     model: Any = getattr(config, "model", config)
     if not hasattr(model, "block") or not hasattr(model, "n_layers"):

@@ -44,6 +44,8 @@ class Record:
         :data:`~olmo_lns.schemes.INITIALIZATIONS`.
     :param folded: constants and gates have been multiplied into the weights; they run as plain Pre-LN.
     :param plugin_version: version of olmo-lns that wrote the record; informative, not compared.
+
+    Example: ``Record.read("runs/lns/step1000").scheme`` is the scheme that the checkpoint was trained with.
     """
 
     scheme: Scheme = PRE_LN

@@ -92,6 +92,8 @@ def block_jacobians(
     :param rows: coordinates to sample; None takes all up to a width of 256 and 128 beyond.
     :param seed: of the positions and the coordinates.
     :raises LNSError: no token, or a Jacobian that is not finite (the first such block is named).
+
+    Example: ``block_jacobians(model, None, [torch.arange(64)[None]]).identity_distance`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
@@ -250,6 +252,8 @@ def gradient_norms(
 
     :raises LNSError: no token to predict, a loss that is not finite, or a gradient (the deepest such block is named:
         from there the backward pass carries it to all before).
+
+    Example: ``gradient_norms(model, None, [torch.arange(64)[None]]).total`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
@@ -178,16 +179,13 @@ def _run(
         options |= {"rows": args.rows, "seed": args.seed}
     elif args.what in ("layer-drop", "gradnorm"):
         options["mask_token"] = tokenizer().mask_token_id if loaded.masked_lm else None
-    tasks = {}
+    tasks = {}  # of scores; first, since what fails here, such as a download, fails before the losses are computed
     if args.tasks:
         names = ("metric", "limit", "num_fewshot", "chat_template", "batch_size")
         how = {name: getattr(args, name) for name in names}
-        # First: what fails here, such as a download, fails before the losses are computed.
         tasks = score_tasks(loaded, tokenizer(), args.tasks, include_path=args.task_path, **how)
     result = function(loaded.model, loaded.blocks, batches, loaded.device, **options)
-    if tasks:
-        result.tasks.update(tasks)
-    return result
+    return replace(result, tasks=tasks) if tasks else result
 
 
 def _label(model: str) -> str:
@@ -223,10 +221,9 @@ def compare(args: argparse.Namespace) -> int:
         check_writable(args.table, [".csv"])
     reports = read_results(args.results, args.labels)
     print(markdown(reports))
-    written = []
-    if args.output:
-        # Each file is of a figure of its own: a second one of the same has another layout in its last digits.
-        written += [plots.save(plots.draw(reports, log=args.log), path) for path in args.output]
+    written: list[Path] = []
+    # Each file is of a figure of its own: a second one of the same has another layout in its last digits.
+    written += [plots.save(plots.draw(reports, log=args.log), path) for path in args.output or []]
     if args.table:
         frames = [report.result.frame() for report in reports]
         for frame, report in zip(frames, reports, strict=True):
