@@ -124,6 +124,9 @@ def framework_row(framework: Framework) -> Finding:
     if (tree / _WANTS_TRITON).is_file() and importlib.util.find_spec("triton") is None:
         text = f"megatron.core {version} cannot be imported without triton, which is not installed: pip install triton"
         return Finding(label, version, "unsupported", text)
+    if framework.module == "olmo" and (missing := extras.problems("olmo")[0]):  # `pip install ai2-olmo` alone
+        text = f"it may not be importable: lacks {', '.join(missing)}: {extras.advice('olmo')}"
+        return Finding(label, version, "note", text)
     return Finding(label, version, "ok", f"{framework.detail}; in {tree}")
 
 

@@ -43,6 +43,13 @@ def test_what_cannot_run_fails_with_its_reason():
     assert te.status().problem is None or "Transformer Engine is not installed" in done.stdout
 
 
+def test_an_olmo_that_cannot_be_imported_is_a_note(monkeypatch):
+    """``pip install ai2-olmo`` alone."""
+    monkeypatch.setattr(doctor.extras, "problems", lambda name: (["datasets"], []))
+    (row,) = [f for f in doctor.examine() if f.what == "OLMo"]
+    assert row.state == "note" and "lacks datasets" in row.detail and "olmo-lns[olmo]" in row.detail
+
+
 def test_an_unverified_olmo_is_unsupported(monkeypatch):
     from olmo_lns.integrations.olmo import upstream
 
