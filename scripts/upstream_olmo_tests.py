@@ -28,7 +28,7 @@ MODES = ("stock", "registered", "lns")
 #: Not run at all: pattern of the node id -> reason.
 DESELECTED = {
     r"grad_norm_test\.py::test_olmo_optimizer_and_clipping_cpu": "7 GB and minutes a run (4,096 tokens over 50,304 "
-    "logits, two models); tests/upstream/olmo/test_wheel_launch.py compares optimizer and clipping to the bit",
+    "logits, two models); tests/upstream/olmo/test_launch.py compares optimizer and clipping to the bit",
 }
 #: Outcomes that may differ from stock: (mode, pattern of the test id) -> reason.
 EXPECTED = {

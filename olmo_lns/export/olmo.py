@@ -34,7 +34,7 @@ from olmo_lns.export.sources import (
     nothing_to_fold,
 )
 from olmo_lns.integrations.olmo import types
-from olmo_lns.integrations.olmo.state import KEY, Mark
+from olmo_lns.integrations.olmo.state import KEY, Mark, needs_olmo_lns
 from olmo_lns.record import RECORD_FILE, Record
 
 __all__ = ["OLMo", "mark"]
@@ -261,7 +261,8 @@ def mark(path: Path, record: Record) -> None:
     """
     # What OLMo's Trainer keeps beside tensors; _reconstruct is numpy's, wherever it lives.
     rebuild = numpy.zeros(0).__reduce__()[0]
-    known: list[Any] = [PosixPath, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
+    types_of_numpy = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
+    known: list[Any] = [PosixPath, needs_olmo_lns, *types_of_numpy]
     try:
         with torch.serialization.safe_globals(known):
             state = torch.load(path, map_location="cpu", weights_only=True)

@@ -55,14 +55,6 @@ TINY = {
 }
 
 
-def olmo_source() -> Path:
-    """The checkout of ``OLMO_SRC``; skips the test where there is none."""
-    value = os.environ.get(OLMO_SRC)
-    if not value:
-        pytest.skip(f"{OLMO_SRC} is not set: needs an OLMo checkout")
-    return Path(value).resolve()
-
-
 def write_config(folder: Path, **changes: Any) -> Path:
     """``config.yaml`` and its data in ``folder``; dotted names change nested keys (``**{"model.x": 1}``)."""
     import numpy as np
@@ -83,19 +75,6 @@ def write_config(folder: Path, **changes: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
-
-
-def write_script_config(folder: Path, **changes: Any) -> Path:
-    """:func:`write_config` for OLMo's ``scripts/train.py``: RMSNorm, no hub, every checkpoint kept."""
-    folder.mkdir(parents=True, exist_ok=True)
-    values = {
-        "model.layer_norm_type": "rms",
-        "tokenizer.identifier": str(write_tokenizer(folder)),
-        "wandb": None,
-        "save_num_unsharded_checkpoints_to_keep": -1,
-        **changes,
-    }
-    return write_config(folder, **values)
 
 
 @dataclass(frozen=True)

@@ -290,38 +290,23 @@ def test_another_forward_of_olmos_is_refused(monkeypatch):
 GROUPS, WIDTH = 4, TINY["d_model"]
 
 
-def grouped_norm(base):
-    model = build(layer_norm_type=f"groupln_{base}:groups={GROUPS}", include_bias=True, bias_for_layer_norm=True)
-    return model.transformer.blocks[1].attn_norm
-
-
-def exact(norm, x, base):
-    """In fp64, from the equation."""
-    formula = reference.rms_norm if base == "rms" else lambda x, w, e, s: reference.layer_norm(x, w, None, e, s)
-    unit = formula(x.double().unflatten(-1, (GROUPS, -1)), None, norm.eps, 1.0).flatten(-2)
-    return unit * norm.weight.double() + norm.bias.double()
-
-
 @pytest.mark.parametrize("base", ["rms", "default", "low_precision"])
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_grouped_norms_round_once_under_autocast(base, x_dtype):
-    norm = grouped_norm(base)
-    x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(0)).to(x_dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+@pytest.mark.parametrize(("x_dtype", "autocast"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+def test_grouped_norms_round_once_as_olmos_norms_do(base, x_dtype, autocast):
+    """Against the equation in fp64. Without autocast a result is promoted with the parameters (rms), or of x's dtype."""
+    model = build(layer_norm_type=f"groupln_{base}:groups={GROUPS}", include_bias=True, bias_for_layer_norm=True)
+    norm = model.transformer.blocks[1].attn_norm
+    x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(0)).to(getattr(torch, x_dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         y = norm(x)
-    assert y.dtype == torch.bfloat16
-    seen = x.bfloat16() if base == "low_precision" else x
-    assert reference.worst_rounding(y, exact(norm, seen, base)) < 1.01
-
-
-@pytest.mark.parametrize(("base", "out"), [("rms", torch.float32), ("default", torch.bfloat16)])
-def test_grouped_norms_of_16_bit_inputs_without_autocast(base, out):
-    """As OLMo's norms without groups: promoted with the parameters, or of the input's dtype."""
-    norm = grouped_norm(base)
-    x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
-    y = norm(x)
-    assert y.dtype == out
-    assert reference.relative_error(y, exact(norm, x, base)) < (1e-6 if out == torch.float32 else 3e-3)
+    seen = (x.bfloat16() if base == "low_precision" and autocast else x).double().unflatten(-1, (GROUPS, -1))
+    rms = reference.rms_norm(seen, None, norm.eps, 1.0)
+    unit = rms if base == "rms" else reference.layer_norm(seen, None, None, norm.eps, 1.0)
+    exact = unit.flatten(-2) * norm.weight.double() + norm.bias.double()
+    promoted = base == "rms" and not autocast
+    assert y.dtype == (torch.float32 if promoted else torch.bfloat16)
+    assert reference.relative_error(y, exact) < (1e-6 if promoted else 3e-3)
+    assert promoted or reference.worst_rounding(y, exact) < 1.01
 
 
 # What is attached is counted and read back; what cannot be built is refused

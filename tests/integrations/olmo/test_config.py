@@ -177,56 +177,37 @@ def test_omegaconf_merges_and_sets_types_with_parameters():
 
 NEW_PROCESS = """
 import pickle, sys
-folder = sys.argv[1]
-from olmo_lns.integrations.olmo import register
-register()
 from olmo.config import InitFnType, LayerNormType, TrainConfig
-config = TrainConfig.load(folder + "/saved.yaml")
-name = "lns_default:exponent=0.29"
-assert config.model.layer_norm_type is LayerNormType(name) is LayerNormType[name]
-pickled = pickle.load(open(folder + "/config.pickle", "rb"))
-assert pickled.model == config.model and pickled.model.layer_norm_type is LayerNormType[name]
-assert config.model.init_fn is InitFnType["normal_scaled"]
-print("all of it")
-"""
-
-
-@pytest.mark.slow
-def test_a_saved_or_pickled_config_in_a_new_process(tmp_path):
-    """Which has never seen the type."""
-    config = TrainConfig.load(write(tmp_path, "lns_default:exponent=0.29"), ["model.init_fn=normal_scaled"])
-    config.save(tmp_path / "saved.yaml")
-    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
-    command = [sys.executable, "-c", NEW_PROCESS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.strip().endswith("all of it"), done.stderr
-
-
-STOCK = """
-import sys
-from olmo.config import TrainConfig
 from olmo.exceptions import OLMoConfigurationError
-for name in ("type", "init_fn"):
+for name in ("lns_default:exponent=0.29", "normal_scaled"):
     try:
-        TrainConfig.load(f"{sys.argv[1]}/{name}.yaml")
+        config = TrainConfig.load(f"{sys.argv[1]}/{name}.yaml")
+        pickled = pickle.load(open(f"{sys.argv[1]}/{name}.pickle", "rb"))
+        assert pickled == config and pickled.model.layer_norm_type is config.model.layer_norm_type
+        print(config.model.layer_norm_type is LayerNormType(config.model.layer_norm_type.value), config.model.init_fn)
     except OLMoConfigurationError as error:
-        print(str(error).splitlines()[0])
-print("olmo_lns" in sys.modules and "olmo_lns.integrations.olmo" in sys.modules)
+        print(str(error).splitlines()[0], "olmo_lns.integrations.olmo" in sys.modules)
 """
 
 
 @pytest.mark.slow
-def test_stock_olmo_refuses_our_files_instead_of_training_something_else(tmp_path):
-    TrainConfig.load(write(tmp_path, "lns_default:exponent=0.29")).save(tmp_path / "type.yaml")
-    TrainConfig.load(write(tmp_path, "rms"), ["model.init_fn=normal_scaled"]).save(tmp_path / "init_fn.yaml")
-    env = {**os.environ, "OLMO_LNS_DISABLE": "1"}
-    command = [sys.executable, "-c", STOCK, str(tmp_path)]
-    kind, init_fn, ours = subprocess.run(
-        command, capture_output=True, text=True, env=env, check=True
-    ).stdout.splitlines()
-    assert "Invalid value 'lns_default:exponent=0.29', expected one of" in kind
-    assert "Invalid value 'normal_scaled', expected one of" in init_fn
-    assert ours == "False"
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_saved_or_pickled_config_in_a_new_process_and_in_stock_olmo(tmp_path, stock):
+    """A process which has never seen the type; stock OLMo refuses our files instead of training something else."""
+    for name, kind, init_fn in (
+        ("lns_default:exponent=0.29", "lns_default:exponent=0.29", "normal"),
+        ("normal_scaled", "rms", "normal_scaled"),
+    ):
+        config = TrainConfig.load(write(tmp_path, kind), [f"model.init_fn={init_fn}"])
+        config.save(tmp_path / f"{name}.yaml")
+        (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps(config))
+    env, command = {**os.environ, "OLMO_LNS_DISABLE": str(int(stock))}, [sys.executable, "-c", NEW_PROCESS, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout.splitlines()
+    if stock:
+        assert "Invalid value 'lns_default:exponent=0.29', expected one of" in done[0] and done[0].endswith(" False")
+        assert "Invalid value 'normal_scaled', expected one of" in done[1] and done[1].endswith(" False")
+    else:
+        assert done == ["True normal", "True normal_scaled"]
 
 
 def test_register_sets_what_the_variables_set(monkeypatch, tmp_path):

@@ -80,38 +80,16 @@ def test_the_record_is_of_the_model_that_was_built_and_so_is_what_resumes(tmp_pa
         running.restore(tmp_path / "b")
 
 
-def configured(folder, kind, **changes):
-    """The config of a launch, and a model that was built from a copy of its model's."""
-    config = TrainConfig.new(model={**TINY, "layer_norm_type": kind}, save_folder=str(folder))
-    return config, OLMo(config.model.update_with(**changes))
-
-
-def test_a_model_from_a_copy_of_the_config_is_saved_as_what_it_is(tmp_path):
-    config, model = configured(tmp_path, "lns_rms", init_device="cpu")
-    save_built(tmp_path / "a", model, config)
-    assert Record.read(tmp_path / "a") == record_of(model) == Record(parse("lns"), "rms", "plain")
-    again = OLMo.from_checkpoint(str(tmp_path / "a"))
-    assert torch.equal(again(tokens()).logits, model.eval()(tokens()).logits)
-
-
 @pytest.mark.parametrize(
     ("kind", "built"),
     [("rms", "lns_rms"), ("lns_rms", "rms"), ("lns_rms", "lns_default"), ("lns_rms", "lns_rms:exponent=0.4")],
 )
 def test_a_config_of_another_scheme_is_not_saved_beside_a_model(tmp_path, kind, built):
-    config, model = configured(tmp_path, kind, layer_norm_type=LayerNormType[built])
+    config = TrainConfig.new(model={**TINY, "layer_norm_type": kind}, save_folder=str(tmp_path))
+    model = OLMo(config.model.update_with(layer_norm_type=LayerNormType[built]))
     with pytest.raises(CheckpointMismatchError, match=f"names layer_norm_type {kind}. Give the checkpointer the conf"):
         save_built(tmp_path / "a", model, config)
     assert not (tmp_path / "a").exists()
-
-
-def test_a_config_that_was_changed_for_a_second_model_does_not_save_the_first(tmp_path):
-    model = build(layer_norm_type="lns_rms")
-    model.config.layer_norm_type = LayerNormType.rms
-    save_built(tmp_path / "second", OLMo(model.config))
-    assert Record.read(tmp_path / "second") is None
-    with pytest.raises(CheckpointMismatchError, match="has lns:exponent=0.5 over rms.*names layer_norm_type rms"):
-        save_built(tmp_path / "first", model)
 
 
 def test_stock_checkpoints_are_untouched(tmp_path, monkeypatch):
@@ -132,7 +110,10 @@ def test_a_pickled_stock_model_does_not_need_us():
 
 
 def test_from_checkpoint_gives_the_same_logits_or_stops(tmp_path, monkeypatch):
-    model = save(tmp_path / "a", "lns_rms")
+    config = TrainConfig.new(model={**TINY, "layer_norm_type": "lns_rms"}, save_folder=str(tmp_path))
+    model = OLMo(config.model.update_with(init_device="cpu")).eval()  # of a copy
+    save_built(tmp_path / "a", model, config)
+    assert Record.read(tmp_path / "a") == record_of(model) == Record(parse("lns"), "rms", "plain")
     assert torch.equal(OLMo.from_checkpoint(str(tmp_path / "a"))(tokens()).logits, model(tokens()).logits)
     monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
     with pytest.raises(CheckpointMismatchError, match=r"exponent=0\.5.*exponent=0\.25.*ALLOW_MISMATCH=exponent"):
@@ -151,8 +132,8 @@ CASES = [
 class Running:
     """A model that resumes by OLMo's own checkpointer."""
 
-    def __init__(self, kind, **changes):
-        self.model = kind if isinstance(kind, OLMo) else build(seed=7, layer_norm_type=kind, **changes)
+    def __init__(self, kind):
+        self.model = build(seed=7, layer_norm_type=kind)
         self.before = self.model.transformer.wte.weight.clone()
 
     @property
@@ -203,44 +184,45 @@ def test_folded_weights_run_as_preln_alone_and_stay_folded_in_the_record(tmp_pat
         assert Record.read(tmp_path / f"{name} again") == expected
 
 
-def tampered(name):
-    """A model one of whose blocks was changed after it was built."""
-    model = build(seed=7, layer_norm_type="lns_rms")
-    block = blocks_of(model)[2]
-    if name == "exchanged":
-        blocks = model.transformer.blocks
-        blocks[1], blocks[2] = blocks[2], blocks[1]
-    elif name == "factor":
-        block.ff_norm.lns_scale = 0.9
-    elif name == "class":
-        block.ff_norm.__class__ = RMSLayerNorm
-    elif name == "stock norm":
-        block.ff_norm = RMSLayerNorm(model.config)
-    elif name == "copy of another":
-        block.ff_norm = copy.deepcopy(blocks_of(model)[1].ff_norm)
-    else:
-        block.lns_initialization = "scaled"
-    return model
+def exchange(blocks):
+    blocks[1], blocks[2] = blocks[2], blocks[1]
 
 
+#: What is done to a model's blocks after it was built, and what is said of that.
 TAMPERED = {
-    "exchanged": "block 2 was built as block 3",
-    "factor": r"ff_norm .block 3, ff. has norm_scale=0\.9 instead of 0\.57735",
-    "class": r"ff_norm .block 3, ff. has norm_scale=1\.0 instead of 0\.57735",
-    "stock norm": "lns is on 7 sub-layers .*expected the 8 sub-layers of 4 blocks",
-    "copy of another": r"\(2, 'ff'\), \(3, 'attn'\), \(2, 'ff'\).*expected the 8 sub-layers",
-    "initialization": "one model with the initializations plain, scaled",
+    "exchanged": (exchange, "block 2 was built as block 3"),
+    "factor": (
+        lambda blocks: setattr(blocks[2].ff_norm, "lns_scale", 0.9),
+        r"ff_norm .block 3, ff. has norm_scale=0\.9 instead of 0\.57735",
+    ),
+    "class": (
+        lambda blocks: setattr(blocks[2].ff_norm, "__class__", RMSLayerNorm),
+        r"ff_norm .block 3, ff. has norm_scale=1\.0 instead of 0\.57735",
+    ),
+    "stock norm": (
+        lambda blocks: setattr(blocks[2], "ff_norm", RMSLayerNorm(blocks[2].config)),
+        "lns is on 7 sub-layers .*expected the 8 sub-layers of 4 blocks",
+    ),
+    "copy of another": (
+        lambda blocks: setattr(blocks[2], "ff_norm", copy.deepcopy(blocks[1].ff_norm)),
+        r"\(2, 'ff'\), \(3, 'attn'\), \(2, 'ff'\).*expected the 8 sub-layers",
+    ),
+    "initialization": (
+        lambda blocks: setattr(blocks[2], "lns_initialization", "scaled"),
+        "one model with the initializations plain, scaled",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TAMPERED)
 def test_a_model_that_was_changed_after_building_is_found(tmp_path, name):
     save(tmp_path / "step10-unsharded", "lns_rms")
-    running = Running(tampered(name))
-    with pytest.raises(UpstreamChangedError, match=TAMPERED[name]):
+    running, (tamper, message) = Running("lns_rms"), TAMPERED[name]
+    tamper(running.model.transformer.blocks)
+    with pytest.raises(UpstreamChangedError, match=message):
         running.restore(tmp_path / "step10-unsharded")
     assert not running.loaded
-    with pytest.raises(UpstreamChangedError, match=TAMPERED[name]):
+    with pytest.raises(UpstreamChangedError, match=message):
         save_built(tmp_path / "saved", running.model)
     assert not (tmp_path / "saved").exists()
 
@@ -283,9 +265,8 @@ def test_a_lost_record_is_what_the_config_says(tmp_path):
         assert saved_record(folder) == expected
 
 
-@pytest.fixture
-def store(tmp_path):
-    """A store on this machine that answers 403 for the record, as one does that hides what is not there."""
+def test_a_store_that_refuses_the_record(tmp_path, caplog):
+    """It answers 403, as one does that hides what is not there: a stock checkpoint goes on, one with a scheme stops."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):
@@ -294,25 +275,17 @@ def store(tmp_path):
         def send_head(self):
             return self.send_error(403) if self.path.endswith("lns.json") else super().send_head()
 
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield tmp_path, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-def test_a_store_that_refuses_the_record(store, caplog):
-    """It does not stop a stock checkpoint, and stops one with a scheme."""
-    folder, url = store
-    (folder / "config.yaml").write_text("model:\n  layer_norm_type: rms\n")
-    assert saved_record(url) == Record()
-    assert "lns.json cannot be read" in caplog.text and "403" in caplog.text
-    (folder / "lns").mkdir()
-    (folder / "lns" / "config.yaml").write_text("model:\n  layer_norm_type: lns_rms\n")
-    with pytest.raises(CheckpointMismatchError, match=r"lns\.json cannot be read: .*403"):
-        saved_record(f"{url}/lns")
+    for kind in ("rms", "lns_rms"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.yaml").write_text(f"model:\n  layer_norm_type: {kind}\n")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert saved_record(f"{url}/rms") == Record()
+        assert "lns.json cannot be read" in caplog.text and "403" in caplog.text
+        with pytest.raises(CheckpointMismatchError, match=r"lns\.json cannot be read: .*403"):
+            saved_record(f"{url}/lns_rms")
+        server.shutdown()
 
 
 # Weights with a Pre-LN model's names and shapes, trained under another scheme

@@ -12,15 +12,6 @@ import os
 import sys
 
 
-class Messages(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def forget():
     for name in [name for name in sys.modules if name.split(".")[0] in ("olmo", "olmo_data", "olmo_lns")]:
         del sys.modules[name]
@@ -53,8 +44,9 @@ def main():
         forget()
         os.environ.update(variables)
         sys.path.insert(0, folder)
-        messages = Messages()
-        logging.getLogger().addHandler(messages)
+        messages, handler = [], logging.Handler()
+        handler.emit = lambda record, messages=messages: messages.append(record.getMessage())
+        logging.getLogger().addHandler(handler)
         try:
             from olmo_lns.integrations import autoload
 
@@ -62,8 +54,8 @@ def main():
             results[name] = {"model": model_of_tree()}
         except Exception as error:  # the result; the test knows which tree must fail, and how
             results[name] = {"error": f"{type(error).__name__}: {error}"}
-        results[name]["log"] = messages.texts
-        logging.getLogger().removeHandler(messages)
+        results[name]["log"] = messages
+        logging.getLogger().removeHandler(handler)
         sys.path.remove(folder)
         for variable in variables:
             del os.environ[variable]

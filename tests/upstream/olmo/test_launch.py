@@ -1,12 +1,16 @@
-"""OLMo's unmodified ``scripts/train.py``: train, resume, die and start again, refuse what does not fit.
+"""A user's launches after ``pip install olmo-lns`` from a wheel: a script of his own, and OLMo's ``scripts/train.py``.
 
-Needs a checkout in ``OLMO_SRC``; of OLMo's main branch on CPU, since the script of the tag v0.6.0 needs CUDA.
+The second needs a checkout in ``OLMO_SRC``; of OLMo's main branch on CPU, since the script of the tag v0.6.0 needs CUDA.
+It trains, is resumed, dies and starts again, and refuses what does not fit.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import subprocess
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +23,106 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("olmo", reason="needs pip install 'olmo-lns[olmo]'")
 
 STEPS, SAVED = 30, (0, 10, 20, 30)
 LNS = Record(parse("lns"), "rms", "plain")
 #: Post-LN blocks, second norms, gates, omegas, gains of the draw, factors of the branch.
 OF_EACH_FORM = ("mixln", "sandwich_depth", "layerscale", "admin", "deepnorm", "lnsafterbranch")
+#: What a script can see of the plugin, without training anything.
+PROBE = """
+import sys
+from olmo.config import LayerNormType
+print("types:", " ".join(str(m) for m in LayerNormType), sys.argv)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this repository, built once."""
+    return launch.build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A fresh environment with the wheel in it."""
+    folder = tmp_path_factory.mktemp("installed")
+    python = launch.fresh_venv(folder / "venv")
+    launch.pip_install(python, wheel)
+    return SimpleNamespace(folder=folder, python=python)
+
+
+def train_own(installed: Any, name: str, *arguments: str, disable: str | None = None) -> Any:
+    """What is printed, the folder of the run, and what its two ranks saw."""
+    config = launch.write_config(installed.folder / name)
+    command = [launch.PROGRAMS / "launch.py", config, *arguments]
+    env = launch.environment(OLMO_LNS_DISABLE=disable)
+    result = launch.torchrun(installed.python, 2, *command, cwd=installed.folder, env=env).ok()
+    folder = installed.folder / name / "run"
+    return result, folder, json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def on(installed: Any) -> Any:
+    """LNS on, by one word on the command line."""
+    return train_own(installed, "on", "--model.layer_norm_type=lns_rms")
+
+
+def test_lns_on(on, installed):
+    result, folder, saw = on
+    assert saw["plugin"].startswith(str(launch.site_packages(installed.python))), "not the wheel's plugin"
+    expected = {
+        f"transformer.blocks.{i}.{norm}": 1 / math.sqrt(i + 1) for i in range(4) for norm in ("attn_norm", "ff_norm")
+    }
+    assert saw["scales"] == pytest.approx(expected, rel=1e-12)
+    assert "layer_norm_type: lns_rms" in (folder / "config.yaml").read_text()
+    # Once for the launch, not once for each rank: OLMo's console logs rank 0 only.
+    assert result.text.count("LayerNorm Scaling on: 8 norms (lns_rms)") == 1
+
+
+def test_off_is_olmo_alone(installed, on):
+    """The plugin is there and not selected: OLMo without it, to the last bit, over a whole short training."""
+    kind = "--model.layer_norm_type=rms"
+    stock, alone, without = train_own(installed, "stock", kind, disable="1")
+    registered, beside, saw = train_own(installed, "off", kind)
+    assert without["plugin"] is None and saw["plugin"] is not None and saw["scales"] == {}
+    assert registered.losses() == stock.losses() and len(stock.losses()) == 4
+    assert stock.losses() != on[0].losses(), "LNS on and off gave one result"
+    before, after = (tensors(torch.load(folder / "state.pt")) for folder in (alone, beside))
+    different = [key for key, value in before.items() if not torch.equal(value, after[key])]
+    assert len(before) > 120 and before.keys() == after.keys() and not different, different
+
+
+def tensors(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Every number and tensor of a nested state, by its place."""
+    if isinstance(state, dict | list):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {key: value for name, part in items for key, value in tensors(part, f"{prefix}/{name}").items()}
+    return {prefix: torch.as_tensor(state)} if isinstance(state, int | float | torch.Tensor) else {}
+
+
+@pytest.mark.parametrize(("flags", "hook"), [([], True), (["-I"], True), (["-S"], False)])
+def test_hook_and_launcher_module(installed, flags, hook):
+    """``-S`` is an interpreter without ``site``, hence without hook; the launcher module works everywhere."""
+    (path := installed.folder / "probe.py").write_text(PROBE)
+    env = launch.environment(PYTHONPATH=f"{launch.site_packages(installed.python)}:{sysconfig.get_paths()['purelib']}")
+    command = [installed.python, *flags]
+    code = "from olmo_lns.integrations.autoload import autoload_active; print(autoload_active())"
+    assert launch.run([*command, "-c", code], cwd=installed.folder, env=env).ok().last_line() == str(hook)
+    line = launch.run([*command, "-m", "olmo_lns", path, "--a=b"], cwd=installed.folder, env=env).ok().last_line()
+    assert " lns lns_rms lns_default lns_low_precision postln " in line and line.endswith(f"['{path}', '--a=b']")
+
+
+@pytest.fixture(scope="module")
+def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A fresh environment with the wheel, where ``olmo`` is the checkout of ``OLMO_SRC``."""
+    if not (value := os.environ.get(launch.OLMO_SRC)):
+        pytest.skip(f"{launch.OLMO_SRC} is not set: needs an OLMo checkout")
+    source, folder = Path(value).resolve(), tmp_path_factory.mktemp("checkout")
+    python = launch.fresh_venv(folder / "venv", packages=[str(source)])
+    launch.pip_install(python, wheel)
+    (launch.site_packages(python) / "aa_die_when.pth").write_text(f"{launch.PROGRAMS}\nimport die_when\n")
+    return SimpleNamespace(folder=folder, python=python, script=source / "scripts" / "train.py")
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +134,14 @@ def olmo(checkout: Any) -> Any:
 
 
 def config(olmo: Any, name: str, **changes: Any) -> Path:
-    values = {"max_duration": STEPS, "stop_at": STEPS, "save_interval_unsharded": 10, **changes}
-    return launch.write_script_config(olmo.folder / name, **values)
+    """For OLMo's script: RMSNorm, no hub, every checkpoint kept."""
+    (folder := olmo.folder / name).mkdir()
+    values = {
+        **{"max_duration": STEPS, "stop_at": STEPS, "save_interval_unsharded": 10, "model.layer_norm_type": "rms"},
+        **{"tokenizer.identifier": str(launch.write_tokenizer(folder)), "wandb": None},
+        **{"save_num_unsharded_checkpoints_to_keep": -1},
+    }
+    return launch.write_config(folder, **{**values, **changes})
 
 
 def variables(**more: str) -> dict[str, str]:
