@@ -261,8 +261,8 @@ def mark(path: Path, record: Record) -> None:
     """
     # What OLMo's Trainer keeps beside tensors; _reconstruct is numpy's, wherever it lives.
     rebuild = numpy.zeros(0).__reduce__()[0]
-    types_of_numpy = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
-    known: list[Any] = [PosixPath, needs_olmo_lns, *types_of_numpy]
+    known: list[Any] = [PosixPath, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
+    torch.serialization.add_safe_globals([needs_olmo_lns])  # again: safe_globals forgets what it was given
     try:
         with torch.serialization.safe_globals(known):
             state = torch.load(path, map_location="cpu", weights_only=True)
