@@ -285,9 +285,7 @@ def _prompts(args: argparse.Namespace, vocabulary: int, longest: int) -> Any:
 
 def _verify_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="olmo-lns verify",
-        description=_VERIFY,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="olmo-lns verify", description=_VERIFY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("checkpoint", help="the LNS checkpoint")

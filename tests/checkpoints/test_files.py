@@ -12,12 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from olmo_lns.checkpoints.distributed import DistributedCheckpoint
-from olmo_lns.checkpoints.tensors import (
-    LazyTensor,
-    read_archive,
-    read_weights,
-    write_archive,
-)
+from olmo_lns.checkpoints.tensors import LazyTensor, read_archive, read_weights, write_archive
 from olmo_lns.errors import LNSConfigError
 
 

@@ -94,10 +94,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "recursive yaml": (edit("n_layers: 4", "n_layers: 4\n  x: &x [*x]"), "holds a YAML alias"),
     "deep yaml": (lambda f: (f / "config.yaml").write_text("[" * 1000), "is not valid YAML"),
     "no date": (edit("n_layers: 4", "n_layers: 2020-99-99"), "is not valid YAML"),
-    "int8 weight": (
-        state_change(lambda s: s.update({WEIGHT: s[WEIGHT].char()})),
-        f"{WEIGHT} is int8: expected fp32",
-    ),
+    "int8 weight": (state_change(lambda s: s.update({WEIGHT: s[WEIGHT].char()})), f"{WEIGHT} is int8: expected fp32"),
     "fp8 weight": (
         state_change(lambda s: s.update({WEIGHT: s[WEIGHT].to(torch.float8_e4m3fn)})),
         f"{WEIGHT} is float8_e4m3fn: expected fp32",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.exports import export, greedy, load_hf, load_olmo, logits, relative, save_olmo
@@ -44,19 +44,20 @@ CLASSES = {
 }
 
 
-def model_of(folder: Path, name: str) -> Any:
-    base = next(base for base in ("rms", "default", "low_precision") if name.startswith(base))
-    return save_olmo(folder, layer_norm_type=f"lns_{base}", **CHANGES[name])
-
-
 IDS = tokens(batch=2, length=16)
+#: The NumPy reference has no clipping, no grouped heads and one rotary base.
+BEYOND_NUMPY = ("rms_gqa", "rms_multi_query", "default_no_gain_tied_clipped", "default_rope_theta")
 
 
 @pytest.fixture(scope="module", params=CHANGES)
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
-    """(model, its checkpoint, expected class)."""
-    folder = tmp_path_factory.mktemp(request.param) / "checkpoint"
-    return model_of(folder, request.param), folder, CLASSES[request.param]
+    """(model, which is compared with the paper's formula in fp64 NumPy, its checkpoint, expected class)."""
+    folder, name = tmp_path_factory.mktemp(request.param) / "checkpoint", request.param
+    base = next(base for base in ("rms", "default", "low_precision") if name.startswith(base))
+    model = save_olmo(folder, layer_norm_type=f"lns_{base}", **CHANGES[name])
+    if name not in BEYOND_NUMPY:
+        assert relative(logits(model, IDS), torch.from_numpy(reference_logits(model, IDS))) <= 1e-5
+    return model, folder, CLASSES[name]
 
 
 def test_stock_olmo_computes_the_same(case: tuple[Any, Path, str]) -> None:
@@ -95,18 +96,6 @@ def test_transformers_computes_the_same(case: tuple[Any, Path, str]) -> None:
     cached = stock.generate(IDS[:, :4], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert cached.tolist() == greedy(model, IDS[:, :4])
     assert json.loads((out / "config.json").read_text())["lns"] == "folded"
-
-
-#: The NumPy reference has no clipping, no grouped heads and one rotary base.
-BEYOND_NUMPY = ("rms_gqa", "rms_multi_query", "default_no_gain_tied_clipped", "default_rope_theta")
-
-
-@pytest.mark.parametrize("name", sorted(set(CHANGES) - set(BEYOND_NUMPY)))
-def test_the_reference_is_the_papers_formula(name: str, tmp_path: Path) -> None:
-    """The model that the exports are compared with is itself compared with fp64 NumPy."""
-    model = model_of(tmp_path / "checkpoint", name)
-    expected = reference_logits(model, IDS)
-    assert np.abs(logits(model, IDS).numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_another_exponent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +139,62 @@ def load_distributed(folder: Path, like: Any) -> Any:
     dcp.load(state, checkpoint_id=folder / "model_and_optim")
     model.load_state_dict(state["model"])
     return model
+
+
+def write_on_rank(rank: int, folder: str, weights: str) -> None:
+    """One rank: wrap the model in FSDP, take an optimizer step's state, save as OLMo does."""
+    import torch.distributed as dist
+    from olmo.checkpoint import save_fsdp_model_and_optim_state
+    from olmo.config import ModelConfig
+    from olmo.model import OLMo
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    from olmo_lns.integrations.olmo import register
+
+    register()
+    store = dist.FileStore(f"{folder}/../store", 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", FS_LOCAL_RANK=str(rank))
+    model = OLMo(ModelConfig.load(f"{folder}/config.yaml", key="model"))
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    wrapped = FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        use_orig_params=True,
+        auto_wrap_policy=model.get_fsdp_wrap_policy("by_block"),
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.0)
+    wrapped(IDS).logits.sum().backward()
+    optimizer.step()
+    save_fsdp_model_and_optim_state(folder, wrapped, optimizer)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "lns"
+    model = save_olmo(folder, layer_norm_type="lns_rms", layer_norm_with_affine=False)
+    weights = (folder / "model.pt").rename(tmp_path / "weights.pt")
+    torch.multiprocessing.spawn(write_on_rank, (str(folder), str(weights)), nprocs=2)
+    state = DistributedCheckpoint(folder / "model_and_optim")
+    entry: Any = state.metadata.state_dict_metadata["model.transformer.blocks.0.att_proj.weight"]
+    assert len(entry.chunks) == 2, "FSDP must have cut it"
+    for form in ("olmo", "olmo-unsharded", "hf"):
+        assert export(folder, tmp_path / form, "--format", form, "--tokenizer", "none") == 0
+    expected = logits(model, IDS)
+    assert relative(logits(load_hf(tmp_path / "hf"), IDS), expected) <= 1e-5
+    assert relative(logits(load_olmo(tmp_path / "olmo-unsharded"), IDS), expected) <= 1e-5
+    again = DistributedCheckpoint(tmp_path / "olmo" / "model_and_optim")
+    unsharded = torch.load(tmp_path / "olmo-unsharded" / "model.pt", weights_only=True)
+    assert {name.removeprefix("model.") for name in again.names} == set(unsharded)
+    for name, tensor in unsharded.items():
+        assert torch.equal(again.tensor(f"model.{name}").load(), tensor), name
+    # Trained on as a folded model, with its optimizer, then unfolded.
+    (tmp_path / "olmo" / "model_and_optim").rename(tmp_path / "kept")
+    (folder / "model_and_optim").rename(tmp_path / "olmo" / "model_and_optim")
+    assert export(tmp_path / "olmo", tmp_path / "unfolded", "--unfold") == 0
+    name = "optim.state.transformer.blocks.3.att_proj.weight.exp_avg"
+    source = DistributedCheckpoint(tmp_path / "olmo" / "model_and_optim").tensor(name).load()
+    found = DistributedCheckpoint(tmp_path / "unfolded" / "model_and_optim").tensor(name).load()
+    assert source.abs().max() > 0 and torch.allclose(found, source * 0.5, rtol=1e-6)

@@ -70,31 +70,18 @@ def test_folded_for_stock_olmo_core(block, trained, tmp_path, monkeypatch):
         torch.testing.assert_close(model(small.TOKENS), built(small.TOKENS), rtol=1e-5, atol=2e-6)
 
 
-def _llama():
-    return small.with_scheme(small.config(n_kv_heads=2))
-
-
-def _qwen():
-    made = small.config("default", qk_norm=True, use_head_qk_norm=True)
-    return small.with_scheme(made)
-
-
-def _olmo2():
-    return small.with_scheme(small.config("reordered_norm", qk_norm=True))
-
-
 @pytest.mark.parametrize(
     ("make", "name", "norm"),
     [
-        (_llama, "LlamaForCausalLM", "input_layernorm"),
-        (_qwen, "Qwen3ForCausalLM", "input_layernorm"),
-        (_olmo2, "Olmo2ForCausalLM", "post_attention_layernorm"),
+        (lambda: small.config(n_kv_heads=2), "LlamaForCausalLM", "input_layernorm"),
+        (lambda: small.config(qk_norm=True, use_head_qk_norm=True), "Qwen3ForCausalLM", "input_layernorm"),
+        (lambda: small.config("reordered_norm", qk_norm=True), "Olmo2ForCausalLM", "post_attention_layernorm"),
     ],
 )
 def test_hugging_face(make, name, norm, trained, tmp_path, capsys):
     """The stock class runs the fold; ours, to train on, what was trained or the fold unfolded."""
     load = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
-    folder, built = trained(make())
+    folder, built = trained(small.with_scheme(make()))
     out = _export(folder, tmp_path / "out", "--format", "hf", "--tokenizer", "none")
     stock = load(out)
     assert type(stock).__name__ == name
@@ -126,7 +113,7 @@ def _tokenizer(path):
 
 def test_tokenizer_goes_with_a_hugging_face_export(trained, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
-    folder, _ = trained(_llama(), identifier="own.json")
+    folder, _ = trained(small.with_scheme(small.config()), identifier="own.json")
     _tokenizer(folder / "own.json")  # beside the checkpoint, where its config names it
     out = _export(folder, tmp_path / "out", "--format", "hf")
     assert "tokenizer own.json: 60 tokens, eos '<eos>', pad '<pad>'" in capsys.readouterr().out
@@ -191,15 +178,15 @@ def test_unfolded_with_the_moments_of_training_in_stock_olmo_core(drop, trained,
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: small.with_scheme(small.config("default", qk_norm=True)), "QK-norm over all heads"),
-        (lambda: small.with_scheme(small.config("reordered_norm")), "without QK-norm over all heads"),
-        (lambda: small.with_scheme(small.config("peri_norm")), "block type peri_norm"),
-        (lambda: small.with_scheme(small.config("default", {"name": "default"})), "block norm default"),
-        (lambda: small.with_scheme(small.config("default", {"name": "rms"})), "a bias in the block norm"),
+        (lambda: small.config(qk_norm=True), "QK-norm over all heads"),
+        (lambda: small.config("reordered_norm"), "without QK-norm over all heads"),
+        (lambda: small.config("peri_norm"), "block type peri_norm"),
+        (lambda: small.config(norm={"name": "default"}), "block norm default"),
+        (lambda: small.config(norm={"name": "rms"}), "a bias in the block norm"),
     ],
 )
 def test_what_no_class_computes_is_refused(make, message, trained, tmp_path, capsys):
-    folder, _ = trained(make())
+    folder, _ = trained(small.with_scheme(make()))
     assert main(["export", str(folder), str(tmp_path / "out"), "--format", "hf"]) == 1
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -340,8 +327,3 @@ def _analyzed(folder, tmp_path, capsys, what):
     words = ["analyze", what, "--model", str(folder), *_data(tmp_path), "-o", str(out)]
     assert main(words) == 0, capsys.readouterr().err
     assert json.loads(out.read_text())["settings"]["lns"]["scheme"] == "lns"
-
-
-def test_analyze_command(trained, tmp_path, capsys):
-    folder, _ = trained(apply(small.config()))
-    _analyzed(folder, tmp_path, capsys, "angular")

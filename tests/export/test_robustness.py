@@ -1,10 +1,10 @@
-"""Kills, full disks and folders in the way: one line, and nothing left behind."""
+"""Kills, full disks, folders in the way: one line, and nothing left behind; and what an export holds in memory."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +12,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from support.exports import export, load_hf, refused
 
+from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.atomic import CHECKSUMS, ExportError, atomic_folder, verify_checksums
+from olmo_lns.record import Record
+from olmo_lns.schemes import LNS
 
 Capture = pytest.CaptureFixture[str]
 
@@ -104,19 +108,6 @@ def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path: Path) -> None:
 # --- the disk ------------------------------------------------------------------------------------
 
 
-def test_a_file_larger_than_the_memory(sharded: Path, tmp_path: Path) -> None:
-    """What a rank holds besides the model is not read: here nothing, of which there are 2 TB."""
-    large = tmp_path / "large"
-    shutil.copytree(sharded, large)
-    for path in (large / "model_and_optim").glob("*.distcp"):
-        os.truncate(path, 1 << 41)
-    for name, source in (("small", sharded), ("large", large)):
-        assert export(source, tmp_path / f"{name}-olmo", "--format", "olmo") == 0
-        assert export(source, tmp_path / f"{name}-hf", "--format", "hf", "--tokenizer", "none") == 0
-    small, found = ((tmp_path / f"{name}-hf" / "model.safetensors").read_bytes() for name in ("small", "large"))
-    assert small == found
-
-
 @pytest.mark.parametrize("form", ["olmo", "olmo-unsharded", "hf"])
 def test_file_size_limit(sharded: Path, tmp_path: Path, capsys: Capture, form: str) -> None:
     """RLIMIT_FSIZE: the write fails in the middle of a file."""
@@ -165,3 +156,48 @@ def test_a_list_of_checksums_that_is_none(tmp_path: Path, content: bytes) -> Non
     (tmp_path / CHECKSUMS).write_bytes(content)
     with pytest.raises(LNSConfigError, match="is no text|is not a SHA-256 digest"):
         verify_checksums(tmp_path)
+
+
+# --- memory: no more than --max-shard-size beyond what the process takes anyway --------------------
+
+LIMIT = 40_000_000
+#: What double precision takes for a part of a tensor, and the buffers of files.
+CONSTANT = 16_000_000
+#: Exports a small checkpoint, then the large one; prints by how many bytes the second raised the largest resident size.
+PROGRAM = """
+import resource, sys
+from olmo_lns.cli import main
+peaks = []
+for name in ("small", "large"):
+    assert main(["export", f"{sys.argv[1]}/{name}", f"{sys.argv[1]}/{name}-out", *sys.argv[2:]]) == 0
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print("MORE", peaks[1] - peaks[0])
+"""
+
+
+def save(folder: Path, width: int, layers: int) -> None:
+    """A sharded OLMo checkpoint, as torch's own writer leaves it: one file, however large."""
+    from torch.distributed import checkpoint
+
+    size = {"n_layers": layers, "d_model": width, "n_heads": 4, "vocab_size": 8 * width, "embedding_size": 8 * width}
+    plain = {"rope": True, "include_bias": False, "bias_for_layer_norm": False, "weight_tying": False}
+    config = {**size, **plain, "layer_norm_type": "lns_rms"}
+    shapes = Architecture.from_config(config, "here").shapes()
+    state = {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    folder.mkdir()
+    checkpoint.save(state, checkpoint_id=folder / "model_and_optim", no_dist=True)
+    (folder / "config.yaml").write_text(json.dumps({"model": config}))
+    Record(LNS, "rms", "plain").write(folder)
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("hf", "bf16"), ("hf", "keep"), ("olmo", "bf16"), ("olmo", "keep")])
+def test_no_more_than_a_shard(tmp_path: Path, form: str, dtype: str) -> None:
+    save(tmp_path / "small", 64, 2)
+    save(tmp_path / "large", 640, 8)
+    words = ["--format", form, "--dtype", dtype, "--max-shard-size", f"{LIMIT // 1_000_000}MB", "--tokenizer", "none"]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    files = [path.stat().st_size for path in (tmp_path / "large-out").rglob("*") if path.is_file()]
+    assert sum(files) > 2 * (LIMIT + CONSTANT) / (2 if dtype == "bf16" else 1), "the model is too small to tell"
+    assert max(files) <= LIMIT * 1.001
+    assert int(done.stdout.split("MORE")[1]) <= LIMIT + CONSTANT
