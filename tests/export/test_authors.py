@@ -16,24 +16,12 @@ from olmo_lns.cli import main
 
 IDS = tokens(batch=2, length=16)
 #: The keys of their configs/llama_130m.json, smaller.
-CONFIG: dict[str, Any] = {
-    "architectures": ["LLaMAForCausalLM"],
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 88,
-    "initializer_range": 0.02,
-    "max_sequence_length": 1024,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 5,
-    "pad_token_id": -1,
-    "rms_norm_eps": 1e-06,
-    "transformers_version": "4.28.1",
-    "use_cache": True,
-    "vocab_size": 64,
-}
+CONFIG: dict[str, Any] = json.loads("""{
+    "architectures": ["LLaMAForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu", "hidden_size": 32,
+    "intermediate_size": 88, "initializer_range": 0.02, "max_sequence_length": 1024, "model_type": "llama",
+    "num_attention_heads": 4, "num_hidden_layers": 5, "pad_token_id": -1, "rms_norm_eps": 1e-06,
+    "transformers_version": "4.28.1", "use_cache": true, "vocab_size": 64
+}""")
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +61,8 @@ def test_folded_llama(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path
     assert relative(logits(stock, IDS), expected) <= 1e-5
     assert greedy(stock, IDS[:, :4]) == greedy(model, IDS[:, :4])
     config = json.loads((out / "config.json").read_text())
-    assert (config["lns"], config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
-        "folded",
-        0,
-        1,
-        None,
-    )
+    said = [config[key] for key in ("lns", "bos_token_id", "eos_token_id", "pad_token_id")]
+    assert said == ["folded", 0, 1, None]
     assert main(["verify", str(folder), str(out), "--source", "authors", "--length", "16"]) == 0
 
 

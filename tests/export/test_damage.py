@@ -12,7 +12,7 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.exports import refused
+from support.exports import Hostile, refused
 
 from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 from olmo_lns.errors import LNSConfigError
@@ -29,14 +29,11 @@ def state_change(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], No
     return damage
 
 
-def truncate(folder: Path) -> None:
-    os.truncate(folder / "model.pt", 5000)
-
-
-def flip(folder: Path) -> None:
-    data = bytearray((folder / "model.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (folder / "model.pt").write_bytes(data)
+def flip(path: Path, start: int = 200, step: int = 400) -> None:
+    data = bytearray(path.read_bytes())
+    for position in range(start, len(data), step):
+        data[position] ^= 1
+    path.write_bytes(data)
 
 
 def relink(path: Path, target: str) -> None:
@@ -61,15 +58,10 @@ def record(**changes: Any) -> Callable[[Path], None]:
     return damage
 
 
-class Hostile:
-    def __reduce__(self) -> Any:
-        return print, ("this must never run",)
-
-
 WEIGHT = "transformer.blocks.2.attn_norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (truncate, "truncated"),
-    "flipped bit": (flip, "checksum"),
+    "truncated": (lambda f: os.truncate(f / "model.pt", 5000), "truncated"),
+    "flipped bit": (lambda f: flip(f / "model.pt", 5000, 1 << 30), "checksum"),
     "missing key": (state_change(lambda s: s.pop(WEIGHT)), f"lacks the weight {WEIGHT}"),
     "extra key": (state_change(lambda s: s.update(extra=s[WEIGHT])), "unexpected the weight extra"),
     "NaN": (state_change(lambda s: s[WEIGHT][3].fill_(torch.nan)), f"{WEIGHT} holds NaN or infinite values (1 of 32)"),
@@ -127,14 +119,6 @@ def shards_of(folder: Path) -> list[Path]:
     return sorted((folder / "model_and_optim").glob("*.distcp"))
 
 
-def flip_shard(folder: Path) -> None:
-    path = shards_of(folder)[0]
-    data = bytearray(path.read_bytes())
-    for position in range(200, len(data), 400):
-        data[position] ^= 1
-    path.write_bytes(data)
-
-
 def rewritten(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """The shards read and written again by torch, their state changed."""
 
@@ -156,7 +140,7 @@ SHARD_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "transformer.blocks.1.ff_out.weight holds NaN or infinite values (1 of",
     ),
     "truncated shard": (lambda f: os.truncate(shards_of(f)[0], 3000), "is truncated"),
-    "flipped bits": (flip_shard, ""),
+    "flipped bits": (lambda f: flip(shards_of(f)[0]), ""),
     "int8 weight": (
         rewritten(lambda s: s.update({f"model.{WEIGHT}": s[f"model.{WEIGHT}"].char()})),
         f"{WEIGHT} is int8: expected fp32",
@@ -181,19 +165,14 @@ def test_damaged_shards(sharded: Path, tmp_path: Path, capsys: Capture, name: st
 
 
 @pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        (["rank0.pt"], "torch_legacy"),
-        (["model/rank0.pt"], "local checkpointer"),
-        (["model/x.safetensors"], "olmo_core"),
-    ],
+    ("name", "reason"),
+    [("rank0.pt", "torch_legacy"), ("model/rank0.pt", "local checkpointer"), ("model/x.safetensors", "olmo_core")],
 )
-def test_other_sharded_kinds(checkpoint: Path, tmp_path: Path, capsys: Capture, files: list[str], reason: str) -> None:
+def test_other_sharded_kinds(checkpoint: Path, tmp_path: Path, capsys: Capture, name: str, reason: str) -> None:
     copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     (copy / "model.pt").unlink()
-    for name in files:
-        (copy / name).parent.mkdir(exist_ok=True)
-        (copy / name).touch()
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).touch()
     line = refused(capsys, copy, tmp_path / "out")
     assert reason in line and "unshard.py" in line
 

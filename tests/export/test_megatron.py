@@ -10,7 +10,7 @@ from typing import Any, Iterator
 import pytest
 import torch
 from support import megatron_tiny as tiny
-from support.exports import export, load_hf, refused, relative
+from support.exports import Hostile, export, load_hf, refused, relative
 from support.megatron_checkpoints import (
     TOKENS,
     arguments,
@@ -154,11 +154,6 @@ def test_zero_centred_gains_become_plain(tmp_path: Path, version: str, monkeypat
         model.config.layernorm_zero_centered_gamma = True
         with pytest.raises(CheckpointMismatchError, match=words):
             load(tmp_path / folder, model)
-
-
-class Hostile:
-    def __reduce__(self) -> Any:
-        return print, ("this must never run",)
 
 
 def argument(**changes: Any) -> Any:

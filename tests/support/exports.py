@@ -128,25 +128,23 @@ def byte_tokenizer(path: Path, size: int = 64) -> Path:
     """A tokenizer.json of ``size`` single-character tokens."""
     characters = [chr(32 + index) for index in range(size - 1)]
     vocabulary = {token: index for index, token in enumerate(["<eos>", *characters])}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": 0,
-                "content": "<eos>",
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
+        "added_tokens": [{"id": 0, "content": "<eos>", "special": True, **plain}],
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
         "decoder": {"type": "Fuse"},
         "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": None},
     }
     path.write_text(json.dumps(content))
     return path
+
+
+class Hostile:
+    """Runs code where it is unpickled without care."""
+
+    def __reduce__(self) -> Any:
+        return print, ("this must never run",)
 
 
 def refused(capsys: Any, *args: Any) -> str:
