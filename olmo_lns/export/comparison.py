@@ -258,9 +258,17 @@ def differences(source: Source, checkpoint: Path, export: Path, exported: Record
     unfolded = form == HF and is_ours(export)
     target = (source.train if unfolded else source.fold)(checkpoint, options)
     config, weights = _found(export, form)
-    lines = _of_configs(_comparable(target.config, form), config)
-    if form == HF:
-        lines += _of_dtype(export, weights)
+    wanted, none = _comparable(target.config, form), object()
+    lines = [
+        f"config: {name} is {config.get(name, 'missing')!r}, expected {wanted.get(name, 'nothing')!r}"
+        for name in sorted({*wanted, *config})
+        if wanted.get(name, none) != config.get(name, none)
+    ]
+    if form == HF:  # what transformers computes in, against what is stored
+        said = (values := _json(export)).get("dtype", values.get("torch_dtype"))
+        stored = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
+        if said not in {None, *stored}:
+            lines.append(f"config: dtype is {said}, the weights are {' and '.join(sorted(stored))}")
     tied = {"lm_head.weight"} if target.config.get("tie_word_embeddings") else set()
     for problem, names in (
         ("lacks", set(target.weights) - set(weights)),
@@ -312,23 +320,6 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
         dot = f"{name}." if name else ""
         return {key: leaf for part, item in value.items() for key, leaf in _flat(item, f"{dot}{part}").items()}
     return {name: list(value) if isinstance(value, tuple) else value}
-
-
-def _of_configs(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    none = object()
-    return [
-        f"config: {name} is {found.get(name, 'missing')!r}, expected {expected.get(name, 'nothing')!r}"
-        for name in sorted({*expected, *found})
-        if expected.get(name, none) != found.get(name, none)
-    ]
-
-
-def _of_dtype(export: Path, weights: Mapping[str, LazyTensor]) -> list[str]:
-    """What transformers computes in, against what is stored."""
-    config = _json(export)
-    said = config.get("dtype", config.get("torch_dtype"))
-    stored = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
-    return [f"config: dtype is {said}, the weights are {' and '.join(sorted(stored))}"] * (said not in {None, *stored})
 
 
 def _of_weights(name: str, expected: LazyTensor, found: LazyTensor, roundings: int) -> list[str]:

@@ -50,7 +50,11 @@ class ModelFolder(Source):
         from olmo_lns.integrations.transformers import fold, fold_factors
         from olmo_lns.integrations.transformers.models import record_of
 
-        model = _skeleton(folder)
+        def skeleton(kind: Any, config: Any) -> Any:
+            with torch.device("meta"):
+                return kind(config)
+
+        model = _loaded(folder, skeleton)  # the model of its config, without data
         options.require_exponent(record_of(model.config), folder)
         kind, record, weights = type(model).__name__, model.config.lns_record, read_weights(folder)
         _check(model, weights, folder)
@@ -78,16 +82,6 @@ class ModelFolder(Source):
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         return load(folder).float().eval()
-
-
-def _skeleton(source: Path) -> Any:
-    """The model of the folder's config, without data."""
-
-    def build(kind: Any, config: Any) -> Any:
-        with torch.device("meta"):
-            return kind(config)
-
-    return _loaded(source, build)
 
 
 def _check(model: Any, weights: Mapping[str, LazyTensor], source: Path) -> None:

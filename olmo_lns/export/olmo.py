@@ -86,7 +86,13 @@ class OLMo(Source):
     def unfolded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
         record, model = fold.unfolded_record(checkpoint.record, checkpoint.folder), checkpoint.architecture
         fold.require_norms_only(record.scheme, model.n_layers)
-        _check_name(options.output, checkpoint.layout)
+        name, unsharded = os.path.basename(os.path.normpath(options.output)), checkpoint.layout == "unsharded"
+        if name.endswith("-unsharded") != unsharded:
+            better = f"{name}-unsharded" if unsharded else name.removesuffix("-unsharded") or "lns"
+            raise LNSConfigError(
+                f"{options.output}: OLMo takes a --load_path for unsharded when its name ends in -unsharded, and only "
+                f"then; this checkpoint is {checkpoint.layout}: call it {better}"
+            )
         scales = fold.factors(model, record.scheme, {})
         moments, optimizer, note = _optimizer(checkpoint, scales, options)
         inverse: dict[str, Factor] = {name: 1 / scale for name, scale in scales.items()}
@@ -117,20 +123,6 @@ def _in_words(checkpoint: OLMoCheckpoint, layout: str) -> list[str]:
             f"init_fn {model.init_fn}, which stock OLMo does not know, is called normal: the weights are drawn"
         )
     return lines
-
-
-def _check_name(output: str, layout: str) -> None:
-    """OLMo's ``--load_path`` tells the layout by the folder's name alone.
-
-    :raises LNSConfigError: it would take this one for the other layout.
-    """
-    name = os.path.basename(os.path.normpath(output))
-    if name.endswith("-unsharded") != (layout == "unsharded"):
-        better = f"{name}-unsharded" if layout == "unsharded" else name.removesuffix("-unsharded") or "lns"
-        raise LNSConfigError(
-            f"{output}: OLMo takes a --load_path for unsharded when its name ends in -unsharded, and only then; this "
-            f"checkpoint is {layout}: call it {better}"
-        )
 
 
 def _optimizer(
@@ -202,7 +194,11 @@ def _target(
     base, asked = checkpoint.architecture.base_norm, checkpoint.architecture.init_fn
     changes = {"layer_norm_type": types.spell(record.scheme, base) if record.active else base}
     if "init_fn" in checkpoint.config["model"]:
-        changes["init_fn"] = _init_fn(asked, record)
+        # Stock OLMo does not know ours: weights that it can run are "normal", as all but residual outputs were drawn;
+        # the record keeps what those were, and weights to train on under their scheme get ours back.
+        ours = {drawn: name for name, drawn in types.INIT_FNS.items()}
+        asked = "normal" if asked in types.INIT_FNS and not record.active else asked
+        changes["init_fn"] = ours.get(record.scaled_init, asked) if asked == "normal" and record.active else asked
 
     def write(out: Path) -> list[str]:
         if layout == "unsharded":
@@ -294,14 +290,3 @@ def write_config(path: Path, checkpoint: OLMoCheckpoint, changes: Mapping[str, s
     note = "" if record.scheme.is_pre_ln else f"{_NOTE} ({record.scheme}) {state}; see {RECORD_FILE}.\n"
     text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_NOTE))
     path.write_text(note + text, encoding="utf-8")
-
-
-def _init_fn(asked: str, record: Record) -> str:
-    """Stock OLMo does not know ours: weights that it can run are ``normal``, as all but residual outputs were drawn.
-
-    The record keeps what those were; weights to train on under their scheme get ours back.
-    """
-    if not record.active:
-        return "normal" if asked in types.INIT_FNS else asked
-    ours = {drawn: name for name, drawn in types.INIT_FNS.items()}
-    return ours.get(record.scaled_init, asked) if asked == "normal" else asked
