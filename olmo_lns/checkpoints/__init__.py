@@ -6,12 +6,25 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from olmo_lns.errors import LNSConfigError, one_line
+
 if TYPE_CHECKING:
     from olmo_lns.checkpoints.distributed import DistributedCheckpoint
     from olmo_lns.record import Record
 
 #: Name of the file that describes a distributed checkpoint, in its folder.
 METADATA = ".metadata"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. :raises LNSConfigError: it cannot be read, or is not an object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LNSConfigError(f"{path} cannot be read: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise LNSConfigError(f"{path} holds a {type(values).__name__}: expected a JSON object")
+    return values
 
 
 def open_distributed(folder: Path) -> DistributedCheckpoint:
@@ -40,10 +53,9 @@ def record_in(folder: Path) -> Record | None:
         return OLMoCoreCheckpoint.open(folder).record
     if (path := folder / "config.json").is_file():  # a stock model's has no record
         try:
-            values: Any = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:  # transformers says so when it is loaded
+            record = read_json(path).get("lns_record")
+        except LNSConfigError:  # transformers says so when it is loaded
             return None
-        record = values.get("lns_record") if isinstance(values, dict) else None
         return None if record is None else Record.from_dict(record, source=f"{path}: lns_record")
     if is_megatron(folder):
         args = saved_args(folder)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Mapping
 
-from olmo_lns.checkpoints import METADATA, open_distributed
+from olmo_lns.checkpoints import METADATA, open_distributed, read_json
 from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, from_config
@@ -62,11 +61,8 @@ class OLMoCoreCheckpoint:
         """:raises LNSConfigError: damaged, incomplete, contradictory, or of a kind that is not supported."""
         folder = Path(folder)
         path = folder / CONFIG_FILE
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise LNSConfigError(f"{path} cannot be read: {error}") from None
-        if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        config = read_json(path)
+        if not isinstance(config.get("model"), dict):
             raise LNSConfigError(f"{path} has no section 'model': it is not the config.json of an OLMo-core run")
         said = from_config(config, source=path)
         record = Record.read(folder) or said

@@ -7,7 +7,6 @@ what rounding costs. The export is opened as somebody without this package would
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any, Mapping
 
 import torch
 
+from olmo_lns.checkpoints import read_json
 from olmo_lns.checkpoints.olmo import Architecture, OLMoCheckpoint, is_olmo
 from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint, is_olmo_core
 from olmo_lns.checkpoints.tensors import LazyTensor, read_weights
@@ -126,7 +126,7 @@ def _open_transformers(folder: Path) -> Any:
     if is_ours(folder):  # brought in by `hf import`: no stock software runs it, and it refuses to try
         return load(folder)
     try:
-        config = _json(folder)
+        config = read_json(folder / "config.json")
         said = config.get("lns", "folded")
         images = any(name.endswith("ForImageClassification") for name in config.get("architectures") or [])
         kind = AutoModelForImageClassification if images else AutoModelForCausalLM
@@ -265,7 +265,7 @@ def differences(source: Source, checkpoint: Path, export: Path, exported: Record
         if wanted.get(name, none) != config.get(name, none)
     ]
     if form == HF:  # what transformers computes in, against what is stored
-        said = (values := _json(export)).get("dtype", values.get("torch_dtype"))
+        said = (values := read_json(export / "config.json")).get("dtype", values.get("torch_dtype"))
         stored = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
         if said not in {None, *stored}:
             lines.append(f"config: dtype is {said}, the weights are {' and '.join(sorted(stored))}")
@@ -289,11 +289,7 @@ def _found(export: Path, form: str) -> tuple[dict[str, Any], Mapping[str, LazyTe
     if form == OLMO:
         olmo = OLMoCheckpoint.open(export)
         return _comparable(olmo.config["model"], form), olmo.tensors
-    return _comparable(_json(export), form), read_weights(export)
-
-
-def _json(export: Path) -> dict[str, Any]:
-    return dict(json.loads((export / "config.json").read_text(encoding="utf-8")))
+    return _comparable(read_json(export / "config.json"), form), read_weights(export)
 
 
 def _comparable(config: Mapping[str, Any], form: str) -> dict[str, Any]:

@@ -8,12 +8,12 @@ without the factor. Saying ``--source authors`` is saying that it was trained wi
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
 import torch
 
+from olmo_lns.checkpoints import read_json
 from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes, read_weights, write_safetensors
 from olmo_lns.errors import LNSConfigError, one_line
@@ -32,10 +32,9 @@ def is_ours(folder: Path) -> bool:
     from olmo_lns.integrations.transformers.families import PREFIX
 
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return str(read_json(folder / "config.json").get("model_type", "")).startswith(PREFIX)
+    except LNSConfigError:
         return False
-    return isinstance(values, dict) and str(values.get("model_type", "")).startswith(PREFIX)
 
 
 class ModelFolder(Source):
@@ -184,11 +183,8 @@ def _opened(folder: Path) -> tuple[dict[str, Any], Architecture, dict[str, LazyT
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise LNSConfigError(f"{path} cannot be read: {one_line(error)}") from None
-    if not isinstance(config, dict) or config.get("model_type") != "llama":
+    config = read_json(path)
+    if config.get("model_type") != "llama":
         raise LNSConfigError(f"{path} is not the config of a Llama")
     if config.get("lns"):
         raise LNSConfigError(f"{path} says lns: {config['lns']!r}: the factor is inside the weights already")
