@@ -126,7 +126,15 @@ class MegatronCheckpoint:
         except LNSConfigError as error:
             raise LNSConfigError(f"{folder}: {error}") from None
         checkpoint = cls(folder, common, record, state)
-        checkpoint._check_sites()
+        layers, gains = int(checkpoint.args.num_layers), [s for s in checkpoint.sites() if s[0].endswith("weight")]
+        found = sum(state.tensor(name).shape[0] if layer is None else 1 for name, layer, _ in gains)
+        if found != 2 * layers:
+            raise LNSConfigError(
+                f"{folder}: found {found} block norms in {layers} layers, expected {2 * layers}: only a plain "
+                "transformer decoder (attention and MLP or MoE in every layer) can be folded"
+            )
+        if foreign := [name for name in checkpoint.names if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]:
+            raise LNSConfigError(f"{folder}: {foreign[0]} is of a layer that cannot be folded (MTP, Mamba or cross)")
         return checkpoint
 
     @property
@@ -149,19 +157,6 @@ class MegatronCheckpoint:
             if match := _SITE.match(name):
                 layer = None if match["layer"] is None else int(match["layer"])
                 yield name, layer, "attn" if match["attn"] else "ff"
-
-    def _check_sites(self) -> None:
-        layers, gains = int(self.args.num_layers), [site for site in self.sites() if site[0].endswith("weight")]
-        found = sum(self.state.tensor(name).shape[0] if layer is None else 1 for name, layer, _ in gains)
-        if found != 2 * layers:
-            raise LNSConfigError(
-                f"{self.folder}: found {found} block norms in {layers} layers, expected {2 * layers}: only a plain "
-                "transformer decoder (attention and MLP or MoE in every layer) can be folded"
-            )
-        if foreign := [name for name in self.names if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]:
-            raise LNSConfigError(
-                f"{self.folder}: {foreign[0]} is of a layer that cannot be folded (MTP, Mamba or cross)"
-            )
 
     @property
     def addition(self) -> Scheme:

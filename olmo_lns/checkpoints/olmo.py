@@ -358,12 +358,13 @@ def _layout(folder: Path) -> str:
     if (folder / SHARDED).is_dir():
         return "sharded"
     unshard = "unshard it first with OLMo's scripts/unshard.py (and copy lns.json beside the result)"
-    if (folder / "rank0.pt").is_file():
-        raise LNSConfigError(f"{folder} is sharded by torch_legacy, whose files need a full unpickling: {unshard}")
-    if (folder / "model" / "rank0.pt").is_file():
-        raise LNSConfigError(f"{folder} is sharded by the local checkpointer (flat FSDP parameters): {unshard}")
-    if (folder / "model").is_dir():
-        raise LNSConfigError(f"{folder} is sharded by olmo_core, another format: {unshard}")
+    for name, kind in (
+        ("rank0.pt", "torch_legacy, whose files need a full unpickling"),
+        ("model/rank0.pt", "the local checkpointer (flat FSDP parameters)"),
+        ("model", "olmo_core, another format"),
+    ):
+        if (folder / name).exists():
+            raise LNSConfigError(f"{folder} is sharded by {kind}: {unshard}")
     problem = f"{folder} has neither model.pt nor {SHARDED}/"
     if inside := checkpoints_inside(folder):
         raise LNSConfigError(f"{problem}: it is the folder of a run; give one of its checkpoints: {', '.join(inside)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Mapping
 
 from olmo_lns.checkpoints import METADATA, open_distributed, read_json
 from olmo_lns.checkpoints.tensors import LazyTensor
@@ -85,7 +85,11 @@ class OLMoCoreCheckpoint:
     @cached_property
     def blocks(self) -> list[dict[str, Any]]:
         """The config of every block, in order."""
-        return list(_resolved(self.model))
+        block, count = self.model["block"], int(self.model["n_layers"])
+        if pattern := self.model.get("block_pattern"):
+            return [block[name] for name in islice(cycle(pattern), count)]
+        overrides = self.model.get("block_overrides") or {}
+        return [overrides.get(str(index), block) for index in range(count)]
 
     @cached_property
     def default_scaled(self) -> bool:
@@ -179,12 +183,3 @@ def block_type(block: Mapping[str, Any]) -> str:
     if name not in _NORMS:
         raise LNSConfigError(f"block type {name}: this version of olmo-lns does not know where its norms are")
     return name
-
-
-def _resolved(model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    block, count = model["block"], int(model["n_layers"])
-    if pattern := model.get("block_pattern"):
-        yield from (block[name] for name in islice(cycle(pattern), count))
-        return
-    overrides = model.get("block_overrides") or {}
-    yield from (overrides.get(str(index), block) for index in range(count))

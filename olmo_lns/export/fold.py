@@ -23,7 +23,7 @@ from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, check_dtype
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
-from olmo_lns.schemes import Plan, Scheme
+from olmo_lns.schemes import Scheme
 
 #: What a tensor is multiplied by: a number, or fp64 with one for each index of its leading axes.
 Factor = float | torch.Tensor
@@ -184,20 +184,18 @@ def require_foldable(scheme: Scheme, n_layers: int, source: object, otherwise: s
 
 def obstacle(scheme: Scheme, n_layers: int) -> str:
     """Why the scheme does not fold into stock Pre-LN, ``""`` if it does."""
-    found = [_obstacle(plan) for _, _, plan in scheme.plans(n_layers)]
-    return next((problem for problem in found if problem), "")
-
-
-def _obstacle(plan: Plan) -> str:
-    if plan.post:
-        return "its norms sit on the sums, and no weight of a Pre-LN block can undo a norm"
-    if plan.branch:
-        return "it normalises the branches, which a Pre-LN block does not"
-    if plan.groups != 1:
-        return "its norms take statistics over groups of channels"
-    if plan.pre_scale != 1.0 or plan.stream_scale != 1.0:
-        return "it equals Pre-LN only up to the eps of the norms"
-    return "" if plan.folds_into_pre_ln else "it weighs the shortcut, which a Pre-LN block does not"
+    for _, _, plan in scheme.plans(n_layers):
+        if plan.post:
+            return "its norms sit on the sums, and no weight of a Pre-LN block can undo a norm"
+        if plan.branch:
+            return "it normalises the branches, which a Pre-LN block does not"
+        if plan.groups != 1:
+            return "its norms take statistics over groups of channels"
+        if plan.pre_scale != 1.0 or plan.stream_scale != 1.0:
+            return "it equals Pre-LN only up to the eps of the norms"
+        if not plan.folds_into_pre_ln:
+            return "it weighs the shortcut, which a Pre-LN block does not"
+    return ""
 
 
 def gates(model: Architecture) -> set[str]:

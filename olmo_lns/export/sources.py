@@ -340,7 +340,13 @@ def write_tokenizer(out: Path, identifier: str | None, *, config: dict[str, Any]
         return "no tokenizer: give --tokenizer to include one"
     folder = Path(identifier)
     if folder.is_dir():
-        return _copy_folder(out, folder, config["vocab_size"])
+        files = sorted({path for pattern in _FILES for path in folder.glob(pattern) if not path.is_dir()})
+        if not files:
+            raise LNSConfigError(f"{folder} holds no tokenizer files")
+        size = _checked_size(_ids(folder), folder, config["vocab_size"])
+        for path in files:
+            copy_unread(path, out / path.name)
+        return f"{len(files)} tokenizer files from {folder}: {size} tokens"
     tokenizer = _load(identifier, beside)
     size = _checked_size(tokenizer.get_vocab(with_added_tokens=True).values(), identifier, config["vocab_size"])
     settings: dict[str, Any] = {
@@ -358,16 +364,6 @@ def write_tokenizer(out: Path, identifier: str | None, *, config: dict[str, Any]
     for name, value in (("tokenizer_config.json", settings | special), ("special_tokens_map.json", special)):
         (out / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return f"tokenizer {identifier}: {size} tokens, eos {special.get('eos_token')!r}, pad {special.get('pad_token')!r}"
-
-
-def _copy_folder(out: Path, folder: Path, vocabulary: int) -> str:
-    files = sorted({path for pattern in _FILES for path in folder.glob(pattern) if not path.is_dir()})
-    if not files:
-        raise LNSConfigError(f"{folder} holds no tokenizer files")
-    size = _checked_size(_ids(folder), folder, vocabulary)
-    for path in files:
-        copy_unread(path, out / path.name)
-    return f"{len(files)} tokenizer files from {folder}: {size} tokens"
 
 
 def _ids(folder: Path) -> list[int]:
