@@ -133,33 +133,26 @@ def test_imported_function_is_guarded(checkpoints: Path, tmp_path: Path, monkeyp
     monkeypatch.delitem(sys.modules, "convert_olmo_to_hf_new")
 
 
-def test_hf_olmo_is_stopped(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package's own function, on a copy because it writes into the checkpoint."""
-    pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
-    guards.install()
-    from hf_olmo.convert_olmo_to_hf import write_config
-
-    copy = shutil.copytree(checkpoints / "lns", tmp_path / "lns")
-    with pytest.raises(CheckpointMismatchError, match=r"olmo-lns export .* --format hf"):
-        write_config(str(copy))
-    assert not (copy / "config.json").exists()
-    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "lns-to-preln")
-    write_config(str(copy))
-    assert (copy / "config.json").exists()
-
-
-def test_hf_olmo_converts_the_rest(checkpoints: Path, tmp_path: Path) -> None:
+def test_hf_olmo_is_stopped_and_converts_the_rest(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's own function, on copies because it writes into the checkpoint."""
     pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
     guards.install()
     from hf_olmo import OLMoConfig
     from hf_olmo.convert_olmo_to_hf import write_config
 
-    for name in ("preln", "lns_folded"):
-        copy = shutil.copytree(checkpoints / name, tmp_path / name)
-        write_config(str(copy))
-        assert (copy / "config.json").exists()
+    copies = {name: shutil.copytree(checkpoints / name, tmp_path / name) for name in ("lns", "preln", "lns_folded")}
+    with pytest.raises(CheckpointMismatchError, match=r"olmo-lns export .* --format hf"):
+        write_config(str(copies["lns"]))
+    assert not (copies["lns"] / "config.json").exists()
     with pytest.raises(CheckpointMismatchError, match=r"this model has lns:exponent=0\.5 over rms.*olmo-lns export"):
         OLMoConfig(layer_norm_type="lns_rms").save_pretrained(tmp_path / "elsewhere")
+    for name, copy in reversed(copies.items()):
+        if name == "lns":
+            monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "lns-to-preln")
+        write_config(str(copy))
+        assert (copy / "config.json").exists()
 
 
 def test_unreadable_folders_are_the_converters_business(tmp_path: Path) -> None:
