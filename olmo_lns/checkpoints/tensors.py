@@ -172,7 +172,7 @@ def write_archive(path: Path, value: Any) -> None:
 
 @contextmanager
 def loading(source: object) -> Iterator[None]:
-    """Say of ``source`` what torch raises while it loads safely from it.
+    """Turn what torch raises while it loads safely from ``source`` into one line about ``source``.
 
     :raises LNSConfigError: torch cannot, or only with objects that are no plain values.
     """
@@ -184,7 +184,7 @@ def loading(source: object) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the system said, where torch and safetensors put another error in front of it.
+    """Raise what the system said, where torch and safetensors put another error in front of it.
 
     :raises OSError: ``path`` could not be written.
     """

@@ -236,7 +236,7 @@ def compare(source: Any, exported: Any, batches: torch.Tensor) -> Comparison:
 
 
 def _run(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """The logits, and the first module that is not finite. Images are taken in what the model computes in."""
+    """The logits, and the first module that is not finite. Images are cast to the dtype that the model computes in."""
     given = ids.to(next(model.parameters()).dtype) if ids.is_floating_point() else ids
     return stock_olmo.logits_of(model, given)
 
@@ -282,7 +282,7 @@ def differences(source: Source, checkpoint: Path, export: Path, exported: Record
 
 
 def _found(export: Path, form: str) -> tuple[dict[str, Any], Mapping[str, LazyTensor]]:
-    """Config, made comparable, and weights of an export."""
+    """The config of an export, made comparable, and its weights."""
     if form == OLMO_CORE:
         core = OLMoCoreCheckpoint.open(export)
         return _comparable(core.model, form), core.tensors
@@ -293,7 +293,7 @@ def _found(export: Path, form: str) -> tuple[dict[str, Any], Mapping[str, LazyTe
 
 
 def _comparable(config: Mapping[str, Any], form: str) -> dict[str, Any]:
-    """Every setting with its default, as the framework itself reads it; but for the neutral ones."""
+    """Every setting that changes the function, defaults included, as the framework itself reads it."""
     if form == OLMO:
         values = vars(Architecture.from_config(config, "config.yaml"))
         return {name: value for name, value in values.items() if name not in _NEUTRAL[OLMO]}

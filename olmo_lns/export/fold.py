@@ -223,7 +223,10 @@ def factors(model: Architecture, scheme: Scheme, tensors: Mapping[str, LazyTenso
 
 
 def inverse(model: Architecture, saved: Record) -> dict[str, Factor]:
-    """Parameter -> what takes the constants of a folded checkpoint out again; a gate is lost in its matrix."""
+    """Parameter -> the factor that takes the constants of a folded checkpoint out again.
+
+    It is empty where a gate was folded: nothing tells the gate from its matrix.
+    """
     scheme, layers = saved.scheme, model.n_layers
     if not saved.folded or any(plan.gate is not None for _, _, plan in scheme.plans(layers)):
         return {}
@@ -275,5 +278,5 @@ def sharded_moments(
 
 
 def _unwrapped(name: str) -> str:
-    """A parameter's name in the model itself."""
+    """The parameter's name in the model itself, without its wrappers."""
     return _WRAPPERS.sub("", name.removeprefix("model."))

@@ -46,7 +46,7 @@ _OLMO_EPS = 1e-5
 
 
 def choose_class(model: Architecture) -> tuple[str, str]:
-    """Name of the class and why it.
+    """The name of the class that computes the model, and why it does.
 
     :raises LNSConfigError: no class computes the same, with everything that stands in the way.
     """
@@ -73,7 +73,7 @@ def choose_class(model: Architecture) -> tuple[str, str]:
 
 
 def problems(model: Architecture) -> list[str]:
-    """What no class of this module can do."""
+    """What the model has that no class of this module computes."""
     checks = {
         "norm_after (post-norm blocks)": model.norm_after,
         "ALiBi instead of RoPE": model.alibi,
@@ -165,7 +165,7 @@ def transformers_config(model: Architecture) -> dict[str, Any]:
 
 
 def common(model: Architecture, name: str) -> dict[str, Any]:
-    """What the config of every class of this package holds. :param name: of the class."""
+    """What the config of every stock class here holds. :param name: the class's name."""
     return {
         "architectures": [name],
         "model_type": name.removesuffix("ForCausalLM").lower(),

@@ -138,7 +138,7 @@ def _write(
 
 
 def _stacked(checkpoint: MegatronCheckpoint, layer: int | None, value: Callable[[int], Factor]) -> Factor:
-    """``value`` of a 0-based layer; of a tensor that stacks all layers (None) one for each, along its first axis."""
+    """``value`` of the 0-based ``layer``; for None, a tensor that stacks all layers, one value for each of its rows."""
     if layer is not None:
         return value(layer)
     layers = range(int(checkpoint.args.num_layers))

@@ -22,9 +22,9 @@ from olmo_lns.record import Record
 
 OLMO, OLMO_UNSHARDED, OLMO_CORE, HF, MEGATRON = FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
 
-#: Of a file of weights, where nothing else is asked for: what transformers took for long.
+#: The size of a file of weights where none is asked for: transformers' default for years.
 SHARD_BYTES = 5_000_000_000
-#: Given as the tokenizer: leave it out.
+#: As the tokenizer: write none.
 NONE = "none"
 _FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template.jinja")
 
@@ -33,9 +33,9 @@ _FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "add
 class Stock:
     """A model that a stock class computes.
 
-    :param config: of that class, without dtype and record. :param weights: by transformers' names.
-    :param why: that class computes it. :param tokenizer: its own, where it names one.
-    :param beside: the checkpoint.
+    :param config: the class's config, without dtype and record. :param weights: by transformers' names.
+    :param why: why that class computes it. :param tokenizer: the one that the checkpoint names, if it names one.
+    :param beside: the checkpoint's folder, in which relative paths of tokenizers are looked up.
     """
 
     config: dict[str, Any]
@@ -46,7 +46,7 @@ class Stock:
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """The name of the class."""
         return str(self.config["architectures"][0])
 
     def write_tokenizer(self, out: Path, asked: str | None) -> str:
@@ -65,7 +65,7 @@ class Stock:
 
     @property
     def dtype(self) -> str:
-        """The one to name in the config: that of the embedding. :raises LNSConfigError: none that is written."""
+        """The dtype that the config names: the embedding's. :raises LNSConfigError: it is not one that is written."""
         dtype = self.weights["model.embed_tokens.weight"].dtype
         if dtype not in DTYPES.values():
             raise LNSConfigError(f"the weights are {dtype}: give --dtype fp32, bf16 or fp16")
@@ -111,8 +111,8 @@ class Options:
 class Target:
     """An export that can be made: what it is made of was read and checked, and nothing is written yet.
 
-    :param write: writes it into an empty folder; returns what is worth telling, one line each.
-    :param weights: what is written, each read when its turn comes; by the names that the export's reader gives them.
+    :param write: writes it into an empty folder; returns the lines of the report.
+    :param weights: what is written, by the names that the export's reader uses; each is read when it is written.
     :param config: of the model that is written, without its dtype.
     """
 
@@ -255,7 +255,7 @@ def about_moments(count: int, options: Options, reset: str) -> str:
 
 
 def set_dtype(config: Any, dtype: Any) -> None:
-    """Of a transformers config, in the field that its version has (``dtype`` since 4.56)."""
+    """Set the dtype of a transformers config, in the field that its version has (``dtype`` since 4.56)."""
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
 
 
