@@ -61,7 +61,7 @@ def record(**changes: Any) -> Callable[[Path], None]:
 WEIGHT = "transformer.blocks.2.attn_norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda f: os.truncate(f / "model.pt", 5000), "truncated"),
-    "flipped bit": (lambda f: flip(f / "model.pt", 5000, 1 << 30), "checksum"),
+    "flipped bit": (lambda f: flip(f / "model.pt", (f / "model.pt").stat().st_size // 2, 1 << 30), "checksum"),
     "missing key": (state_change(lambda s: s.pop(WEIGHT)), f"lacks the weight {WEIGHT}"),
     "extra key": (state_change(lambda s: s.update(extra=s[WEIGHT])), "unexpected the weight extra"),
     "NaN": (state_change(lambda s: s[WEIGHT][3].fill_(torch.nan)), f"{WEIGHT} holds NaN or infinite values (1 of 32)"),
