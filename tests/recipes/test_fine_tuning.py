@@ -46,9 +46,8 @@ def offline(folder: Path) -> dict[str, str]:
 
 def test_every_example_is_one_line(tmp_path):
     pytest.importorskip("datasets", reason="datasets is not installed: pip install 'olmo-lns[sft]'")
-    rows = converted(
-        tmp_path, [*examples(), {"instruction": "Sort.", "input": "b a", "output": " a b ", "answer": "x"}]
-    )
+    sort = {"instruction": "Sort.", "input": "b a", "output": " a b ", "answer": "x"}
+    rows = converted(tmp_path, [*examples(), sort])
     assert len(rows) == 25 and rows[-1]["completion"] == "a b" and "\nSort.\nb a\n" in rows[-1]["prompt"]
     for row, example in zip(rows, examples(), strict=False):
         assert f"\n{example['instruction']}\n" in row["prompt"] and row["prompt"].endswith("### Response:\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import types
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.feed_forward import FeedForwardConfig
 from olmo_core.nn.layer_norm import LayerNormConfig
-from olmo_core.nn.transformer import TransformerBlockConfig, TransformerConfig
+from olmo_core.nn.transformer import TransformerConfig
 
 from olmo_lns.olmo_core import apply
 
@@ -184,9 +183,3 @@ def reference_logits(weights: dict[str, torch.Tensor], made: TransformerConfig, 
                 h = h + s * rms(inner, f"{at}.post_{name}_norm")
     assert branch or block.name == "default"
     return rms(h, "lm_head.norm") @ weights["lm_head.w_out.weight"].T
-
-
-def stock_block(made: TransformerConfig) -> TransformerBlockConfig:
-    return TransformerBlockConfig(
-        **{field.name: getattr(made.block, field.name) for field in dataclasses.fields(TransformerBlockConfig)}
-    )

@@ -26,7 +26,7 @@ CLASS = "--block._CLASS_=olmo_lns.olmo_core.BlockConfig"
 def test_flags_of_an_unmodified_launch():
     made = small.config().merge([CLASS, "--block.scheme=lns", "--block.exponent=0.25"])
     assert type(made.block) is BlockConfig and str(made.block.resolved_scheme) == "lns:exponent=0.25"
-    assert small.stock_block(made) == small.config().block
+    assert made.block.stock() == small.config().block
     block = small.config().merge([CLASS]).block
     assert (block.scheme, block.exponent, block.initialization, block.scale_router) == ("lns", 0.5, "plain", True)
     block = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.25"]).block

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
-from support import olmo_core_models as small
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo_core.blocks import record_of
@@ -58,7 +57,7 @@ def _model(path, overrides=None):
 def test_arms_differ_in_the_block_only():
     stock, scaled = (_model(PACK / f"60M-{arm}.yaml") for arm in ARMS)
     assert record_of(scaled.build(init_device="meta")).scheme == Scheme.of("lns")
-    assert small.stock_block(scaled) == stock.block
+    assert scaled.block.stock() == stock.block
     scaled.block = stock.block
     assert scaled == stock
 

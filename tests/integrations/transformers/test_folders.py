@@ -44,15 +44,8 @@ def run(folder: Path, kind: str, *, trust: bool = False, package: bool = True, a
     file = folder.parent / f"{folder.name}-{trust}-{package}.pt"
     torch.save(inputs(kind), file)
     more = {"HF_MODULES_CACHE": str(folder.parent / "modules"), "OLMO_LNS_DISABLE": None if package else "1"}
-    command = [
-        sys.executable,
-        "-c",
-        PROGRAM,
-        folder,
-        file,
-        auto or AUTO.get(kind, "AutoModelForCausalLM"),
-        str(int(trust)),
-    ]
+    loader = auto or AUTO.get(kind, "AutoModelForCausalLM")
+    command = [sys.executable, "-c", PROGRAM, folder, file, loader, str(int(trust))]
     # Another directory than the repository's: what is found is what is installed.
     done = launch.run(command, cwd=folder.parent, env=environment(**more))
     return done.text, torch.load(f"{file}.out") if done.code == 0 else None
@@ -188,13 +181,10 @@ def test_init_refuses(arguments, message, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_init_of_a_folder_of_ours_names_the_way(tmp_path, capsys):
+def test_init_of_a_folder_of_ours_and_of_a_setting_that_the_config_converts(tmp_path, capsys):
     apply(stock("llama")).save_pretrained(tmp_path / "lns")
     assert main(["hf", "init", str(tmp_path / "lns"), "-o", str(tmp_path / "out")]) == 1
     assert "already: start from the stock config that it was made from" in capsys.readouterr().err
-
-
-def test_a_setting_that_the_config_converts_is_none_too_many(tmp_path):
     changes = ["--set", "rope_theta=250000.0", "--no-weights"]
     assert main(["hf", "init", "llama", *SHAPE, *changes, "-o", str(tmp_path / "out")]) == 0
     assert "250000.0" in (tmp_path / "out" / "config.json").read_text()
