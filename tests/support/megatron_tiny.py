@@ -160,6 +160,16 @@ def gradients(model: Any, tokens: torch.Tensor) -> tuple[float, dict[str, torch.
     return float(loss.detach()), {name: p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
+def perturb(model: Any, seed: int = 3) -> Any:
+    """Gains and gates that are not all one, so that a wrong gradient cannot hide."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "gate" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
 def scaled_norms(model: torch.nn.Module) -> list[Any]:
     """All modules that carry a factor, in order."""
     return [module for module in model.modules() if hasattr(module, "lns_scale")]
@@ -167,7 +177,9 @@ def scaled_norms(model: torch.nn.Module) -> list[Any]:
 
 def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> None:
     """Relative to the largest element of each gradient, so that no small tensor is lost among others."""
-    assert set(found) == set(expected)
+    if set(found) != set(expected):
+        raise AssertionError(f"gradients of {sorted(set(found) ^ set(expected))} on one side only")
     for name, reference in expected.items():
         error = (found[name].double() - reference.double()).abs().max() / reference.double().abs().max()
-        assert error < rtol, f"{name}: gradient off by {error:.2e} of its largest element, expected < {rtol:g}"
+        if not error < rtol:  # no assert: some callers run under PYTHONOPTIMIZE
+            raise AssertionError(f"{name}: gradient off by {error:.2e} of its largest element, expected < {rtol:g}")

@@ -64,6 +64,13 @@ def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied: Any, h
     norm_sites.check(tiny.build(other), parse(how.get("scheme", "lns")), tiny.LAYERS)
 
 
+def block_spec(cfg: Any) -> Any:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    return ModuleSpec(module=TransformerBlock, submodules=tiny.sequence_parallel_spec(cfg))
+
+
 @pytest.mark.parametrize(
     "wrapped",
     [
@@ -71,15 +78,18 @@ def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied: Any, h
         lambda cfg: layer_spec(cfg, tiny.local_spec(cfg)),
         lambda cfg: layer_spec(cfg, tiny.local_spec),
         lambda cfg: functools.partial(layer_spec, scheme="lns")(cfg, tiny.sequence_parallel_spec),
+        lambda cfg: layer_spec(cfg, block_spec(cfg)),
     ],
-    ids=["Megatron's own", "a layer", "a function", "a block"],
+    ids=["Megatron's own", "a layer", "a function", "a block", "a block's own spec"],
 )
 def test_the_layer_spec_is_the_flag(wrapped: Any) -> None:
     cfg, other = tiny.config(), applied()
-    one, two = tiny.build(cfg, wrapped(cfg)), tiny.build(other)
+    spec = wrapped(cfg)
+    assert cfg.output_layer_init_method is cfg.init_method
+    one, two = tiny.build(cfg, spec), tiny.build(other)
     norm_sites.check(one, parse("lns"), tiny.LAYERS)
     assert type(one.decoder.layers[0]).__name__ == "TransformerLayer"
-    assert cfg.output_layer_init_method is cfg.init_method and Settings.of(cfg) == Settings.of(other)
+    assert Settings.of(cfg) == Settings.of(other)
     two.load_state_dict(one.state_dict())
     assert tiny.gradients(one, tiny.batch())[0] == pytest.approx(tiny.gradients(two, tiny.batch())[0], rel=1e-6)
 
@@ -99,12 +109,16 @@ def test_the_layer_spec_of_another_scheme_and_beside_apply() -> None:
         layer_spec(cfg)
     with pytest.raises(LNSConfigError, match="'Linear' is not the spec of a TransformerLayer"):
         layer_spec(tiny.config(), ModuleSpec(module=torch.nn.Linear))
+    stages = []
+    layer_spec(cfg := tiny.config(), lambda cfg, vp_stage: stages.append(vp_stage) or tiny.local_spec(cfg), vp_stage=1)
+    assert stages == [1]
 
 
 #: In a process where nothing of Megatron is replaced.
 UNPATCHED = """
 from support import megatron_tiny as tiny
 from support.megatron_cpu import single_process
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.megatron import layer_spec
 from olmo_lns.integrations.patching import is_patched
@@ -112,7 +126,10 @@ from olmo_lns.schemes import parse
 with single_process():
     from megatron.core.transformer.transformer_layer import TransformerLayer
     cfg = tiny.config(init_method_std=0.2)
-    model = tiny.build(cfg, layer_spec(cfg, tiny.local_spec(cfg)))
+    finished, cfg.init_method = cfg.init_method, None  # as in Megatron Bridge, which finishes its configs later
+    spec = layer_spec(cfg, tiny.local_spec(cfg))
+    cfg.init_method = finished
+    model = tiny.build(cfg, spec)
     assert not is_patched(TransformerLayer.__init__)
     norm_sites.check(model, parse("lns"), tiny.LAYERS)
     plain = tiny.config(init_method_std=0.2)
@@ -122,16 +139,20 @@ with single_process():
     right, right_grads = tiny.gradients(expected, tiny.batch())
     assert abs(loss - right) < 1e-6 * right
     tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
-    print("EQUAL")
+    mtp = tiny.config(mtp_num_layers=1)
+    try:
+        tiny.build(mtp, layer_spec(mtp, tiny.local_spec(mtp)))
+    except LNSConfigError as error:
+        print("EQUAL", error)
 """
 
 
 def test_nothing_of_megatron_is_replaced_for_a_layer_spec() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", UNPATCHED], cwd=TESTS, capture_output=True, text=True, timeout=300,
-        env=os.environ | {"OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+        env=os.environ | {"OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
     )  # fmt: skip
-    assert "EQUAL" in done.stdout, done.stderr[-3000:]
+    assert "EQUAL MTP layers under a layer spec need the plugin" in done.stdout, done.stderr[-3000:]
 
 
 def save(folder: Path, model: Any, **state: Any) -> str:
@@ -197,6 +218,18 @@ def test_the_record_is_that_of_the_built_model(tmp_path: Path) -> None:
         load(folder, tiny.build(tiny.config()))
     apply(built := tiny.build(tiny.config()))
     load(folder, built)
+
+
+def test_the_record_of_a_stage_without_a_layer_and_of_two_schemes(tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    stage = tiny.build(applied("lnsafterff"))
+    del stage.decoder.layers[:]  # an embedding or the loss alone
+    folder = save(tmp_path / "run", stage)
+    assert Record.from_dict(dist_checkpointing.load_content_metadata(folder)["olmo_lns"]).scheme == parse("lnsafterff")
+    both = {str(p): tiny.build(applied(exponent=p)).sharded_state_dict(prefix=f"{p}.") for p in (0.25, 0.5)}
+    with pytest.raises(LNSConfigError, match=r"one checkpoint with lns:exponent=0.25 .* and lns:exponent=0.5"):
+        dist_checkpointing.save(both, str(tmp_path))
 
 
 def test_the_arguments_of_a_launch_are_compared_and_no_second_record_is_written(tmp_path: Path) -> None:

@@ -205,6 +205,18 @@ def test_a_slot_that_holds_something_else_is_refused() -> None:
         apply(layer, scheme="skipinit")
 
 
+def test_a_layer_that_calls_its_slots_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from olmo_lns.integrations.megatron import upstream
+
+    layer = tiny.build(tiny.config()).decoder.layers[1]
+    monkeypatch.setattr(TransformerLayer, "_forward_mlp", lambda self, hidden_states: hidden_states)
+    upstream.check_readings.cache_clear()
+    with pytest.raises(UpstreamChangedError, match=r"TransformerLayer._forward_mlp .*none of those verified"):
+        apply(layer, scheme="skipinit")
+
+
 def test_a_layer_that_names_no_norm_is_refused_without_te() -> None:
     """As in the stacks of hybrid models, whose norms are inside the linear layers behind them."""
     from megatron.core.tensor_parallel import ColumnParallelLinear

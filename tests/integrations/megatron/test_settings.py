@@ -12,7 +12,7 @@ from support import megatron_tiny as tiny
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations.megatron import building, checkpoint
-from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
+from olmo_lns.integrations.megatron.settings import FLAGS, ZERO_CENTRED, Settings, add_flags
 from olmo_lns.schemes import names
 from olmo_lns.schemes import parse as parse_scheme
 
@@ -129,6 +129,15 @@ def test_weights_with_stock_names_are_refused(name: str, finetune: bool) -> None
 @pytest.mark.parametrize("words", [(), (LNS,), (LNS, KEEP), (PLAIN,), (SCHEME, "sandwich")])
 def test_the_same_settings_load(words: Any) -> None:
     assert load(parse(*words), parse(*words))[1] == "iter_7"
+
+
+@pytest.mark.parametrize("name", ZERO_CENTRED)
+def test_gains_of_a_scheme_are_read_as_they_were_stored(name: str) -> None:
+    plain, centred = (parse(LNS, **{name: value}) for value in (False, True))
+    with pytest.raises(CheckpointMismatchError, match=r"holds plain gains, .*: drop --apply-layernorm-1p"):
+        load(centred, plain)
+    with pytest.raises(CheckpointMismatchError, match=r"holds zero-centred gains .*: add --apply-layernorm-1p"):
+        load(plain, centred)
 
 
 FOLDED = SimpleNamespace(layernorm_scaling=False, layernorm_scaling_exponent=0.5, layernorm_scaling_folded=True)

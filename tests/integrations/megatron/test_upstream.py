@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from support import megatron_tiny as tiny
 
+from olmo_lns import plain_initialization
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import patching
-from olmo_lns.integrations.megatron import apply, building, checkpoint, register, registration, upstream
+from olmo_lns.integrations.megatron import apply, building, checkpoint, layer_spec, register, registration, upstream
 from olmo_lns.integrations.patching import fingerprint, is_patched
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS
@@ -149,12 +150,28 @@ def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(
     record = {"content_metadata": {"olmo_lns": Record(LNS).as_dict()}}
     for ask in (
         lambda: apply(tiny.config()),
+        lambda: plain_initialization(tiny.config()),
         lambda: building.config_from_args(lambda args, kind=None: None)(Namespace(layernorm_scaling=True)),
         lambda: checkpoint.look(lambda: (object(), Namespace(norm_scheme="lnsafterff")))(),
         lambda: saved.update(record, args=None) or dist_checkpointing.load({}, "folder"),
     ):
         with pytest.raises(UpstreamChangedError, match=r"this Megatron Core was left untouched.*OLMO_LNS_DISABLE=1"):
             ask()
+    # A layer spec asks for nothing but the layer's constructor, also where the plugin is off.
+    with pytest.raises(UpstreamChangedError, match=r"TransformerLayer.__init__ .*none of those verified"):
+        layer_spec(tiny.config(), tiny.local_spec)
+
+
+def test_a_bridge_without_a_function_is_an_error_where_a_scheme_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "_aside", {})
+    name = "megatron.bridge.training.mlm_compat.arguments"
+    for part in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.mlm_compat", name):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    registration._extend(sys.modules[name])
+    apply(cfg := tiny.config())
+    words = r"this Megatron Bridge was left untouched.*_transformer_config_from"
+    with pytest.raises(UpstreamChangedError, match=words):
+        tiny.build(cfg)
 
 
 def test_registration_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

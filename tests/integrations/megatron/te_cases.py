@@ -1,0 +1,172 @@
+"""The TE spec: Transformer Engine's own Python over a strict stand-in for its C++ module; run by test_te.py.
+
+Wiring and gradients, not kernel numerics (those are in test_gpu.py). A GPT of the TE spec under a scheme is compared
+with the hooked stock model of the local spec that has the same weights: two implementations that share no norm.
+"""
+
+import sys
+
+import pytest
+from support import te_python
+
+try:
+    te_python.install()
+except te_python.Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+import torch
+from support import megatron_tiny as tiny
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations.megatron import apply
+from olmo_lns.integrations.megatron.norms import is_fused_linear
+
+FUSED = "folded into the fused kernel's gain"
+BLOCKS = [block for block in range(1, tiny.LAYERS + 1) for _ in "ab"]
+SELECTIVE = {"num_moe_experts": 4, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+#: Where the TE spec keeps what the local spec calls by the second name.
+NAMES = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+class NoCore(torch.nn.Module):
+    """An attention core for models that are built, not run."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+
+def te_spec(cfg, *, core=None, **kwargs):
+    """The TE spec; the attention core, which runs on GPUs only, is Megatron's own or ``core``."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=cfg.num_moe_experts, moe_grouped_gemm=False, **kwargs)
+    spec.submodules.self_attention.submodules.core_attention = core or DotProductAttention
+    return spec
+
+
+def local(values):
+    for te, name in NAMES:
+        values = {key.replace(te, name): value for key, value in values.items()}
+    return values
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes"),
+    [
+        ("lns", {}),
+        ("lns", {"normalization": "LayerNorm"}),
+        ("lns", {"layernorm_zero_centered_gamma": True}),
+        ("lns", {"num_moe_experts": 4}),
+        ("lns", SELECTIVE),
+        ("sandwich_depth", {}),
+        ("sandwich_depth", {"normalization": "LayerNorm"}),
+        ("sandwich_depth", {"layernorm_zero_centered_gamma": True}),
+        ("lnsafterbranch", {}),
+        ("layerscale", SELECTIVE),
+    ],
+)
+def test_loss_and_all_gradients_are_those_of_the_hooked_local_model(scheme, changes):
+    cfg = tiny.config(**changes)
+    apply(cfg, scheme=scheme)
+    model = tiny.perturb(tiny.build(cfg, te_spec(cfg)))
+    plain = {k: v for k, v in changes.items() if not k.startswith("recompute")}
+    centered = plain.pop("layernorm_zero_centered_gamma", False)
+    stock = tiny.build(tiny.config(**plain))
+    values = local({k: v for k, v in model.state_dict().items() if v is not None and "_extra_state" not in k})
+    if centered:
+        values |= {k: values[k] + 1 for k in values if "layernorm.weight" in k or "bda.norm.weight" in k}
+    stock.load_state_dict(values, strict=False)
+    learned = {k: v.detach().clone().requires_grad_() for k, v in values.items() if "_bda." in k}
+    expected = tiny.hook_reference(stock) if scheme == "lns" else tiny.branch_reference(stock, scheme, learned)
+    loss, grads = tiny.gradients(model, tiny.batch())
+    right, right_grads = tiny.gradients(expected, tiny.batch())
+    assert loss == pytest.approx(right, rel=1e-6)
+    right_grads |= {k: v.grad for k, v in learned.items() if v.grad is not None}
+    tiny.assert_same_gradients(local(grads), right_grads, rtol=2e-5)
+    own = {type(m).__module__.split(".")[0] for n, m in model.named_modules() if n.endswith("bda.norm")}
+    assert own == ({"transformer_engine"} if "sandwich" in scheme else set())
+    sites = [(type(m).__name__, site.layer_number, m.lns_method) for _, m, site in norm_sites.sites(model)]
+    if scheme == "lns" and "num_moe_experts" not in changes:
+        assert sites == [("TELayerNormColumnParallelLinear", block, FUSED) for block in BLOCKS]
+    elif scheme == "lns":
+        assert [site[1] for site in sites] == BLOCKS
+        assert [site[2] for site in sites[:2]] == [FUSED, "olmo_lns.norm (te)"]
+
+
+def test_checkpoint_keys_are_those_of_stock_and_initialization_is_plain():
+    cfg, stock_cfg = tiny.config(), tiny.config()
+    apply(cfg)
+    lns, stock = (tiny.build(each, te_spec(each)) for each in (cfg, stock_cfg))
+    assert list(lns.state_dict()) == list(stock.state_dict())
+    keys = [{k: getattr(v, "key", "") for k, v in model.sharded_state_dict().items()} for model in (lns, stock)]
+    assert keys[0] == keys[1]
+    for model, std in ((stock, 0.02 / 8**0.5), (lns, 0.02)):
+        weights = torch.cat([layer.mlp.linear_fc2.weight.flatten() for layer in model.decoder.layers])
+        assert float(weights.std()) == pytest.approx(std, rel=0.05)
+
+
+def test_mtp_layers_go_on_after_the_last_block():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    cfg = tiny.config(mtp_num_layers=2)
+    apply(cfg)
+    spec = te_spec(cfg)
+    model = tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=True))
+    assert [m.lns_sites[0].layer_number for m in tiny.scaled_norms(model)] == [*BLOCKS, 5, 5, 6, 6]
+
+
+def test_mla_scales_neither_the_q_nor_the_kv_norm():
+    """Though both are fused linears with a gain."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    cfg = tiny.config(
+        kind=MLATransformerConfig, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=8, v_head_dim=8,
+        rope_type="rope", apply_rope_fusion=False, qk_layernorm=True,
+    )  # fmt: skip
+    apply(cfg)
+    model = tiny.build(cfg, te_spec(cfg, core=NoCore, multi_latent_attention=True, qk_layernorm=True))
+    scaled = [name.split(".", 3)[-1] for name, m in model.named_modules() if hasattr(m, "lns_scale")]
+    assert scaled == ["input_layernorm", "mlp.linear_fc1"] * 4
+    fused = {name.split(".")[-1] for name, m in model.named_modules() if is_fused_linear(m)}
+    assert fused - {"linear_fc1"} == {"linear_kv_up_proj", "linear_q_up_proj"}
+
+
+def run(spec, scheme="lns"):
+    sys.modules["transformer_engine_torch"].swiglu = lambda x, quantizer: (
+        torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+    )
+    cfg = tiny.config()
+    apply(cfg, scheme=scheme)
+    model = tiny.build(cfg, spec(cfg))
+    for _ in range(2):
+        tiny.loss_of(model, tiny.batch())
+
+
+def test_a_norm_that_is_read_past_its_forward_is_refused():
+    """Megatron's TEFusedMLP computes with the parameters of linear_fc1 and never calls it."""
+    run(lambda cfg: te_spec(cfg, use_te_op_fuser=True), "lnsafterbranch")  # a factor behind it is not read past
+    with pytest.raises(
+        LNSConfigError, match=r"TransformerLayer 1 did not call the forward of mlp.linear_fc1 in its own"
+    ):
+        run(lambda cfg: te_spec(cfg, use_te_op_fuser=True))
+
+
+def test_a_fused_linear_with_a_forward_of_its_own_is_refused():
+    def spec(cfg):
+        found = te_spec(cfg)
+        attention = found.submodules.self_attention.submodules
+
+        class Own(attention.linear_qkv):
+            def forward(self, x):
+                return super().forward(x)
+
+        attention.linear_qkv = Own
+        return found
+
+    with pytest.raises(LNSConfigError, match="Own overrides the forward of Megatron's TELayerNormColumnParallelLinear"):
+        run(spec)
