@@ -32,7 +32,7 @@ def model_flags() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    paths = [str(TESTS / "support" / "megatron_site"), str(TESTS)]
+    paths = [str(TESTS / "support" / "megatron_site"), str(TESTS), str(TESTS.parent)]  # this tree, not an installed one
     return os.environ | {
         "MEGATRON_ON_CPU": "1",
         "MEGATRON_PROBE": "1",
