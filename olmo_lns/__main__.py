@@ -33,7 +33,7 @@ def main() -> int:
         environment.check()
         environment.refuse_disabled("the launcher was asked for")
         if any(arg.split("=")[0] == "--lns-config" for arg in args):
-            from olmo_lns.study.engines.megatron_args import expand
+            from olmo_lns.study.engines.megatron import expand
 
             args = [script, *expand(args[1:])]
     except LNSError as error:

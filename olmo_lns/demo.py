@@ -28,14 +28,12 @@ from olmo_lns import extras
 from olmo_lns.arguments import above_zero, at_least, seed
 from olmo_lns.environment import processes, refuse_disabled
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import pack
+from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, arm_named, check_environment
-from olmo_lns.study.collect import logs
+from olmo_lns.study.collect.folder import attempts, merge, read
 from olmo_lns.study.collect.results import Result, write_results
-from olmo_lns.study.collect.stamp import attempts
-from olmo_lns.study.engines import OLMO
+from olmo_lns.study.engines import OLMO, settings_of
 from olmo_lns.study.launch.start import environment, run_here
-from olmo_lns.study.plan.compare import settings_of
 from olmo_lns.study.plan.spec import Run, Study
 
 __all__ = ["describe", "main", "parser", "report"]
@@ -68,7 +66,7 @@ def describe(args: argparse.Namespace) -> Study:
 
     :raises LNSConfigError: an arm that is unknown, that OLMo lacks, or for which the description has no rate.
     """
-    path = pack.folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
+    path = files.pack_folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
     raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     sizes, only, arms = raw["sizes"], raw["only"], raw["arms"]
     if args.arms is not None:
@@ -176,7 +174,7 @@ def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
     """Collected as every study's; the variances by ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
     from olmo_lns.diagnostics.results import Report
-    from olmo_lns.study.collect.gather import collect
+    from olmo_lns.study.collect.results import collect
 
     results = collect(study, out)
     write_results(results, out / "results.csv")
@@ -228,7 +226,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     late: list[float] = []
     for row in rows:
         arm = ARMS[row.run.arm]
-        losses = pandas.Series(logs.merge(logs.read(log) for log in attempts(path.parent / row.run.name)).losses)
+        losses = pandas.Series(merge(read(log) for log in attempts(path.parent / row.run.name)).losses)
         losses = losses.rolling(smoothing).mean().dropna()
         late += losses.iloc[len(losses) // 10 :].tolist()
         style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}

@@ -34,7 +34,7 @@ from olmo_core.train.train_module import TransformerTrainModuleConfig
 from olmo_core.utils import prepare_cli_environment, seed_all
 from torch import cuda
 
-from olmo_lns.study.engines.olmo_core_config import read
+from olmo_lns.study.engines.olmo_core import read
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Sequence
 from olmo_lns import environment, hub
 from olmo_lns.arguments import process_group
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.study import files, pack
+from olmo_lns.study import files
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for text in overrides:
         if not text.startswith("--"):
             raise LNSConfigError(f"expected overrides as --key=value, got {text!r}")
-    path = pack.located(str(path), "olmo")
+    path = files.located(str(path), "olmo")
     optimizer = files.read(path).get("optimizer", {})  # OLMo looks into it before it compares it with what it knows
     if not isinstance(optimizer, dict) and not str(optimizer).startswith("${"):
         raise LNSConfigError(

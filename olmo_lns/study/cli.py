@@ -12,13 +12,12 @@ from typing import Any, Sequence
 from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import check_environment
-from olmo_lns.study.collect.gather import collect
-from olmo_lns.study.collect.results import Finished, read_results, write_results
-from olmo_lns.study.collect.stamp import stamp
-from olmo_lns.study.engines.shape import GPUS
-from olmo_lns.study.launch import progress, slurm, start
+from olmo_lns.study.collect.folder import stamp
+from olmo_lns.study.collect.results import Finished, collect, read_results, write_results
+from olmo_lns.study.engines.base import GPUS
+from olmo_lns.study.launch import slurm, start
 from olmo_lns.study.plan import cost
-from olmo_lns.study.plan.compare import compare_planned
+from olmo_lns.study.plan.check import check_batches, compare_planned
 from olmo_lns.study.plan.cost import GPU, UTILISATION
 from olmo_lns.study.plan.spec import Run, Study
 
@@ -75,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     everything = add("all", _all, "launch here, collect and report")
     everything.add_argument("--workers", type=at_least(1))
     for command in (collecting, everything):
-        command.add_argument("--wandb-export", type=Path, help="a W&B chart export with one column per run")
         command.add_argument("--allow-missing", action="store_true", help="report missing runs instead of refusing")
     for command in (report, everything):
         command.add_argument("--report", type=Path, help="folder of the report (default <out>/report)")
@@ -118,7 +116,7 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
         start.check(study, runs, args.out)
         os.environ.update(start.environment(study, args.out))  # before the configs that read it are resolved
     compare_planned(study.runs)
-    cost.check_batches(study, runs)
+    check_batches(study, runs)
     if args.run:
         return min(1, start.run_here(study, runs, args.out, workers=args.workers))
     if args.slurm:
@@ -135,8 +133,8 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
 
 
 def _status(study: Study, args: argparse.Namespace) -> int:
-    runs, held = _selected(study, args.only), progress.locked(args.out)
-    found = [progress.examine(run, args.out, held=held) for run in runs]
+    runs, held = _selected(study, args.only), start.locked(args.out)
+    found = [start.examine(run, args.out, held=held) for run in runs]
     elsewhere = set()
     if study.finished:
         os.environ.update(start.environment(study, args.out))  # a run is known there by its data
@@ -169,7 +167,7 @@ def _stamp(study: Study, args: argparse.Namespace) -> int:
 def _collect(study: Study, args: argparse.Namespace) -> int:
     if table := Finished(study):
         os.environ.update(start.environment(study, args.out))  # its runs are known by their data
-    results = collect(study, args.out, wandb_export=args.wandb_export, allow_missing=args.allow_missing)
+    results = collect(study, args.out, allow_missing=args.allow_missing)
     path = args.out / "results.csv"
     args.out.mkdir(parents=True, exist_ok=True)
     write_results(results, path)

@@ -1,4 +1,4 @@
-"""Files of a study: YAML that people write, in which ``${oc.env:NAME}`` reads the environment; and whole writes."""
+"""The config pack, and files of a study: YAML in which ``${oc.env:NAME}`` reads the environment, and whole writes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 import yaml
 
-from olmo_lns.errors import LNSConfigError
+import olmo_lns
+from olmo_lns.errors import LNSConfigError, did_you_mean
 
-__all__ = ["VARIABLE", "filled", "flatten", "needed", "placeholders", "read", "write_whole"]
+__all__ = [
+    "VARIABLE", "about", "filled", "flatten", "located", "needed", "pack_copy", "pack_folder", "pack_names",
+    "placeholders", "read", "write_whole",
+]  # fmt: skip
 
 #: ``${oc.env:NAME}`` or ``${oc.env:NAME,default}``, as OmegaConf reads them.
 VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
@@ -101,3 +106,73 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def pack_folder() -> Path:
+    """Where the pack is: in the package, or beside it in a clone.
+
+    :raises LNSConfigError: neither, as in an installation without package data.
+    """
+    package = Path(olmo_lns.__file__).parent
+    for candidate in (package / "configs", package.parent / "configs"):
+        if candidate.is_dir():
+            return candidate
+    raise LNSConfigError(f"no config pack in {package} or beside it: install the wheel again, or clone the repository")
+
+
+def pack_names() -> list[str]:
+    """The files of the pack, such as ``olmo/60M-lns.yaml``."""
+    found = (path.relative_to(pack_folder()) for path in pack_folder().rglob("*") if path.is_file())
+    return sorted(str(path) for path in found if "__pycache__" not in path.parts)
+
+
+def located(name: str | Path, kind: str) -> Path:
+    """A file by its path, or one of the pack by its name: ``paper``, ``60M-lns``; a path that is there comes first.
+
+    :param kind: the folder of the pack, such as ``study``; ``""`` for names such as ``study/paper``.
+    :raises LNSConfigError: neither.
+
+    >>> located("paper", "study").name
+    'paper.yaml'
+    """
+    for path in (Path(name), Path(f"{name}.yaml")):  # a copy here, perhaps edited, comes before the pack's
+        if path.is_file():
+            return path
+    wanted, known = str(name).removeprefix("configs/"), dict[str, str]()
+    for packed in pack_names():
+        spelled = (packed, packed.removeprefix(f"{kind}/"))
+        known |= dict.fromkeys((*spelled, *(os.path.splitext(each)[0] for each in spelled)), packed)
+    if wanted in known:
+        return pack_folder() / known[wanted]
+    here = [os.path.splitext(path)[0].removeprefix(f"{kind}/") for path in pack_names() if path.startswith(kind)]
+    hint, text = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
+    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {text}")
+
+
+def pack_copy(name: str, out: Path) -> Path:
+    """Copy one file, or a folder such as ``study`` with all its files, to ``out``; nothing is overwritten.
+
+    :param out: a folder that exists, or the new name.
+    :raises LNSConfigError: no such file in the pack, or there is one at the target already.
+    """
+    source = next(
+        (path for path in (pack_folder() / name, pack_folder() / f"{name}.yaml") if path.exists()), pack_folder() / name
+    )
+    if not source.exists() or not source.resolve().is_relative_to(pack_folder().resolve()):
+        known = pack_names() + sorted({str(Path(path).parent) for path in pack_names()})
+        raise LNSConfigError(f"the pack has no {name!r}{did_you_mean(name, known)}: `olmo-lns config list` shows it")
+    target = out / source.name if out.is_dir() else out
+    if target.exists():
+        raise LNSConfigError(f"{target} exists: give another name with -o")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+    except OSError as error:
+        raise LNSConfigError(f"{target} cannot be written: {error.strerror}") from None
+    return target
+
+
+def about(name: str) -> str:
+    """The first sentence of a file's header."""
+    text = (pack_folder() / name).read_text(encoding="utf-8").lstrip('"#! ')
+    return re.split(r"[.:](?=\s)", text, maxsplit=1)[0].replace("\n# ", " ")[:90] if text[:1] not in "{<" else ""

@@ -17,9 +17,8 @@ pytest.importorskip("olmo", reason="needs ai2-olmo")
 
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS
-from olmo_lns.study.engines import OLMO
+from olmo_lns.study.engines import OLMO, settings_of
 from olmo_lns.study.engines.olmo import load
-from olmo_lns.study.plan.compare import settings_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = sorted((REPOSITORY / "configs" / "olmo").glob("*.yaml"))

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from olmo_lns.study.data import text as demo_data
-from olmo_lns.study.data.text import Text, build, documents
+from olmo_lns.study.data import corpora
+from olmo_lns.study.data.corpora import Text, build, documents
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_split_is_by_document_and_complete(data: Text):
     everything = [text for _, text in documents()]
     ends = {path: np.flatnonzero(np.fromfile(path, np.uint16) == 256) for path in (data.train, data.heldout)}
     assert len(ends[data.train]) + len(ends[data.heldout]) == len(everything)
-    assert len(ends[data.heldout]) == len(everything) // demo_data.HELDOUT_EVERY
+    assert len(ends[data.heldout]) == len(everything) // corpora.HELDOUT_EVERY
     assert data.train_tokens + data.heldout_tokens == sum(map(len, everything)) + len(everything)
     tokens = np.memmap(data.train, dtype=np.uint16, mode="r")
     assert len(tokens) == data.train_tokens > 5_000_000 and tokens.max() == data.eos_token_id == tokens[-1] == 256
@@ -41,7 +41,7 @@ def test_split_is_by_document_and_complete(data: Text):
 
 
 def test_existing_files_are_kept_and_damaged_ones_rebuilt(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo_data, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
+    monkeypatch.setattr(corpora, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
     built = build(tmp_path)
     content, before = built.train.read_bytes(), built.train.stat().st_mtime_ns
     assert build(tmp_path) == built
@@ -55,8 +55,8 @@ def test_existing_files_are_kept_and_damaged_ones_rebuilt(tmp_path, monkeypatch:
 
 
 def test_a_python_without_sources_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo_data.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(demo_data.LNSConfigError, match=r"found \d+ documents under .*expected the standard library"):
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(corpora.LNSConfigError, match=r"found \d+ documents under .*expected the standard library"):
         build(tmp_path / "out")
 
 
@@ -72,13 +72,13 @@ def test_tokenizer_gives_the_bytes(data: Text):
 
 
 def test_packages_come_after_python_and_are_part_of_what_the_files_are(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo_data, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
-    texts = [text for _, text in demo_data.package_documents(("yaml",))]
+    monkeypatch.setattr(corpora, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
+    texts = [text for _, text in corpora.package_documents(("yaml",))]
     assert len(texts) == len(set(texts)) > 10 and all(texts)
     plain, more = build(tmp_path / "plain"), build(tmp_path / "more", packages=("yaml",))
     added = sum(map(len, texts)) + len(texts)
     assert more.train_tokens + more.heldout_tokens == plain.train_tokens + plain.heldout_tokens + added
     assert list(more.packages) == ["yaml"] and build(tmp_path / "more", packages=("yaml",)) == more
     assert build(tmp_path / "more").digest == plain.digest
-    with pytest.raises(demo_data.LNSConfigError, match="package no_such_package is not installed"):
-        list(demo_data.package_documents(("no_such_package",)))
+    with pytest.raises(corpora.LNSConfigError, match="package no_such_package is not installed"):
+        list(corpora.package_documents(("no_such_package",)))

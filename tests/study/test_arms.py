@@ -14,9 +14,9 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, Scheme, registry
 from olmo_lns.study import arms, cli
 from olmo_lns.study.arms import ARMS, Arm
-from olmo_lns.study.engines import MEGATRON, OLMO
+from olmo_lns.study.engines import MEGATRON, OLMO, settings_of
 from olmo_lns.study.engines.olmo import load
-from olmo_lns.study.plan.compare import arm_problems, init_problems, settings_of
+from olmo_lns.study.plan.check import arm_problems, init_problems
 
 
 def arm(scheme: Scheme, initialization: str, init_fn: str = "") -> Arm:

@@ -11,9 +11,8 @@ from support.studies import REPOSITORY, Built, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.collect.gather import collect
-from olmo_lns.study.collect.results import read_results, write_results
-from olmo_lns.study.plan import compare
+from olmo_lns.study.collect.results import collect, read_results, write_results
+from olmo_lns.study.plan.check import compare_planned
 from olmo_lns.study.plan.spec import Study
 
 RUNS = ("a-preln-s1", "a-lns-s1", "a-preln-s2", "a-lns-s2", "b-preln-s1", "b-lns-s1")
@@ -144,7 +143,7 @@ def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: 
     built.save()
     study = built.study
     with pytest.raises(LNSConfigError, match="differ in more than the arm: global_train_batch_size is 8 and 16"):
-        compare.compare_planned(study.runs)
+        compare_planned(study.runs)
     for command in (["plan"], ["launch", "--out", str(built.out)]):
         with pytest.raises(LNSConfigError, match="differ in more than the arm"):
             cli.main([command[0], str(built.path), *command[1:]])
@@ -155,7 +154,7 @@ def test_arms_that_differ_under_a_later_seed_are_refused(built: Built) -> None:
     built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
     built.save()
     with pytest.raises(LNSConfigError, match="a-preln-s2 and a-lns-s2 differ in more than the arm"):
-        compare.compare_planned(built.study.runs)
+        compare_planned(built.study.runs)
 
 
 def megatron_study(tmp_path: Path) -> tuple[Study, Path]:
@@ -191,12 +190,3 @@ def test_megatron_runs(tmp_path: Path) -> None:
         megatron_run(out, second, **changed)
         with pytest.raises(LNSConfigError, match=message):
             collect(study, out)
-
-
-def test_a_wandb_export_of_the_whole_study(built: Built, tmp_path: Path) -> None:
-    columns = ",".join(f'"{name} - train/CrossEntropyLoss"' for name in RUNS)
-    rows = "".join(f"{step}," + ",".join([f"{4 - step / 20}"] * len(RUNS)) + "\n" for step in range(1, 21))
-    export = tmp_path / "wandb.csv"
-    export.write_text(f'"Step",{columns}\n{rows}')
-    results = collect(built.study, tmp_path / "nothing", wandb_export=export)
-    assert [r.loss for r in results] == pytest.approx([3.025] * len(RUNS))

@@ -11,9 +11,9 @@ pytest.importorskip("olmo", reason="needs ai2-olmo")
 
 from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import pack
-from olmo_lns.study.engines import megatron_args
-from olmo_lns.study.plan import config_check
+from olmo_lns.study import files
+from olmo_lns.study.engines import megatron
+from olmo_lns.study.plan import check as config_check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
         path for folder in ("olmo", "megatron") for path in sorted((REPOSITORY / "configs" / folder).glob("*.yaml"))
     ]
     code, text = run(capsys, *files, "--budget", "20e9")
-    assert code == 0 and ("not parsed by Megatron" in text) is not megatron_args.available()
+    assert code == 0 and ("not parsed by Megatron" in text) is not megatron.available()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_list_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_copy_a_file_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "copy", "olmo/60M-lns", "-o", str(tmp_path)]) == 0
-    source = pack.folder() / "olmo" / "60M-lns.yaml"
+    source = files.pack_folder() / "olmo" / "60M-lns.yaml"
     assert (tmp_path / "60M-lns.yaml").read_bytes() == source.read_bytes()
     assert main(["config", "copy", "study", "-o", str(tmp_path / "mine")]) == 0
     assert (tmp_path / "mine" / "tiny.yaml").is_file()
@@ -144,5 +144,5 @@ def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path: Path, monk
     assert main(["config", "copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
     found = {run.size: run.config.resolve() for run in Study.load("llama-c4.yaml").runs}
     assert found["71M"] == tmp_path / "olmo" / "llama-c4" / "71M.yaml"
-    assert found["130M"] == pack.folder() / "olmo" / "llama-c4" / "130M.yaml"
-    assert Study.load("tiny.yaml").runs[0].config == pack.folder() / "study" / "tiny-base.yaml"
+    assert found["130M"] == files.pack_folder() / "olmo" / "llama-c4" / "130M.yaml"
+    assert Study.load("tiny.yaml").runs[0].config == files.pack_folder() / "study" / "tiny-base.yaml"

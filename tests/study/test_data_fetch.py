@@ -14,7 +14,6 @@ import pytest
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import commands as check
-from olmo_lns.study.data import fetch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EOS = 50279
@@ -63,7 +62,7 @@ def call(served: Path, *more: str) -> int:
 def test_equal_shares_are_fetched_and_a_part_is_continued(
     served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fetch, "REQUEST", 1000)
+    monkeypatch.setattr(check, "REQUEST", 1000)
     (served / "out").mkdir()
     (served / "out" / "a.part").write_bytes((served / "www" / "0.npy").read_bytes()[:777])
     assert call(served) == 0
@@ -120,7 +119,7 @@ def test_megatron_reads_the_same_documents(served: Path, capsys: pytest.CaptureF
     ],
 )
 def test_what_is_wrong_is_named(served: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch.time, "sleep", lambda _: None)
+    monkeypatch.setattr(check.time, "sleep", lambda _: None)
     server = re.findall(r"http://[\d.:]+", (served / "list.txt").read_text())[0]
     (served / "list.txt").write_text(text.replace("{server}", server))
     with pytest.raises(LNSConfigError, match=message):
@@ -128,5 +127,5 @@ def test_what_is_wrong_is_named(served: Path, text: str, message: str, monkeypat
 
 
 def test_the_shipped_list() -> None:
-    files = fetch.read_list(REPOSITORY / "configs" / "data" / "dolma.txt")
+    files = check.read_list(REPOSITORY / "configs" / "data" / "dolma.txt")
     assert sum(name.startswith("heldout/") for name in files) == 2 and len(set(files.values())) == len(files) == 12

@@ -12,9 +12,9 @@ import pytest
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import commands as data_check
+from olmo_lns.study.data import corpora
 from olmo_lns.study.data import prepare as data_prepare
-from olmo_lns.study.data import text
-from olmo_lns.study.data.documents import documents
+from olmo_lns.study.data.prepare import documents
 from olmo_lns.study.engines import OLMO
 
 TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exactly.15", "Grüße ✓", "last one"]
@@ -23,7 +23,7 @@ TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exact
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """JSON lines, and a byte-level tokenizer: an id is a byte, 256 the end."""
-    text._write_tokenizer(tmp_path / "tokenizer.json")
+    corpora._write_tokenizer(tmp_path / "tokenizer.json")
     with gzip.open(tmp_path / "docs.jsonl.gz", "wt") as file:
         file.write("\n".join(json.dumps({"text": each}) for each in TEXTS) + "\n\n")
     return tmp_path

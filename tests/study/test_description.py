@@ -15,10 +15,10 @@ from support.studies import REPOSITORY
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import ARMS
-from olmo_lns.study.engines import megatron_args
+from olmo_lns.study.engines import megatron
 from olmo_lns.study.launch import slurm
-from olmo_lns.study.plan import description
-from olmo_lns.study.plan.compare import compare_planned
+from olmo_lns.study.plan import spec
+from olmo_lns.study.plan.check import compare_planned
 from olmo_lns.study.plan.spec import Launch, Study
 
 CONFIGS = REPOSITORY / "configs"
@@ -107,11 +107,11 @@ def test_a_name_of_the_pack_in_an_empty_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("MEGATRON_DATA", "/data")
     monkeypatch.setenv("MEGATRON_SAVE_DIR", "/save")
     assert Study.load("paper-megatron").path == CONFIGS / "study" / "paper-megatron.yaml"
-    assert megatron_args.expand(["--lns-config", "60M-lns"]) == megatron_args.expand(
+    assert megatron.expand(["--lns-config", "60M-lns"]) == megatron.expand(
         ["--lns-config", str(CONFIGS / "megatron" / "60M-lns.yaml")]
     )
     (tmp_path / "60M-lns.yaml").write_text("num-layers: 3\n")  # an edited copy, called as its header says
-    assert megatron_args.expand(["--lns-config", "60M-lns"]) == ["--num-layers", "3"]
+    assert megatron.expand(["--lns-config", "60M-lns"]) == ["--num-layers", "3"]
     with pytest.raises(LNSConfigError, match="papr: no such file, and .*did you mean 'paper'"):
         Study.load("papr")
 
@@ -193,8 +193,8 @@ def test_the_page_is_the_schema() -> None:
     page = (REPOSITORY / "docs" / "study.md").read_text(encoding="utf-8").split("## Every key of a description")[1]
     rows = [[cell.strip() for cell in line.split(" | ")] for line in page.split("\n## ")[0].splitlines()]
     found = {row[0].strip("|` "): row[1:] for row in rows if row[0].startswith("| `")}
-    schema = {key: value for key, value in description.KEYS.items() if key != "launch"}
-    schema |= {f"launch.{key}": value for key, value in description.LAUNCH.items()}
+    schema = {key: value for key, value in spec.KEYS.items() if key != "launch"}
+    schema |= {f"launch.{key}": value for key, value in spec.LAUNCH.items()}
     assert list(found) == list(schema)
     for key, (kind, default, example, meaning) in found.items():
         fits, _, wanted = schema[key]
@@ -202,8 +202,6 @@ def test_the_page_is_the_schema() -> None:
         if default.startswith("`"):
             assert yaml.safe_load(default.strip("`")) == wanted, key
         else:
-            assert wanted is (description.NEEDED if default == "–" else None), key
+            assert wanted is (spec.NEEDED if default == "–" else None), key
     launch = {field.name: field.default for field in fields(Launch) if field.default not in (MISSING, ())}
-    assert launch == {
-        key: default for key, (*_, default) in description.LAUNCH.items() if key not in ("args", "sbatch")
-    }
+    assert launch == {key: default for key, (*_, default) in spec.LAUNCH.items() if key not in ("args", "sbatch")}

@@ -12,8 +12,8 @@ from support.studies import Built
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.collect import gather as collect
-from olmo_lns.study.collect import stamp as stamps
+from olmo_lns.study.collect import folder as logs
+from olmo_lns.study.collect import results as collect
 from olmo_lns.study.collect.results import Finished, identity
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.plan.spec import Study
@@ -121,9 +121,9 @@ def no_file_above(size: int) -> Iterator[None]:
 def test_a_stamp_is_whole_or_not_there(built: Built) -> None:
     run = built.study.runs[0]
     with pytest.raises(OSError, match="File too large"), no_file_above(100):
-        stamps.stamp(built.study, run, built.out)
+        logs.stamp(built.study, run, built.out)
     assert list((built.out / run.name).iterdir()) == []
-    path = stamps.stamp(built.study, run, built.out)
+    path = logs.stamp(built.study, run, built.out)
     assert path.stat().st_size > 100 and list((built.out / run.name).iterdir()) == [path]
 
 

@@ -8,14 +8,12 @@ import pytest
 from support.studies import REPOSITORY, Built
 
 from olmo_lns.study import cli
-from olmo_lns.study.collect import logs
-from olmo_lns.study.collect import stamp as stamps
-from olmo_lns.study.collect.gather import collect
-from olmo_lns.study.collect.results import identity
+from olmo_lns.study.collect import folder as logs
+from olmo_lns.study.collect.results import collect, identity
 from olmo_lns.study.launch import start as launch
-from olmo_lns.study.launch.progress import examine
-from olmo_lns.study.plan import compare
+from olmo_lns.study.launch.start import examine
 from olmo_lns.study.plan import cost as plan
+from olmo_lns.study.plan.check import arm_problems
 from olmo_lns.study.plan.spec import Study
 
 
@@ -39,7 +37,7 @@ def test_the_runs_of_a_branched_study(branched: Built) -> None:
     flops = {row["run"]: row["flops"] for row in plan.rows(study, 0.4)}
     assert flops[second.name] == pytest.approx(flops[trunk.name] / 3)
     assert examine(second, branched.out, held=False).state == "not started"
-    assert [compare.arm_problems(run.arm, run.settings, run.engine) for run in study.runs] == [[]] * 6
+    assert [arm_problems(run.arm, run.settings, run.engine) for run in study.runs] == [[]] * 6
 
 
 def test_the_rate_is_constant_and_falls_in_a_branch(branched: Built) -> None:
@@ -84,7 +82,7 @@ def test_branches_go_on_from_the_trunk(tmp_path: Path) -> None:
     for _ in range(2):  # the second launch finds everything done
         assert cli.main(["launch", str(path), "--out", str(out), "--run"]) == 0
     curves = {
-        size: logs.merge(logs.read(log) for log in stamps.attempts(out / f"{size}-lns-s1"))
+        size: logs.merge(logs.read(log) for log in logs.attempts(out / f"{size}-lns-s1"))
         for size in ("s_trunk", "sto8", "sto16")
     }
     assert [(min(c.losses), c.last) for c in curves.values()] == [(1, 12), (7, 8), (13, 16)]

@@ -16,8 +16,7 @@ from support.studies import REPOSITORY, Built
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study import cli
-from olmo_lns.study.collect import logs
-from olmo_lns.study.collect import stamp as stamps
+from olmo_lns.study.collect import folder as logs
 from olmo_lns.study.launch import slurm
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.launch.start import only_one
@@ -90,15 +89,15 @@ def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
 
 def test_a_folder_of_another_run_is_refused(built: Built, tmp_path: Path) -> None:
     run = built.study.runs[0]
-    stamps.stamp(built.study, run, built.out)
-    stamps.stamp(built.study, run, built.out)
+    logs.stamp(built.study, run, built.out)
+    logs.stamp(built.study, run, built.out)
     (tmp_path / "data" / "train.npy").write_bytes(b"\1\0" * 9)
     with pytest.raises(LNSConfigError, match="was started with other data"):
-        stamps.stamp(built.study, run, built.out)
+        logs.stamp(built.study, run, built.out)
     built.description["sizes"]["a"]["max_duration"] = 21
     built.save()
     with pytest.raises(LNSConfigError, match="was started with other settings: max_duration: 20 then, 21 now"):
-        stamps.stamp(built.study, built.study.runs[0], built.out)
+        logs.stamp(built.study, built.study.runs[0], built.out)
 
 
 def test_missing_data_are_named(built: Built, tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def micro(tmp_path: Path, steps: int = 12) -> Path:
 
 
 def losses(out: Path, name: str) -> dict[int, float]:
-    return logs.merge(logs.read(path) for path in stamps.attempts(out / name)).losses
+    return logs.merge(logs.read(path) for path in logs.attempts(out / name)).losses
 
 
 def study(path: Path, out: Path, *words: str) -> subprocess.Popen[str]:
@@ -172,4 +171,4 @@ def test_a_killed_study_continues_to_the_same_losses(tmp_path: Path, number: sig
     cost = json.loads((tmp_path / "whole" / "s-lns-s1" / "attempt-01.json").read_text())
     assert cost["exit"] == 0 and cost["cpu_s"] > 1
     if number == signal.SIGTERM:
-        assert len(stamps.attempts(out / "s-lns-s1")) == 2
+        assert len(logs.attempts(out / "s-lns-s1")) == 2

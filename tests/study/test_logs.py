@@ -8,8 +8,8 @@ import pytest
 from support.studies import megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.collect import logs
-from olmo_lns.study.collect.stamp import attempts
+from olmo_lns.study.collect import folder as logs
+from olmo_lns.study.collect.folder import attempts
 from olmo_lns.study.engines.megatron import printed_arguments
 
 
@@ -91,30 +91,11 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
         logs.read(tmp_path / "bad.log")
 
 
-def test_csv_and_wandb_export(tmp_path: Path) -> None:
+def test_csv(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "step,train/CrossEntropyLoss\n1,3.0\n2,\n3,2.5\n")
     assert logs.read(path).losses == {1: 3.0, 3: 2.5}
     with pytest.raises(LNSConfigError, match="no step or loss column"):
         logs.read(write(tmp_path / "b.csv", "a,b\n1,2\n"))
-    columns = '"Step","x-s1 - train/CrossEntropyLoss","x-s1 - train/CrossEntropyLoss__MIN","y-s1 - lm loss"'
-    export = write(tmp_path / "w.csv", f'{columns}\n"1","3.0","3.0",""\n"2","2.5","2.5","2.75"\n')
-    assert {name: curve.losses for name, curve in logs.read_wandb_export(export).items()} == {
-        "x-s1": {1: 3.0, 2: 2.5},
-        "y-s1": {2: 2.75},
-    }
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs tensorboard")
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path))
-    for step, loss in ((10, 3.0), (20, 2.5)):
-        writer.add_scalar("lm loss", loss, step)
-        writer.add_scalar("learning-rate", 0.1, step)
-    writer.close()
-    (path,) = tmp_path.glob("events.out.tfevents*")
-    assert logs.read(path).losses == {10: 3.0, 20: 2.5}
 
 
 def test_final_loss_is_the_mean_of_the_last_part(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from support.studies import REPOSITORY
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
 from olmo_lns.study.arms import ARMS
-from olmo_lns.study.engines import MEGATRON, megatron_args
-from olmo_lns.study.engines.megatron_args import expand, read, to_flags
+from olmo_lns.study.engines import MEGATRON
+from olmo_lns.study.engines.megatron import expand, main, read, to_flags
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.plan import cost
-from olmo_lns.study.plan.compare import arm_problems
+from olmo_lns.study.plan.check import arm_problems
 from olmo_lns.study.plan.spec import Study
 
 FILES = sorted((REPOSITORY / "configs" / "megatron").rglob("*.yaml"))
@@ -91,11 +91,11 @@ def test_the_command_prints_what_it_expands(
     monkeypatch.setenv("MEGATRON_DATA", "/data/pile_text_document")
     monkeypatch.setenv("MEGATRON_SAVE_DIR", "/runs")
     path = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
-    assert megatron_args.main([str(path), "--micro-batch-size", "1"]) == 0
+    assert main([str(path), "--micro-batch-size", "1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("--layernorm-scaling --num-layers 32 ") and text.count("--micro-batch-size") == 1
     assert "--data-path /data/pile_text_document --split 999,1,0" in text and "--save /runs/7B-lns" in text
-    assert megatron_args.main([str(path), "--one-per-line"]) == 0
+    assert main([str(path), "--one-per-line"]) == 0
     assert "--hidden-size 4096\n" in capsys.readouterr().out
 
 

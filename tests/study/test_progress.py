@@ -13,7 +13,7 @@ from support.studies import REPOSITORY, Built, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.launch import progress, slurm
+from olmo_lns.study.launch import slurm
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.launch.start import only_one
 from olmo_lns.study.plan.spec import Study
@@ -35,7 +35,7 @@ def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path: Path)
     body = "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('vocab_size 7: expected 50280')\n"
     log = failing_log(tmp_path, body)
     assert "ChildFailedError" in log.read_text()
-    assert progress.cause(log) == "ValueError: vocab_size 7: expected 50280"
+    assert launch.cause(log) == "ValueError: vocab_size 7: expected 50280"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path: Path)
     ],
 )
 def test_causes(tmp_path: Path, body: str, words: str) -> None:
-    assert progress.cause(failing_log(tmp_path, body, torchrun=False)) == words
+    assert launch.cause(failing_log(tmp_path, body, torchrun=False)) == words
 
 
 @pytest.mark.parametrize("value", [None, ""])
@@ -109,7 +109,7 @@ def test_status(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
     with only_one(built.out):
         assert cli.main(["status", str(built.path), "--out", str(built.out)]) == 1
         out = capsys.readouterr().out
-        line = progress.line(built.study.runs, built.out)
+        line = launch.line(built.study.runs, built.out)
     lines = out.splitlines()
     assert "finished    step 20 of 20" in lines[0]
     assert "failed      step 7 of 20: exit 1: ValueError: a bad shard" in lines[1]

@@ -19,10 +19,8 @@ from support.studies import REPOSITORY, Built
 from olmo_lns import schemes
 from olmo_lns.study import cli
 from olmo_lns.study.arms import ARMS
-from olmo_lns.study.collect.gather import collect
-from olmo_lns.study.collect.results import Result
-from olmo_lns.study.plan.description import published
-from olmo_lns.study.plan.spec import Study
+from olmo_lns.study.collect.results import Result, collect
+from olmo_lns.study.plan.spec import Study, published
 from olmo_lns.study.report import scaling as report
 from olmo_lns.study.report.scaling import best, complete, difference, power_law, saved_parameters, summary
 

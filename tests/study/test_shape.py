@@ -10,7 +10,7 @@ import pytest
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
 from olmo_lns.study.engines import OLMO
-from olmo_lns.study.engines.shape import Machine, Shape
+from olmo_lns.study.engines.base import Machine, Shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = Shape(

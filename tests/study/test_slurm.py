@@ -111,9 +111,9 @@ def _wait(ready, what: str, seconds: float = 60) -> None:
 
 def _study(work: Path, launch: str, more: str = "") -> Path:
     """A description of two short runs whose training script says where it runs; and the script of its one size."""
-    from olmo_lns.study.data import text
+    from olmo_lns.study.data import corpora
 
-    text.build(work.parent / "data")
+    corpora.build(work.parent / "data")
     work.mkdir()
     (work / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH" FROM_ACTIVATE=$UNSET_IS_FINE\n')
     sizes = "{s: {model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: 4, scheduler.t_warmup: 2%s}}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from olmo_lns.study.collect.stamp import stamp
+from olmo_lns.study.collect.folder import stamp
 from olmo_lns.study.plan.spec import Study
 
 REPOSITORY = Path(__file__).resolve().parents[2]

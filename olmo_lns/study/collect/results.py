@@ -3,6 +3,8 @@
 A description names the latter (``finished: runs.csv``, beside it), so that another machine or day continues where this
 one stopped. A run is known there by what its result follows from: its settings without names, folders and the machine,
 what is measured on held-out text, and the content of its data.
+
+Gather the runs of a study into one table, and refuse a study whose arms differ in more than the arm.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from typing import Any, Iterable, Mapping, Sequence
 
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study import files
-from olmo_lns.study.collect.stamp import environment_of
+from olmo_lns.study.collect.folder import STAMP, attempts, curve_of, environment_of, prepare_data, record
 from olmo_lns.study.data.corpora import fingerprint
-from olmo_lns.study.plan import compare
+from olmo_lns.study.engines.base import Curve
+from olmo_lns.study.plan.check import compare_arms, settings_identity
 from olmo_lns.study.plan.spec import Run, Study
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "MISSING",
     "Finished",
     "Result",
+    "collect",
     "identity",
     "place",
     "read_results",
@@ -122,7 +126,7 @@ def identity(run: Run) -> str:
     """16 hex digits, the same wherever and under whatever name the run is made. The data files must be there."""
     known: dict[str, Any] = {
         "framework": run.engine.name,
-        "settings": compare.identity(run.settings, run.engine),
+        "settings": settings_identity(run.settings, run.engine),
         "heldout": run.engine.heldout(run.settings),
         "data": [part["sha256"] for part in fingerprint(run.engine.data_files(run.settings))],
         "environment": environment_of(),
@@ -170,3 +174,90 @@ class Finished:
             self.rows[key] = replace(known, **place(runs[result.run]))
         write_results(list(self.rows.values()), self.path, list(self.rows))
         return self.path
+
+
+def collect(study: Study, out: Path, *, allow_missing: bool = False) -> list[Result]:
+    """Read every run of the study from ``<out>/<run>/``: its console logs, or CSV files where it has none.
+
+    A run of which nothing is there is taken from the description's table of finished runs, if it has it.
+
+    :param allow_missing: report a run of which nothing was found as missing, instead of refusing the study.
+    :raises LNSConfigError: a missing run, a damaged log, a loss that is not finite, or arms that differ in more
+        than the arm; each with the run and what was found.
+    """
+    if table := Finished(study):
+        prepare_data(study, out)  # its runs are known by their data
+    identities: dict[str, dict[str, Any]] = {}
+    results = []
+    for run in study.runs:
+        folder = out / run.name
+        curve = curve_of(folder)
+        if curve is None and (known := table.result(run)) is not None:
+            results.append(known)
+            continue
+        if curve is None:
+            if not allow_missing:
+                raise LNSConfigError(
+                    f"run {run.name} is missing: nothing in {folder}; launch it, or pass --allow-missing"
+                )
+            curve = Curve({}, None, "no log")
+        elif curve.losses and (identity := _used(run, folder)) is not None:  # no loss, nothing to compare
+            identities[run.name] = identity
+        results.append(_result(study, run, curve, folder))
+    compare_arms(study.runs, identities)
+    return results
+
+
+def _used(run: Run, folder: Path) -> dict[str, Any] | None:
+    """What the run really used: the config that OLMo saved or the arguments that Megatron printed, else its stamp."""
+    stamp, key = folder / STAMP, run.engine.start[0]
+    started = record(stamp, "settings") if stamp.is_file() else {}
+    settings: dict[str, Any] = run.engine.used(folder) or started.get("settings", {})
+    if run.start_checkpoint and str(settings.get(key)).endswith(f"/{run.start_checkpoint}"):
+        settings = settings | {key: None}  # the study's own trunk, which each arm has of its own
+    if not settings:
+        return None
+    return {"settings": settings, "data": started.get("data"), "environment": started.get("environment", {})}
+
+
+def _result(study: Study, run: Run, curve: Curve, folder: Path) -> Result:
+    shape = run.shape
+    if curve.total not in (None, shape.steps):
+        raise LNSConfigError(
+            f"run {run.name}: its log counts to {curve.total} steps, the study's config to {shape.steps}: "
+            "not a run of this study"
+        )
+    status, mean, std, points = MISSING if curve.source == "no log" and not curve.losses else INCOMPLETE, None, None, 0
+    if curve.losses and curve.last >= shape.steps:
+        status, (mean, std, points) = COMPLETE, curve.final(study.final_fraction, shape.steps)
+    # Nats per token with a label.
+    heldout = curve.heldout.get(shape.steps)
+    if heldout is not None:
+        heldout *= run.engine.padding(run.engine.used(folder) or run.settings)
+    return Result(
+        run=run.name,
+        size=run.size,
+        arm=run.arm,
+        seed=run.seed,
+        parameters=shape.parameters,
+        status=status,
+        step=curve.last,
+        steps=shape.steps,
+        tokens=shape.tokens_per_step * curve.last,
+        loss=mean,
+        loss_std=std,
+        points=points,
+        last_loss=curve.losses[curve.last] if curve.losses else None,
+        cpu_s=_cpu(folder),
+        source=curve.source,
+        heldout=heldout,
+        **place(run),
+    )
+
+
+def _cpu(folder: Path) -> float | None:
+    """CPU seconds of all attempts; None if the end of one was not seen (the launcher was killed)."""
+    costs = [path.with_suffix(".json") for path in attempts(folder)]
+    seconds = [record(path).get("cpu_s") if path.is_file() else None for path in costs]
+    known = [float(each) for each in seconds if each is not None]
+    return round(sum(known), 1) if known and len(known) == len(costs) else None

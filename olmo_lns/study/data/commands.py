@@ -1,20 +1,264 @@
-"""``olmo-lns data``: fetch, make, turn and check tokenised training data."""
+"""Are these files what OLMo's or Megatron's data loader takes them for?
+
+A public tokenised corpus by a list of addresses, and OLMo's memmaps as Megatron's files.
+
+A list has a line for each file, its name and its address; files under ``heldout/`` are text that no run trains on.
+The servers must answer byte ranges: of each file only the beginning is fetched.
+
+``olmo-lns data``: fetch, make, turn and check tokenised training data.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import shutil
+import struct
+import time
+from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
-from typing import Sequence
+from typing import Iterable, Sequence
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import numpy as np
 
 from olmo_lns.arguments import above_zero, at_least
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import pack
+from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.data import prepare
-from olmo_lns.study.data.check import DTYPES, Data, check_file, find, held_out
 from olmo_lns.study.data.corpora import DOLMA
-from olmo_lns.study.data.fetch import HELDOUT, fetch, read_list, to_megatron
+from olmo_lns.study.files import located
 
-__all__ = ["main"]
+__all__ = ["DTYPES", "HELDOUT", "Data", "check_file", "fetch", "find", "held_out", "main", "read_list", "to_megatron"]
+
+DTYPES = ("uint8", "uint16", "uint32", "uint64")
+NUMPY_HEADER = b"\x93NUMPY"
+INDEX_HEADER = b"MMIDIDX\x00\x00"
+INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+CHUNK = 1 << 26  # tokens looked at together
+
+
+@dataclass
+class Data:
+    """One data file. :param documents: end-of-document tokens, or Megatron's own count.
+
+    :param labels: tokens that a loss is taken over, by the label mask beside the file; None without a mask.
+    """
+
+    path: Path
+    dtype: str
+    tokens: int = 0
+    lowest: int = 0
+    highest: int = 0
+    documents: int = 0
+    labels: int | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """OLMo's ``*.npy`` and Megatron's ``*.bin`` of the folders, recursively, or the files themselves.
+
+    :raises LNSConfigError: a path that does not exist, or nothing found.
+    """
+    found: list[Path] = []
+    paths = list(paths)
+    for path in paths:
+        if path.is_dir():
+            found += sorted(p for p in path.rglob("*") if p.suffix in (".npy", ".bin") and p.is_file())
+        elif path.is_file():
+            found.append(path.with_suffix(".bin") if path.suffix == ".idx" else path)
+        else:
+            raise LNSConfigError(f"{path}: no such file or folder")
+    if not found:
+        where = ", ".join(map(str, paths))
+        raise LNSConfigError(f"no data found in {where}: expected *.npy (OLMo) or *.bin with *.idx (Megatron)")
+    return found
+
+
+def check_file(path: Path, *, dtype: str, vocab_size: int, eos: int | None) -> Data:
+    """Read one memmap and check it; what is wrong is in ``problems``, and nothing is raised.
+
+    :param dtype: the dtype the training config names; a Megatron file says its own.
+    """
+    result = Data(path, dtype)
+    try:
+        if path.suffix == ".bin":
+            _tokens(result, vocab_size, eos, documents=_index(result))
+        else:
+            with path.open("rb") as file:
+                head = file.read(len(NUMPY_HEADER))
+            if head == NUMPY_HEADER:
+                raise LNSConfigError("has a NumPy header (np.save): OLMo reads raw tokens; write with array.tofile")
+            _tokens(result, vocab_size, eos)
+            _mask(result)
+    except LNSConfigError as error:
+        result.problems.append(str(error))
+    return result
+
+
+def _mask(result: Data) -> None:
+    mask = result.path.with_suffix(".mask")
+    if mask.is_file():
+        if (found := mask.stat().st_size) != result.tokens:
+            raise LNSConfigError(f"{mask.name} has {found:,} positions, the file {result.tokens:,} tokens")
+        result.labels = int(np.count_nonzero(np.memmap(mask, dtype=np.bool_, mode="r")))
+
+
+def _tokens(result: Data, vocab_size: int, eos: int | None, documents: int | None = None) -> None:
+    """:param documents: as an index counts them, whatever they end with."""
+    size, width = result.path.stat().st_size, np.dtype(result.dtype).itemsize
+    if not size:
+        raise LNSConfigError("is empty")
+    if size % width:
+        raise LNSConfigError(f"{size:,} bytes are no multiple of {width} ({result.dtype}): truncated, or another dtype")
+    memmap = np.memmap(result.path, dtype=result.dtype, mode="r")
+    result.tokens, result.lowest, wider, ends = len(memmap), int(memmap[0]), len(memmap) > 1, 0
+    for part in (memmap[i : i + CHUNK] for i in range(0, len(memmap), CHUNK)):
+        result.lowest, result.highest = min(result.lowest, int(part.min())), max(result.highest, int(part.max()))
+        ends += 0 if eos is None else int((part == eos).sum())
+        wider = wider and not part[1::2].any()
+    result.documents = ends if documents is None else documents
+    if wider and result.highest > 0:
+        raise LNSConfigError(f"every second token is 0: the file looks like a wider dtype than {result.dtype}")
+    if result.lowest < 0 or result.highest >= vocab_size:
+        bad = result.lowest if result.lowest < 0 else result.highest
+        where = f"outside the vocabulary of {vocab_size:,}: not {result.dtype}, or of another tokenizer"
+        raise LNSConfigError(f"token {bad:,} is {where}")
+    if eos is not None and not ends:
+        raise LNSConfigError(f"the end-of-document token {eos} never occurs: documents not separated, or other --eos")
+
+
+def _index(result: Data) -> int:
+    """Read Megatron's ``.idx``: magic, version, dtype code, counts; lengths, pointers, documents. Sets the dtype.
+
+    :returns: the documents. :raises LNSConfigError: it is no index, or not of this ``.bin``.
+    """
+    index = result.path.with_suffix(".idx")
+    for file, other in ((index, result.path), (result.path, index)):
+        if not file.is_file():
+            raise LNSConfigError(f"has no {file.name} beside {other.name}")
+    raw = index.read_bytes()
+    if raw[:9] != INDEX_HEADER or len(raw) < 34:
+        raise LNSConfigError(f"{index.name} does not start with Megatron's index header: not an indexed dataset")
+    version, code, sequences, documents = struct.unpack_from("<QBQQ", raw, 9)
+    needed = 34 + sequences * (4 + 8) + documents * 8
+    if version != 1 or code not in INDEX_DTYPES or len(raw) < needed:
+        found = f"version {version}, dtype code {code}, {len(raw):,} of {needed:,} bytes"
+        raise LNSConfigError(f"{index.name}: {found}: damaged or unknown")
+    result.dtype = INDEX_DTYPES[code]
+    stored = int(np.frombuffer(raw, "<i4", sequences, 34).sum(dtype=np.int64)) * np.dtype(result.dtype).itemsize
+    if stored != (size := result.path.stat().st_size):
+        raise LNSConfigError(f"{size:,} bytes, but its index counts {stored:,}: truncated")
+    return int(documents) - 1
+
+
+def held_out(path: Path) -> bool:
+    """Whether nobody trains on it, by its folder or the beginning of its name."""
+    return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
+
+
+REQUEST = 1 << 26  # bytes
+WIDTH = 2  # bytes of a token: uint16
+SEQUENCE = 4096  # a file's share is a multiple of it
+HELDOUT = "heldout/"
+
+
+def read_list(path: Path) -> dict[str, str]:
+    """Name -> address.
+
+    :raises LNSConfigError: a line that is not ``NAME.npy ADDRESS``.
+    """
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not (words := line.partition("#")[0].split()):
+            continue
+        named = re.fullmatch(rf"(?:{HELDOUT})?[\w.-]+\.npy", words[0])
+        if len(words) != 2 or not named or words[0] in found or not words[1].startswith(("http://", "https://")):
+            raise LNSConfigError(
+                f"{path}, line {number}: {line!r}: expected a name that no line before it has, and an address: "
+                "NAME.npy https://…, or heldout/NAME.npy https://…"
+            )
+        found[words[0]] = words[1]
+    return found
+
+
+def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
+    """Write the first tokens of each file to ``out``, in equal shares; goes on with what is there in part.
+
+    :param tokens: of all files together.
+    :raises LNSConfigError: an address that cannot be read, or a file that is there with another length.
+    """
+    share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * WIDTH
+    for name, url in files.items():
+        path, total = out / name, _read(url, 0, 1)[1]
+        wanted = min(share, total)
+        if path.is_file():
+            if (size := path.stat().st_size) != wanted:
+                raise LNSConfigError(f"{path}: {size:,} bytes, but of {url} {wanted:,} are wanted: remove one")
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        with part.open("ab") as file:
+            while (done := file.tell()) < wanted:
+                file.write(_read(url, done, min(wanted, done + REQUEST))[0])
+                print(f"\r{path}: {file.tell() / wanted:.0%} of {wanted / WIDTH:,.0f} tokens", end="", flush=True)
+            file.truncate(wanted)
+        os.replace(part, path)
+        print(" (the whole file)" if wanted == total else "")
+
+
+def _read(url: str, start: int, stop: int, attempts: int = 5) -> tuple[bytes, int]:
+    """Bytes ``start`` to ``stop``, and the length of the whole file."""
+    request = Request(url, headers={"Range": f"bytes={start}-{stop - 1}", "User-Agent": "olmo-lns"})
+    problem = ""
+    for attempt in range(attempts):
+        time.sleep(2**attempt if attempt else 0)
+        try:
+            with urlopen(request, timeout=60) as answer:
+                if answer.status != 206:
+                    raise LNSConfigError(f"{url}: the server answers no byte ranges (HTTP {answer.status})")
+                data, total = answer.read(), int(answer.headers["Content-Range"].rpartition("/")[2])
+            if len(data) == stop - start:
+                return data, total
+            problem = f"{len(data):,} of {stop - start:,} bytes came"
+        except HTTPError as error:
+            problem = f"HTTP {error.code} ({error.reason})"
+            if error.code < 500:
+                raise LNSConfigError(f"{url}: {problem}") from None
+        except (OSError, HTTPException) as error:
+            problem = one_line(error)
+    raise LNSConfigError(f"{url}: {problem}; called again, this goes on where it stopped")
+
+
+def to_megatron(memmap: Path, out: Path, eos: int) -> tuple[Path, int]:
+    """``out/NAME.idx`` and ``NAME.bin`` of a memmap; the ``.bin`` is a hard link to it where that is possible.
+
+    A document ends with ``eos``; what follows the last one is a document too.
+
+    :returns: Megatron's prefix, and the tokens.
+    """
+    import numpy as np
+
+    tokens = np.memmap(memmap, dtype=DOLMA.dtype, mode="r")
+    step = REQUEST // WIDTH
+    ends = [np.flatnonzero(tokens[i : i + step] == eos) + i + 1 for i in range(0, len(tokens), step)]
+    stops = np.unique(np.concatenate([*ends, [len(tokens)]])).astype("<i8")
+    starts = np.concatenate([[0], stops[:-1]]).astype("<i8")
+    prefix = out / memmap.stem
+    code = next(code for code, name in INDEX_DTYPES.items() if name == DOLMA.dtype)
+    with prefix.with_suffix(".idx").open("wb") as file:
+        file.write(INDEX_HEADER + struct.pack("<QBQQ", 1, code, len(stops), len(stops) + 1))
+        file.write((stops - starts).astype("<i4").tobytes() + (starts * tokens.itemsize).tobytes())
+        file.write(np.arange(len(stops) + 1, dtype="<i8").tobytes())
+    target = prefix.with_suffix(".bin")
+    target.unlink(missing_ok=True)
+    try:
+        os.link(memmap, target)
+    except OSError:  # another file system
+        shutil.copyfile(memmap, target)
+    return prefix, len(tokens)
 
 
 def _path(text: str) -> Path:
@@ -67,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    files = read_list(pack.located(args.list, "data"))
+    files = read_list(located(args.list, "data"))
     args.out.mkdir(parents=True, exist_ok=True)
     heldout = {name: url for name, url in files.items() if name.startswith(HELDOUT)}
     training = {name: url for name, url in files.items() if name not in heldout}

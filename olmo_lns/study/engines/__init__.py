@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run
 from olmo_lns.study.engines.megatron import MegatronEngine
 from olmo_lns.study.engines.olmo import OLMoEngine
 from olmo_lns.study.engines.olmo_core import OLMoCoreEngine
 
-__all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "engine_named"]
+__all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "engine_named", "settings_of"]
 
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()
@@ -23,3 +26,15 @@ def engine_named(name: str) -> Engine:
         known = " or ".join(map(repr, ENGINES))
         raise LNSConfigError(f"framework {name!r}{did_you_mean(name, ENGINES)}: expected {known}")
     return ENGINES[name]
+
+
+def settings_of(arm: Arm, engine: Engine) -> dict[str, Any]:
+    """What makes a run of ``engine`` this arm.
+
+    :raises LNSConfigError: there is no such arm in this framework.
+    """
+    found = engine.arm(arm)
+    if found is None:
+        others = " and ".join(other.title for other in ENGINES.values() if other.arm(arm) is not None)
+        raise LNSConfigError(f"arm {arm.name!r} exists for {others} only")
+    return found

@@ -14,8 +14,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Curve, Engine, Run, number
-from olmo_lns.study.engines.shape import Machine, Shape
+from olmo_lns.study.engines.base import Curve, Engine, Machine, Run, Shape, number
 from olmo_lns.study.files import placeholders
 
 __all__ = ["OLMoEngine", "load"]

@@ -1,25 +1,139 @@
-"""OLMo-core in a study: its config files, its dot list, the config it saves and the metrics it logs."""
+"""Config files of OLMo-core: the sections of an ``ExperimentConfig``, as YAML or as the ``config.json`` of a run.
+
+OLMo-core in a study: its config files, its dot list, the config it saves and the metrics it logs.
+"""
 
 from __future__ import annotations
 
+import copy
 import glob
 import json
 import re
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Mapping
 
-from olmo_lns.errors import LNSConfigError
+import yaml
+
+from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.integrations.olmo_core.config import CLASS as OURS
 from olmo_lns.integrations.olmo_core.config import scheme_of
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines import olmo_core_config
-from olmo_lns.study.engines.base import Curve, Engine, Run, number
-from olmo_lns.study.engines.shape import Machine, Shape
-from olmo_lns.study.files import flatten
+from olmo_lns.study.engines.base import Curve, Engine, Machine, Run, Shape, number
+from olmo_lns.study.files import filled, flatten
+from olmo_lns.study.files import read as read_yaml
 
-__all__ = ["OURS", "STOCK", "OLMoCoreEngine"]
+__all__ = [
+    "OURS",
+    "SECTIONS",
+    "STOCK",
+    "OLMoCoreEngine",
+    "available",
+    "build",
+    "model_of",
+    "overrides_to_args",
+    "planned",
+    "read",
+]
+
+#: What a run is made of, in the order in which it is built.
+SECTIONS = ("model", "dataset", "data_loader", "train_module", "trainer")
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The file as nested mappings, its variables replaced.
+
+    :raises LNSConfigError: no such file, a variable that is not set, or a section that is missing.
+    """
+    return planned(Path(path), placeholder=False)
+
+
+def planned(path: Path, overrides: Mapping[str, Any] | None = None, *, placeholder: bool = True) -> dict[str, Any]:
+    """:func:`read` with flat overrides, where variables need not be set and OLMo-core need not be there.
+
+    :raises LNSConfigError: also a key below something that is no section.
+    """
+    tree: dict[str, Any] = filled(read_yaml(path), str(path), placeholder=placeholder)
+    if lacking := [name for name in SECTIONS if not isinstance(tree.get(name), dict)]:
+        raise LNSConfigError(f"{path} has no section {lacking[0]!r}: expected {', '.join(SECTIONS)}")
+    for key, value in (overrides or {}).items():
+        *outer, last = key.split(".")
+        node: Any = tree
+        for name in outer:
+            node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise LNSConfigError(f"override {key}: the config has no section {'.'.join(outer)}")
+        node[last] = value
+    return tree
+
+
+def available() -> bool:
+    """Whether OLMo-core is here; ai2-olmo brings 0.1.0, which has no models."""
+    return find_spec("olmo_core") is not None and find_spec("olmo_core.nn") is not None
+
+
+def build(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Section -> OLMo-core's config object.
+
+    :raises LNSConfigError: OLMo-core's own complaint, or a class that it does not have, with the file's name.
+    """
+    from olmo_core.config import Config
+    from olmo_core.exceptions import OLMoConfigurationError
+
+    sections = {}
+    for name in SECTIONS:
+        _require_classes(path, name, tree[name])
+        try:
+            sections[name] = Config.from_dict(copy.deepcopy(tree[name]))
+        except (OLMoConfigurationError, ImportError, TypeError, ValueError) as error:
+            raise LNSConfigError(f"{path}: OLMo-core refuses {name}: {one_line(error)}") from error
+    return sections
+
+
+def model_of(path: Path, tree: Mapping[str, Any]) -> Any:
+    """The model of a config on the meta device; it draws and holds nothing.
+
+    :raises LNSConfigError: as :func:`build`, or a model that OLMo-core cannot build.
+    """
+    config = build(path, tree)["model"]
+    try:
+        return config.build(init_device="meta")
+    except LNSError:
+        raise
+    except Exception as error:  # OLMo-core's and torch's own, of many kinds
+        raise LNSConfigError(f"{path}: OLMo-core cannot build this model: {one_line(error)}") from error
+
+
+def _require_classes(path: Path, where: str, node: Any) -> None:
+    """OLMo-core takes a class that it cannot find for none, and builds its default in silence."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        _require_classes(path, f"{where}.{key}", value)
+    name = node.get("_CLASS_") if isinstance(node, dict) else None
+    if name is None:
+        if where in SECTIONS:
+            raise LNSConfigError(f"{path}: {where} has no _CLASS_: say which class of OLMo-core it is")
+        return
+    module, _, attribute = str(name).rpartition(".")
+    try:
+        if not hasattr(import_module(module), attribute):
+            raise ImportError(f"{module} has no {attribute}")
+    except ImportError as error:
+        raise LNSConfigError(f"{path}: {where}._CLASS_={name}: {error}") from None
+
+
+def overrides_to_args(overrides: Mapping[str, Any]) -> list[str]:
+    """``{"model.d_model": 64}`` → ``["--model.d_model=64"]``; OLMo-core reads each value as YAML."""
+
+    def word(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        return yaml.safe_dump(value, default_flow_style=True, width=2**16).removesuffix("...\n").strip()
+
+    return [f"--{key}={word(value)}" for key, value in overrides.items()]
+
 
 STOCK = "olmo_core.nn.transformer.TransformerBlockConfig"
 #: Scheme -> type of the block that it is laid on.
@@ -95,7 +209,7 @@ class OLMoCoreEngine(Engine):
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
         """The sections of the file, with its overrides."""
-        return olmo_core_config.planned(path, overrides)
+        return planned(path, overrides)
 
     def settings(self, loaded: Any) -> dict[str, Any]:
         flat = flatten(loaded)
@@ -137,9 +251,9 @@ class OLMoCoreEngine(Engine):
         )
 
     def count(self, path: Path, loaded: Any) -> tuple[int, float | None]:
-        if not olmo_core_config.available():
+        if not available():
             return super().count(path, loaded)
-        model, sequence = olmo_core_config.model_of(path, loaded), self.shape(self.settings(loaded)).sequence
+        model, sequence = model_of(path, loaded), self.shape(self.settings(loaded)).sequence
         return int(model.num_params), float(model.num_flops_per_token(sequence))
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
@@ -149,11 +263,11 @@ class OLMoCoreEngine(Engine):
         if (data := settings.get("dataset.sequence_length")) != sequence:
             found.append(f"dataset.sequence_length {data} is not max_sequence_length {sequence}")
         absent = "not loaded by OLMo-core, which is not in this environment"
-        return found, [] if olmo_core_config.available() else [absent]
+        return found, [] if available() else [absent]
 
     def words(self, run: Run, folder: Path) -> list[str]:
         settings = {**run.overrides, "trainer.save_folder": str(folder), "trainer.save_overwrite": True}
-        return [str(run.config.resolve()), *olmo_core_config.overrides_to_args(settings)]
+        return [str(run.config.resolve()), *overrides_to_args(settings)]
 
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
         keys = ("dataset.paths", f"{HELDOUT}eval_dataset.paths")

@@ -1,4 +1,6 @@
-"""Start a study's runs: print the commands, run them here, or write Slurm array scripts.
+"""How far a study's runs are, and what ended those that failed: read from their folders, while they go or after.
+
+Start a study's runs: print the commands, run them here, or write Slurm array scripts.
 
 The distributed engine is OLMo's or Megatron's own; this module only starts it, stamps each run's
 folder with what it was started with, and leaves out what is finished.
@@ -9,25 +11,142 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.study import files, pack
-from olmo_lns.study.collect import logs
+from olmo_lns.study import files
+from olmo_lns.study.collect.folder import attempts, prepare_data, read, record, stamp
 from olmo_lns.study.collect.results import Finished
-from olmo_lns.study.collect.stamp import attempts, prepare_data, stamp
 from olmo_lns.study.data.corpora import BUILT
-from olmo_lns.study.launch import progress
+from olmo_lns.study.engines.base import ANSI
+from olmo_lns.study.plan.cost import duration
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = ["check", "command", "environment", "only_one", "run_here", "steps_done"]
+__all__ = [
+    "Status",
+    "cause",
+    "check",
+    "command",
+    "environment",
+    "examine",
+    "line",
+    "locked",
+    "only_one",
+    "run_here",
+    "steps_done",
+]
+
+TAIL = 1 << 18
+#: Seconds between the lines that a launch prints while its runs go.
+EVERY = 30.0
+_RANK = re.compile(r"^\[(?:rank|default)?\d+\]:\s?")
+_ERROR = re.compile(r"(?:^|\s|\()((?:\w+\.)*\w*(?:Error|Exception|Interrupt|OutOfMemory|SystemExit)): \S.*")
+_SAID = re.compile(r"^(?:olmo-lns \S+|olmo_lns|\S+\.py|srun|slurmstepd|torchrun|/\S+): .*\S")
+_TORCHRUN = re.compile(r"ChildFailedError|torch\.distributed\.elastic")
+_BOILERPLATE = re.compile(r"ChildFailedError|torch\.distributed\.elastic|SignalException|Root Cause|exitcode")
+_STEP = re.compile(r"\[step=(\d+)/|iteration\s+(\d+)\s*/\s*\d+\s*\|")
+
+
+def _tail(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        return [_RANK.sub("", line) for line in ANSI.sub("", file.read().decode(errors="replace")).splitlines()]
+
+
+def cause(log: Path) -> str:
+    """The line of a failed run's log that names the reason, not torchrun's account of which process failed.
+
+    The last error of the first process that raised one; without any, the last line that is not empty.
+    """
+    lines = _tail(log)
+    torchrun = next((n for n, line in enumerate(lines) if n and _TORCHRUN.search(line)), None)
+    own = [line for line in lines[:torchrun] if line.strip() and not _BOILERPLATE.search(line)]
+    for line in reversed(own):
+        if match := _ERROR.search(line):
+            return line[match.start(1) :].strip()
+    said = [line for line in own if _SAID.match(line)] or own
+    return said[-1].strip() if said else "the log is empty"
+
+
+@dataclass(frozen=True)
+class Status:
+    """:param state: ``finished``, ``failed``, ``running``, ``stopped`` (may be continued) or ``not started``.
+
+    :param seconds_left: None where it cannot be told. :param reason: of a failure.
+    """
+
+    run: str
+    state: str
+    step: int
+    steps: int
+    seconds_left: float | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        left = "" if self.seconds_left is None else f", about {duration(self.seconds_left)} left"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.run:<32} {self.state:<11} step {self.step:,} of {self.steps:,}{left}{reason}"
+
+
+def examine(run: Run, out: Path, *, held: bool) -> Status:
+    """:param held: whether a launch holds the study: then a run whose end was not recorded is running."""
+    folder, steps = out / run.name, run.shape.steps
+    logs = attempts(folder)
+    if not logs:
+        return Status(run.name, "not started", 0, steps)
+    reached = [run.first_step, *map(_last_step, logs)]
+    before, step, log = max(reached[:-1]), max(reached[1:]), logs[-1]
+    if step >= steps:
+        return Status(run.name, "finished", step, steps)
+    known = record(log.with_suffix(".json")) if log.with_suffix(".json").is_file() else {}
+    if (code := known.get("exit")) is not None:
+        if code > 0:
+            return Status(run.name, "failed", step, steps, reason=f"exit {code}: {cause(log)}")
+        return Status(run.name, "stopped", step, steps, reason=f"ended by signal {-code}" if code else "")
+    if not (held or time.time() - log.stat().st_mtime < 2 * EVERY):
+        return Status(run.name, "stopped", step, steps, reason=f"no end was recorded; its log ends: {cause(log)}")
+    left = None
+    if step > before and "started" in known:  # by the speed of this attempt
+        left = (steps - step) * (time.time() - known["started"]) / (step - before)
+    return Status(run.name, "running", step, steps, left)
+
+
+def _last_step(log: Path) -> int:
+    found = _STEP.findall("\n".join(_tail(log)))
+    return int("".join(found[-1])) if found else 0
+
+
+def locked(out: Path) -> bool:
+    """Whether a launch (or a run that outlived it) holds the study in ``out``."""
+    try:
+        with (out / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def line(runs: Sequence[Run], out: Path) -> str:
+    """What goes now, of a launch's runs."""
+    found = [examine(run, out, held=True) for run in runs]
+    parts = [
+        f"{s.run} {s.step}/{s.steps}" + (f" ({duration(s.seconds_left)} left)" if s.seconds_left is not None else "")
+        for s in found
+        if s.state == "running"
+    ]
+    return f"[{sum(s.state == 'finished' for s in found)} of {len(found)} finished] {', '.join(parts)}"
+
 
 #: Words of a command that the shell of a Slurm job expands.
 JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
@@ -54,7 +173,7 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
 
 def script(word: str) -> str:
     """A training script by its path here, or in the pack (``configs/olmo_core/train.py``); other words as they are."""
-    here = [path for path in (Path(word), pack.folder().parent / word) if path.is_file()]
+    here = [path for path in (Path(word), files.pack_folder().parent / word) if path.is_file()]
     return os.path.abspath(here[0]) if here else word
 
 
@@ -106,7 +225,7 @@ def make_folder(path: Path) -> None:
 
 def steps_done(folder: Path) -> int:
     """The last step the run's logs show; 0 for none."""
-    return max((logs.read(path).last for path in attempts(folder)), default=0)
+    return max((read(path).last for path in attempts(folder)), default=0)
 
 
 @contextmanager
@@ -154,9 +273,9 @@ def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | Non
                 time.sleep(0.1)
                 failed += sum(each.failed() for each in going if each.ended())
                 going = [each for each in going if each.process.returncode is None]
-                if time.monotonic() - said >= progress.EVERY:
+                if time.monotonic() - said >= EVERY:
                     said = time.monotonic()
-                    print(progress.line(todo, out), flush=True)
+                    print(line(todo, out), flush=True)
         finally:
             signal.signal(signal.SIGTERM, before)
             going = [each for each in going if each.process.returncode is None]
@@ -226,8 +345,8 @@ class _Running:
         code = self.process.returncode
         print(f"{self.run.name}: exit {code}, {self.known['wall_s']} s, {self.known['cpu_s']} s of CPU", flush=True)
         if code:
-            cause = f"{progress.cause(self.log)}\n  the whole log: {self.log}"
-            print(f"{self.run.name} failed: {cause}", file=sys.stderr, flush=True)
+            why = f"{cause(self.log)}\n  the whole log: {self.log}"
+            print(f"{self.run.name} failed: {why}", file=sys.stderr, flush=True)
         return bool(code)
 
     def _write(self) -> None:

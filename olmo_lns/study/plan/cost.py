@@ -9,19 +9,16 @@ import textwrap
 from pathlib import Path
 from typing import Any, Sequence
 
-from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS
 from olmo_lns.study.data.corpora import BUILT
-from olmo_lns.study.engines.shape import GPUS
-from olmo_lns.study.plan.compare import compare_planned
-from olmo_lns.study.plan.description import published
-from olmo_lns.study.plan.spec import Run, Study
+from olmo_lns.study.engines.base import GPUS
+from olmo_lns.study.plan.check import check_batches, compare_planned
+from olmo_lns.study.plan.spec import Run, Study, published
 
 __all__ = [
     "GPU",
     "UTILISATION",
     "around",
-    "check_batches",
     "duration",
     "planned_hours",
     "rows",
@@ -51,14 +48,6 @@ def rows(study: Study, mfu: float = UTILISATION, *, gpu: str = GPU, gpus: int | 
     compare_planned(study.runs)
     check_batches(study, study.runs, gpus)
     return [_row(run, mfu, gpu, gpus or study.gpus(run)) for run in study.runs]
-
-
-def check_batches(study: Study, runs: Sequence[Run], gpus: int | None = None) -> None:
-    """:raises LNSConfigError: a run whose GPUs do not divide its batch."""
-    for run in runs:
-        machine = run.engine.machine(run.settings)
-        if problem := machine.problem(run.shape, gpus or study.gpus(run), even=run.engine.even):
-            raise LNSConfigError(f"run {run.name}: {problem}")
 
 
 def _row(run: Run, mfu: float, gpu: str, gpus: int) -> dict[str, Any]:

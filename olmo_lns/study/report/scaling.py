@@ -13,8 +13,7 @@ from scipy import stats
 from olmo_lns.study.arms import ARMS, BASELINE
 from olmo_lns.study.collect.results import COMPLETE, Result
 from olmo_lns.study.data.corpora import BUILT
-from olmo_lns.study.plan.description import published
-from olmo_lns.study.plan.spec import Study
+from olmo_lns.study.plan.spec import Study, published
 
 __all__ = ["beside", "figure", "markdown", "write"]
 

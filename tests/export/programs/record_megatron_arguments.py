@@ -90,18 +90,18 @@ def record() -> tuple[str, dict[str, Any], argparse.Namespace]:
     from support.megatron_saved import names_read
 
     from olmo_lns.errors import LNSConfigError
-    from olmo_lns.study.engines import megatron_args
+    from olmo_lns.study.engines import megatron
 
     parsed: dict[str, Any] = {}
     for case in CASES:
         flags = flags_of(case)
         try:
-            parsed[case] = megatron_args.parse(flags, validate=False)
+            parsed[case] = megatron.parse(flags, validate=False)
         except LNSConfigError:  # no such flag, or no such value of it, in this version
             parsed[case] = None
             continue
         with contextlib.suppress(OSError):  # the case whose file is nowhere
-            parsed[case] = megatron_args.parse(flags)
+            parsed[case] = megatron.parse(flags)
     from megatron import core
 
     names = sorted({name for case in ("base", "gqa") for name in names_read(parsed[case])})

@@ -16,9 +16,9 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo_core.blocks import record_of
 from olmo_lns.schemes import Scheme
-from olmo_lns.study.engines import OLMO_CORE, olmo_core_config
-from olmo_lns.study.plan import config_check
-from olmo_lns.study.plan.compare import arm_problems
+from olmo_lns.study.engines import OLMO_CORE, olmo_core
+from olmo_lns.study.plan import check as config_check
+from olmo_lns.study.plan.check import arm_problems
 from olmo_lns.study.plan.spec import Study
 
 PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
@@ -51,7 +51,7 @@ def test_files_are_what_they_say(size, arm):
 
 
 def _model(path, overrides=None):
-    return olmo_core_config.build(path, olmo_core_config.planned(path, overrides))["model"]
+    return olmo_core.build(path, olmo_core.planned(path, overrides))["model"]
 
 
 def test_arms_differ_in_the_block_only():
@@ -105,7 +105,7 @@ def test_depthbench_s_shapes_have_the_parameters_of_its_table():
     study = Study.load(PACK.parent / "study" / "depthbench.yaml")
     runs = {run.size: run for run in study.runs if run.arm == "preln"}
     table = {"L16": 407, "L20": 414, "L24": 405, "L28": 406, "L32": 399}
-    found = {size: olmo_core_config.model_of(run.config, run.loaded).num_params / 1e6 for size, run in runs.items()}
+    found = {size: olmo_core.model_of(run.config, run.loaded).num_params / 1e6 for size, run in runs.items()}
     assert {size: round(found[size]) for size in table} == table
     assert found["L42"] == pytest.approx(400, rel=0.03) and found["L70"] == pytest.approx(400, rel=0.03)
     for run in study.runs:
@@ -127,7 +127,7 @@ def test_scaled_initialization_changes_the_residual_outputs_only():
 
 
 def test_a_config_that_a_run_has_saved_is_a_config(tmp_path):
-    tree = olmo_core_config.build(PACK / "60M-lns.yaml", olmo_core_config.planned(PACK / "60M-lns.yaml"))
+    tree = olmo_core.build(PACK / "60M-lns.yaml", olmo_core.planned(PACK / "60M-lns.yaml"))
     saved = {name: section.as_config_dict() for name, section in tree.items()} | {
         "_CLASS_": "__main__.ExperimentConfig"
     }
@@ -140,7 +140,7 @@ def test_a_config_that_a_run_has_saved_is_a_config(tmp_path):
 def test_a_variable_that_is_not_set(monkeypatch):
     monkeypatch.delenv("OLMO_DATA_DIR", raising=False)
     with pytest.raises(LNSConfigError, match="60M-lns.yaml reads OLMO_DATA_DIR, which is not set"):
-        olmo_core_config.read(PACK / "60M-lns.yaml")
+        olmo_core.read(PACK / "60M-lns.yaml")
 
 
 def test_the_script_takes_overrides(monkeypatch, capsys):

@@ -20,13 +20,12 @@ import yaml
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
-from olmo_lns.study.collect import logs
-from olmo_lns.study.collect.gather import collect
-from olmo_lns.study.collect.results import read_results
+from olmo_lns.study.collect import folder as logs
+from olmo_lns.study.collect.results import collect, read_results
 from olmo_lns.study.launch import slurm
 from olmo_lns.study.launch import start as launch
-from olmo_lns.study.plan import compare
 from olmo_lns.study.plan import cost as plan
+from olmo_lns.study.plan.check import compare_planned
 from olmo_lns.study.plan.spec import Study
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -45,7 +44,7 @@ LOG = """\
 def test_the_shipped_descriptions():
     paper = Study.load(CONFIGS / "study" / "paper-olmo-core.yaml")
     assert len(paper.runs) == 10 and all(run.config.is_file() for run in paper.runs)
-    compare.compare_planned(paper.runs)
+    compare_planned(paper.runs)
     (row,) = plan.rows(Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml"), 0.4)[:1]
     assert row["parameters"] == Study.load(CONFIGS / "study" / "tiny-olmo-core.yaml").runs[0].shape.parameters
     assert row["steps"] == 600 and row["flops_counted"]

@@ -112,7 +112,7 @@ def parameters(args: Any, vocabulary: int) -> int:
 
 
 def parsed(flags: list[str]) -> dict[str, Any]:
-    from olmo_lns.study.engines.megatron_args import parse
+    from olmo_lns.study.engines.megatron import parse
 
     found = {}
     for name, gpu in GPUS.items():
@@ -132,7 +132,7 @@ def start(flags: list[str]) -> None:
 
 def main(files: list[str]) -> None:
     from olmo_lns.integrations.megatron.settings import variables
-    from olmo_lns.study.engines.megatron_args import read, to_flags
+    from olmo_lns.study.engines.megatron import read, to_flags
 
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     found = {}

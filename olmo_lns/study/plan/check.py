@@ -1,28 +1,147 @@
-"""``olmo-lns config``: list and copy the pack; load configs as their frameworks do, and say what they are."""
+"""What makes a run an arm, and the rule that two arms may differ in nothing else.
+
+``olmo-lns config``: list and copy the pack; load configs as their frameworks do, and say what they are.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os.path
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Iterable, Sequence
+from typing import Any, Collection, Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import track
 
 from olmo_lns.arguments import above_zero, at_least
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import pack
-from olmo_lns.study.arms import ARMS
-from olmo_lns.study.engines import ENGINES, Engine
-from olmo_lns.study.engines.shape import GPUS, Shape
-from olmo_lns.study.files import read
-from olmo_lns.study.plan.compare import arm_problems, compare_planned, init_problems
-from olmo_lns.study.plan.cost import check_batches
+from olmo_lns.study import files
+from olmo_lns.study.arms import ARMS, arm_named
+from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
+from olmo_lns.study.engines.base import GPUS, Shape
 from olmo_lns.study.plan.spec import Study
 
-__all__ = ["Checked", "check", "find", "main"]
+__all__ = [
+    "Checked",
+    "arm_problems",
+    "check",
+    "compare_arms",
+    "compare_planned",
+    "find",
+    "init_problems",
+    "main",
+    "settings_identity",
+]
+
+
+def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list[str]:
+    """What contradicts the arm's definition in flat settings; empty when nothing does."""
+    arm = arm_named(name)
+    try:
+        wanted = engine.defining(settings_of(arm, engine))
+    except LNSConfigError as error:
+        return [str(error)]
+    found = engine.defining(settings)
+    return [
+        f"{key}={found[key]!r}, but arm {name!r} is {key}={value!r}"
+        for key, value in wanted.items()
+        if found[key] != value
+    ]
+
+
+def init_problems(settings: Mapping[str, Any], engine: Engine, arm: str = "") -> list[str]:
+    """A scheme that wants plain initialization with a scaled one, unless that is what the arm is for.
+
+    For LNS the paper (footnote 1, section 6) finds the two together worse.
+    """
+    scheme = engine.scheme(settings)
+    if scheme.definition.initialization != "plain" or (arm in ARMS and ARMS[arm].initialization != "plain"):
+        return []
+    found = engine.scaled(settings)
+    return [f"{scheme.definition.label} with {found}"] if found else []
+
+
+def _differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], engine: Engine, *, rates: bool
+) -> list[tuple[str, Any, Any]]:
+    """``(key, first, second)`` of all but the arm's own keys (``rates``: and the learning rate's), data and names."""
+    own = engine.arm_keys | (set(engine.rate_keys) if rates else set())
+    keys = sorted(key for key in {*first, *second} if not _aside(key, engine, own))
+    found = [(engine.start[0], start_of(first, engine), start_of(second, engine))]
+    return found + [(key, first.get(key), second.get(key)) for key in keys]
+
+
+def settings_identity(settings: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """The settings that a run's result follows from: the arm's own among them, names and folders not."""
+    kept = {key: value for key, value in sorted(settings.items()) if not _aside(key, engine)}
+    return kept | {engine.start[0]: start_of(settings, engine)}
+
+
+def _aside(key: str, engine: Engine, more: Collection[str] = ()) -> bool:
+    return key in more or key == engine.data_key or key.startswith(engine.bookkeeping)
+
+
+def start_of(settings: Mapping[str, Any], engine: Engine) -> str | None:
+    """The checkpoint that a run starts from; None where it starts anew or goes on from one of its own.
+
+    A start inside the run's own folders is a restart, any other makes another run.
+    """
+    key, own = engine.start
+    if not (start := settings.get(key)):
+        return None
+    folders = [Path(os.path.normpath(str(settings[name]))) for name in own if settings.get(name)]
+    path = Path(os.path.normpath(str(start)))
+    return None if any(path.is_relative_to(folder) for folder in folders) else str(start)
+
+
+def compare_arms(runs: Sequence[Run], identities: Mapping[str, Mapping[str, Any]]) -> None:
+    """Each run must be its arm, and the arms of one size and seed must differ in the arm's keys only.
+
+    :param identities: of the runs that are known, by name: ``settings``, ``data`` (None: not stamped), ``environment``.
+    :raises LNSConfigError: the two runs, the key and both values.
+    """
+    firsts: dict[tuple[str, int], Run] = {}
+    for run in (run for run in runs if run.name in identities):
+        if found := arm_problems(run.arm, identities[run.name]["settings"], run.engine):
+            raise LNSConfigError(f"run {run.name} is not its arm: {found[0]}")
+        first = firsts.setdefault((run.group, run.seed), run)
+        _compare(first, identities[first.name], run, identities[run.name])
+
+
+def compare_planned(planned: Sequence[Run]) -> None:
+    """:func:`compare_arms` before anything runs, on the settings that the configs give."""
+    compare_arms(planned, {run.name: {"settings": run.settings, "data": None, "environment": {}} for run in planned})
+
+
+def check_batches(study: Study, runs: Sequence[Run], gpus: int | None = None) -> None:
+    """:raises LNSConfigError: a run whose GPUs do not divide its batch."""
+    for run in runs:
+        machine = run.engine.machine(run.settings)
+        if problem := machine.problem(run.shape, gpus or study.gpus(run), even=run.engine.even):
+            raise LNSConfigError(f"run {run.name}: {problem}")
+
+
+def _compare(first: Run, one: Mapping[str, Any], second: Run, other: Mapping[str, Any]) -> None:
+    engine = first.engine
+    found = _differences(one["settings"], other["settings"], engine, rates=(first.rate, second.rate) != (None, None))
+    # Without a stamp on both (runs started by hand) the paths must do for the data.
+    pair = (one["data"], other["data"])
+    if None in pair:
+        pair = (one["settings"].get(engine.data_key), other["settings"].get(engine.data_key))
+        key = engine.data_key
+    else:
+        key = "data"
+    found += [(key, *pair), ("environment", one["environment"], other["environment"])]
+    if different := [each for each in found if each[1] != each[2]]:
+        key, here, there = different[0]
+        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+        raise LNSConfigError(
+            f"{first.name} and {second.name} differ in more than the arm: {key} is {here!r} and {there!r}{more}; "
+            "their losses cannot be compared"
+        )
+
 
 #: For the estimate where nobody says how many.
 GPUS_OF_A_NODE = 8
@@ -51,10 +170,10 @@ def find(paths: Iterable[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if not path.exists() and (packed := pack.folder().parent / path).exists() and path.parts[0] == "configs":
+        if not path.exists() and (packed := files.pack_folder().parent / path).exists() and path.parts[0] == "configs":
             path = packed
         if not path.exists():
-            path = pack.located(path, "")
+            path = files.located(path, "")
         found += sorted(p for p in path.rglob("*.y*ml") if p.is_file()) if path.is_dir() else [path]
     if not found:
         raise LNSConfigError("no *.yaml file found")
@@ -84,7 +203,7 @@ def check(path: Path, *, gpus: int | None, gpu: str, budget: float | None) -> Ch
 
 
 def _kind(path: Path) -> str:
-    raw, known = read(path), {engine.file_key: name for name, engine in ENGINES.items()}
+    raw, known = files.read(path), {engine.file_key: name for name, engine in ENGINES.items()}
     for key, kind in {**ELSEWHERE, **known, "arms": "study"}.items():
         if key in raw:
             return kind
@@ -156,10 +275,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "check":
         return _check_all(args)
     if args.command == "list":
-        for _, group in groupby(pack.names(), key=lambda name: Path(name).parent):
-            print("\n".join(f"{name:<36} {pack.about(name)}".rstrip() for name in group), end="\n\n")
+        for _, group in groupby(files.pack_names(), key=lambda name: Path(name).parent):
+            print("\n".join(f"{name:<36} {files.about(name)}".rstrip() for name in group), end="\n\n")
         return 0
-    print(pack.copy(args.name, args.out))
+    print(files.pack_copy(args.name, args.out))
     return 0
 
 
