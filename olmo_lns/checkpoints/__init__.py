@@ -53,9 +53,10 @@ def record_in(folder: Path) -> Record | None:
         return OLMoCoreCheckpoint.open(folder).record
     if (path := folder / "config.json").is_file():  # a stock model's has no record
         try:
-            record = read_json(path).get("lns_record")
-        except LNSConfigError:  # transformers says so when it is loaded
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:  # transformers says so when it is loaded
             return None
+        record = values.get("lns_record") if isinstance(values, dict) else None
         return None if record is None else Record.from_dict(record, source=f"{path}: lns_record")
     if is_megatron(folder):
         args = saved_args(folder)

@@ -20,7 +20,7 @@ from torch import nn
 
 from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, not_finite, observe, over_ranks, run
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import body_forward, find_blocks
+from olmo_lns.models.structure import body_forward, find_blocks
 
 __all__ = ["AngularResult", "angular_distance", "pairwise_angles"]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import image_token, is_masked_lm, logits_of, model_type
+from olmo_lns.models.structure import image_token, is_masked_lm, logits_of, model_type
 
 __all__ = [
     "Batch",

@@ -12,7 +12,7 @@ from olmo_lns.diagnostics import MEASURES
 
 __all__ = ["main"]
 
-#: As ``olmo_lns.models.blocks.BRANCHES``, which loads torch: ``--help`` does not.
+#: As ``olmo_lns.models.structure.BRANCHES``, which loads torch: ``--help`` does not.
 BRANCHES = ("vision", "language")
 #: What only some diagnostics ask for, and its value where it is not asked for.
 SPECIAL: dict[str, Any] = {"last_token": False, "rows": None, "sequences": 64, "tasks": []}

@@ -39,7 +39,7 @@ from olmo_lns.diagnostics.capture import (
     unpack,
 )
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import body_forward, find_blocks
+from olmo_lns.models.structure import body_forward, find_blocks
 
 __all__ = ["GradNormResult", "JacobianResult", "block_jacobians", "gradient_norms", "kind_of"]
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from olmo_lns.diagnostics.capture import Batches, block_input, by_block, first_tensor, run, token_loss
 from olmo_lns.errors import LNSError, one_line
-from olmo_lns.models.blocks import body_forward, find_blocks, in_vision, is_vision_language, logits_of
 from olmo_lns.models.loading import LoadedModel
+from olmo_lns.models.structure import body_forward, find_blocks, in_vision, is_vision_language, logits_of
 
 __all__ = ["LayerDropResult", "TaskScores", "bypassed", "drop_layers", "output_lengths", "score_tasks"]
 

@@ -22,7 +22,7 @@ from olmo_lns.environment import MONITOR, read
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.autoload import on_import
 from olmo_lns.integrations.patching import Target, replace_all
-from olmo_lns.models.blocks import find_blocks
+from olmo_lns.models.structure import find_blocks
 
 __all__ = ["COLUMNS", "Monitor", "install", "parse_setting", "register"]
 

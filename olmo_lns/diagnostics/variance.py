@@ -19,7 +19,7 @@ from torch import nn
 
 from olmo_lns.diagnostics.capture import Batches, by_block, not_finite, observe, over_ranks, run
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import body_forward, find_blocks
+from olmo_lns.models.structure import body_forward, find_blocks
 
 __all__ = ["Moments", "VarianceResult", "block_output_variance"]
 
@@ -119,7 +119,7 @@ def block_output_variance(
 ) -> VarianceResult:
     """Variance of every block's raw output over all tokens of ``batches``.
 
-    :param blocks: in order; None finds them (:func:`~olmo_lns.models.blocks.find_blocks`).
+    :param blocks: in order; None finds them (:func:`~olmo_lns.models.structure.find_blocks`).
     :param batches: token ids (batch, sequence), or mappings with ``input_ids`` and an ``attention_mask``.
     :param device: where the ids go. The model stays where it is, in its own dtype, and keeps its mode.
     :param all_ranks: pool with every rank of torch.distributed; then every rank must call this.

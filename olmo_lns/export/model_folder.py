@@ -77,7 +77,9 @@ class ModelFolder(Source):
         return Target(write, folded, config.to_dict())
 
     def train(self, folder: Path, options: Options) -> Target:
-        raise LNSConfigError(f"{folder} is a transformers folder of ours already: train on it as it is")
+        raise LNSConfigError(
+            f"{folder} is a transformers folder of ours already: train on it as it is, and verify its folded export"
+        )
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         return load(folder).float().eval()

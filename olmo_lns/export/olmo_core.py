@@ -104,7 +104,8 @@ class OLMoCore(Source):
             _write_config(out, config)
             return [
                 f"OLMo-core, {len(checkpoint.blocks)} factors folded into gains and biases of the block norms",
-                "the optimizer's state is left out: its moments belong to the unfolded weights",
+                "the optimizer's state is left out: its moments belong to the unfolded weights; to train on: "
+                f"{_start_from(options)} --trainer.load_optim_state=false --trainer.load_trainer_state=false",
             ]
 
         weights = scaled(checkpoint.tensors, factors, options.rounding, options.dtype)
@@ -125,7 +126,7 @@ class OLMoCore(Source):
             _write(checkpoint, out, record, lambda name: name.startswith(kept), edits | moments, options)
             note = about_moments(len(moments), options, "start with --trainer.load_optim_state=false")
             if not (out / _TRAINER).is_dir():
-                note += "; no trainer state either: also --trainer.load_trainer_state=false"
+                note += f"; no trainer state either: {_start_from(options)} --trainer.load_trainer_state=false"
             return [f"{record}: the factor is outside again", note]
 
         return Target(write)
@@ -134,6 +135,11 @@ class OLMoCore(Source):
         from olmo_lns.models.loading import open_olmo_core
 
         return open_olmo_core(folder)
+
+
+def _start_from(options: Options) -> str:
+    """OLMo-core takes a folder without trainer state for none, and would start from fresh weights."""
+    return f"--trainer.load_path={options.output}/{WEIGHTS}"
 
 
 def _inverse(scales: Mapping[str, float]) -> dict[str, Factor]:

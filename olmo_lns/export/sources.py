@@ -14,7 +14,7 @@ import torch
 from olmo_lns import __version__, hub
 from olmo_lns.checkpoints import record_in
 from olmo_lns.checkpoints.tensors import LazyTensor, write_safetensors
-from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Rounding, fold_record
 from olmo_lns.norm.dtypes import DTYPES
@@ -419,6 +419,8 @@ def _load(identifier: str, beside: Path) -> Any:
 
         known = hub.cached_only(identifier, "tokenizer.json")
         return Tokenizer.from_file(hf_hub_download(identifier, "tokenizer.json", local_files_only=known))
+    except LNSError as error:
+        raise LNSConfigError(f"tokenizer {error}; or give --tokenizer FILE, or --tokenizer none") from None
     except Exception as error:  # the library raises bare Exception for whatever is wrong with a file
         raise LNSConfigError(
             f"tokenizer {identifier!r} is neither a readable file nor on the hub ({one_line(error)}): give "

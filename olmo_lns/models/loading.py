@@ -19,7 +19,7 @@ from olmo_lns import environment, hub
 from olmo_lns.checkpoints.olmo import OLMoCheckpoint
 from olmo_lns.checkpoints.olmo_core import BUFFER, OLMoCoreCheckpoint, is_olmo_core
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
-from olmo_lns.models.blocks import find_blocks, is_masked_lm, is_vision_language, vocabulary_size
+from olmo_lns.models.structure import find_blocks, is_masked_lm, is_vision_language, vocabulary_size
 from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
 

@@ -113,6 +113,8 @@ def _check_folders(cfg: Any) -> None:
 
     Without its files a checkpoint would be taken for one without a record.
     """
+    from olmo.util import find_latest_checkpoint
+
     found = [name for name in ("config.yaml", "train_data") if (Path(cfg.save_folder) / name).exists()]
     if found and not (cfg.dry_run or cfg.save_overwrite or cfg.try_load_latest_save):
         raise LNSConfigError(
@@ -121,6 +123,9 @@ def _check_folders(cfg: Any) -> None:
         )
     if cfg.load_path is None or "://" in str(cfg.load_path) or (Path(cfg.load_path) / "config.yaml").is_file():
         return
+    folders = [folder for folder in (cfg.save_folder, cfg.remote_save_folder) if folder is not None]
+    if cfg.try_load_latest_save and any(find_latest_checkpoint(folder) for folder in folders):
+        return  # that one is loaded: the config of a resumed run names a step that may be gone
     there = "has no config.yaml, as every checkpoint of OLMo has" if Path(cfg.load_path).exists() else "does not exist"
     raise LNSConfigError(
         f"load_path: {cfg.load_path} {there}: name a checkpoint folder of OLMo, such as RUN/step1000-unsharded"
@@ -195,8 +200,9 @@ def _prepare_for_cpu(cfg: Any, strategy: str) -> None:
     unsharded = cfg.save_interval_unsharded is not None or cfg.force_save_unsharded
     if strategy == "fsdp" and (unsharded or cfg.save_num_checkpoints_to_keep == 0):
         raise LNSConfigError(
-            "fsdp on CPU cannot save unsharded (it crashes inside torch): unset save_interval_unsharded and "
-            "force_save_unsharded, keep sharded checkpoints, or use distributed_strategy=ddp"
+            "fsdp on CPU cannot save unsharded (it crashes inside torch): use distributed_strategy=ddp, or unset "
+            "save_interval_unsharded and force_save_unsharded and keep sharded checkpoints "
+            f"(save_num_checkpoints_to_keep={cfg.save_num_checkpoints_to_keep}: not 0)"
         )
     if strategy != "fsdp" or cfg.model.init_device != "meta":
         cfg.model.init_device = "cpu"

@@ -14,8 +14,8 @@ from olmo_lns.diagnostics.layer_drop import drop_layers
 from olmo_lns.diagnostics.variance import block_output_variance
 from olmo_lns.errors import LNSError
 from olmo_lns.integrations.transformers.families import FAMILIES
-from olmo_lns.models.blocks import find_blocks
 from olmo_lns.models.loading import load_model
+from olmo_lns.models.structure import find_blocks
 
 PATHS = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "bert": "bert.encoder.layer"}
 

@@ -17,8 +17,8 @@ from support.diagnostic_models import Linear, Toy, huggingface, ids, matrices, n
 from olmo_lns import cli
 from olmo_lns.diagnostics.layer_drop import LayerDropResult, bypassed, drop_layers, output_lengths, score_tasks
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import find_blocks
 from olmo_lns.models.loading import load_model, load_tokenizer
+from olmo_lns.models.structure import find_blocks
 
 
 def nll(logits, tokens):

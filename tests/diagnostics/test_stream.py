@@ -27,7 +27,7 @@ from olmo_lns.diagnostics.angular import angular_distance, pairwise_angles
 from olmo_lns.diagnostics.capture import observe
 from olmo_lns.diagnostics.variance import Moments, block_output_variance
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import find_blocks
+from olmo_lns.models.structure import find_blocks
 
 
 def expected(states, keep=None):

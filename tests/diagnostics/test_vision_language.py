@@ -19,7 +19,7 @@ from support.vision_language_models import (
 from olmo_lns.cli import main
 from olmo_lns.diagnostics.layer_drop import drop_layers
 from olmo_lns.errors import LNSError
-from olmo_lns.models.blocks import find_blocks
+from olmo_lns.models.structure import find_blocks
 
 
 @pytest.mark.parametrize(("branch", "count"), [("vision", VISION_LAYERS), ("language", LANGUAGE_LAYERS)])

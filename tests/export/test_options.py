@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from support.exports import byte_tokenizer, export, load_hf, refused, save_olmo
 
 from olmo_lns.cli import main
+from olmo_lns.export.cli import byte_size
 from olmo_lns.record import Record, accepted
 
 Capture = pytest.CaptureFixture[str]
@@ -81,6 +82,11 @@ def test_options_that_do_not_fit(
 def test_wrong_numbers(checkpoint: Path, tmp_path: Path, words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         export(checkpoint, tmp_path / "out", words)
+
+
+def test_sizes_are_powers_of_a_thousand() -> None:
+    found = [byte_size(text) for text in ("5GB", "1.5 MB", "60kb", "512")]
+    assert found == [5_000_000_000, 1_500_000, 60_000, 512]
 
 
 def test_a_lost_record_is_in_the_config(tmp_path: Path, capsys: Capture) -> None:

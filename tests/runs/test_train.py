@@ -112,6 +112,15 @@ def test_ctrl_c_saves_and_the_run_goes_on(uninterrupted: tuple[Path, Watcher], t
     assert before.losses | after.losses == uninterrupted[1].losses
 
 
+def test_a_checkpoint_s_config_goes_on_though_its_load_path_is_gone(
+    uninterrupted: tuple[Path, Watcher], tmp_path: Path
+):
+    """A resumed run saves the ``load_path`` that it found, and pruning removes that step."""
+    shutil.copytree(uninterrupted[0] / "run", tmp_path / "run", symlinks=True)
+    result, watcher = train(tmp_path, "--load_path=/nowhere/step3", "--try_load_latest_save", "--max_duration=7")
+    assert result.complete and min(watcher.losses) == DURATION + 1
+
+
 def test_a_finished_run_is_not_trained_further(uninterrupted: tuple[Path, Watcher]):
     folder, _ = uninterrupted
     before = (folder / "run" / "step6-unsharded" / "model.pt").read_bytes()

@@ -28,6 +28,8 @@ log = logging.getLogger("olmo_lns")
 #: The weights' own folder in a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
 _RECORD = "_olmo_lns_record"
+#: Where the parts of a Pre-LN model keep the record of the folded weights that they were loaded with.
+_FOLDED = "_olmo_lns_folded"
 
 
 def saved_record(folder: Any) -> Record | None:
@@ -87,8 +89,9 @@ def _json(path: Path) -> Any:
 
 
 def check(folder: Any, parts: list[Any], *, group: Any = None) -> None:
-    """:param group: the processes that load, default all.
+    """Before weights are loaded; the parts keep a record of folded ones, for the checkpoints that they are saved in.
 
+    :param group: the processes that load, default all.
     :raises CheckpointMismatchError: the checkpoint and the model that runs, in its parts, disagree.
     """
     saved, routers = _read_once(folder, group)
@@ -104,6 +107,8 @@ def check(folder: Any, parts: list[Any], *, group: Any = None) -> None:
             f"this model has {running}. Set {environment.ALLOW_MISMATCH}=missing-record if they were trained so, or "
             "are to be from here on."
         )
+    for part in parts:
+        setattr(part, _FOLDED, saved if saved is not None and saved.folded else None)
 
 
 def _compare(saved: Record, running: Record, source: Any) -> None:
@@ -167,6 +172,12 @@ def _record_of_parts(parts: list[Any]) -> Record:
     return records.pop() if records else Record()
 
 
+def _saved_as(part: Any, built: Record) -> Record:
+    """What is written beside the weights of ``part``; weights that were loaded folded stay so under Pre-LN."""
+    folded: Record | None = getattr(part, _FOLDED, None)
+    return built if folded is None or built.active else folded
+
+
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Checkpointer.load``."""
 
@@ -214,7 +225,9 @@ def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Checkpointer.save`` and ``save_async``: what is saved is read from the model."""
 
     def wrapped(self: Any, dir: Any, train_module: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(self, _RECORD, _record_of_parts(_parts(train_module)))
+        parts = _parts(train_module)
+        record = _record_of_parts(parts)
+        setattr(self, _RECORD, next((_saved_as(part, record) for part in parts), record))
         return save(self, dir, train_module, *args, **kwargs)
 
     return wrapped
@@ -228,7 +241,7 @@ def wrap_save_train_state(save: Callable[..., None]) -> Callable[..., None]:
 
         save(self, dir, wd, train_state)
         record = getattr(self, _RECORD, Record())
-        if record.active and get_rank() == 0:
+        if (record.active or record.folded) and get_rank() == 0:
             record.write(Path(wd))
 
     return wrapped
@@ -241,12 +254,13 @@ def wrap_save_model(save: Callable[..., Any]) -> Callable[..., Any]:
         from olmo_core.distributed.utils import get_fs_local_rank, get_rank
         from olmo_core.io import copy_file, is_url, normalize_path
 
-        record, group = _blocks().record_of(model), kwargs.get("process_group")
+        record, group = _saved_as(model, _blocks().record_of(model)), kwargs.get("process_group")
+        known = record.active or record.folded
         result = save(dir, model, *args, **kwargs)
         folder = normalize_path(dir)
-        if record.active and not is_url(folder) and get_fs_local_rank(group) == 0:
+        if known and not is_url(folder) and get_fs_local_rank(group) == 0:
             record.write(folder)
-        elif record.active and is_url(folder) and get_rank(group) == 0:
+        elif known and is_url(folder) and get_rank(group) == 0:
             with TemporaryDirectory() as here:
                 copy_file(record.write(here), f"{folder}/{RECORD_FILE}", save_overwrite=True)
         return result

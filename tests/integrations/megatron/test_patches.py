@@ -83,7 +83,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_patch_loads_the_plugin_once(patched: Path, mode: str) -> None:
     apply(cfg := tiny.config())
     losses = [float(tiny.loss_of(tiny.build(each), tiny.batch()).detach()) for each in (cfg, tiny.config())]
-    variables = {"PYTHONPATH": f"{patched}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    variables = {"PYTHONPATH": f"{patched}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, mode],
         env=os.environ | variables, capture_output=True, text=True, timeout=300,
@@ -128,7 +128,11 @@ def test_the_patch_for_upstream_passes_its_own_tests(tmp_path: Path) -> None:
         done = git_apply(copy, UPSTREAM, f"--include={part}")
         assert done.returncode == 0, done.stderr
         words = ["-p", "support.megatron_unit", "--noconftest", "-c", os.devnull, f"--rootdir={copy}"]
-        variables = {"PYTHONPATH": f"{copy}:{ROOT / 'tests'}", "OLMO_LNS_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        variables = {
+            "PYTHONPATH": f"{copy}:{ROOT}:{ROOT / 'tests'}",
+            "OLMO_LNS_DISABLE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "tests/unit_tests"],
             cwd=copy, env=os.environ | variables, capture_output=True, text=True, timeout=600,

@@ -138,6 +138,22 @@ def test_a_block_that_stayed_stock_is_seen_wherever_the_model_goes(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_folded_weights_that_are_trained_on_stay_folded_in_the_record(tmp_path):
+    """Else ``export --unfold`` would take them for a model that never was LNS."""
+    checkpointer, folder = _save(tmp_path, small.config())
+    folded = Record(Scheme.of("lns"), "rms", "plain", folded=True)
+    folded.write(folder)
+    model = _train_module(small.config())
+    checkpointer.load(folder, model)
+    checkpointer.save(tmp_path / "step2", model, {"step": 2})
+    save_model_and_optim_state(tmp_path / "weights", model.model)
+    assert Record.read(tmp_path / "step2") == Record.read(tmp_path / "weights") == folded
+    (folder / "lns.json").unlink()
+    checkpointer.load(folder, model)
+    checkpointer.save(tmp_path / "step3", model, {"step": 3})
+    assert Record.read(tmp_path / "step3") is None
+
+
 @pytest.fixture
 def converted(tmp_path):
     """Of blocks that OLMo-core's converter takes: their config, a stock Hugging Face folder, and one of ours."""

@@ -11,7 +11,15 @@ from torch import nn
 from olmo_lns.errors import LNSError
 from olmo_lns.integrations.transformers.families import FAMILIES, at, family_of, stock_type
 
-__all__ = ["body_forward", "find_blocks", "is_masked_lm", "is_olmo", "is_olmo_core", "logits_of", "vocabulary_size"]
+__all__ = [
+    "body_forward",
+    "find_blocks",
+    "is_masked_lm",
+    "is_olmo_core_model",
+    "is_olmo_model",
+    "logits_of",
+    "vocabulary_size",
+]
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +35,7 @@ _PATHS = {
 }
 
 
-def is_olmo(model: nn.Module) -> bool:
+def is_olmo_model(model: nn.Module) -> bool:
     """Whether this is OLMo's own model class, told without importing OLMo."""
     return any(c.__module__ == "olmo.model" and c.__name__ == "OLMo" for c in type(model).__mro__)
 
@@ -61,9 +69,9 @@ def find_blocks(model: nn.Module, path: str | None = None, branch: str | None = 
         blocks = _branch(model, branch)
     elif branch is not None:
         raise LNSError(f"--branch {branch}: {type(model).__name__} is no vision-language model, it has one branch")
-    elif is_olmo(model):
+    elif is_olmo_model(model):
         blocks = _olmo_blocks(model)
-    elif is_olmo_core(model):
+    elif is_olmo_core_model(model):
         blocks = list(cast(nn.ModuleDict, model.blocks).values())
     elif (family := family_of(model)) is not None:
         blocks = _at(cast(nn.Module, model.base_model), family.blocks)
@@ -78,7 +86,7 @@ def find_blocks(model: nn.Module, path: str | None = None, branch: str | None = 
     return blocks
 
 
-def is_olmo_core(model: nn.Module) -> bool:
+def is_olmo_core_model(model: nn.Module) -> bool:
     """Whether ``model`` is OLMo-core's: it numbers its blocks in a ModuleDict."""
     return isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head")
 
@@ -142,9 +150,9 @@ def _described(model: nn.Module) -> str:
 
 def body_forward(model: nn.Module) -> Forward:
     """A function that runs all blocks on ids and mask, without the head where the model allows it."""
-    if is_olmo(model):
+    if is_olmo_model(model):
         return lambda ids, mask: model(ids, attention_mask=mask, last_logits_only=True)
-    if is_olmo_core(model):
+    if is_olmo_core_model(model):
         return lambda ids, mask: _without_mask(model, ids, mask, logits_to_keep=1)
     if model_type(model) is not None:
         base: Any = model.base_model
@@ -155,7 +163,7 @@ def body_forward(model: nn.Module) -> Forward:
 def logits_of(model: nn.Module) -> Forward:
     """A function from ids and mask to logits of shape (batch, sequence, vocabulary)."""
     cached: dict[str, Any] = {"use_cache": False} if model_type(model) is not None else {}
-    if is_olmo_core(model):
+    if is_olmo_core_model(model):
         return lambda ids, mask: _without_mask(model, ids, mask)
 
     def forward(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: Any) -> torch.Tensor:
