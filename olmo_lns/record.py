@@ -17,7 +17,7 @@ from olmo_lns import __version__, environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.schemes import INITIALIZATIONS, PRE_LN, Scheme, definition, names
 
-__all__ = ["FORMAT", "RECORD_FILE", "Record", "accepted", "check_match"]
+__all__ = ["FORMAT", "RECORD_FILE", "Record", "accepted", "check_match", "keep_folded", "record_to_save"]
 
 #: Version of the record's form.
 FORMAT = 1
@@ -125,6 +125,21 @@ class Record:
             what += ":" + ",".join(f"{key}={value!r}" for key, value in self.scheme.values)
         norm = f" over {self.norm}" if self.norm and not self.scheme.is_pre_ln else ""
         return f"{'folded ' if self.folded else ''}{what}{norm} (initialization {self.scaled_init})"
+
+
+#: Attribute of a model.
+_FOLDED = "_olmo_lns_folded"
+
+
+def keep_folded(model: Any, saved: Record | None) -> None:
+    """Note on ``model``, which is loaded with the weights of ``saved``, that they are folded; else forget it."""
+    setattr(model, _FOLDED, saved if saved is not None and saved.folded else None)
+
+
+def record_to_save(model: Any, built: Record) -> Record:
+    """``built``, the record of the built ``model``; that of its folded weights if it was loaded with such as Pre-LN."""
+    folded: Record | None = getattr(model, _FOLDED, None)
+    return built if folded is None or built.active else folded
 
 
 def _check_form(values: Mapping[str, Any], source: object) -> None:

@@ -22,7 +22,7 @@ from olmo_lns.errors import CheckpointMismatchError, LNSError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.olmo.model import record_of
 from olmo_lns.integrations.patching import is_patched
-from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
+from olmo_lns.record import RECORD_FILE, Record, accepted, check_match, keep_folded, record_to_save
 
 __all__ = [
     "KEY", "Mark", "check_checkpoint", "needs_olmo_lns", "one_line_of", "saved_record",
@@ -80,8 +80,6 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
 _OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
 #: Accepted in the override variable for a checkpoint whose record was lost.
 MISSING_RECORD = "missing-record"
-#: Where a Pre-LN model keeps the record of the folded weights that it was loaded with, for its own checkpoints.
-_FOLDED = "_olmo_lns_folded"
 
 
 def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
@@ -172,7 +170,7 @@ def wrap_save(save: Callable[..., None]) -> Callable[..., None]:
                 f"{dir}: the model to be saved has {record}, but the config saved with it names layer_norm_type "
                 f"{kind!s}. Give the checkpointer the config that the model was built from."
             )
-        self.lns_record = getattr(model, _FOLDED, None) or record  # for _save_config
+        self.lns_record = record_to_save(model, record)  # for _save_config
         save(self, dir, dist_model, *args, **kwargs)
 
     return wrapped
@@ -206,7 +204,7 @@ def wrap_restore(restore: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
         mark = found.get(KEY)
         if mark is not None and mark.values is not None:  # what the folder's files may have lost
             _compare(Record.from_dict(mark.values, source="the trainer's state"), running, load_path)
-        setattr(model, _FOLDED, saved if saved is not None and saved.folded else None)
+        keep_folded(model, saved)
         return found
 
     return wrapped

@@ -16,7 +16,7 @@ from typing import Any, Callable
 from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSError
 from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, blocks_of, from_config
-from olmo_lns.record import RECORD_FILE, Record, accepted, check_match
+from olmo_lns.record import RECORD_FILE, Record, accepted, check_match, keep_folded, record_to_save
 
 __all__ = [
     "check", "compare_converted", "saved_record", "saved_routers", "wrap_average", "wrap_load", "wrap_load_generation",
@@ -28,8 +28,6 @@ log = logging.getLogger("olmo_lns")
 #: The weights' own folder in a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
 _RECORD = "_olmo_lns_record"
-#: Where the parts of a Pre-LN model keep the record of the folded weights that they were loaded with.
-_FOLDED = "_olmo_lns_folded"
 
 
 def saved_record(folder: Any) -> Record | None:
@@ -108,7 +106,7 @@ def check(folder: Any, parts: list[Any], *, group: Any = None) -> None:
             "are to be from here on."
         )
     for part in parts:
-        setattr(part, _FOLDED, saved if saved is not None and saved.folded else None)
+        keep_folded(part, saved)
 
 
 def _compare(saved: Record, running: Record, source: Any) -> None:
@@ -172,12 +170,6 @@ def _record_of_parts(parts: list[Any]) -> Record:
     return records.pop() if records else Record()
 
 
-def _saved_as(part: Any, built: Record) -> Record:
-    """What is written beside the weights of ``part``; weights that were loaded folded stay so under Pre-LN."""
-    folded: Record | None = getattr(part, _FOLDED, None)
-    return built if folded is None or built.active else folded
-
-
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Checkpointer.load``."""
 
@@ -227,7 +219,7 @@ def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, dir: Any, train_module: Any, *args: Any, **kwargs: Any) -> Any:
         parts = _parts(train_module)
         record = _record_of_parts(parts)
-        setattr(self, _RECORD, next((_saved_as(part, record) for part in parts), record))
+        setattr(self, _RECORD, record_to_save(parts[0], record) if parts else record)
         return save(self, dir, train_module, *args, **kwargs)
 
     return wrapped
@@ -254,7 +246,7 @@ def wrap_save_model(save: Callable[..., Any]) -> Callable[..., Any]:
         from olmo_core.distributed.utils import get_fs_local_rank, get_rank
         from olmo_core.io import copy_file, is_url, normalize_path
 
-        record, group = _saved_as(model, _blocks().record_of(model)), kwargs.get("process_group")
+        record, group = record_to_save(model, _blocks().record_of(model)), kwargs.get("process_group")
         known = record.active or record.folded
         result = save(dir, model, *args, **kwargs)
         folder = normalize_path(dir)

@@ -169,7 +169,7 @@ def test_resuming_with_another_setting_stops(tmp_path, monkeypatch, caplog, save
     assert trainer.loaded and f"although it differs ({difference})" in caplog.text
 
 
-def test_folded_weights_run_as_preln_alone_and_stay_folded_in_the_record(tmp_path):
+def test_folded_weights_run_as_preln_alone_and_stay_folded_in_the_record(tmp_path, monkeypatch):
     """Without the record ``export --unfold`` would take them for a model that never was LNS."""
     for name in ("folded", "stock"):
         save(tmp_path / name, "rms")
@@ -182,6 +182,11 @@ def test_folded_weights_run_as_preln_alone_and_stay_folded_in_the_record(tmp_pat
         running.restore(tmp_path / name)
         save_built(tmp_path / f"{name} again", running.model)
         assert Record.read(tmp_path / f"{name} again") == expected
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "folded-to-lns")
+    running = Running("lns_rms")
+    running.restore(tmp_path / "folded")
+    save_built(tmp_path / "applied twice", running.model)
+    assert Record.read(tmp_path / "applied twice") == record_of(running.model)
 
 
 def exchange(blocks):
