@@ -1,10 +1,8 @@
-"""The result of one run; the table of them that ``study collect`` writes; and a committed table of finished runs.
+"""Gather the runs of a study into one table, and refuse a study whose arms differ in more than the arm.
 
-A description names the latter (``finished: runs.csv``, beside it), so that another machine or day continues where this
-one stopped. A run is known there by what its result follows from: its settings without names, folders and the machine,
-what is measured on held-out text, and the content of its data.
-
-Gather the runs of a study into one table, and refuse a study whose arms differ in more than the arm.
+A description may name a committed table of finished runs (``finished: runs.csv``, beside it), so that another machine
+or day continues where this one stopped. A run is identified there by its settings without names, folders and the
+machine, by what is measured on held-out text, and by the content of its data.
 """
 
 from __future__ import annotations

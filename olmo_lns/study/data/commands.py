@@ -1,11 +1,7 @@
-"""Are these files what OLMo's or Megatron's data loader takes them for?
+"""``olmo-lns data``: fetch, make, convert and check tokenised training data.
 
-A public tokenised corpus by a list of addresses, and OLMo's memmaps as Megatron's files.
-
-A list has a line for each file, its name and its address; files under ``heldout/`` are text that no run trains on.
-The servers must answer byte ranges: of each file only the beginning is fetched.
-
-``olmo-lns data``: fetch, make, turn and check tokenised training data.
+``fetch`` reads a list: each line has a file's name and its address. No run trains on files under ``heldout/``. Of
+each file only the beginning is fetched, so the servers must answer byte ranges.
 """
 
 from __future__ import annotations

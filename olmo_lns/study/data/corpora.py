@@ -1,8 +1,7 @@
-"""Real text that is there already, as OLMo's tokenised memmaps: Python's library and manual, and installed packages.
+"""Corpora that configs and descriptions name, and the fingerprint of a run's data files.
 
-Bytes are tokens (0–255) and 256 ends a document. The same Python and packages give the same files, bit for bit.
-
-The corpora that configs and descriptions name, and by what the files of a run are known.
+Two are built on the spot from text that every machine has: Python's library and manual, and installed packages. Bytes
+are tokens (0–255) and 256 ends a document. The same Python and packages give the same files, bit for bit.
 """
 
 from __future__ import annotations

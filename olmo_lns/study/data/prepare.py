@@ -1,6 +1,4 @@
-"""The documents of a source of text, one after the other: text files, JSON lines, C4 from the hub.
-
-Text to OLMo's memmaps, document by document, resumable.
+"""``olmo-lns data prepare``: text files, JSON lines or C4 from the hub become OLMo's memmaps; it can be resumed.
 
 Two layouts. ``rows``: one document a row, cut at the sequence and padded to it, with a label mask beside it
 (``data.label_mask_paths``): the papers' C4. ``packed``: documents one after the other, each with its end token.

@@ -1,9 +1,7 @@
-"""The numbers of one model and its budget, and what they cost: parameters, FLOPs, memory, disk.
+"""What a study must know of a training framework (:class:`Engine`), and one run of it.
 
-Closed forms only, no framework: ``tests/study`` compares the parameter count with OLMo's and
-Megatron's own models and the FLOPs with OLMo's own counter.
-
-What a study has to know of a training framework, and one run of it.
+:class:`Shape` and :class:`Machine` estimate a run's cost in closed form. ``tests/study`` compares the parameters with
+OLMo's and Megatron's own models, and the FLOPs with OLMo's own counter.
 
 Settings are *flat*: ``{"model.d_model": 512, …}`` for OLMo and OLMo-core (dotted keys of their configs),
 ``{"num_layers": 8, …}`` for Megatron (names of its argument namespace).

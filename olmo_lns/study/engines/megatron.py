@@ -1,9 +1,7 @@
-"""Megatron configs: a YAML of Megatron's own flags, expanded on the command line.
+"""Megatron-LM in a study: configs of its flags, the arguments it prints, its console log.
 
-Megatron's ``--yaml-cfg`` is another format, and its own example does not parse; so nothing of it is used. A key is a
-flag without its dashes; ``true`` is a bare flag, ``false`` and ``null`` leave it out, a list gives several values.
-
-Megatron-LM in a study: its flags, the arguments it prints, its console log.
+A config is a YAML file. A key is a flag without its dashes; ``true`` is a bare flag, ``false`` and ``null`` leave it
+out, a list gives several values. Megatron's own ``--yaml-cfg`` is another format, whose example does not parse.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Config files of OLMo-core: the sections of an ``ExperimentConfig``, as YAML or as the ``config.json`` of a run.
+"""OLMo-core in a study: its config files, its dot list, the config it saves and the metrics it logs.
 
-OLMo-core in a study: its config files, its dot list, the config it saves and the metrics it logs.
+A config file has the sections of an ``ExperimentConfig``, as YAML or as the ``config.json`` of a run.
 """
 
 from __future__ import annotations

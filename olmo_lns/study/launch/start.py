@@ -1,9 +1,7 @@
-"""How far a study's runs are, and what ended those that failed: read from their folders, while they go or after.
+"""Start a study's runs on this machine, and say how far each is and why one failed.
 
-Start a study's runs: print the commands, run them here, or write Slurm array scripts.
-
-The distributed engine is OLMo's or Megatron's own; this module only starts it, stamps each run's
-folder with what it was started with, and leaves out what is finished.
+The training loop is the framework's own. This module writes its command line, records in each run's folder what the
+run was started with, and leaves out what is finished. ``launch.slurm`` writes the same commands as array scripts.
 """
 
 from __future__ import annotations

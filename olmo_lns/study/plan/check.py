@@ -1,6 +1,6 @@
-"""What makes a run an arm, and the rule that two arms may differ in nothing else.
+"""Check configs: a run is its arm, two arms differ in nothing else, and ``olmo-lns config`` checks any file.
 
-``olmo-lns config``: list and copy the pack; load configs as their frameworks do, and say what they are.
+``olmo-lns config`` also lists and copies the files of the pack.
 """
 
 from __future__ import annotations

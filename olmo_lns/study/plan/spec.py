@@ -1,6 +1,6 @@
-"""What the values of a study's description may be: people write it by hand. docs/study.md has every key.
+"""Read a study's description: sizes × arms × seeds over the files of the config pack, as a list of runs.
 
-A study description: sizes × arms × seeds over the files of the config pack, as a list of runs.
+People write it by hand, so each value is checked. docs/study.md has every key.
 """
 
 from __future__ import annotations

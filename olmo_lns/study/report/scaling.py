@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import pandas as pd
-from scipy import stats
 
 from olmo_lns.study.arms import ARMS, BASELINE
 from olmo_lns.study.collect.results import COMPLETE, Result
@@ -54,44 +53,6 @@ def difference(found: pd.DataFrame, group: str, arm: str, base: str = BASELINE) 
     return (by[arm] - by[base]).dropna() if {arm, base} <= set(by) else pd.Series(dtype=float)
 
 
-@dataclass(frozen=True)
-class PowerLaw:
-    """``loss = scale * parameters ** -alpha``. :param error: standard error of alpha, None where it cannot be known.
-
-    :param points: sizes fitted; two points define the line exactly and say nothing of its error.
-    """
-
-    scale: float
-    alpha: float
-    error: float | None
-    points: int
-
-    def __call__(self, parameters: float) -> float:
-        return float(self.scale * parameters**-self.alpha)
-
-
-def power_law(points: pd.DataFrame) -> PowerLaw | None:
-    """Least squares of log loss on log parameters, each size once. None for fewer than two sizes."""
-    if len(points) < 2:
-        return None
-    line = stats.linregress(*(points[name].map(math.log) for name in ("parameters", "mean")))
-    error = float(line.stderr) if len(points) > 2 else None
-    return PowerLaw(math.exp(line.intercept), float(-line.slope), error, len(points))
-
-
-def saved_parameters(arm: pd.DataFrame, base: pd.DataFrame) -> tuple[float, float, bool] | None:
-    """``(N, needed, outside)``: the largest size of ``base``, and how many parameters ``arm`` needs for its loss.
-
-    Both by their power laws; ``outside`` says that ``needed`` lies outside the sizes of ``arm``. None without two fits.
-    """
-    law, other = power_law(arm), power_law(base)
-    if law is None or other is None or law.alpha <= 0:
-        return None
-    size = float(base.parameters.max())
-    needed = (law.scale / other(size)) ** (1 / law.alpha)
-    return size, needed, not arm.parameters.min() <= needed <= arm.parameters.max()
-
-
 def write(study: Study, results: Sequence[Result], out: Path) -> list[Path]:
     """Write ``report.md`` and ``loss.png`` into ``out``."""
     out.mkdir(parents=True, exist_ok=True)
@@ -117,7 +78,6 @@ def markdown(study: Study, results: Sequence[Result], image: str | None) -> str:
     parts += ["## Loss", _losses(study, results, found)]
     if every.rate.notna().any():
         parts += ["## Every rate", _rates(study, every)]
-    parts += ["## Power law", _fits(study, found)]
     if found.heldout.notna().any():
         note = "Of held-out text after the last step, per token with a label (padding counts for nothing)."
         parts += [
@@ -194,37 +154,6 @@ def _rates(study: Study, found: pd.DataFrame) -> str:
     return _table(rows)
 
 
-def _fits(study: Study, found: pd.DataFrame) -> str:
-    lines = ["`loss = A · N^-α`, least squares in log-log over sizes, N all parameters."]
-    if study.data in BUILT:
-        return "No fit: runs on text that every machine has show that the machinery works, and no law."
-    points = {arm: summary(found, arm) for arm in study.arms}
-    laws = {arm: power_law(points[arm]) for arm in study.arms}
-    if not any(laws.values()):
-        return f"{lines[0]} No arm has two complete sizes: no fit."
-    for arm, law in laws.items():
-        if law is None:
-            text = "fewer than two sizes are complete: no fit."
-        elif law.error is None:
-            text = f"α = {law.alpha:.4f}, A = {law.scale:.3f}, through two points: no uncertainty can be given."
-        else:
-            freedom = f"{law.points - 2} degree{'s' if law.points > 3 else ''} of freedom"
-            error = f"{law.error:.4f} (standard error, {law.points} sizes, {freedom})"
-            text = f"α = {law.alpha:.4f} ± {error}, A = {law.scale:.3f}."
-        lines.append(f"- {ARMS[arm].label}: {text}")
-    base = points.get(BASELINE, found[:0])
-    for arm in (arm for arm in study.arms if arm != BASELINE):
-        if saved := saved_parameters(points[arm], base):
-            size, needed, outside = saved
-            words = f"{abs(1 - needed / size):.0%} {'fewer' if needed <= size else 'more'}"
-            words += " (outside the sizes that were trained)." if outside else "."
-            lines.append(
-                f"- Parameters saved at equal loss, by these fits: {ARMS[arm].label} needs {needed:.3g} for the loss "
-                f"of {ARMS[BASELINE].label} at {size:.3g}: {words}"
-            )
-    return "\n".join(lines)
-
-
 def _perplexity(found: pd.DataFrame, group: str, arm: str) -> str:
     """The exponential of the mean held-out loss."""
     losses = _of(found, group, arm).heldout.dropna()
@@ -297,9 +226,6 @@ def figure(study: Study, results: Sequence[Result], path: Path) -> bool:
     else:
         for name, points in curves.items():
             _draw(axes, name, points.parameters, points["mean"], "y", points["std"])
-            if study.data not in BUILT and (law := power_law(points)) is not None and law.points > 2:
-                line = points.parameters.map(law)
-                axes.plot(points.parameters, line, ARMS[name].line, color=ARMS[name].colour, alpha=0.7)
         for point in [] if study.data in BUILT else published()["points"]:
             for name in ("preln", "lns"):
                 style: dict[str, Any] = {"color": ARMS[name].colour, "marker": ARMS[name].marker, "fillstyle": "none"}
