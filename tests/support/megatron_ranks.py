@@ -59,7 +59,7 @@ def build(options: dict[str, Any]) -> tuple[Any, list[Any]]:
         apply(cfg, scheme=options.get("scheme", "lns"))
     cfg.output_layer_init_method = cfg.init_method
     chunks = options.get("vpp") or 1
-    spec = tiny.sequence_parallel_spec(cfg) if cfg.sequence_parallel else None
+    spec = tiny.spec_with(cfg) if cfg.sequence_parallel else None
     models = [
         tiny.build(cfg, spec, vp_stage=stage if chunks > 1 else None, seed=1234 + stage) for stage in range(chunks)
     ]

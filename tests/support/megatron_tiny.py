@@ -6,7 +6,7 @@ that multiplies its output: slow, and right because autograd differentiates the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -37,6 +37,19 @@ def config(kind: Any = None, **changes: Any) -> Any:
     return (kind or TransformerConfig)(**(values | changes))
 
 
+def under(scheme: str = "lns", *, kind: Any = None, keep_scaled_init: bool = False, **changes: Any) -> Any:
+    """A config with ``scheme`` applied to it."""
+    from olmo_lns.integrations.megatron import apply
+
+    cfg = config(kind, **changes)
+    apply(cfg, scheme=scheme, keep_scaled_init=keep_scaled_init)
+    return cfg
+
+
+def model_of(scheme: str = "lns", spec: Any = None, **changes: Any) -> Any:
+    return build(under(scheme, **changes), spec)
+
+
 def local_spec(cfg: Any, **kwargs: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -58,13 +71,13 @@ class ParallelRMSNorm:
         return norm
 
 
-def sequence_parallel_spec(cfg: Any) -> Any:
-    """The local spec with norms that allow sequence parallelism."""
+def spec_with(cfg: Any, norm: Any = ParallelRMSNorm) -> Any:
+    """The local spec of a block with another norm; by default one that allows sequence parallelism."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     layer = local_spec(cfg)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ParallelRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * cfg.num_layers, layer_norm=ParallelRMSNorm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * cfg.num_layers, layer_norm=norm)
 
 
 def build(cfg: Any, spec: Any = None, *, vp_stage: int | None = None, seed: int = 1234, **kwargs: Any) -> Any:
@@ -113,37 +126,32 @@ def hook_layer(layer: Any, factor: float) -> None:
         norm.register_forward_hook(lambda module, inputs, output: output * factor)
 
 
-def branch_reference(model: Any, scheme: str, learned: dict[str, torch.Tensor]) -> Any:
-    """Turn a stock model into one whose branches are what ``scheme``'s equation says, in the model's dtype.
+def equation(model: Any, scheme: str, learned: dict[str, torch.Tensor]) -> Any:
+    """Turn a stock model into one whose sub-layers are what ``scheme``'s equation says, in the model's dtype.
 
     :param learned: parameters of the scheme by name (``decoder.layers.0.self_attn_bda.gate``), leaves of the graph.
     """
+    name, _, exponent = scheme.partition(":exponent=")
+    if name == "lns":
+        return hook_reference(model, float(exponent or 0.5))
     for layer in model.decoder.layers:
-        for holder, slot in (("self_attention", "self_attn_bda"), ("mlp", "mlp_bda")):
+        for holder, slot, of_sub_layer in (
+            ("self_attention", "self_attn_bda", "lnsafterattn"),
+            ("mlp", "mlp_bda", "lnsafterff"),
+        ):
             prefix = f"decoder.layers.{layer.layer_number - 1}.{slot}."
             p = {k.removeprefix(prefix): v for k, v in learned.items() if k.startswith(prefix)}
-            root = layer.layer_number**0.5
-            attention = holder == "self_attention"
+            scaled = name in ("lnsafterbranch", "sandwich_depth", of_sub_layer)
+            factor = layer.layer_number**-0.5 if scaled else 1.0
 
-            def norm(h: torch.Tensor, p: dict[str, torch.Tensor] = p) -> torch.Tensor:
-                if "norm.bias" in p:
-                    h = h - h.mean(-1, keepdim=True)
-                h = h / torch.sqrt((h**2).mean(-1, keepdim=True) + 1e-6)
-                return h * p["norm.weight"] + p.get("norm.bias", 0)
-
-            branches: dict[str, Any] = {
-                "lnsafterbranch": lambda h, root=root: h / root,
-                "lnsafterattn": lambda h, root=root, attention=attention: h / root if attention else h,
-                "lnsafterff": lambda h, root=root, attention=attention: h if attention else h / root,
-                "sandwich": norm,
-                "sandwich_depth": lambda h, norm=norm, root=root: norm(h) / root,
-                "layerscale": lambda h, p=p: p["gate"] * h,
-                "skipinit": lambda h, p=p: p["gate"] * h,
-            }
-
-            def hook(module: Any, inputs: Any, output: Any, branch: Any = branches[scheme]) -> Any:
+            def hook(module: Any, inputs: Any, output: Any, p: Any = p, factor: float = factor) -> Any:
                 h, bias = output
-                return branch(h if bias is None else h + bias), None
+                h = h if bias is None else h + bias
+                if "norm.weight" in p:
+                    h = h - h.mean(-1, keepdim=True) if "norm.bias" in p else h
+                    h = h / torch.sqrt((h**2).mean(-1, keepdim=True) + 1e-6)
+                    h = h * p["norm.weight"] + p.get("norm.bias", 0)
+                return factor * p.get("gate", 1.0) * h, None
 
             getattr(layer, holder).register_forward_hook(hook)
     return model
@@ -161,11 +169,11 @@ def gradients(model: Any, tokens: torch.Tensor) -> tuple[float, dict[str, torch.
 
 
 def perturb(model: Any, seed: int = 3) -> Any:
-    """Gains and gates that are not all one, so that a wrong gradient cannot hide."""
+    """Gains, gates and biases that are not all one or zero, so that a wrong gradient cannot hide."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or "gate" in name:
+            if "norm" in name or "gate" in name or name.endswith("bias"):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return model
 
@@ -183,3 +191,43 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
         error = (found[name].double() - reference.double()).abs().max() / reference.double().abs().max()
         if not error < rtol:  # no assert: some callers run under PYTHONOPTIMIZE
             raise AssertionError(f"{name}: gradient off by {error:.2e} of its largest element, expected < {rtol:g}")
+
+
+def assert_same_step(model: Any, expected: Any, learned: Any = (), rename: Callable[[str], str] = str) -> None:
+    """The same loss and gradients.
+
+    :param learned: parameters of ``expected`` that its hooks hold. :param rename: what ``expected`` calls a parameter.
+    """
+    loss, grads = gradients(model, batch())
+    right, right_grads = gradients(expected, batch())
+    right_grads |= {name: value.grad for name, value in dict(learned).items()}
+    if not abs(loss - right) < 1e-6 * abs(right):
+        raise AssertionError(f"loss {loss!r}, expected {right!r}")
+    # The one number of a skipinit gate is a sum over all elements, in fp32.
+    rtol = 1e-4 if any(value.numel() == 1 for value in right_grads.values()) else 2e-5
+    assert_same_gradients({rename(name): value for name, value in grads.items()}, right_grads, rtol)
+
+
+def assert_equation(
+    model: Any,
+    scheme: str,
+    *,
+    rename: Callable[[str], str] = str,
+    centered: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> None:
+    """``model`` does what the stock model of the local spec does in ``dtype`` with the scheme's equation in hooks.
+
+    :param rename: what the local spec calls a parameter. :param centered: gains of ``model`` are stored minus one.
+    :param changes: of the stock model's config.
+    """
+    stock = build(config(**changes)).to(dtype)
+    own = {rename(name): value.detach().to(dtype) for name, value in model.named_parameters()}
+    gains = [name for name in own if name.endswith(("layernorm.weight", "bda.norm.weight"))]
+    own |= {name: own[name] + 1 for name in gains if centered}
+    learned = {name: own.pop(name).requires_grad_() for name in list(own) if "_bda." in name}
+    stock.load_state_dict(own, strict=False)
+    if missing := set(own) ^ set(dict(stock.named_parameters())):
+        raise AssertionError(f"parameters of one side only: {sorted(missing)}")
+    assert_same_step(model, equation(stock, scheme, learned), learned, rename)

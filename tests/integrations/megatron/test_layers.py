@@ -1,8 +1,10 @@
-"""The factor on the layers of a tiny GPT of the local spec: values, gradients, refusals."""
+"""The factor on the layers of a tiny GPT of the local spec, and on one norm at a time: values, gradients, refusals."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -11,41 +13,9 @@ from support import megatron_tiny as tiny
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import apply
-
-
-def lns_model(spec: Any = None, *, exponent: float = 0.5, **changes: Any) -> Any:
-    cfg = tiny.config(**changes)
-    apply(cfg, exponent=exponent)
-    return tiny.build(cfg, spec)
-
-
-def reference(model: Any, *, exponent: float = 0.5, **changes: Any) -> Any:
-    """A stock model with the weights of ``model`` and a hook on each of its block norms."""
-    stock = tiny.build(tiny.config(**changes))
-    stock.load_state_dict(model.state_dict())
-    return tiny.hook_reference(stock, exponent)
-
-
-@pytest.mark.parametrize(
-    ("exponent", "changes"),
-    [
-        (0.5, {}),
-        (1.0, {"normalization": "LayerNorm"}),
-        (0.5, {"num_moe_experts": 4}),
-        (0.5, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-    ],
-    ids=["RMSNorm", "LayerNorm", "MoE", "full recompute"],
-)
-def test_loss_and_all_gradients_are_those_of_the_hooked_model(exponent: float, changes: dict[str, Any]) -> None:
-    model = lns_model(exponent=exponent, **changes)
-    assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
-    expected = reference(model, exponent=exponent, **{k: v for k, v in changes.items() if "recompute" not in k})
-    loss, grads = tiny.gradients(model, tiny.batch())
-    right, right_grads = tiny.gradients(expected, tiny.batch())
-    stock, _ = tiny.gradients(tiny.build(tiny.config(**changes)), tiny.batch())
-    assert loss == pytest.approx(right, rel=1e-6)
-    assert abs(loss - stock) > 1e-4  # the factor is felt
-    tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
+from olmo_lns.integrations.megatron.norms import attach_norm
+from olmo_lns.integrations.norm_sites import Site
+from olmo_lns.schemes import LNS
 
 
 def test_multi_token_prediction_goes_on_after_the_last_block() -> None:
@@ -55,21 +25,16 @@ def test_multi_token_prediction_goes_on_after_the_last_block() -> None:
         spec = tiny.local_spec(cfg)
         return tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=False))
 
-    cfg, plain = (tiny.config(mtp_num_layers=2, init_method_std=0.2) for _ in "ab")
+    how = {"mtp_num_layers": 2, "init_method_std": 0.2}
     try:
-        stock = tiny.hook_reference(model_of(plain))
+        stock = tiny.hook_reference(model_of(tiny.config(**how)))
     except TypeError as error:
         pytest.skip(f"this Megatron builds no MTP layers without Transformer Engine: {error}")
-    apply(cfg)
-    model = model_of(cfg)
+    model = model_of(tiny.under(**how))
     stock.load_state_dict(model.state_dict())
     for number, mtp in enumerate(stock.mtp.layers, start=tiny.LAYERS + 1):
-        inner = getattr(mtp, "mtp_model_layer", None) or mtp.transformer_layer
-        tiny.hook_layer(inner, number**-0.5)
-    loss, grads = tiny.gradients(model, tiny.batch())
-    right, right_grads = tiny.gradients(stock, tiny.batch())
-    assert loss == pytest.approx(right, rel=1e-6)
-    tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
+        tiny.hook_layer(getattr(mtp, "mtp_model_layer", None) or mtp.transformer_layer, number**-0.5)
+    tiny.assert_same_step(model, stock)
 
 
 def test_multi_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,67 +50,39 @@ def test_multi_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
 
-    if not isinstance(
-        getattr(multi_latent_attention, "TELinear", Core), type
-    ):  # 0.16 asks for instances of what TE lacks
+    if not isinstance(getattr(multi_latent_attention, "TELinear", Core), type):  # 0.16 asks for what TE lacks
         monkeypatch.setattr(multi_latent_attention, "TELinear", Core)
-    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
-    cfg, plain = (
-        tiny.config(kind=MLATransformerConfig, **heads, kv_channels=8, rope_type="rope", apply_rope_fusion=False,
-                    qk_layernorm=True, init_method_std=0.2)
-        for _ in "ab"
+    how = dict(
+        kind=MLATransformerConfig, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=8,
+        kv_channels=8, rope_type="rope", apply_rope_fusion=False, qk_layernorm=True, init_method_std=0.2,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = Core
-    apply(cfg)
-    model, stock = tiny.build(cfg, spec), tiny.build(plain, spec)
+    model, stock = tiny.model_of(spec=spec, **how), tiny.build(tiny.config(**how), spec)
     stock.load_state_dict(model.state_dict())
     assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
-    loss, grads = tiny.gradients(model, tiny.batch())
-    right, right_grads = tiny.gradients(tiny.hook_reference(stock), tiny.batch())
-    assert loss == pytest.approx(right, rel=1e-6)
-    tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
+    tiny.assert_same_step(model, tiny.hook_reference(stock))
 
 
-def test_two_sites_a_layer_with_the_global_number() -> None:
-    model = lns_model()
+def keys_of(model: Any) -> list[Any]:
+    keys = {k: v.key for k, v in model.sharded_state_dict().items() if hasattr(v, "key")}
+    return [list(dict(model.named_parameters())), list(model.state_dict()), keys]
+
+
+def test_two_sites_a_layer_with_the_global_number_and_the_keys_of_stock() -> None:
+    model, stock = tiny.model_of(), tiny.build(tiny.config())
     sites = [(norm.lns_sites[0].layer_number, norm.lns_scale) for norm in tiny.scaled_norms(model)]
     assert sites == [(block, block**-0.5) for block in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert not tiny.scaled_norms(model.decoder.final_layernorm)
-
-
-def test_parameter_names_and_checkpoint_keys_are_those_of_stock() -> None:
-    model, stock = lns_model(), tiny.build(tiny.config())
-    assert list(dict(model.named_parameters())) == list(dict(stock.named_parameters()))
-    assert list(model.state_dict()) == list(stock.state_dict())
-    assert {k: v.key for k, v in _tensors(model)} == {k: v.key for k, v in _tensors(stock)}
+    assert keys_of(model) == keys_of(stock)
     assert isinstance(model.decoder.layers[0].input_layernorm, torch.nn.RMSNorm)
-
-
-def _tensors(model: Any) -> list[tuple[str, Any]]:
-    return [(k, v) for k, v in model.sharded_state_dict().items() if hasattr(v, "key")]
-
-
-def test_a_norm_survives_deepcopy_and_another_dtype() -> None:
-    norm = copy.deepcopy(lns_model().decoder.layers[3].input_layernorm).to(torch.bfloat16)
-    x = torch.randn(8, 1, tiny.HIDDEN, dtype=torch.bfloat16)
-    stock = torch.nn.RMSNorm(tiny.HIDDEN, eps=1e-6, dtype=torch.bfloat16)
-    y = norm(x)
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), stock(x.float()) * 0.5, rtol=1e-2, atol=1e-2)
-
-
-def test_without_the_flag_the_model_is_stock_bit_for_bit() -> None:
-    model = tiny.build(tiny.config())
-    assert tiny.scaled_norms(model) == []
-    assert type(model.decoder.layers[0].input_layernorm) is torch.nn.RMSNorm
+    assert tiny.scaled_norms(stock) == [] and type(stock.decoder.layers[0].input_layernorm) is torch.nn.RMSNorm
     std = 0.02 / (2 * tiny.LAYERS) ** 0.5
-    assert model.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
+    assert stock.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
 
 
 def test_apply_to_a_built_model_equals_apply_to_its_config() -> None:
-    model = tiny.build(tiny.config())
-    other = lns_model()
+    model, other = tiny.build(tiny.config()), tiny.model_of()
     other.load_state_dict(model.state_dict())
     assert apply(model) == 2 * tiny.LAYERS
     assert tiny.gradients(model, tiny.batch())[0] == tiny.gradients(other, tiny.batch())[0]
@@ -169,8 +106,7 @@ def test_apply_to_one_layer() -> None:
     ],
 )
 def test_settings_that_are_refused(change: dict[str, Any], words: str) -> None:
-    cfg = tiny.config()
-    apply(cfg)
+    cfg = tiny.under()
     for name, value in change.items():  # set late: not every version knows each of them
         setattr(cfg, name, value)
     for refuses in (apply, tiny.build)[: 1 if "batch" in words else 2]:  # which main builds with TE only
@@ -178,18 +114,13 @@ def test_settings_that_are_refused(change: dict[str, Any], words: str) -> None:
             refuses(cfg)
 
 
-def test_a_layer_without_a_norm_is_refused() -> None:
+def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused() -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
-    cfg = tiny.config()
-    spec = copy.deepcopy(tiny.local_spec(cfg))
+    spec = copy.deepcopy(tiny.local_spec(cfg := tiny.under()))
     spec.submodules.pre_mlp_layernorm = IdentityOp
-    apply(cfg)
     with pytest.raises(LNSConfigError, match=r"TransformerLayer 1 has 0 norms in front of its MLP \(none\)"):
         tiny.build(cfg, spec)
-
-
-def test_cross_attention_is_refused() -> None:
     layer = tiny.build(tiny.config()).decoder.layers[0]
     layer.cross_attention = torch.nn.Identity()
     with pytest.raises(LNSConfigError, match="cross attention"):
@@ -216,7 +147,7 @@ def test_a_target_that_is_none_is_refused() -> None:
 
 
 def test_after_the_first_forward_nothing_stands_in_a_modules_way() -> None:
-    model = lns_model()
+    model = tiny.model_of()
     copied = copy.deepcopy(model.decoder.layers[0].input_layernorm)
     for each, waiting in ((copied, 1), (model, 3 * tiny.LAYERS), (model, 0)):
         assert len([m for m in each.modules() if "forward" in m.__dict__]) == waiting
@@ -225,16 +156,103 @@ def test_after_the_first_forward_nothing_stands_in_a_modules_way() -> None:
 
 
 def test_a_layer_that_does_not_run_its_norm_is_refused() -> None:
-    """With the message at the first forward; Megatron's own case, the op fuser, is in test_te.py."""
-    model = lns_model()
+    """At the first forward; Megatron's own case, the op fuser, is in te_cases.py."""
+    model = tiny.model_of()
     model.decoder.layers[1].pre_mlp_layernorm = torch.nn.RMSNorm(tiny.HIDDEN)
     with pytest.raises(LNSConfigError, match=r"TransformerLayer 2 did not call the forward of pre_mlp_layernorm"):
         tiny.loss_of(model, tiny.batch())
 
 
-def test_the_start_up_line(capsys: pytest.CaptureFixture[str]) -> None:
-    lns_model()
-    out = capsys.readouterr().out
-    assert out.count("LayerNorm Scaling on") == 1
-    assert "8 norms (RMSNorm), 8 in this process (blocks 1-4); s = 1 (block 1) to 0.5 (block 4); exponent 0.5" in out
-    assert "scaled initialization off" in out
+WIDTH, SCALE, EPS = 24, 3**-0.5, 1e-5
+SITE = Site(LNS, 3, 4, "attn")
+
+
+class PythonLayerNorm(torch.autograd.Function):
+    """Apex's function by its signature: backward uses the gain it was given, and returns its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, shape: Any, eps: float, memory_efficient: bool = False
+    ) -> Any:
+        rsigma = torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + eps)
+        unit = (x - x.mean(-1, keepdim=True)) * rsigma
+        ctx.save_for_backward(unit, weight, rsigma)
+        return unit * weight + bias
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any) -> Any:  # type: ignore[override]
+        unit, weight, rsigma = ctx.saved_tensors
+        g = upstream * weight
+        dx = rsigma * (g - g.mean(-1, keepdim=True) - unit * (g * unit).mean(-1, keepdim=True))
+        return dx, (upstream * unit).flatten(0, -2).sum(0), upstream.flatten(0, -2).sum(0), None, None, None
+
+
+@pytest.fixture
+def apex(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Megatron's wrapper of Apex, its CUDA function replaced; and the settings that it wants."""
+    from megatron.core.fusions import fused_layer_norm
+
+    monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
+    monkeypatch.setattr(fused_layer_norm, "FusedLayerNormAffineFunction", PythonLayerNorm, raising=False)
+    return fused_layer_norm.FusedLayerNorm, {"normalization": "LayerNorm", "persist_layer_norm": False}
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_megatrons_wrapper_of_apex(centered: bool, apex: Any) -> None:
+    kind, how = apex
+    cfg = tiny.under(layernorm_zero_centered_gamma=centered, init_method_std=0.2, **how)
+    model = tiny.perturb(tiny.build(cfg, tiny.spec_with(cfg, kind)))
+    assert {norm.lns_method for norm in tiny.scaled_norms(model)} == {"folded into the norm's gain"}
+    tiny.assert_equation(model, "lns", centered=centered, normalization="LayerNorm")
+    norm = model.decoder.layers[2].input_layernorm
+    for wrong in (False, True):  # the parameters are seen again, also after a forward that fails
+        with pytest.raises(Exception, match="must match") if wrong else contextlib.nullcontext():
+            norm(torch.randn(2, tiny.HIDDEN + wrong))
+        assert norm.weight is norm._parameters["weight"] and norm.zero_centered_gamma is centered
+
+
+def test_a_norm_that_hands_the_residual_on() -> None:
+    class TEFusedResidualRMSNorm(torch.nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), x
+
+    norm: Any = TEFusedResidualRMSNorm(WIDTH, eps=EPS)
+    x = torch.randn(4, WIDTH)
+    plain = torch.nn.functional.rms_norm(x, (WIDTH,), None, EPS)
+    attach_norm(norm, SITE)
+    y, residual = norm(x)
+    assert residual is x
+    torch.testing.assert_close(y, plain * SCALE)
+
+
+def test_twice_is_refused_and_names_stay() -> None:
+    norm: Any = torch.nn.RMSNorm(WIDTH)
+    attach_norm(norm, SITE)
+    assert norm.lns_scale == SCALE and isinstance(norm, torch.nn.RMSNorm)
+    assert type(norm).__name__ == "RMSNorm" and "lns_scale=0.57735" in repr(norm)
+    with pytest.raises(LNSConfigError, match="scheme lns already"):
+        attach_norm(norm, SITE)
+
+
+def test_a_fused_linear_that_is_not_megatrons_is_refused() -> None:
+    class LayerNormLinear(torch.nn.Linear):
+        layer_norm_weight = torch.ones(WIDTH)
+
+    with pytest.raises(LNSConfigError, match="is not Megatron's TELayerNormColumnParallelLinear"):
+        attach_norm(LayerNormLinear(WIDTH, 2), SITE)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "Apex"])
+def test_a_scaled_norm_is_saved_and_copied_whole(kind: str, apex: Any) -> None:
+    norm: Any = apex[0](tiny.config(**apex[1]), WIDTH) if kind == "Apex" else torch.nn.RMSNorm(WIDTH, eps=EPS)
+    attach_norm(norm, SITE)
+    file = io.BytesIO()
+    torch.save(torch.nn.Sequential(norm), file)
+    file.seek(0)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+    for copied in (torch.load(file, weights_only=False)[0], copy.deepcopy(norm)):
+        assert type(copied) is type(norm) and (copied.lns_scale, copied.lns_sites) == (SCALE, (SITE,))
+        assert torch.equal(copied(x), norm(x))
+        y = copied.to(torch.bfloat16)(x.bfloat16())
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), norm(x), rtol=1e-2, atol=1e-2)

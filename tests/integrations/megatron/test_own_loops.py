@@ -68,7 +68,7 @@ def block_spec(cfg: Any) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    return ModuleSpec(module=TransformerBlock, submodules=tiny.sequence_parallel_spec(cfg))
+    return ModuleSpec(module=TransformerBlock, submodules=tiny.spec_with(cfg))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def block_spec(cfg: Any) -> Any:
         lambda cfg: layer_spec(cfg),
         lambda cfg: layer_spec(cfg, tiny.local_spec(cfg)),
         lambda cfg: layer_spec(cfg, tiny.local_spec),
-        lambda cfg: functools.partial(layer_spec, scheme="lns")(cfg, tiny.sequence_parallel_spec),
+        lambda cfg: functools.partial(layer_spec, scheme="lns")(cfg, tiny.spec_with),
         lambda cfg: layer_spec(cfg, block_spec(cfg)),
     ],
     ids=["Megatron's own", "a layer", "a function", "a block", "a block's own spec"],
