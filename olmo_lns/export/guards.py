@@ -49,6 +49,7 @@ def install() -> None:
     _installed.append(True)
     on_import(TRIGGER, lambda module: _check_script())
     on_import("hf_olmo.configuration_olmo", _guard_hf_olmo)
+    on_import("hf_olmo.modeling_olmo", _guard_hf_olmo_model)
     for module in (CONVERTERS[0], f"scripts.{CONVERTERS[0]}"):
         on_import(module, lambda m: replace(Target(f"{m.__name__}:write_model", _VERIFIED), _guarded))
 
@@ -103,20 +104,41 @@ def _guard_hf_olmo(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if types.has_scheme(kind := str(self.layer_norm_type)):
+        if types.has_scheme(self.layer_norm_type):
             if not (Path(save_directory) / "config.yaml").is_file():
-                # A model in memory, saved elsewhere: its config names the norm and loses the exponent.
-                record = types.written_record(kind)
-                if (name := f"{record.running}-to-preln") not in accepted():
-                    raise CheckpointMismatchError(
-                        f"{save_directory}: this model has {record}, which hf_olmo's files cannot hold. Save an OLMo "
-                        f"checkpoint, then: olmo-lns export CHECKPOINT OUT --format hf. Or set {ALLOW_MISMATCH}={name}."
-                    )
+                _require_allowed(self.layer_norm_type, str(save_directory))
             check_conversion(save_directory, keeps_gains=True)
         return original(self, save_directory, *args, **kwargs)
 
     setattr(save_pretrained, MARKER, True)
     config_class.save_pretrained = save_pretrained
+
+
+def _guard_hf_olmo_model(module: ModuleType) -> None:
+    """A model that hf_olmo builds under a scheme could be trained, and would be refused at its first save."""
+
+    def wrap(make: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(config: Any) -> Any:
+            _require_allowed(config.layer_norm_type, "OLMoForCausalLM")
+            return make(config)
+
+        return wrapped
+
+    replace(Target(f"{module.__name__}:create_model_config_from_pretrained_config", {}), wrap, only_look=True)
+
+
+def _require_allowed(layer_norm_type: Any, what: str) -> None:
+    """:raises CheckpointMismatchError: ``what`` of hf_olmo is under a scheme, which was not allowed."""
+    if not types.has_scheme(layer_norm_type):
+        return
+    name = f"{types.scheme_of(layer_norm_type).name}-to-preln"
+    if name not in accepted():
+        raise CheckpointMismatchError(
+            f"{what}: this model has layer_norm_type {layer_norm_type!s}, but hf_olmo's files hold no record and not "
+            "every parameter of a scheme. Train in OLMo, or in transformers from a folder of olmo-lns hf init or hf "
+            "import. An OLMo checkpoint becomes a stock model by olmo-lns export CHECKPOINT OUT --format hf. Or set "
+            f"{ALLOW_MISMATCH}={name}."
+        )
 
 
 def _model_section(folder: Path) -> dict[str, Any]:

@@ -146,13 +146,33 @@ def test_hf_olmo_is_stopped_and_converts_the_rest(
     with pytest.raises(CheckpointMismatchError, match=r"olmo-lns export .* --format hf"):
         write_config(str(copies["lns"]))
     assert not (copies["lns"] / "config.json").exists()
-    with pytest.raises(CheckpointMismatchError, match=r"this model has lns:exponent=0\.5 over rms.*olmo-lns export"):
+    with pytest.raises(CheckpointMismatchError, match=r"this model has layer_norm_type lns_rms, .*olmo-lns export"):
         OLMoConfig(layer_norm_type="lns_rms").save_pretrained(tmp_path / "elsewhere")
     for name, copy in reversed(copies.items()):
         if name == "lns":
             monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "lns-to-preln")
         write_config(str(copy))
         assert (copy / "config.json").exists()
+
+
+def test_hf_olmo_builds_no_model_that_it_could_not_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose exponent stands in the environment only, which its config never holds."""
+    pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
+    guards.install()
+    from hf_olmo import OLMoConfig, OLMoForCausalLM
+
+    small = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=97, embedding_size=97, max_sequence_length=16)
+    monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
+    config = OLMoConfig(layer_norm_type="lns_rms", **small)
+    with pytest.raises(
+        CheckpointMismatchError, match=r"OLMoForCausalLM: this model has layer_norm_type lns_rms, .*hf init"
+    ):
+        OLMoForCausalLM(config)
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "lns-to-preln")
+    assert OLMoForCausalLM(config).model.transformer.blocks[1].ff_norm.lns_scale == 2**-0.25
+    monkeypatch.delenv("OLMO_LNS_ALLOW_MISMATCH")
+    OLMoForCausalLM(OLMoConfig(layer_norm_type="rms", **small)).save_pretrained(tmp_path / "stock")
+    assert (tmp_path / "stock" / "config.json").is_file()
 
 
 def test_unreadable_folders_are_the_converters_business(tmp_path: Path) -> None:
