@@ -17,33 +17,29 @@ __all__ = ["DTYPES", "above_zero", "at_least", "process_group", "seed"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
-    """A whole number that is no smaller.
+def at_least(smallest: int, below: float = math.inf) -> Callable[[str], int]:
+    """A whole number that is no smaller, and smaller than ``below``.
 
     The function that is returned raises ``argparse.ArgumentTypeError``.
+
+    Example: ``parser.add_argument("--steps", type=at_least(1))``.
     """
+    expected = f"a whole number >= {smallest}" + ("" if below == math.inf else f" and < {below}")
 
     def number(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = smallest - 1
-        if value < smallest:
-            raise argparse.ArgumentTypeError(f"expected a whole number >= {smallest}, found {text!r}")
+        if not smallest <= value < below:
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
         return value
 
     return number
 
 
-def seed(text: str) -> int:
-    """A whole number that torch's generators take: from 0, below 2**63.
-
-    :raises argparse.ArgumentTypeError: anything else.
-    """
-    value = at_least(0)(text)
-    if value >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, found {text}")
-    return value
+#: A whole number that torch's generators take.
+seed = at_least(0, below=1 << 63)
 
 
 def above_zero(text: str) -> float:

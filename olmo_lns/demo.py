@@ -7,7 +7,6 @@ every study's; the variances are measured by ``olmo-lns analyze variance`` on th
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import shlex
@@ -24,15 +23,14 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from olmo_lns import extras
-from olmo_lns.arguments import above_zero, at_least, seed
-from olmo_lns.environment import processes, refuse_disabled
+from olmo_lns.arguments import at_least
+from olmo_lns.environment import one_process, refuse_disabled
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.extras import require
 from olmo_lns.study import files
-from olmo_lns.study.arms import ARMS, arm_named, check_environment
+from olmo_lns.study.arms import ARMS, check_environment
 from olmo_lns.study.collect.folder import attempts, merge, read
 from olmo_lns.study.collect.results import Result, write_results
-from olmo_lns.study.engines import OLMO, settings_of
 from olmo_lns.study.launch.start import environment, run_here
 from olmo_lns.study.plan.spec import Run, Study
 
@@ -49,14 +47,13 @@ def parser() -> argparse.ArgumentParser:
         prog="olmo-lns demo",
         description="Train a small OLMo of 24 blocks as Pre-LN, Pre-LN with scaled initialization and LNS; measure the "
         "variance of every block's output.",
-        epilog="After Ctrl-C the same command goes on where it stopped.",
+        epilog="After Ctrl-C the same command goes on where it stopped. For other rates and seeds change a copy of the "
+        "study.yaml in the output folder and give it to `olmo-lns study`.",
     )
     out.add_argument("--long", action="store_true", help="16 tokens a parameter, each arm at its best rate there")
     out.add_argument("--steps", type=at_least(1), help="optimizer steps of each run, instead of the description's")
     out.add_argument("--layers", type=at_least(2), help="blocks, instead of the description's")
-    out.add_argument("--arms", help="with commas between, such as preln,postln,lns; docs/study.md lists them")
-    out.add_argument("--learning-rate", type=above_zero, help="one peak rate for all arms, instead of each arm's own")
-    out.add_argument("--seeds", type=seed, nargs="+", help="every arm is trained under each")
+    out.add_argument("--arms", help="some of the description's arms, with commas between: preln,lns")
     out.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (default %(default)s)")
     return out
 
@@ -64,29 +61,22 @@ def parser() -> argparse.ArgumentParser:
 def describe(args: argparse.Namespace) -> Study:
     """The study of the pack with what was asked for; its description lies in the folder as ``.study.yaml``.
 
-    :raises LNSConfigError: an arm that is unknown, that OLMo lacks, or for which the description has no rate.
+    :raises LNSConfigError: an arm that the description does not have.
     """
     path = files.pack_folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
     raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    sizes, only, arms = raw["sizes"], raw["only"], raw["arms"]
     if args.arms is not None:
-        arms = list(dict.fromkeys(name.strip() for name in args.arms.split(",") if name.strip()))
-        if not arms:
-            raise LNSConfigError(f"--arms: no arm given; expected some of {', '.join(ARMS)}")
-        for name in arms:
-            settings_of(arm_named(name), OLMO)
-    if args.learning_rate is not None:
-        size = next(iter(sizes.values())) | {"optimizer.learning_rate": args.learning_rate}
-        sizes, only = {f"rate{args.learning_rate:.10f}".rstrip("0"): size}, {}
-    elif without := [arm for arm in arms if not any(arm in listed for listed in only.values())]:
-        raise LNSConfigError(f"--arms: no rate was searched for {', '.join(without)}: give one with --learning-rate")
+        asked = list(dict.fromkeys(filter(None, map(str.strip, args.arms.split(",")))))
+        if not asked or not set(asked) <= set(raw["arms"]):
+            raise LNSConfigError(f"--arms {args.arms}: expected some of {', '.join(raw['arms'])}")
+        raw["arms"] = asked
     changes: dict[str, Any] = {"model.n_layers": args.layers} if args.layers else {}
     if args.steps:
         changes |= {"max_duration": args.steps, "scheduler.t_warmup": max(1, min(20, args.steps // 10))}
-    only = {name: kept for name in sizes if (kept := [arm for arm in arms if arm in only.get(name, arms)])}
-    raw |= {"config": str(path.with_name(raw["config"])), "arms": arms, "only": only}
-    raw["seeds"] = args.seeds or raw["seeds"]
-    raw["sizes"] = {name: sizes[name] | changes for name in only}
+    only = {size: [arm for arm in raw["arms"] if arm in arms] for size, arms in raw["only"].items()}
+    raw["only"] = {size: arms for size, arms in only.items() if arms}
+    raw["sizes"] = {size: raw["sizes"][size] | changes for size in raw["only"]}
+    raw["config"] = str(path.with_name(raw["config"]))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / ".study.yaml").write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
     return Study.load(args.out / ".study.yaml")
@@ -231,8 +221,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
         late += losses.iloc[len(losses) // 10 :].tolist()
         style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
         left.plot(losses.index, losses, **style)
-        label = None if row.run.seed != rows[0].run.seed else f"{arm.label} ({row.result.learning_rate:g})"
-        blocks = range(1, len(row.after) + 1)
+        blocks, label = range(1, len(row.after) + 1), f"{arm.label} ({row.result.learning_rate:g})"
         right.plot(blocks, row.after, marker=arm.marker, label=label, **style)
         right.plot(blocks, row.before, color=arm.colour, linestyle=":", linewidth=1)
     left.set(xlabel="step", ylabel=f"training loss (nats per byte, mean of {smoothing} steps)")
@@ -240,11 +229,8 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     block_axis(right, len(rows[0].after))
     right.set(ylabel="output variance (dotted: before training)", yscale="log")
     figure.legend(loc="outside lower center", ncols=4)
-    one = rows[0].result
-    sizes = (
-        f"{len(rows[0].after)} blocks, {one.parameters / 1e6:.2f}M parameters, {one.tokens / 1e6:.2f}M bytes of text"
-    )
-    figure.suptitle(f"OLMo, {sizes}; in brackets the learning rate", fontsize=10)
+    size = f"{rows[0].result.parameters / 1e6:.2f}M parameters, {rows[0].result.tokens / 1e6:.2f}M bytes of text"
+    figure.suptitle(f"OLMo, {len(rows[0].after)} blocks, {size}; in brackets the learning rate", fontsize=10)
     save(figure, path)
 
 
@@ -268,11 +254,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     refuse_disabled()
     check_environment()
-    if (world := processes()) > 1:  # each would write the same files
-        raise LNSConfigError(f"the demo runs in one process: found WORLD_SIZE={world}; start it without torchrun")
-    for name, extra in (("olmo", "olmo"), ("matplotlib", "analysis")):
-        if importlib.util.find_spec(name) is None:
-            raise LNSConfigError(f"the demo needs {name} (extra {extra}): {extras.advice('olmo,analysis')}")
+    one_process("the demo")
+    require("olmo", "matplotlib")
     out, console = args.out, Console(file=sys.stdout)
     study = describe(args)
     os.environ.update(environment(study, out))  # what its config reads

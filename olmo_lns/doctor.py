@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import platform
-import re
 import runpy
 import sys
 import warnings
@@ -46,6 +46,7 @@ class Framework:
     """Where a framework's name, version and verified sources stand.
 
     :param release: path below the source tree, and the variable in it, that holds the version.
+    :param detail: how a scheme is selected.
     """
 
     label: str
@@ -55,23 +56,14 @@ class Framework:
     detail: str
 
 
+_TYPES = "layer_norm_type: lns, lns_rms, lns_default, lns_low_precision; so for the other schemes"
 _BLOCK = "block: {_CLASS_: olmo_lns.olmo_core.BlockConfig}"
+_FLAGS = "flags --layernorm-scaling, --norm-scheme, --no-scaled-init"
+_MEGATRON = ("megatron/core/package_info.py", "__version__")
 FRAMEWORKS = (
-    Framework(
-        "OLMo",
-        "olmo",
-        "olmo",
-        ("olmo/version.py", "VERSION"),
-        "layer_norm_type: lns, lns_rms, lns_default, lns_low_precision; so for the other schemes",
-    ),
+    Framework("OLMo", "olmo", "olmo", ("olmo/version.py", "VERSION"), _TYPES),
     Framework("OLMo-core", "olmo-core", "olmo_core", ("olmo_core/version.py", "VERSION"), _BLOCK),
-    Framework(
-        "Megatron core",
-        "megatron",
-        "megatron.core",
-        ("megatron/core/package_info.py", "__version__"),
-        "flags --layernorm-scaling, --norm-scheme, --no-scaled-init",
-    ),
+    Framework("Megatron core", "megatron", "megatron.core", _MEGATRON, _FLAGS),
 )
 
 #: Where Megatron has this file (0.19 has), every import of its core reaches it, and it imports triton.
@@ -143,16 +135,14 @@ def tree_of(module: str) -> Path | None:
 
 def transformers_row() -> Finding:
     """It has no sources to compare: its integration is made of its own extension points, in a range of versions."""
-    if (tree := tree_of("transformers")) is None:
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
         return Finding("transformers", "-", "absent", extras.advice("hf"))
     from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, VERIFIED
 
-    source = tree / "transformers" / "__init__.py"
-    written = re.search(r'^__version__ = "(.+)"', source.read_text(encoding="utf-8"), re.MULTILINE)
-    if written is None:
-        return Finding("transformers", "-", "unsupported", f"{source} says no __version__")
-    version, wanted = written[1], extras.wanted("hf", "transformers")
     types = ", ".join(f"{PREFIX}{kind}" for kind, family in FAMILIES.items() if family.sub_layers)
+    wanted = extras.wanted("hf", "transformers")
     if not wanted.contains(version, prereleases=True):
         return Finding("transformers", version, "note", f"wanted {wanted}; verified: {VERIFIED}")
     return Finding("transformers", version, "ok", f"model types {types}")
@@ -171,25 +161,11 @@ def _settings() -> Finding:
     return Finding("olmo-lns", __version__, "ok", ", ".join(given) or f"schemes {', '.join(schemes.names())}")
 
 
-#: Where a driver shows a device that torch could use (NVIDIA, WSL, ROCm).
-_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
-
-
-def _may_have_device() -> bool:
-    """Whether torch has to be asked (seconds); one built for CPU, or a Linux without a device, has none."""
-    built = runpy.run_path(str(tree / "torch" / "version.py")) if (tree := tree_of("torch")) else {}
-    possible = bool(built.get("cuda") or built.get("hip"))
-    return possible and (sys.platform != "linux" or any(Path(name).exists() for name in _DEVICES))
-
-
 def _torch() -> Finding:
-    if (tree := tree_of("torch")) is None:
-        return Finding("torch", "-", "unsupported", "not installed: pip install torch")
-    if not _may_have_device():
-        version = runpy.run_path(str(tree / "torch" / "version.py"))["__version__"]
-        return Finding("torch", version, "ok", "CUDA: no device")
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("torch", "-", "unsupported", f"not installed: pip install torch ({error})")
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("torch", torch.__version__, "ok", f"CUDA: {', '.join(devices) or 'no device'}")
 
@@ -217,15 +193,11 @@ def _transformer_engine() -> Finding:
 
 
 def _backend() -> Finding:
-    asked = environment.read(environment.NORM_BACKEND)
-    if asked in ("", "auto") and not _may_have_device():
-        # What choose_backend says here, without the seconds of importing torch.
-        return Finding("norm backend", "torch", "ok", "no CUDA device is visible")
-    from olmo_lns.norm import choose_backend
-
     try:
+        from olmo_lns.norm import choose_backend
+
         backend = choose_backend()
-    except LNSError as error:
+    except (ImportError, LNSError) as error:
         return Finding("norm backend", "-", "unsupported", str(error))
     return Finding("norm backend", backend.name, "ok", backend.reason)
 
@@ -247,15 +219,11 @@ def _lacking(findings: Sequence[Finding], required: Sequence[str]) -> list[str]:
     labels |= {"hf": "transformers", "te": "Transformer Engine"}
     lines = []
     for name in required:
-        for row in (rows.get(labels.get(name, "")), rows[f"extra {name}"]):
-            if row is None:
-                continue
-            # Packages of another version than asked for may do; a framework without an integration does not.
-            fails = ("absent", "unsupported") if row.what.startswith("extra ") else ("absent", "unsupported", "note")
-            if row.state in fails:
-                state = "unsupported" if row.state == "note" else row.state
-                lines.append(f"--require {name}: {row.what} is {state}: {row.detail}")
-                break
+        # Packages of another version than asked for may do; a framework without an integration does not.
+        own, packages = rows.get(labels.get(name, "")), rows[f"extra {name}"]
+        bad = own if own and own.state != "ok" else packages if packages.state == "absent" else None
+        if bad:
+            lines.append(f"--require {name}: {bad.what} is {bad.state.replace('note', 'unsupported')}: {bad.detail}")
     return lines
 
 

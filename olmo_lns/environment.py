@@ -25,6 +25,7 @@ __all__ = [
     "check",
     "describe",
     "is_set",
+    "one_process",
     "processes",
     "read",
     "refuse_disabled",
@@ -84,6 +85,16 @@ def processes() -> int:
             f"WORLD_SIZE={text}: expected a whole number >= 1, as torchrun sets it; unset it to run in one process"
         )
     return int(text)
+
+
+def one_process(what: str) -> int:
+    """1, where ``what`` runs alone.
+
+    :raises LNSConfigError: torchrun has started several processes, of which each would do the same.
+    """
+    if (world := processes()) > 1:
+        raise LNSConfigError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
+    return 1
 
 
 def check() -> None:

@@ -9,7 +9,7 @@ from typing import Sequence
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-__all__ = ["IMPORTED_AS", "advice", "extra_of", "names", "problems", "wanted"]
+__all__ = ["IMPORTED_AS", "advice", "extra_of", "names", "problems", "require", "wanted"]
 
 DISTRIBUTION = "olmo-lns"
 #: Distribution -> the module it is imported as, where the two differ.
@@ -46,6 +46,13 @@ def _requirements(extra: str) -> list[Requirement]:
 
 def _module(requirement: Requirement) -> str:
     return IMPORTED_AS.get(requirement.name.lower(), requirement.name.replace("-", "_"))
+
+
+def require(*modules: str) -> None:
+    """:raises ModuleNotFoundError: one is not installed; asked before the work that would end with it."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def problems(extra: str) -> tuple[list[str], list[str]]:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -37,6 +37,9 @@ def test_a_checkout_that_only_scripts_of_its_folder_import_is_pointed_at(monkeyp
 
 
 def test_what_cannot_run_fails_with_its_reason():
+    assert "| OLMO_LNS_DIR is unknown" in run(OLMO_LNS_DIR="/x").stdout.replace("environment variable ", "| ").replace(
+        "│", "|"
+    )
     done = run(OLMO_LNS_DISABLE="1", OLMO_LNS_INITIALIZATION="maybe", OLMO_LNS_NORM_BACKEND="te")
     assert done.returncode == 1 and "OLMO_LNS_DISABLE=1 is set" in done.stdout
     assert "OLMO_LNS_INITIALIZATION='maybe'" in done.stdout
@@ -79,31 +82,10 @@ def test_settings_that_are_wrong_fail(monkeypatch):
     assert doctor._settings().detail == "OLMO_LNS_SCHEME=lns:exponent=0.25"
 
 
-def test_it_is_quick_and_imports_no_framework():
-    """Seconds of CPU, which a busy machine does not stretch as much as those of the clock.
-
-    Without a device not even torch is imported, which alone takes the seconds that a user waits.
-    """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code = (
-        "import sys; from olmo_lns import doctor; doctor.examine(); "
-        "print([m for m in ('olmo', 'olmo_core', 'megatron.core', 'transformers', 'torch._dynamo', 'torch') if m in sys.modules])"
-    )
+def test_it_imports_no_framework():
+    code = "import sys; from olmo_lns import doctor; doctor.examine(); print({'olmo', 'olmo_core', 'megatron.core', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.stdout.strip() == ("['torch']" if doctor._may_have_device() else "[]")
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-
-
-@pytest.mark.skipif(doctor._may_have_device(), reason="torch tells which device there is")
-def test_without_a_device_it_says_what_torch_would_say():
-    import torch
-
-    from olmo_lns.norm import choose_backend
-
-    found = {row.what: (row.found, row.detail) for row in doctor.examine()}
-    assert found["torch"] == (torch.__version__, "CUDA: no device")
-    assert found["norm backend"] == (choose_backend().name, choose_backend().reason)
+    assert done.stdout.strip() == "set()"
 
 
 def test_rows_as_json_with_one_for_each_extra():
@@ -115,18 +97,16 @@ def test_rows_as_json_with_one_for_each_extra():
     assert {f"extra {name}" for name in doctor.extras.names()} <= set(found)
 
 
+def no_metadata(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
 def test_what_is_required_and_absent_fails(capsys, monkeypatch):
     """Real metadata; the packages are taken away from the look-up, as an environment without them has none."""
-    real = doctor.importlib.util.find_spec
-    version = doctor.extras.importlib.metadata.version
-
-    def no_metadata(name):
-        if name == "ai2-olmo":
-            raise doctor.extras.importlib.metadata.PackageNotFoundError(name)
-        return version(name)
-
+    real, version = doctor.importlib.util.find_spec, importlib.metadata.version
+    absent = lambda name: (no_metadata if name == "ai2-olmo" else version)(name)  # noqa: E731
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "olmo" else real(name))
-    monkeypatch.setattr(doctor.extras.importlib.metadata, "version", no_metadata)
+    monkeypatch.setattr(importlib.metadata, "version", absent)
     assert doctor.main(["--require", "olmo"]) == 1
     out = capsys.readouterr()
     assert out.err == "olmo-lns doctor: --require olmo: OLMo is absent: pip install 'olmo-lns[olmo]'\n"
@@ -134,18 +114,13 @@ def test_what_is_required_and_absent_fails(capsys, monkeypatch):
     assert doctor.main([]) == 0
 
 
-def test_transformers_by_its_version(monkeypatch, tmp_path):
+def test_transformers_by_its_version(monkeypatch):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     row = doctor.transformers_row()
     assert (row.found, row.state) == (transformers.__version__, "ok") and "lns_llama" in row.detail
-    source = (doctor.tree_of("transformers") / "transformers" / "__init__.py").read_text(encoding="utf-8")
-    (tmp_path / "transformers").mkdir()
-    monkeypatch.setattr(doctor, "tree_of", lambda module: tmp_path)
-    for version, state in (("4.40.0", "note"), ("", "unsupported")):
-        text = source.replace(f'__version__ = "{row.found}"', f'__version__ = "{version}"')
-        (tmp_path / "transformers" / "__init__.py").write_text(text, encoding="utf-8")
-        assert doctor.transformers_row().state == state
-    monkeypatch.setattr(doctor, "tree_of", lambda module: None)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "4.40.0")
+    assert doctor.transformers_row().state == "note"
+    monkeypatch.setattr(doctor.importlib.metadata, "version", no_metadata)
     assert doctor.transformers_row().detail == "pip install 'olmo-lns[hf]'"
 
 

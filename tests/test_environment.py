@@ -118,15 +118,23 @@ def test_imports_and_stock_models_only_warn_and_a_scheme_stops(setting):
     assert done.stderr.count("Where a scheme runs") == 1
 
 
-@pytest.mark.parametrize("framework", ["megatron", "transformers"])
-def test_a_stray_variable_stops_a_scheme_elsewhere_too(monkeypatch, framework):
+@pytest.mark.parametrize("framework", ["megatron", "olmo", "transformers"])
+def test_a_stray_variable_stops_a_scheme_before_anything_is_built(monkeypatch, framework):
     pytest.importorskip("megatron.core" if framework == "megatron" else framework)
-    from support import megatron_tiny, transformers_models
+    from support import megatron_tiny, olmo_models, transformers_models
 
+    package = f"olmo_lns.integrations.{framework}"
+    function, argument = {
+        "megatron": lambda: (importlib.import_module(package).apply, megatron_tiny.config()),
+        "olmo": lambda: (
+            importlib.import_module(f"{package}.types").require_supported,
+            olmo_models.model_config(layer_norm_type="lns_rms"),
+        ),
+        "transformers": lambda: (importlib.import_module(package).apply, transformers_models.stock("llama")),
+    }[framework]()
     monkeypatch.setenv("OLMO_LNS_DIR", "/x")
-    apply = importlib.import_module(f"olmo_lns.integrations.{framework}").apply
     with pytest.raises(LNSConfigError, match="OLMO_LNS_DIR is unknown"):
-        apply(megatron_tiny.config() if framework == "megatron" else transformers_models.stock("llama"))
+        function(argument)
 
 
 @pytest.mark.parametrize("command", [["train", "cfg.yaml", "--model.layer_norm_type=lns"], ["demo", "--arms", "lns"]])
@@ -151,7 +159,7 @@ def test_numbers() -> None:
     for parse, text, said in (
         *((at_least(1), text, f"whole number >= 1, found '{text}'") for text in ("0", "-1", "1.5", "x", "")),
         *((above_zero, text, f"above 0, found '{text}'") for text in ("0", "-1", "nan", "inf", "x", "")),
-        (seed, str(2**63), "below 2"),
+        (seed, str(2**63), f"a whole number >= 0 and < {2**63}, found"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=said):
             parse(text)
@@ -168,8 +176,7 @@ def test_numbers() -> None:
         "study launch study.yaml --out x --workers=0",
         "analyze layer-drop --model x --data y --num-fewshot=-1",
         "analyze all x --data y -o z --tokens=0",
-        "demo --learning-rate=0",
-        "demo --seeds=-1",
+        "demo --layers=1",
         "verify a b --prompts=0",
     ],
 )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from olmo_lns.errors import LNSError
-from olmo_lns.models.structure import image_token, is_masked_lm, logits_of, model_type
+from olmo_lns.models.structure import is_masked_lm, logits_of, model_type
 
 __all__ = [
     "Batch",
@@ -34,14 +34,12 @@ __all__ = [
 ]
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
-#: Of a vision-language model also with what its processor made of the images.
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Batches = Iterable[Batch]
 #: Called with the 0-based block and its hidden state of shape (batch, sequence, d_model).
 Observer = Callable[[int, torch.Tensor], None]
-#: Ids and mask (and a vision-language model's images, by keyword) -> negative log-likelihood in nats
-#: (batch, positions), float32, and which positions count.
-TokenLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+#: Ids and mask -> negative log-likelihood in nats (batch, positions), float32, and which positions count.
+TokenLoss = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 #: An encoder predicts every seventh token (14 %, BERT's share), replaced by its mask token: no random draw,
 #: so that all layers are judged on the same positions.
 MASK_EVERY = 7
@@ -145,14 +143,11 @@ def not_finite(where: str) -> LNSError:
     )
 
 
-def unpack(
-    batch: Batch, device: torch.device | str
-) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Token ids, the mask of real tokens as bool (None: every token is real), and what a batch holds beside them."""
-    found = {"input_ids": batch} if isinstance(batch, torch.Tensor) else dict(batch)
-    found = {name: value.to(device) for name, value in found.items()}
-    ids, mask = found.pop("input_ids"), found.pop("attention_mask", None)
-    return ids, None if mask is None or bool(mask.bool().all()) else mask.bool(), found
+def unpack(batch: Batch, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token ids, and the mask of real tokens as bool (None: every token is real)."""
+    ids, mask = (batch, None) if isinstance(batch, torch.Tensor) else (batch["input_ids"], batch.get("attention_mask"))
+    real = None if mask is None or bool(mask.bool().all()) else mask.to(device).bool()
+    return ids.to(device), real
 
 
 @contextmanager
@@ -175,19 +170,17 @@ def run(
     forward: Callable[..., Any],
     *,
     may_be_empty: bool = False,
-    with_images: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Run ``forward`` on every batch and yield its ids and mask afterwards.
 
     :param may_be_empty: no error without tokens: one rank of several may have got none.
-    :param with_images: ``forward`` also takes what a batch holds beside ids and mask, by keyword.
     :raises LNSError: there was no batch, or none held a token.
     """
     tokens = 0
     with evaluating(model):
         for batch in batches:
-            ids, mask, pictures = unpack(batch, device)
-            forward(ids, mask, **(pictures if with_images else {}))
+            ids, mask = unpack(batch, device)
+            forward(ids, mask)
             tokens += ids.numel() if mask is None else int(mask.sum())
             yield ids, mask
     if tokens == 0 and not may_be_empty:
@@ -197,19 +190,14 @@ def run(
 def token_loss(model: nn.Module, mask_token: int | None = None) -> TokenLoss:
     """Next-token loss of a decoder, or masked-token loss of an encoder (BERT).
 
-    The placeholders of an image are no text: a vision-language model is not asked to predict them.
-
     :param mask_token: id of an encoder's mask token.
     :raises LNSError: an encoder without ``mask_token``.
     """
-    logits, placeholder = logits_of(model), image_token(model)
+    logits = logits_of(model)
 
-    def next_token(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-        valid = real[:, 1:] & real[:, :-1]
-        if placeholder is not None:
-            valid = valid & (ids[:, 1:] != placeholder)
-        return _nll(logits(ids, mask, **pictures)[:, :-1], ids[:, 1:]), valid
+        return _nll(logits(ids, mask)[:, :-1], ids[:, 1:]), real[:, 1:] & real[:, :-1]
 
     def masked_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask

@@ -12,11 +12,8 @@ from olmo_lns.diagnostics import MEASURES
 
 __all__ = ["main"]
 
-#: As ``olmo_lns.models.structure.BRANCHES``, which loads torch: ``--help`` does not.
-BRANCHES = ("vision", "language")
 #: What only some diagnostics ask for, and its value where it is not asked for.
 SPECIAL: dict[str, Any] = {"last_token": False, "rows": None, "sequences": 64, "tasks": []}
-SPECIAL |= {"branch": None, "image_field": None}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,7 +100,3 @@ def _add_layer_drop(command: argparse.ArgumentParser) -> None:
     add("--limit", type=at_least(1), help="examples a task")
     add("--num-fewshot", type=at_least(0), help="examples in the prompt")
     add("--chat-template", action="store_true", help="the prompts by the model's chat template")
-    add = command.add_argument_group("vision-language models").add_argument
-    add("--branch", choices=BRANCHES, help="whose blocks are removed")
-    add("--image-field", help="of JSON lines and data sets (default image; --branch language: text alone)")
-    add("--processor", help="for the loss, a folder or name; default: the model's own")

@@ -1,4 +1,4 @@
-"""Batches from what ``--data`` names: token ids, text, JSON lines or a Hugging Face data set, with images or without.
+"""Batches from what ``--data`` names: token ids, text, JSON lines or a Hugging Face data set.
 
 Everything streams: memory does not depend on the number of tokens.
 """
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from olmo_lns import hub
 from olmo_lns.errors import LNSError, one_line
 
-__all__ = ["DataOptions", "check_source", "load_processor", "read_batches", "read_images", "track"]
+__all__ = ["DataOptions", "check_source", "read_batches", "track"]
 
 #: Characters of a plain-text file tokenised at a time.
 TEXT_BLOCK = 1 << 20
@@ -242,71 +242,6 @@ def _collate(group: list[np.ndarray]) -> dict[str, torch.Tensor]:
     ids = [torch.from_numpy(sequence.astype(np.int64)) for sequence in group]
     mask = [torch.ones_like(sequence) for sequence in ids]
     return {"input_ids": pad_sequence(ids, True), "attention_mask": pad_sequence(mask, True)}
-
-
-def load_processor(name: str) -> Any:
-    """The processor of a folder or hub name.
-
-    :raises LNSError: it cannot be loaded; Qwen's needs torchvision.
-    """
-    try:
-        import transformers
-
-        known = hub.cached_only(name, "processor_config.json", "preprocessor_config.json")
-        return transformers.AutoProcessor.from_pretrained(name, local_files_only=known)
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LNSError(f"{name}: no processor could be loaded ({one_line(error)}); see --processor") from error
-
-
-def read_images(source: str, options: DataOptions, processor: Any, field: str) -> Iterator[dict[str, torch.Tensor]]:
-    """One record a batch: images differ in size, and a processor turns larger ones into more tokens.
-
-    :param source: JSON lines with text and image files (relative to the file), or a data set with an image column.
-    :param field: where a record has its image, or its list of images.
-    :raises LNSError: no record, no text or image in one, or an image that cannot be read.
-    """
-    path, left = Path(source), options.max_tokens
-    if path.is_file() and path.suffix not in RECORDS:
-        raise LNSError(f"--data: {path} has no images: give JSON lines with {field!r} and text, or a data set")
-    empty = True
-    for record in _documents(source):
-        pictures = _images(record, field, path.parent if path.is_file() else Path())
-        text = record.get(options.text_field) if isinstance(record, Mapping) else None
-        if not isinstance(text, str) or not pictures:
-            raise LNSError(
-                f"--data: found a record with {sorted(record)}, expected text in {options.text_field!r} (--text-field) "
-                f"and an image in {field!r} (--image-field)"
-            )
-        batch = dict(processor(text=_prompt(processor, text, len(pictures)), images=pictures, return_tensors="pt"))
-        empty = False
-        yield batch
-        if left is not None and (left := left - batch["input_ids"].numel()) <= 0:
-            return
-    if empty:
-        raise LNSError(f"{source} holds no record: give at least one with text and an image")
-
-
-def _images(record: Any, field: str, folder: Path) -> list[Any]:
-    from PIL import Image
-
-    value = record.get(field) if isinstance(record, Mapping) else None
-    found = value if isinstance(value, list) else [value] if value is not None else []
-    try:
-        return [(Image.open(folder / item) if isinstance(item, str) else item).convert("RGB") for item in found]
-    except (OSError, AttributeError) as error:
-        raise LNSError(f"--data: {field!r}: not an image that can be read: {one_line(error)}") from error
-
-
-def _prompt(processor: Any, text: str, count: int) -> str:
-    """The text with a place for each image: as it stands, by the chat template, or with the token in front."""
-    token = str(getattr(processor, "image_token", "<image>"))
-    if token in text:
-        return text
-    if getattr(processor, "chat_template", None):
-        pictures = [{"type": "image"} for _ in range(count)]
-        answer = {"role": "assistant", "content": [{"type": "text", "text": text}]}
-        return str(processor.apply_chat_template([{"role": "user", "content": pictures}, answer]))
-    return f"{token * count} {text}"
 
 
 def track(

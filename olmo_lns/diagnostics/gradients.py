@@ -265,7 +265,7 @@ def gradient_norms(
             parameter.grad = None
         with evaluating(model), torch.enable_grad():
             for batch in batches:
-                nll, valid = loss_of(*unpack(batch, device)[:2])
+                nll, valid = loss_of(*unpack(batch, device))
                 count = int(valid.sum())
                 scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
                 summed = nll.masked_fill(~valid.to(nll.device), 0).sum()

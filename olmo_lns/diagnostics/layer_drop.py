@@ -7,9 +7,10 @@ and so their layer numbers: taking a block out of the list would shift every lat
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Iterator, Sequence
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,9 +18,9 @@ from torch import nn
 from olmo_lns.diagnostics.capture import Batches, block_input, by_block, first_tensor, run, token_loss
 from olmo_lns.errors import LNSError, one_line
 from olmo_lns.models.loading import LoadedModel
-from olmo_lns.models.structure import body_forward, find_blocks, in_vision, is_vision_language, logits_of
+from olmo_lns.models.structure import find_blocks, logits_of
 
-__all__ = ["LayerDropResult", "TaskScores", "bypassed", "drop_layers", "output_lengths", "score_tasks"]
+__all__ = ["LayerDropResult", "TaskScores", "bypassed", "drop_layers", "harness_model", "score_tasks"]
 
 
 #: Metrics of which the first one that a task reports is read.
@@ -78,45 +79,28 @@ class LayerDropResult:
 
 
 @contextmanager
-def output_lengths(blocks: Sequence[nn.Module]) -> Iterator[list[int]]:
-    """The length of the tuple that each block returns (0 = a bare tensor), filled in by what runs inside.
+def bypassed(block: nn.Module) -> Iterator[None]:
+    """Inside, ``block`` runs, which fills its slot of a key-value cache, and then returns its input.
 
-    :raises LNSError: a block did not run: what it costs to remove cannot be asked of this data.
+    :raises LNSError: it did not run: what it costs to remove cannot be asked of this data.
     """
-    lengths = [-1] * len(blocks)
+    ran = False
 
-    def hook(index: int, output: Any) -> None:
-        first_tensor(output)  # raises on anything else
-        lengths[index] = 0 if isinstance(output, torch.Tensor) else len(output)
-
-    with ExitStack() as stack:
-        for index, block in enumerate(blocks):
-            handle = block.register_forward_hook(lambda _, __, output, index=index: hook(index, output))
-            stack.callback(handle.remove)
-        yield lengths
-    if -1 in lengths:
-        raise LNSError(
-            f"block {lengths.index(-1) + 1} did not run on this data: the vision branch of a model runs on records "
-            "with an image (see --image-field) only"
-        )
-
-
-@contextmanager
-def bypassed(block: nn.Module, length: int) -> Iterator[None]:
-    """Inside, ``block`` returns its input, as a tensor (``length`` 0) or at the head of a tuple of Nones."""
-
-    def identity(*args: Any, **kwargs: Any) -> Any:
+    def give_input(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        nonlocal ran
+        ran = True
+        first_tensor(output)  # raises on what no diagnostic can read
         hidden = block_input(args, kwargs)
-        return (hidden, *[None] * (length - 1)) if length else hidden
+        return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
 
-    own = block.__dict__.get("forward")  # accelerate puts its hook of a device_map there
-    block.forward = identity
+    handle = block.register_forward_hook(give_input, with_kwargs=True)
     try:
-        yield
+        with mock.patch.object(block, "_compiled_call_impl", None):  # compiled code does not see a later hook
+            yield
     finally:
-        del block.forward
-        if own is not None:
-            block.forward = own
+        handle.remove()
+    if not ran:
+        raise LNSError("a block did not run on this data: remove blocks that do, or give data for it")
 
 
 def drop_layers(
@@ -138,29 +122,23 @@ def drop_layers(
     """
     blocks = find_blocks(model) if blocks is None else blocks
     loss = token_loss(model, mask_token)
-    lengths: list[int] = []
     sums: list[torch.Tensor] = []  # of each sequence: (models, sequences); and its number of tokens
     counts: list[torch.Tensor] = []
 
-    def one_batch(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: torch.Tensor) -> None:
-        if not lengths:
-            with output_lengths(blocks) as found, torch.no_grad():
-                body_forward(model)(ids if pictures else ids[:1], None, **pictures)
-            lengths.extend(found)
-        nll, valid = loss(ids, mask, **pictures)
+    def one_batch(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        nll, valid = loss(ids, mask)
         rows = [_per_sequence(nll, valid)]
         if not bool(torch.isfinite(rows[0]).all()):
             raise LNSError("the loss of the whole model is not finite: run `olmo-lns analyze variance` to see where")
-        for number, (block, length) in enumerate(zip(blocks, lengths, strict=True), start=1):
-            with bypassed(block, length):
-                rows.append(_per_sequence(*loss(ids, mask, **pictures)))
+        for number, block in enumerate(blocks, start=1):
+            with bypassed(block):
+                rows.append(_per_sequence(*loss(ids, mask)))
             if not bool(torch.isfinite(rows[-1]).all()):
                 raise LNSError(f"the loss without block {number} is not finite: try --dtype fp32 or bf16")
         sums.append(torch.stack(rows))
         counts.append(valid.sum(1).double().cpu())
 
-    images = is_vision_language(getattr(model, "config", None))
-    for _ in run(model, batches, device, one_batch, with_images=images):
+    for _ in run(model, batches, device, one_batch):
         pass
     count = torch.cat(counts)
     if not (tokens := int(count.sum())):
@@ -188,8 +166,8 @@ def _paired_stderr(difference: torch.Tensor, count: torch.Tensor) -> list[float 
 
 
 def score_tasks(
-    loaded: LoadedModel,
-    tokenizer: Any,
+    lm: Any,
+    blocks: Sequence[nn.Module],
     tasks: Sequence[str],
     *,
     include_path: str | None = None,
@@ -197,18 +175,17 @@ def score_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
     chat_template: bool = False,
-    batch_size: int = 8,
 ) -> dict[str, TaskScores]:
     """Run ``tasks`` on the whole model, then without each block in turn.
 
+    :param lm: lm-eval's model, such as :func:`harness_model` makes. :param blocks: those of its model, in order.
     :param include_path: folder with task files of your own. :param metric: by default the first of
         acc_norm, acc, exact_match and f1 that a task reports, else its first one.
     :param limit: examples a task, None for all.
-    :raises LNSError: lm-eval is missing, a task is unknown, or it reports no such metric.
+    :raises LNSError: a task is unknown, its data cannot be had, or it reports no such metric.
+
+    Example: ``score_tasks(HFLM(pretrained=model, tokenizer=tokenizer), find_blocks(model), ["arc_easy"])``.
     """
-    if tokenizer.eos_token_id is None:
-        raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
-    lm = _harness_model(loaded, tokenizer, batch_size)
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -232,44 +209,28 @@ def score_tasks(
             ) from error
         return found
 
-    with output_lengths(loaded.blocks) as lengths:
-        runs = [evaluate()]
-    for block, length in zip(loaded.blocks, lengths, strict=True):
-        with bypassed(block, length):
+    runs = [evaluate()]
+    for block in blocks:
+        with bypassed(block):
             runs.append(evaluate())
     return {task: _collect(task, [run[task] for run in runs], metric) for task in runs[0] if task in tasks}
 
 
-def _harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
-    try:
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise LNSError(f"tasks need lm-eval and accelerate: pip install 'olmo-lns[eval]' ({error})") from None
-    model: Any = loaded.model if loaded.kind == "huggingface" else _as_huggingface(loaded)
-    # A removed block would leave its slot of the key-value cache empty, and the cache's length is read from block 1.
-    model.config.use_cache = False
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.use_cache = False
-    kind, options = HFLM, {"tokenizer": tokenizer, "backend": "causal"}
-    if loaded.reads_images:
-        from lm_eval.models.hf_vlms import HFMultimodalLM
+def harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
+    """lm-eval's model around a loaded one.
 
-        kind, options = HFMultimodalLM, {"tokenizer": None}  # given one it forgets it; it loads the model's own
-        _never_cached(loaded)
-    options |= {"batch_size": batch_size, "max_length": loaded.max_length, "device": str(loaded.device)}
+    :raises LNSError: lm-eval cannot use it, or the tokenizer has no end-of-text token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
+    from lm_eval.models.huggingface import HFLM
+
+    model: Any = loaded.model if loaded.kind == "huggingface" else _as_huggingface(loaded)
+    options = {"batch_size": batch_size, "max_length": loaded.max_length, "device": str(loaded.device)}
     try:
-        return kind(pretrained=model, **options)
+        return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", **options)
     except (ValueError, TypeError, AttributeError) as error:
         raise LNSError(f"lm-eval cannot use this model: {one_line(error)}") from error
-
-
-def _never_cached(loaded: LoadedModel) -> None:
-    """The harness's multimodal models ask for the cache by name; without a vision block it is whole and stays."""
-    model: Any = loaded.model
-    if in_vision(next(name for name, module in model.named_modules() if module is loaded.blocks[0])):
-        return
-    generate = model.generate
-    model.generate = lambda *args, **kwargs: generate(*args, **{**kwargs, "use_cache": False})
 
 
 def _as_huggingface(loaded: LoadedModel) -> Any:
@@ -291,9 +252,8 @@ def _as_huggingface(loaded: LoadedModel) -> Any:
                 attention_mask = None
             return CausalLMOutput(logits=logits(input_ids, attention_mask))
 
-    config = transformers.PretrainedConfig(
-        vocab_size=loaded.vocabulary, max_position_embeddings=loaded.max_length, num_hidden_layers=len(loaded.blocks)
-    )
+    sizes = {"max_position_embeddings": loaded.max_length, "num_hidden_layers": len(loaded.blocks)}
+    config = transformers.PretrainedConfig(vocab_size=loaded.vocabulary, use_cache=False, **sizes)
     return OLMoForHarness(config).eval()
 
 

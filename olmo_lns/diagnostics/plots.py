@@ -33,15 +33,10 @@ WIDE = 20
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure in our style, outside of pyplot: nothing has to be closed.
+    """An empty figure in our style, outside of pyplot: nothing has to be closed."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    :raises LNSError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise LNSError("figures need matplotlib: pip install 'olmo-lns[analysis]'") from None
     # A fixed salt and no date give the same SVG file for the same numbers. With shorter handles dashes look alike.
     matplotlib.rcParams.update({"svg.hashsalt": "olmo-lns", "legend.handlelength": 3.5})
     matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
@@ -257,7 +252,7 @@ def draw_training(paths: Sequence[Path], labels: Sequence[str], *, log: bool = F
 def read_training(path: Path) -> Any:
     """A pandas table of a monitor's CSV file: a row a step, a column a block, the variance in the cells.
 
-    :raises LNSError: no such file, other columns, words for numbers, or no row yet.
+    :raises LNSError: other columns, words for numbers, or no row yet.
     """
     import pandas
 
@@ -267,8 +262,6 @@ def read_training(path: Path) -> Any:
             raise LNSError(f"{path}: found columns {list(rows.columns)}, expected the monitor's {', '.join(COLUMNS)}")
         rows = rows.apply(pandas.to_numeric)
         found = rows.pivot(index="step", columns="block", values="variance")
-    except OSError as error:
-        raise LNSError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:  # pandas' own errors, too
         raise LNSError(f"{path}: not the monitor's file: {error}") from None
     if found.empty:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-import importlib
-import importlib.util
 import io
 import os
 from contextlib import nullcontext
@@ -20,8 +18,8 @@ import pandas
 from olmo_lns.arguments import process_group
 from olmo_lns.checkpoints import record_in
 from olmo_lns.diagnostics import MEASURES, plots
-from olmo_lns.diagnostics.data import DataOptions, check_source, load_processor, read_batches, read_images, track
-from olmo_lns.diagnostics.layer_drop import score_tasks
+from olmo_lns.diagnostics.data import DataOptions, check_source, read_batches, track
+from olmo_lns.diagnostics.layer_drop import harness_model, score_tasks
 from olmo_lns.diagnostics.results import (
     Report,
     check_labels,
@@ -31,8 +29,9 @@ from olmo_lns.diagnostics.results import (
     table,
     write_csv,
 )
-from olmo_lns.environment import processes
+from olmo_lns.environment import one_process, processes
 from olmo_lns.errors import LNSError, one_line
+from olmo_lns.extras import require
 from olmo_lns.models.loading import LoadedModel, load_model, load_tokenizer
 
 __all__ = ["compare", "measure_all", "measure_one", "plot"]
@@ -51,9 +50,8 @@ def measure_one(args: argparse.Namespace) -> int:
     for path in args.plot:
         check_writable(path)
     check_source(args.data, pack=args.pack)
-    _need(*(["matplotlib"] if args.plot else []), *(["lm_eval"] if args.tasks else []))
-    if (world := processes()) > 1 and not MEASURES[args.what].pools:
-        raise LNSError(f"{args.what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
+    require(*(["matplotlib"] if args.plot else []), *(["lm_eval"] if args.tasks else []))
+    world = processes() if MEASURES[args.what].pools else one_process(args.what)
     with process_group() if world > 1 else nullcontext():
         rank = int(os.environ["RANK"]) if world > 1 else 0
         measured = _measure(args, _load(args, args.model), rank, world)
@@ -75,13 +73,12 @@ def measure_all(args: argparse.Namespace) -> int:
 
     :raises LNSError: an unknown diagnostic, several ranks, or nothing that ran.
     """
-    _need("matplotlib")
+    one_process("analyze all")
+    require("matplotlib")
     check_source(args.data, pack=args.pack)
     labels = check_labels([_label(model) for model in args.models], args.labels)
     if unknown := [what for what in args.only if what not in MEASURES]:
         raise LNSError(f"--only: unknown {unknown[0]!r}: expected some of {', '.join(MEASURES)}")
-    if (world := processes()) > 1:
-        raise LNSError(f"analyze all runs in one process: found WORLD_SIZE={world}; start it without torchrun")
     args.output.mkdir(parents=True, exist_ok=True)
     sections: dict[str, list[Report]] = {}
     problems: list[str] = []
@@ -109,15 +106,8 @@ def measure_all(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _need(*modules: str) -> None:
-    """:raises ModuleNotFoundError: one is not installed, before the work that ends with it."""
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-
-
 def _load(args: argparse.Namespace, model: str) -> LoadedModel:
-    names = ("dtype", "device", "device_map", "blocks", "branch")
+    names = ("dtype", "device", "device_map", "blocks")
     return load_model(model, **{name: getattr(args, name) for name in names})
 
 
@@ -141,13 +131,7 @@ def _measure(args: argparse.Namespace, loaded: LoadedModel, rank: int, world: in
     def tokenizer() -> Any:
         return load_tokenizer(args.tokenizer or loaded.tokenizer_name, loaded.eos_token_id)
 
-    if args.image_field or args.branch == "vision":
-        if not loaded.reads_images:
-            raise LNSError(f"--image-field: {args.model} is no vision-language model")
-        processor = load_processor(args.processor or args.model)
-        batches = read_images(args.data, options, processor, args.image_field or "image")
-    else:
-        batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
+    batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
     label = args.label or _label(args.model)
     if not args.quiet and rank == 0:
         said = f"{label}: {args.what}" if "models" in args else args.what
@@ -162,7 +146,6 @@ def _measure(args: argparse.Namespace, loaded: LoadedModel, rank: int, world: in
         "ranks": world,
         "lns": None if record is None or record.scheme.is_pre_ln else record.as_dict(),
         **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
-        **{name: value for name in ("branch", "image_field") if (value := getattr(args, name))},
     }
     return Report(args.what, label, args.model, args.data, result, settings)
 
@@ -170,9 +153,8 @@ def _measure(args: argparse.Namespace, loaded: LoadedModel, rank: int, world: in
 def _run(
     args: argparse.Namespace, loaded: LoadedModel, batches: Iterator[Any], tokenizer: Callable[[], Any], several: bool
 ) -> Any:
-    module, _, name = MEASURES[args.what].function.partition(":")
-    function = getattr(importlib.import_module(f"olmo_lns.diagnostics.{module}"), name)
-    options: dict[str, Any] = {"all_ranks": several} if MEASURES[args.what].pools else {}
+    measure = MEASURES[args.what]
+    options: dict[str, Any] = {"all_ranks": several} if measure.pools else {}
     if args.what == "angular":
         options["last_token"] = args.last_token
     elif args.what == "jacobian":
@@ -181,9 +163,10 @@ def _run(
         options["mask_token"] = tokenizer().mask_token_id if loaded.masked_lm else None
     tasks = {}  # of scores; first, since what fails here, such as a download, fails before the losses are computed
     if args.tasks:
-        names = ("metric", "limit", "num_fewshot", "chat_template", "batch_size")
-        how = {name: getattr(args, name) for name in names}
-        tasks = score_tasks(loaded, tokenizer(), args.tasks, include_path=args.task_path, **how)
+        how = {name: getattr(args, name) for name in ("metric", "limit", "num_fewshot", "chat_template")}
+        lm = harness_model(loaded, tokenizer(), args.batch_size)
+        tasks = score_tasks(lm, loaded.blocks, args.tasks, include_path=args.task_path, **how)
+    function = measure.loaded(measure.function)
     result = function(loaded.model, loaded.blocks, batches, loaded.device, **options)
     return replace(result, tasks=tasks) if tasks else result
 

@@ -8,16 +8,13 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 from olmo_lns.diagnostics import MEASURES
-from olmo_lns.diagnostics.angular import AngularResult
-from olmo_lns.diagnostics.gradients import GradNormResult, JacobianResult
-from olmo_lns.diagnostics.layer_drop import LayerDropResult, TaskScores
-from olmo_lns.diagnostics.variance import VarianceResult
+from olmo_lns.diagnostics.layer_drop import TaskScores
 from olmo_lns.errors import LNSError
 
-__all__ = ["KINDS", "Report", "check_labels", "check_writable", "markdown", "read_results", "table", "write_csv"]
+__all__ = ["Report", "check_labels", "check_writable", "markdown", "read_results", "table", "write_csv"]
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +22,6 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 #: Formats of figures.
 FORMATS = (".png", ".svg")
-#: Name of a diagnostic -> its result type, and the number of every block that its table shows, block 1 first.
-KINDS: dict[str, tuple[type[Any], Callable[[Any], list[float]]]] = {
-    "variance": (VarianceResult, lambda r: r.variance),
-    "angular": (AngularResult, lambda r: r.adjacent),
-    "layer-drop": (LayerDropResult, lambda r: r.increase),
-    "jacobian": (JacobianResult, lambda r: r.identity_distance),
-    "gradnorm": (GradNormResult, lambda r: r.total),
-}
 #: Settings that change the numbers: a difference is said, because it is then not only the models that differ.
 MATTERS = ("sequence_length", "pack", "dtype", "seed")
 
@@ -41,7 +30,7 @@ MATTERS = ("sequence_length", "pack", "dtype", "seed")
 class Report:
     """A diagnostic's result with what it was measured on.
 
-    :param what: a key of :data:`KINDS`. :param label: name of the model in figures and tables.
+    :param what: a key of :data:`~olmo_lns.diagnostics.MEASURES`. :param label: name of the model in figures and tables.
     :param settings: dtype, device, sequence length and so on, as used.
     """
 
@@ -55,7 +44,8 @@ class Report:
     @property
     def per_block(self) -> list[float]:
         """The number that stands for the diagnostic in tables, of each block, block 1 first."""
-        return KINDS[self.what][1](self.result)
+        found: list[float] = getattr(self.result, MEASURES[self.what].numbers)
+        return found
 
     def write(self, path: Path) -> list[Path]:
         """Write ``path`` (JSON) and the same table as CSV beside it; returns both paths."""
@@ -66,23 +56,15 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """:raises LNSError: no such file, or not a result of this version."""
+        """:raises LNSError: not a result of this version, or one that something is missing from."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise LNSError(f"{path}: {error.strerror or error}") from None
-        except ValueError as error:
-            raise LNSError(f"{path}: not a result file of `olmo-lns analyze`: {error}") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("what") not in KINDS:
-            raise LNSError(
-                f"{path}: not a result file of `olmo-lns analyze` (expected format {FORMAT} and what in "
-                f"{', '.join(KINDS)})"
-            )
-        try:
-            values = dict(content["result"])
+            if content["format"] != FORMAT:
+                raise ValueError(f"expected format {FORMAT}, found {content['format']}")
+            measure, values = MEASURES[content["what"]], dict(content["result"])
             if "tasks" in values:
                 values["tasks"] = {name: TaskScores(**scores) for name, scores in values["tasks"].items()}
-            result = KINDS[content["what"]][0](**values)
+            result = measure.loaded(measure.result)(**values)
             found = cls(**{**{f.name: content[f.name] for f in dataclasses.fields(cls)}, "result": result})
             for name, kind in (("label", str), ("model", str), ("data", str), ("settings", dict)):
                 if not isinstance(content[name], kind):
@@ -90,7 +72,7 @@ class Report:
             # Columns of one length, of numbers.
             [float(value) for value in found.per_block], int(result.tokens), result.frame()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise LNSError(f"{path}: incomplete result file: {error}") from None
+            raise LNSError(f"{path}: not a whole result file of `olmo-lns analyze`: {error}") from None
         return found
 
 
@@ -98,15 +80,12 @@ def check_writable(path: Path, suffixes: Sequence[str] = FORMATS) -> None:
     """Find out before the work whether its result can be written; makes the parent folder.
 
     :param suffixes: of the formats that can be written, those of figures by default.
-
     :raises LNSError: another suffix, a folder in its place, or no permission.
+    :raises OSError: its folder cannot be made.
     """
     if path.suffix not in suffixes:
         raise LNSError(f"{path}: cannot write {path.suffix or 'a file without suffix'}, expected {', '.join(suffixes)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LNSError(f"{path} cannot be written: {error}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise LNSError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no permission'}")
 

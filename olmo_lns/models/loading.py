@@ -19,7 +19,7 @@ from olmo_lns import environment, hub
 from olmo_lns.checkpoints.olmo import OLMoCheckpoint
 from olmo_lns.checkpoints.olmo_core import BUFFER, OLMoCoreCheckpoint, is_olmo_core
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
-from olmo_lns.models.structure import find_blocks, is_masked_lm, is_vision_language, vocabulary_size
+from olmo_lns.models.structure import find_blocks, is_masked_lm, vocabulary_size
 from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
 
@@ -52,10 +52,6 @@ class LoadedModel:
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     @property
-    def reads_images(self) -> bool:
-        return is_vision_language(getattr(self.model, "config", None))
-
-    @property
     def masked_lm(self) -> bool:
         return is_masked_lm(getattr(getattr(self.model, "config", None), "model_type", None))
 
@@ -83,14 +79,12 @@ def load_model(
     device: str = "auto",
     device_map: str | None = None,
     blocks: str | None = None,
-    branch: str | None = None,
 ) -> LoadedModel:
     """Load ``source`` for analysis.
 
     :param dtype: ``fp32``, ``bf16``, ``fp16``, or ``auto``: as saved, OLMo's in fp32.
     :param device_map: passed to Hugging Face, which then places the weights (needs accelerate).
     :param blocks: dotted path of the block list, for models outside the table.
-    :param branch: of a vision-language model, ``vision`` or ``language``.
     :raises LNSError: a folder without a config, a model that cannot be loaded, or blocks not found.
     """
     folder, place = Path(source), pick_device(device)
@@ -98,7 +92,6 @@ def load_model(
     core = not olmo and is_olmo_core(folder)
     kind = "an OLMo-core" if core else "an OLMo"
     for flag, value, where, instead in (
-        ("--branch", branch, olmo or core, "is for vision-language models, it has one branch"),
         ("--device-map", device_map, olmo or core, "is for Hugging Face models, use --device"),
         ("--blocks", blocks, core, "is for models outside the table, and its blocks are known: leave it out"),
     ):
@@ -116,7 +109,7 @@ def load_model(
     # A hub name is `name` or `owner/name`; anything else that is not there is a mistyped path.
     if not folder.exists() and (folder.is_absolute() or source.startswith((".", "~")) or len(folder.parts) > 2):
         raise LNSError(f"{source}: no such folder; give an OLMo checkpoint, or a Hugging Face folder or hub name")
-    return _load_huggingface(source, DTYPES.get(dtype), place, device_map, (blocks, branch))
+    return _load_huggingface(source, DTYPES.get(dtype), place, device_map, blocks)
 
 
 def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, blocks: str | None) -> LoadedModel:
@@ -239,13 +232,8 @@ def open_olmo_core(folder: Path) -> Any:
 
 
 def _load_huggingface(
-    source: str,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    device_map: str | None,
-    blocks: tuple[str | None, str | None],
+    source: str, dtype: torch.dtype | None, device: torch.device, device_map: str | None, blocks: str | None
 ) -> LoadedModel:
-    """:param blocks: their path, and the branch that they belong to."""
     from olmo_lns.integrations.transformers import register
 
     try:
@@ -257,11 +245,8 @@ def _load_huggingface(
         register()  # a model type of ours is found also where the autoload hook did not run
         known = {"local_files_only": hub.cached_only(source, "config.json")}
         config = transformers.AutoConfig.from_pretrained(source, **known)
-        loader = transformers.AutoModelForCausalLM
-        if is_masked_lm(config.model_type):
-            loader = transformers.AutoModelForMaskedLM
-        elif is_vision_language(config):
-            loader = transformers.AutoModelForImageTextToText
+        masked = is_masked_lm(config.model_type)
+        loader = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
         options = {"device_map": device_map, **known} if device_map else known
         model = loader.from_pretrained(source, torch_dtype=dtype or "auto", **options)
     except LNSError:
@@ -270,14 +255,13 @@ def _load_huggingface(
         raise LNSError(f"{source}: not a loadable Hugging Face model: {one_line(error)}") from error
     if not device_map:
         model = model.to(device)
-    text = config.get_text_config() if is_vision_language(config) else config
     return LoadedModel(
         model=model.eval(),
-        blocks=find_blocks(model, *blocks),
+        blocks=find_blocks(model, blocks),
         kind="huggingface",
         device=model.get_input_embeddings().weight.device,
         vocabulary=vocabulary_size(model),
-        max_length=int(getattr(text, "max_position_embeddings", None) or 2048),
+        max_length=int(getattr(config, "max_position_embeddings", None) or 2048),
         tokenizer_name=source,
     )
 

@@ -1,4 +1,4 @@
-"""Where transformer blocks live, those of a vision-language model's two branches too, and how to run a model's body."""
+"""Where transformer blocks live, and how to run a model's body."""
 
 from __future__ import annotations
 
@@ -23,16 +23,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: Of ids and mask; a transformers model also takes the inputs made of images, by keyword.
-Forward = Callable[..., Any]
-
-VISION, _ = BRANCHES = ("vision", "language")
-#: model_type -> the lists of blocks, (vision, language). A path with ``|`` is of two versions of transformers. Needed
-#: where a branch holds other lists, too: Qwen3-VL's mergers stand in one.
-_PATHS = {
-    kind: ("model.visual.blocks|visual.blocks", "model.language_model.layers|model.layers")
-    for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-}
+#: Of ids and mask.
+Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
 
 
 def is_olmo_model(model: nn.Module) -> bool:
@@ -52,7 +44,7 @@ def is_masked_lm(kind: str | None) -> bool:
     return family is not None and family.masked
 
 
-def find_blocks(model: nn.Module, path: str | None = None, branch: str | None = None) -> list[nn.Module]:
+def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     """The transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
     OLMo's model (with block groups too, under FSDP too) and the families of
@@ -60,15 +52,10 @@ def find_blocks(model: nn.Module, path: str | None = None, branch: str | None = 
     least two modules of one class.
 
     :param path: dotted path of the list inside ``model``, when it is known.
-    :param branch: of a vision-language model: ``vision`` or ``language``.
     :raises LNSError: not found, or not sure which: the candidates are listed; or a single block.
     """
     if path is not None:
         blocks = _at(model, path)
-    elif is_vision_language(getattr(model, "config", None)):
-        blocks = _branch(model, branch)
-    elif branch is not None:
-        raise LNSError(f"--branch {branch}: {type(model).__name__} is no vision-language model, it has one branch")
     elif is_olmo_model(model):
         blocks = _olmo_blocks(model)
     elif is_olmo_core_model(model):
@@ -121,19 +108,6 @@ def _candidates(model: nn.Module) -> dict[str, nn.ModuleList]:
     return found
 
 
-def _branch(model: nn.Module, branch: str | None) -> list[nn.Module]:
-    if branch is None:
-        raise LNSError(
-            f"{type(model).__name__} has two branches: say which with --branch vision or --branch language "
-            "(layer-drop has it), or name the list of blocks with --blocks"
-        )
-    paths = _PATHS.get(model.config.model_type)  # type: ignore[union-attr, arg-type]
-    if paths and at(model, path := paths[BRANCHES.index(branch)]) is not None:
-        return _at(model, path)
-    lists = {name: m for name, m in _candidates(model).items() if (branch == VISION) == in_vision(name)}
-    return _only(model, lists, f"{branch} blocks")
-
-
 def _only(model: nn.Module, lists: dict[str, nn.ModuleList], what: str) -> list[nn.Module]:
     if len(lists) != 1:
         raise LNSError(
@@ -156,7 +130,7 @@ def body_forward(model: nn.Module) -> Forward:
         return lambda ids, mask: _without_mask(model, ids, mask, logits_to_keep=1)
     if model_type(model) is not None:
         base: Any = model.base_model
-        return lambda ids, mask, **pictures: base(ids, attention_mask=mask, use_cache=False, **pictures)
+        return lambda ids, mask: base(ids, attention_mask=mask, use_cache=False)
     return lambda ids, mask: model(ids) if mask is None else model(ids, attention_mask=mask)
 
 
@@ -166,9 +140,8 @@ def logits_of(model: nn.Module) -> Forward:
     if is_olmo_core_model(model):
         return lambda ids, mask: _without_mask(model, ids, mask)
 
-    def forward(ids: torch.Tensor, mask: torch.Tensor | None, **pictures: Any) -> torch.Tensor:
-        given = cached | pictures
-        output = model(ids, attention_mask=mask, **given) if mask is not None else model(ids, **given)
+    def forward(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        output = model(ids, attention_mask=mask, **cached) if mask is not None else model(ids, **cached)
         logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
             raise LNSError(f"{type(model).__name__} returns no logits: this diagnostic needs a language-model head")
@@ -194,20 +167,3 @@ def vocabulary_size(model: nn.Module) -> int:
     if not embeddings:
         raise LNSError(f"{type(model).__name__} has no token embedding: expected a language model")
     return max(embeddings)
-
-
-def is_vision_language(config: Any) -> bool:
-    """Whether a config is of a model with a vision tower in front of a language model."""
-    return getattr(config, "vision_config", None) is not None and hasattr(config, "get_text_config")
-
-
-def in_vision(name: str) -> bool:
-    """Whether a module of this name belongs to the vision tower, by the words that transformers uses."""
-    return any(part.startswith(("vis", "image_encoder")) for part in name.split("."))
-
-
-def image_token(model: Any) -> int | None:
-    """The id that stands where an image goes; None for a model that reads text alone."""
-    config = getattr(model, "config", None)
-    names = ("image_token_id", "image_token_index") if is_vision_language(config) else ()
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

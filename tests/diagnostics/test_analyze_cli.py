@@ -18,7 +18,8 @@ from support.exports import save_olmo
 
 from olmo_lns import cli
 from olmo_lns.cli import main
-from olmo_lns.diagnostics.results import KINDS, Report
+from olmo_lns.diagnostics import MEASURES
+from olmo_lns.diagnostics.results import Report
 from olmo_lns.errors import LNSError
 from olmo_lns.export.cli import source_of
 from olmo_lns.integrations.olmo.model import record_of
@@ -41,7 +42,7 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
     """Every diagnostic of an OLMo checkpoint with LNS and of a Llama: (what, model) -> result file."""
     folder, files = tmp_path_factory.mktemp("results"), {}
     for name, model in (("olmo", olmo_folder), ("llama", llama_folder)):
-        for what in KINDS:
+        for what in MEASURES:
             path = files[what, name] = folder / name / f"{what}.json"
             options = ["--sequence-length", 16, "--batch-size", 4, "--quiet", "--label", name]
             options += ["--sequences", 4] if what == "jacobian" else []
@@ -49,7 +50,7 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
     return files
 
 
-@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize("what", MEASURES)
 def test_files_tables_and_figures(what, results, tmp_path, capsys):
     files = [results[what, "olmo"], results[what, "llama"]]
     report, other = map(Report.read, files)
@@ -84,7 +85,7 @@ def test_sharded_olmo_checkpoint(olmo_folder, tmp_path):
 def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, token_file, tmp_path, results):
     assert cli.main(["export", str(olmo_folder), str(tmp_path / "hf"), "--format", "hf", "--tokenizer", "none"]) == 0
     options = ["--sequence-length", 16, "--batch-size", 4, "--quiet", "--data", token_file]
-    for what in KINDS:
+    for what in MEASURES:
         out, more = tmp_path / f"{what}.json", ["--sequences", 4] if what == "jacobian" else []
         assert analyze(what, "--model", tmp_path / "hf", *options, "-o", out, *more) == 0
         folded, own = Report.read(out).result, Report.read(results[what, "olmo"]).result
@@ -259,7 +260,7 @@ def test_results_that_cannot_be_written_are_found_out_first(capsys, tmp_path, re
     assert "no such file: missing.npy" in fails(capsys, *command)
     pair = results["variance", "olmo"], results["variance", "llama"]
     assert "expected .csv" in fails(capsys, "compare", *pair, "--table", "x.txt")
-    assert "cannot be written" in fails(capsys, "compare", *pair, "-o", "file/x.png")
+    assert "file: File exists" in fails(capsys, "compare", *pair, "-o", "file/x.png")
 
 
 def test_devices_that_are_not_there(capsys, monkeypatch, olmo_folder, llama_folder, token_file):
@@ -289,7 +290,7 @@ def test_weights_that_are_cut_off(size, capsys, tmp_path, olmo_folder, llama_fol
 def test_bad_results(capsys, tmp_path, results):
     assert "No such file" in fails(capsys, "plot", "missing.json")
     (tmp_path / "x.json").write_text('{"a": 1}')
-    assert "not a result file" in fails(capsys, "plot", "x.json")
+    assert "not a whole result file" in fails(capsys, "plot", "x.json")
     assert "needs two or more" in fails(capsys, "compare", results["variance", "olmo"])
     mixed = [results["variance", "olmo"], results["angular", "llama"]]
     assert "only results of one diagnostic" in fails(capsys, "compare", *mixed)
@@ -304,7 +305,7 @@ def test_bad_results(capsys, tmp_path, results):
     whole = content["result"]
     for result in ({k: v for k, v in whole.items() if k != "rms"}, {**whole, "rms": [1]}, {**whole, "variance": ["x"] * 4}, [], None):  # fmt: skip
         (tmp_path / "part.json").write_text(json.dumps({**content, "result": result}))
-        with pytest.raises(LNSError, match="incomplete result file"):
+        with pytest.raises(LNSError, match="not a whole result file"):
             Report.read(tmp_path / "part.json")
 
 

@@ -15,7 +15,7 @@ from support import scheme_reference as reference
 from support.diagnostic_models import Linear, Toy, huggingface, ids, matrices, numpy_states
 
 from olmo_lns import cli
-from olmo_lns.diagnostics.layer_drop import LayerDropResult, bypassed, drop_layers, output_lengths, score_tasks
+from olmo_lns.diagnostics.layer_drop import LayerDropResult, bypassed, drop_layers, harness_model, score_tasks
 from olmo_lns.errors import LNSError
 from olmo_lns.models.loading import load_model, load_tokenizer
 from olmo_lns.models.structure import find_blocks
@@ -73,13 +73,16 @@ def test_a_loss_that_is_not_finite_names_the_removed_block():
         drop_layers(model, list(model.stack), [ids()])
 
 
-def test_a_forward_of_the_block_itself_comes_back():
-    """accelerate's hooks of a device_map are such attributes."""
+def test_a_compiled_block_is_removed_too_and_one_that_did_not_run_is_said():
     model = Toy([Linear(m) for m in matrices(2)])
-    block = model.stack[0]
-    own = block.forward = lambda x: type(block).forward(block, x)
-    drop_layers(model, None, [ids()])
-    assert block.__dict__["forward"] is own and "forward" not in model.stack[1].__dict__
+    before = drop_layers(model, None, [ids()]).loss
+    for block in model.stack:
+        block.compile(backend="eager")
+    model(ids())
+    assert drop_layers(model, None, [ids()]).loss == pytest.approx(before, rel=1e-6)
+    assert all(callable(block._compiled_call_impl) and not block._forward_hooks for block in model.stack)
+    with pytest.raises(LNSError, match="a block did not run on this data"), bypassed(model.stack[0]):
+        pass
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -145,15 +148,13 @@ def accuracy(model, documents):
 def test_scores_with_each_block_removed(folder, task_folder, request):
     loaded = load_model(str(request.getfixturevalue(folder)), device="cpu")
     documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
-    tokenizer = load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id)
-    scores = score_tasks(loaded, tokenizer, ["local_words"], include_path=str(task_folder))["local_words"]
+    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id), 8)
+    scores = score_tasks(lm, loaded.blocks, ["local_words"], include_path=str(task_folder))["local_words"]
     assert scores.metric == "acc"
     with torch.no_grad():
         assert scores.baseline == pytest.approx(accuracy(loaded.model, documents))
-        with output_lengths(loaded.blocks) as lengths:
-            accuracy(loaded.model, documents)
-        for block, length, found, drop in zip(loaded.blocks, lengths, scores.without, scores.drop, strict=True):
-            with bypassed(block, length):
+        for block, found, drop in zip(loaded.blocks, scores.without, scores.drop, strict=True):
+            with bypassed(block):
                 assert found == pytest.approx(accuracy(loaded.model, documents))
             assert drop == pytest.approx(scores.baseline - found)
     for score, stderr in zip(scores.without, scores.without_stderr, strict=True):
@@ -163,19 +164,18 @@ def test_scores_with_each_block_removed(folder, task_folder, request):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow  # indexes the harness's own tasks
-def test_unknown_task(llama_folder, task_folder):
-    loaded = load_model(str(llama_folder), device="cpu")
+def test_unknown_task(task_folder):
     with pytest.raises(LNSError, match="lm-eval knows no task nothing_like_it"):
-        score_tasks(loaded, load_tokenizer(loaded.tokenizer_name), ["nothing_like_it"], include_path=str(task_folder))
+        score_tasks(None, [], ["nothing_like_it"], include_path=str(task_folder))
 
 
 def test_unknown_metric_and_no_document_end(llama_folder, task_folder, tokenizer_file):
     loaded = load_model(str(llama_folder), device="cpu")
-    tokenizer = load_tokenizer(loaded.tokenizer_name)
     with pytest.raises(LNSError, match="end-of-text token: found none"):
-        score_tasks(loaded, load_tokenizer(str(tokenizer_file)), ["local_words"], include_path=str(task_folder))
+        harness_model(loaded, load_tokenizer(str(tokenizer_file)), 8)
+    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name), 8)
     with pytest.raises(LNSError, match="task local_words reports acc,none, expected f1"):
-        score_tasks(loaded, tokenizer, ["local_words"], include_path=str(task_folder), metric="f1", limit=2)
+        score_tasks(lm, [], ["local_words"], include_path=str(task_folder), metric="f1", limit=2)
 
 
 def test_without_the_harness_the_model_is_not_loaded(monkeypatch, tmp_path, capsys):

@@ -13,7 +13,7 @@ from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from support import multiple_choice
 from support import olmo_core_models as small
 
-from olmo_lns.diagnostics.layer_drop import bypassed, score_tasks
+from olmo_lns.diagnostics.layer_drop import bypassed, harness_model, score_tasks
 from olmo_lns.errors import LNSError
 from olmo_lns.models.loading import load_model, load_tokenizer
 from olmo_lns.record import Record
@@ -48,11 +48,11 @@ def test_scores_of_tasks(folder, task_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     loaded = load_model(str(folder), device="cpu")
-    tokenizer = load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id)
-    scores = score_tasks(loaded, tokenizer, ["local_words"], include_path=str(task_folder))["local_words"]
+    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id), 8)
+    scores = score_tasks(lm, loaded.blocks, ["local_words"], include_path=str(task_folder))["local_words"]
     documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
     with torch.no_grad():
         assert scores.baseline == pytest.approx(multiple_choice.accuracy(loaded.model, documents))
         for block, found in zip(loaded.blocks, scores.without, strict=True):
-            with bypassed(block, 0):
+            with bypassed(block):
                 assert found == pytest.approx(multiple_choice.accuracy(loaded.model, documents))

@@ -1,4 +1,4 @@
-"""The vision recipe: what each arm is, the views and mixtures of images, and the script as the guide calls it."""
+"""The vision recipes: what each arm is, the views and mixtures of images, and the scripts as the guide calls them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 import yaml
@@ -19,6 +20,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'olmo-lns[vision]'")
 
 from PIL import Image
+from support.vision_language_models import LANGUAGE_LAYERS, VISION_LAYERS, llava_folder
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "vision"
 SHAPE = dict(image_size=8, patch_size=2, num_channels=1, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, mlp_ratio=2, num_labels=10)  # fmt: skip
@@ -52,10 +54,10 @@ def small(folder: Path) -> Path:
     return path
 
 
-def script(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+def script(*words: object, folder: Path, name: str = "train.py") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, str(FOLDER / "train.py"), *map(str, words)], env=env, capture_output=True, text=True
+        [sys.executable, str(FOLDER / name), *map(str, words)], env=env, capture_output=True, text=True
     )
 
 
@@ -133,3 +135,46 @@ def test_the_recipe_is_of_the_shape_that_is_shipped_beside_it() -> None:
     shape = yaml.safe_load((FOLDER / "imagenet.yaml").read_text())["model"]
     beside = json.loads((FOLDER / "deit3-small-36" / "config.json").read_text())
     assert {name: beside[name] for name in shape} == shape and shape["num_hidden_layers"] == 36
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("blocks", "count"), [("model.vision_tower.encoder.layers", VISION_LAYERS), ("model.language_model.layers", LANGUAGE_LAYERS)]
+)  # fmt: skip
+def test_the_blocks_of_both_branches_of_a_vision_language_model_are_removed(blocks, count, tmp_path) -> None:
+    """A generating task of the form of MMMU, by the harness's own multimodal model. The score is the answer's length."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'olmo-lns[eval]'")
+    model, tasks = llava_folder(tmp_path / "llava"), tmp_path / "tasks"
+    tasks.mkdir()
+    files = sorted(map(str, pictures(tmp_path / "data").glob("train/*/0.png")))
+    rows = [{"file": file, "question": f"<image> w{5 + n}"} for n, file in enumerate(files)]
+    (tasks / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tasks / "pictures.py").write_text(
+        "from PIL import Image\n"
+        "def images(doc): return [Image.open(doc['file'])]\n"
+        "def score(doc, results): return {'acc': float(sum(map(ord, results[0])))}\n"
+    )
+    (tasks / "pictures.yaml").write_text(
+        f"""{{task: pictures, dataset_path: json, dataset_kwargs: {{data_files: {{test: {tasks / "rows.jsonl"}}}}},
+test_split: test, output_type: generate_until, doc_to_image: !function pictures.images, doc_to_target: question,
+doc_to_text: "{{{{question}}}}", process_results: !function pictures.score,
+generation_kwargs: {{until: ["w96"], do_sample: false, max_gen_toks: 4}},
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]}}
+"""
+    )
+    options = [
+        "--tasks",
+        "pictures",
+        "--task-path",
+        tasks,
+        "--no-chat-template",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    words = [model, "--blocks", blocks, *options, "-o", tmp_path / "out.csv"]
+    done = script(*words, folder=tmp_path, name="removal.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = pandas.read_csv(tmp_path / "out.csv")
+    assert list(table["block"]) == list(range(count + 1)) and table["pictures:acc"].nunique() > 1, table

@@ -1,12 +1,10 @@
-"""Tiny vision-language models with random weights: Qwen2.5-VL, and LLaVA, whose processor needs no torchvision."""
+"""A tiny LLaVA with random weights, whose processor needs no torchvision."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,45 +14,6 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 IMAGE, LANGUAGE_LAYERS, VISION_LAYERS = 90, LAYERS, 4
 _TEXT = {**LLAMA_LIKE, "max_position_embeddings": 128}
-
-
-def qwen() -> Any:
-    if not hasattr(transformers, "Qwen2_5_VLConfig"):
-        pytest.skip("this transformers has no Qwen2.5-VL")
-    rope = {"rope_type": "default", "type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    named = "rope_scaling" if transformers.__version__.startswith("4.") else "rope_parameters"
-    vision = dict(
-        depth=VISION_LAYERS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_heads=4,
-        out_hidden_size=32,
-        patch_size=4,
-        spatial_merge_size=2,
-        temporal_patch_size=2,
-        window_size=16,
-        fullatt_block_indexes=[1, 3],
-    )
-    tokens = dict(image_token_id=IMAGE, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
-    config = transformers.Qwen2_5_VLConfig(text_config={**_TEXT, named: rope}, vision_config=vision, **tokens)
-    torch.manual_seed(0)
-    return grown(transformers.Qwen2_5_VLForConditionalGeneration(config))
-
-
-def qwen_batch(text: int = 9, seed: int = 1) -> dict[str, torch.Tensor]:
-    """One record: three words, an image of 4 x 4 patches (four tokens), more words."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 80, (1, 5 + text), generator=generator)
-    ids[0, 2], ids[0, 3:7], ids[0, 7] = 92, IMAGE, 93
-    made = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(16, 3 * 2 * 16, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-    }
-    if not transformers.__version__.startswith("4."):
-        made["mm_token_type_ids"] = (ids == IMAGE).int()
-    return made
 
 
 def llava_folder(folder: Path) -> Path:
@@ -96,18 +55,3 @@ def llava_folder(folder: Path) -> Path:
 def _clip_processor(**options: Any) -> Any:
     pillow = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     return pillow(**options)
-
-
-def picture_records(folder: Path, count: int = 3) -> Path:
-    """JSON lines with text and image files beside them."""
-    from PIL import Image
-
-    folder.mkdir(exist_ok=True)
-    rng = np.random.default_rng(0)
-    lines = []
-    for number in range(count):
-        Image.fromarray(rng.integers(0, 256, (20, 24, 3), np.uint8)).save(folder / f"{number}.png")
-        text = " ".join(f"w{i}" for i in rng.integers(3, 80, 6))
-        lines.append(json.dumps({"image": f"{number}.png", "text": text}))
-    (folder / "records.jsonl").write_text("\n".join(lines) + "\n")
-    return folder / "records.jsonl"
