@@ -46,7 +46,9 @@ ARMS: dict[str, Arm] = {}
 
 
 def define(arm: Arm) -> Arm:
-    """Add an arm.
+    """Add an arm, for the life of the process.
+
+    >>> define(Arm("half", "Halved", "#123456", "--", "*", LNS, "scaled", ""))  # doctest: +SKIP
 
     :raises ValueError: its name is taken or cannot name a folder, its initialization is unknown, or is not what
         becomes of an ``init_fn`` of OLMo's: a scheme takes the depth factor out of it.
@@ -65,7 +67,7 @@ def define(arm: Arm) -> Arm:
 
 
 def _plain(name: str) -> tuple[str, str, Scheme, str, str, str]:
-    """A scheme under its own name; a depth factor in it is one thing more."""
+    """The arm of a scheme under its own name. A scheme with a depth factor of its own isolates nothing."""
     found = definition(name)
     return name, found.label, Scheme.of(name), "plain", "" if name.endswith("_depth") else found.title, ""
 

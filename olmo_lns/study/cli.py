@@ -1,4 +1,4 @@
-"""``olmo-lns study``: plan, launch, collect and report a scaling study."""
+"""``olmo-lns study``: plan, launch, collect and report a comparison of arms."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="olmo-lns study", description="A scaling study from one description.")
+    parser = argparse.ArgumentParser(
+        prog="olmo-lns study", description="Compare arms over sizes, rates and seeds, from one description."
+    )
     commands = parser.add_subparsers(required=True, metavar="plan|launch|status|collect|report|all")
 
     def add(name: str, function: object, text: str, *, out: bool = True) -> argparse.ArgumentParser:
-        listed: dict[str, Any] = {} if function is _stamp else {"help": text}  # without help it is not listed
+        listed: dict[str, Any] = {} if function is _stamp else {"help": text}  # a command without help is not listed
         command = commands.add_parser(name, description=text, **listed)
         command.add_argument("study", help="the description: a file, or one of the pack by its name, such as paper")
         if out:
@@ -63,8 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("partition", "account"):
         site.add_argument(f"--{name}", help=f"#SBATCH --{name}")
     for group in (plan, site):
-        group.add_argument("--gpu", choices=sorted(GPUS), default=GPU, help="by which times are planned (default A100)")
-        group.add_argument("--time", help="#SBATCH --time: where a run takes longer, it is said")
+        group.add_argument(
+            "--gpu", choices=sorted(GPUS), default=GPU, help="plan the times for this GPU (default A100)"
+        )
+        group.add_argument("--time", help="#SBATCH --time; a run that takes longer is named")
     status = add("status", _status, "what runs, what failed and why, and the time left")
     status.add_argument("--only", nargs="+", metavar="RUN")
     stamping = add("stamp", _stamp, "record what a run is started with (the Slurm scripts call it)")
@@ -128,7 +132,7 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
     for run in runs:
         own = [f"{name}={value}" for name, value in run.engine.variables(run).items()]
         lines.append(shlex.join([*own, *start.command(study, run, args.out, python="python")]))
-    print("\n".join(lines))  # all of them, or none where one cannot be written
+    print("\n".join(lines))  # only when every command could be written
     return 0
 
 
@@ -137,14 +141,14 @@ def _status(study: Study, args: argparse.Namespace) -> int:
     found = [start.examine(run, args.out, held=held) for run in runs]
     elsewhere = set()
     if study.finished:
-        os.environ.update(start.environment(study, args.out))  # a run is known there by its data
+        os.environ.update(start.environment(study, args.out))  # the table identifies a run by its data
         try:
             table = Finished(study)
             elsewhere = {
                 r.name for r, s in zip(runs, found, strict=True) if s.state == "not started" and table.result(r)
             }
         except LNSConfigError as error:
-            print(f"which of these runs {study.finished} has is not known: {error}")
+            print(f"{study.finished} cannot be compared with these runs: {error}")
     found = [
         replace(s, state="finished", step=s.steps, reason=f"in {study.finished}") if s.run in elsewhere else s
         for s in found
@@ -166,7 +170,7 @@ def _stamp(study: Study, args: argparse.Namespace) -> int:
 
 def _collect(study: Study, args: argparse.Namespace) -> int:
     if table := Finished(study):
-        os.environ.update(start.environment(study, args.out))  # its runs are known by their data
+        os.environ.update(start.environment(study, args.out))  # the table identifies a run by its data
     results = collect(study, args.out, allow_missing=args.allow_missing)
     path = args.out / "results.csv"
     args.out.mkdir(parents=True, exist_ok=True)

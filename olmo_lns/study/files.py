@@ -72,7 +72,7 @@ def filled(node: Any, where: str, *, placeholder: bool = False, otherwise: str =
 
 @contextmanager
 def placeholders(path: Path) -> Iterator[None]:
-    """Set what a file needs and is not set, so that it can be checked anywhere."""
+    """Give the variables that a file needs a stand-in where they are not set, so that it can be checked anywhere."""
     missing = [name for name in needed(path) if name not in os.environ]
     os.environ.update({name: f"/{name}-is-not-set" for name in missing})
     try:

@@ -61,12 +61,15 @@ def test_status_knows_what_the_table_has(tabled: Built, tmp_path: Path, capsys: 
     table = (tmp_path / "runs.csv").read_text()
     (tmp_path / "runs.csv").write_text(table[: table.rindex("\n", 0, -1) + 40])
     assert cli.main(["status", str(tabled.path), "--out", str(there)]) == 0
-    assert f"has is not known: {tmp_path / 'runs.csv'}: not a table of finished runs" in capsys.readouterr().out
+    assert (
+        f"cannot be compared with these runs: {tmp_path / 'runs.csv'}: not a table of finished runs"
+        in capsys.readouterr().out
+    )
     (tmp_path / "runs.csv").write_text(table)
     (tmp_path / "data" / "train.npy").unlink()
     assert cli.main(["status", str(tabled.path), "--out", str(there)]) == 0
     shown = capsys.readouterr().out
-    assert f"which of these runs {tmp_path / 'runs.csv'} has is not known: data file" in shown
+    assert f"{tmp_path / 'runs.csv'} cannot be compared with these runs: data file" in shown
     assert "2 not started" in shown
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: ``run.json``, which says what it was started with, its attempts and their losses."""
+"""Files in a run's folder: ``run.json`` (what it was started with), and for each attempt a log and a record."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEP_COLUMNS = ("step", "Step", "_step", "iteration", "global_step", "trainer/gl
 
 
 def environment_of() -> dict[str, str]:
-    """What is set here and would change a run."""
+    """Variables that are set and would change a run."""
     return {name: os.environ[name] for name in (SCHEME, INITIALIZATION) if os.environ.get(name)}
 
 

@@ -71,13 +71,13 @@ class Result:
     learning_rate: float | None = None
 
 
-#: Column -> type; a column that came later may be missing.
+#: Column -> type. A column with a default may be missing.
 KINDS = {field.name: str(field.type) for field in fields(Result)}
 NEEDED = {field.name for field in fields(Result) if field.default is MISSING_DEFAULT}
 
 
 def place(run: Run) -> dict[str, Any]:
-    """Where a run stands in a study of rates and depths, as fields of its result."""
+    """Depth, width and learning rate of a run, as fields of its result."""
     shape = run.shape
     return {"layers": shape.layers, "width": shape.width, "learning_rate": shape.learning_rate}
 
@@ -154,13 +154,13 @@ class Finished:
         return self.path is not None
 
     def result(self, run: Run) -> Result | None:
-        """What the table has of this run, under the name it has here."""
+        """The table's result of this run, under the run's present name; None where it has none."""
         if not self.rows or (row := self.rows.get(identity(run))) is None:
             return None
         return replace(row, run=run.name, size=run.size, arm=run.arm, seed=run.seed, **place(run))
 
     def add(self, study: Study, results: Iterable[Result]) -> Path | None:
-        """Write the complete ones of ``results`` into the table; of those that are in it the place alone is renewed.
+        """Add the complete results to the table. A result that is there keeps its numbers; :func:`place` is renewed.
 
         :returns: the table, or None where the description names none.
         """

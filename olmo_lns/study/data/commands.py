@@ -151,7 +151,7 @@ def _index(result: Data) -> int:
 
 
 def held_out(path: Path) -> bool:
-    """Whether nobody trains on it, by its folder or the beginning of its name."""
+    """Whether the file is held out, by its folder or the beginning of its name."""
     return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
 
 

@@ -57,7 +57,9 @@ _FILES = ("train.npy", "heldout.npy", "tokenizer.json", "data.json")
 
 @dataclass(frozen=True)
 class Text:
-    """:param train, heldout: flat uint16 memmaps of token ids, without a header, as OLMo reads them.
+    """A corpus built here.
+
+    :param train, heldout: flat uint16 memmaps of token ids, without a header, as OLMo reads them.
     :param tokenizer: a ``tokenizer.json`` that maps text to the same ids.
     :param train_tokens, heldout_tokens: their lengths.
     :param digest: SHA-256 over both files, in hex.

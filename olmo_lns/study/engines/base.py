@@ -30,7 +30,7 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class Gpu:
-    """:param peak: dense bf16 FLOP/s of the SXM part (vendor data sheet). :param memory: bytes."""
+    """A GPU model. :param peak: dense bf16 FLOP/s of the SXM part (vendor data sheet). :param memory: bytes."""
 
     peak: float
     memory: float
@@ -217,16 +217,16 @@ def text_of(path: Path) -> str:
 
 
 class Engine:
-    """A framework. What has no body here is each framework's own.
+    """What a study must know of one framework. Methods without a body are each framework's own.
 
     :param name: as ``framework:`` of a description. :param title: in sentences.
     :param file_key: a key that only this framework's config files have at the top.
     :param loss: its name for the training loss.
-    :param arm_keys: what defines an arm, and so may differ between two arms of one size.
-    :param bookkeeping: prefixes of keys without effect on the loss but rounding: names, folders, the machine.
+    :param arm_keys: keys that define an arm; they may differ between two arms of one size.
+    :param bookkeeping: prefixes of keys that change the loss by rounding at most: names, folders, the machine.
     :param start: the key that names the checkpoint a run starts from, and the keys of the run's own folders.
-    :param save_variable, data_variable: environment names that the config files read.
-    :param data_format: the command that gives pretokenised data the framework's form; "" where OLMo's form is read.
+    :param save_variable, data_variable: environment variables that the config files read.
+    :param data_format: the command that converts pretokenised data for it; "" where it reads OLMo's memmaps.
     :param rate_keys: the settings that follow the learning rate.
     :param data_key: the setting that lists the data files, compared by their content; ``""`` where the paths are
         settings like any other.
@@ -253,7 +253,7 @@ class Engine:
         raise NotImplementedError
 
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that define an arm, those that are left out at their default."""
+        """The settings that define an arm; a missing one has its default."""
         return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
     def scheme(self, settings: Mapping[str, Any]) -> Scheme:
@@ -273,7 +273,7 @@ class Engine:
         return {self.rate_keys[0]: rate}
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """A file with overrides as the framework takes it; the variables in it need not be set.
+        """A file with overrides, as the framework loads it. The variables in it need not be set.
 
         :raises LNSConfigError: the framework refuses it.
         """
@@ -302,7 +302,7 @@ class Engine:
         return self.shape(self.settings(loaded)).parameters, None
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
-        """What is wrong in a file that the framework loads, and what could not be asked."""
+        """``(problems, notes)`` of a file that the framework loads; a note says what could not be checked."""
         raise NotImplementedError
 
     def trunk(self, steps: int, every: int) -> dict[str, Any]:
@@ -325,11 +325,11 @@ class Engine:
         raise NotImplementedError
 
     def variables(self, run: Run) -> dict[str, str]:
-        """What the framework wants in the environment of this run, beyond what its config file reads."""
+        """Environment variables of this run, beyond those that its config file reads."""
         return {}
 
     def data_files(self, settings: Mapping[str, Any]) -> list[str]:
-        """Files that the run reads, held-out ones too; empty where only the framework can tell."""
+        """Files that the run reads, held-out ones too; empty where only the framework knows them."""
         return []
 
     def heldout(self, settings: Mapping[str, Any]) -> Any:
@@ -337,11 +337,11 @@ class Engine:
         raise NotImplementedError
 
     def padding(self, settings: Mapping[str, Any]) -> float:
-        """What a held-out loss is multiplied by, for positions without a label that the framework averages over."""
+        """The factor of a held-out loss where the framework averages over positions without a label too."""
         return 1.0
 
     def used(self, folder: Path) -> dict[str, Any]:
-        """Flat settings that a run in ``folder`` left as those it really used; empty when it left none."""
+        """Flat settings that the run in ``folder`` really used, as it saved them; empty when it saved none."""
         raise NotImplementedError
 
     def curve(self, path: Path, text: str) -> Curve | None:

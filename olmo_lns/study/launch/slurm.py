@@ -62,7 +62,7 @@ class Site:
     """What a cluster and a user's environment need in the scripts.
 
     :param activate: a virtual environment's folder, or a file to source. :param modules: for ``module load``.
-    :param gpu: by which a job's time is planned.
+    :param gpu: a job's time is planned for it.
     """
 
     activate: str | None = None
@@ -89,7 +89,7 @@ def write(
     """Write ``<folder>/<size>.sbatch`` for every size, and make ``out``, where Slurm writes the tasks' output.
 
     ``launch.sbatch`` of the description adds ``#SBATCH`` lines or replaces one of ours; null leaves it out. ``time`` is
-    what the plan says (:func:`planned_hours`) where nobody gives it; one that is shorter is said.
+    the plan's (:func:`planned_hours`) unless it is given; a shorter one is named.
 
     The variables of the config files (``OLMO_DATA_DIR``, or ``MEGATRON_DATA``) must be set where it is submitted.
 

@@ -77,7 +77,7 @@ def cause(log: Path) -> str:
 
 @dataclass(frozen=True)
 class Status:
-    """:param state: ``finished``, ``failed``, ``running``, ``stopped`` (may be continued) or ``not started``.
+    """How far a run is: ``finished``, ``failed``, ``running``, ``stopped`` (may be continued) or ``not started``.
 
     :param seconds_left: None where it cannot be told. :param reason: of a failure.
     """
@@ -136,7 +136,7 @@ def locked(out: Path) -> bool:
 
 
 def line(runs: Sequence[Run], out: Path) -> str:
-    """What goes now, of a launch's runs."""
+    """One line: which runs of a launch are running now, and how far they are."""
     found = [examine(run, out, held=True) for run in runs]
     parts = [
         f"{s.run} {s.step}/{s.steps}" + (f" ({duration(s.seconds_left)} left)" if s.seconds_left is not None else "")
@@ -176,7 +176,7 @@ def script(word: str) -> str:
 
 
 def check(study: Study, runs: Sequence[Run], out: Path, *, slurm: bool = False) -> None:
-    """Everything that a launch can know beforehand, of every run, before the first one starts.
+    """Check every run before the first one starts.
 
     :raises LNSConfigError: the run, what is wrong, and what to set.
     """
@@ -278,7 +278,7 @@ def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | Non
             signal.signal(signal.SIGTERM, before)
             going = [each for each in going if each.process.returncode is None]
             for each in going:
-                with suppress(ProcessLookupError):  # it ended by itself meanwhile
+                with suppress(ProcessLookupError):  # it has just ended by itself
                     os.killpg(each.process.pid, signal.SIGTERM)
             for each in going:
                 each.ended(wait=True)
@@ -286,7 +286,7 @@ def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | Non
 
 
 def _unfinished(study: Study, runs: Sequence[Run], out: Path, table: Finished) -> list[Run]:
-    """The runs to make, stamped: also a finished trunk whose checkpoint an unfinished branch misses."""
+    """Write each ``run.json``. :returns: the runs to make, a trunk too whose checkpoint an unfinished branch needs."""
     finished = {run.name for run in runs if table.result(run) is not None}
     missed = {
         run.start[0].name
@@ -316,7 +316,7 @@ class _Running:
 
     @classmethod
     def begin(cls, study: Study, run: Run, out: Path, lock: int) -> _Running | None:
-        """None, and said, where the checkpoint that it goes on from is not there."""
+        """Start it. None, with a message, where the checkpoint that it goes on from is missing."""
         if run.start and run.start_checkpoint and not (out / run.start_checkpoint).exists():
             where = f"{run.start_checkpoint}, which is not in {out}: launch {run.start[0].name} too"
             print(f"{run.name} failed: it goes on from {where}", file=sys.stderr, flush=True)
@@ -339,7 +339,7 @@ class _Running:
         return bool(pid)
 
     def failed(self) -> bool:
-        """Whether it did; either is said."""
+        """Print how the run ended. :returns: whether it failed."""
         code = self.process.returncode
         print(f"{self.run.name}: exit {code}, {self.known['wall_s']} s, {self.known['cpu_s']} s of CPU", flush=True)
         if code:

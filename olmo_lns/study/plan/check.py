@@ -66,7 +66,7 @@ def init_problems(settings: Mapping[str, Any], engine: Engine, arm: str = "") ->
 def _differences(
     first: Mapping[str, Any], second: Mapping[str, Any], engine: Engine, *, rates: bool
 ) -> list[tuple[str, Any, Any]]:
-    """``(key, first, second)`` of all but the arm's own keys (``rates``: and the learning rate's), data and names."""
+    """``(key, first, second)`` of all keys but the arm's own, names and data; with ``rates`` not the rate's."""
     own = engine.arm_keys | (set(engine.rate_keys) if rates else set())
     keys = sorted(key for key in {*first, *second} if not _aside(key, engine, own))
     found = [(engine.start[0], start_of(first, engine), start_of(second, engine))]
@@ -74,7 +74,7 @@ def _differences(
 
 
 def settings_identity(settings: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
-    """The settings that a run's result follows from: the arm's own among them, names and folders not."""
+    """The settings that decide a run's result: with the arm's own, without names and folders."""
     kept = {key: value for key, value in sorted(settings.items()) if not _aside(key, engine)}
     return kept | {engine.start[0]: start_of(settings, engine)}
 
@@ -189,7 +189,7 @@ def check(path: Path, *, gpus: int | None, gpu: str, budget: float | None) -> Ch
     try:
         result.kind = _kind(path)
         if result.kind in ELSEWHERE.values():
-            result.notes.append(f"a config of {result.kind}, which checks it itself: not looked at here")
+            result.notes.append(f"not checked here: {result.kind} checks its own configs")
         elif result.kind == "study":
             study = Study.load(path)
             compare_planned(study.runs)

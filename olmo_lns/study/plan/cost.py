@@ -27,7 +27,7 @@ __all__ = [
     "write_csv",
 ]
 
-#: Hours of a job are those of this GPU at this share of its peak, and so much more for evaluation and checkpoints.
+#: A job is planned on this GPU, at this share of its peak, with this margin for evaluation and checkpoints.
 GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
 
 
@@ -38,9 +38,9 @@ def _gpu_hours(run: Run, gpu: str, mfu: float) -> float:
 def rows(study: Study, mfu: float = UTILISATION, *, gpu: str = GPU, gpus: int | None = None) -> list[dict[str, Any]]:
     """A mapping for each run, the columns of :func:`write_csv`.
 
-    ``flops`` is 6 N D plus attention (:attr:`Shape.flops`), of which the hours are; ``flops_counted`` is by the
-    framework's own counter, None where it has none. ``days`` is of the run on its GPUs, ``memory_gb`` of each of them,
-    estimated, None where nothing is known of it; ``checkpoint_gb`` is one checkpoint with optimizer state.
+    ``flops`` is 6 N D plus attention (:attr:`Shape.flops`); the hours follow from it. ``flops_counted`` is the
+    count of the framework, None where it has no counter. ``days`` is for the run on its GPUs. ``memory_gb`` is an
+    estimate for a GPU, None without one. ``checkpoint_gb`` is one checkpoint with optimizer state.
 
     :param mfu: model FLOPs utilisation, 0…1. :param gpus: of a run, instead of the description's.
     :raises LNSConfigError: the arms differ in more than the arm, or the GPUs do not divide a batch.
@@ -102,7 +102,7 @@ def table(planned: Sequence[dict[str, Any]], mfu: float, gpu: str) -> str:
 
 
 def around(study: Study, launch: str) -> str:
-    """What a plan needs besides: the data, the command, and what was published of these runs; in 80 columns.
+    """The data, the command, and the published results of these runs; in 80 columns.
 
     :param launch: the command without the way in which the runs are started.
     """
@@ -153,12 +153,12 @@ def write_csv(planned: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def planned_hours(study: Study, run: Run, gpu: str = GPU, mfu: float = UTILISATION, gpus: int | None = None) -> float:
-    """Hours of a run on its GPUs: the plan's, and a quarter more."""
+    """Hours of a run on its GPUs, with :data:`MARGIN`."""
     return _gpu_hours(run, gpu, mfu) * MARGIN / (gpus or study.gpus(run))
 
 
 def time_note(size: str, hours: float, time: object, gpu: str = GPU) -> str | None:
-    """What to know where ``--time`` is shorter than a run; None where it is not."""
+    """A note where ``--time`` is shorter than a run, else None."""
     given = _hours_of(str(time))
     if given >= hours:
         return None
@@ -172,7 +172,7 @@ def time_note(size: str, hours: float, time: object, gpu: str = GPU) -> str | No
 def _hours_of(time: str) -> float:
     """Slurm's ``--time``: ``minutes[:seconds]``, ``hours:minutes:seconds`` or ``days-hours[:minutes[:seconds]]``.
 
-    Infinite for what is none of these, such as ``UNLIMITED``.
+    Anything else, such as ``UNLIMITED``, is infinite.
     """
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         return math.inf

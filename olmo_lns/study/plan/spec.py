@@ -24,7 +24,7 @@ from olmo_lns.study.files import located, pack_folder
 __all__ = ["KEYS", "LAUNCH", "Horizons", "Launch", "Run", "Study", "check", "published"]
 
 Fits = Callable[[Any], bool]
-#: Of a key that must be there.
+#: The default of a key that must be given.
 NEEDED = ...
 
 
@@ -36,7 +36,7 @@ def published() -> dict[str, Any]:
 
 
 def check(raw: Mapping[str, Any], path: Path) -> None:
-    """Compare each value with what its key is for; of sizes, arms and frameworks nothing is known here.
+    """Check the kind of each value. Names of sizes, arms and frameworks are checked later.
 
     :raises LNSConfigError: a key that is missing or unknown, or the value and what is expected.
     """
@@ -52,7 +52,7 @@ def check(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _printable(value: Any, where: str) -> None:
-    """Generated shell scripts hold text of a description: a line of it must not become a line of theirs."""
+    """Text of a description stands in generated shell scripts, where a line break would begin a line of its own."""
     if isinstance(value, str) and not value.isprintable():
         raise LNSConfigError(f"{where}: {value!r}: expected text without line breaks and control characters")
     if isinstance(value, dict):
@@ -236,7 +236,12 @@ class Horizons:
 
 @dataclass(frozen=True)
 class Study:
-    """:param final_fraction: a run's loss is the mean over this last part of its steps.
+    """A description, read: its runs and how they are started.
+
+    >>> Study.load("paper").arms[:2]
+    ['preln', 'preln_scaled_init']
+
+    :param final_fraction: a run's loss is the mean over this last part of its steps.
 
     :param finished: a committed table of finished runs (:class:`olmo_lns.study.collect.results.Finished`).
     :param published: the name of the papers' table that it is to be set beside.
@@ -292,7 +297,7 @@ class Study:
 
 
 def _runs(raw: Mapping[str, Any], path: Path, engine: Engine) -> Iterable[Run]:
-    """Size by size, smallest first as listed, the arms of a seed together: a study cut short still compares arms."""
+    """Size by size as listed, and within a size the arms of a seed together: a study cut short still compares arms."""
     sizes, horizons = _table(raw["sizes"]), _horizons(raw)
     arms = {arm_named(name).name: own for name, own in _table(raw["arms"]).items()}
     rates = raw.get("rates") or {}
@@ -326,7 +331,7 @@ def _known(key: str, names: Iterable[Any], known: Iterable[str], what: str) -> l
 
 
 def _by_arm(value: Any, arms: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A list is for every arm."""
+    """Values by arm; a list holds for every arm."""
     if not isinstance(value, Mapping):
         return dict.fromkeys(arms, value)
     found = {arm_named(str(name)).name: item for name, item in value.items()}
