@@ -45,11 +45,8 @@ def perturbed(config: Any) -> Any:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * noise)
-            else:
-                parameter.copy_(0.1 * noise)
+            noise = 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise + parameter if parameter.dim() == 1 else noise)
     return model.eval()
 
 
@@ -119,10 +116,8 @@ def load(root: Path, model: Any) -> Any:
 
 
 def run(model: Any) -> torch.Tensor:
-    positions = torch.arange(tiny.SEQUENCE).expand(len(TOKENS), -1)
-    mask = torch.triu(torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, dtype=torch.bool), 1)
     with torch.no_grad():
-        return model(TOKENS, positions, mask).double()
+        return model(*tiny.inputs(tiny.batch())).double()
 
 
 def copy_with(root: Path, target: Path, change: Any) -> Path:

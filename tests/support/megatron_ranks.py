@@ -1,13 +1,15 @@
-"""A tiny GPT under parallel layouts, one after the other; run by torchrun, every rank prints one JSON line.
+"""A tiny GPT trained under parallel layouts, one run after the other; started by torchrun, every rank prints one line.
 
-    torchrun --nproc-per-node 2 -m support.megatron_ranks '[{"pp": 2, "vpp": 2, "lns": "plugin"}]'
+    torchrun --nproc-per-node 2 -m support.megatron_ranks '[{"mode": "plugin", "pp": 2}]'
 
-``lns``: "plugin", "hooks" (the reference: a stock model, each block norm's output multiplied by a
-forward hook) or "off", or several of them with commas, one after the other. All start from plain
-initialization, so their weights are equal.
-``schemes``: a list of others than LayerNorm Scaling; each is run with the plugin, in a folder of its own.
-``save`` / ``load``: a folder for a distributed checkpoint; after ``load`` only one loss is computed, unless ``steps``
-says how many to train. ``allow``: what ``OLMO_LNS_ALLOW_MISMATCH`` accepts while it is loaded.
+A run has these keys, each of which may be left out:
+
+``mode``: "plugin", "hooks" (the reference: a stock model, each block norm's output multiplied by a forward hook) or
+"off". All start from plain initialization, so their weights are equal. ``scheme``: with the plugin; default ``lns``.
+``tp``, ``pp``, ``vpp``, ``bf16``; ``config``: further fields of TransformerConfig. ``wrap``: "fsdp2" or "mfsdp" instead
+of Megatron's DDP; ``ddp``: fields of DistributedDataParallelConfig.
+``save`` / ``load``: a folder for a distributed checkpoint. ``steps``: default 3, after ``load`` none; then one more loss
+is computed. ``allow``: what ``OLMO_LNS_ALLOW_MISMATCH`` accepts while it is loaded.
 """
 
 from __future__ import annotations
@@ -21,82 +23,53 @@ from unittest import mock
 
 from support import megatron_cpu
 
-
-def layout(options: dict[str, Any]) -> dict[str, Any]:
-    """Options -> fields of TransformerConfig."""
-    import torch
-
-    bf16 = bool(options.get("bf16"))
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    values: dict[str, Any] = {
-        "init_method_std": 0.2,  # large enough for the factor to be felt within a few steps
-        "tensor_model_parallel_size": options.get("tp", 1),
-        "pipeline_model_parallel_size": options.get("pp", 1),
-        "virtual_pipeline_model_parallel_size": options.get("vpp"),
-        "bf16": bf16,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "sequence_parallel": bool(options.get("sp")),
-    }
-    if options.get("vpp"):  # without it Megatron on gloo trains wrongly, with or without LNS
-        values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    if options.get("fsdp2"):  # for another implementation it shards linear layers twice
-        values["transformer_impl"] = "local"
-    if options.get("recompute"):
-        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return values
+Options = dict[str, Any]
 
 
-def build(options: dict[str, Any]) -> tuple[Any, list[Any]]:
+def build(options: Options) -> tuple[Any, list[Any]]:
     """The config and this rank's chunks."""
+    import torch
     from megatron.core.transformer.module import Float16Module
 
     from olmo_lns.integrations.megatron import apply
     from support import megatron_tiny as tiny
 
-    cfg = tiny.config(**layout(options))
-    if options["lns"] == "plugin":
+    bf16, chunks, mode = bool(options.get("bf16")), options.get("vpp") or 1, options.get("mode", "plugin")
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    cfg = tiny.config(
+        init_method_std=0.2,  # large enough for the factor to be felt within a few steps
+        tensor_model_parallel_size=options.get("tp", 1),
+        pipeline_model_parallel_size=options.get("pp", 1),
+        virtual_pipeline_model_parallel_size=options.get("vpp"),
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        **options.get("config", {}),
+    )
+    if mode == "plugin":
         apply(cfg, scheme=options.get("scheme", "lns"))
     cfg.output_layer_init_method = cfg.init_method
-    chunks = options.get("vpp") or 1
     spec = tiny.spec_with(cfg) if cfg.sequence_parallel else None
     models = [
         tiny.build(cfg, spec, vp_stage=stage if chunks > 1 else None, seed=1234 + stage) for stage in range(chunks)
     ]
-    if options["lns"] == "hooks":
-        for model in models:
-            tiny.hook_reference(model)
-    return cfg, [Float16Module(cfg, model) for model in models] if options.get("bf16") else models
+    if mode == "hooks":
+        models = [tiny.hook_reference(model) for model in models]
+    return cfg, [Float16Module(cfg, model) for model in models] if bf16 else models
 
 
-def optimizer_for(cfg: Any, models: list[Any], options: dict[str, Any]) -> tuple[Any, list[Any]]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+def optimizer_for(cfg: Any, models: list[Any], options: Options) -> tuple[Any, list[Any]]:
+    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    own = bool(options.get("mfsdp"))
-    distributed = bool(options.get("distopt")) or own
-    more = (
-        {
-            "use_megatron_fsdp": True,
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "gradient_reduce_div_fusion": False,
-        }
-        if own
-        else {}
-    )
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True, **more)
-    wrap = megatron_fsdp if own else fully_sharded if options.get("fsdp2") else DistributedDataParallel
-    models = [wrap(cfg, ddp, model) for model in models]
-    if not options.get("fsdp2"):  # which reduces by itself; in 0.16.1 the two do not fit each other
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options.get("ddp", {}))
+    models = [wrapped(options.get("wrap"), cfg, ddp, model) for model in models]
+    if options.get("wrap") != "fsdp2":  # which reduces by itself; in 0.16.1 the two do not fit each other
         cfg.finalize_model_grads_func = finalize_model_grads
     settings = OptimizerConfig(
-        optimizer="adam",
-        lr=3e-3,
-        clip_grad=1.0,
-        bf16=bool(options.get("bf16")),
-        params_dtype=cfg.params_dtype,
-        use_distributed_optimizer=distributed,
-    )
+        optimizer="adam", lr=3e-3, clip_grad=1.0, bf16=cfg.bf16, params_dtype=cfg.params_dtype,
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+    )  # fmt: skip
     optimizer = get_megatron_optimizer(settings, models)
     cfg.grad_scale_func = optimizer.scale_loss
     for group in optimizer.param_groups:
@@ -104,32 +77,26 @@ def optimizer_for(cfg: Any, models: list[Any], options: dict[str, Any]) -> tuple
     return optimizer, models
 
 
-def fully_sharded(cfg: Any, ddp: Any, model: Any) -> Any:
-    """Megatron's wrapper of PyTorch's FSDP2, which asks for a mesh of CUDA devices by name."""
-    from megatron.core.distributed import TorchFullyShardedDataParallel
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from_group = DeviceMesh.from_group
-    with mock.patch.object(
-        DeviceMesh, "from_group", lambda group, device: from_group(group, megatron_cpu.on_cpu(device))
-    ):
-        return TorchFullyShardedDataParallel(cfg, ddp, model)
-
-
-def megatron_fsdp(cfg: Any, ddp: Any, model: Any) -> Any:
-    """Megatron's own FSDP; its streams, of which a CPU has one, stand still."""
+def wrapped(kind: str | None, cfg: Any, ddp: Any, model: Any) -> Any:
+    """In Megatron's DDP, its wrapper of PyTorch's FSDP2, or its own FSDP, which ask for CUDA devices by name."""
     import torch
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
     from torch.distributed.device_mesh import DeviceMesh
 
+    if kind is None:
+        return DistributedDataParallel(cfg, ddp, model)
     from_group = DeviceMesh.from_group
 
     def on_cpu(group: Any, device_type: str, **kwargs: Any) -> Any:
         return from_group(group, megatron_cpu.on_cpu(device_type), **kwargs)
 
-    number = mock.patch.object(torch.cuda, "current_device", lambda: 0)  # it only compares: another device, a warning
-    with number, mock.patch.object(DeviceMesh, "from_group", on_cpu):
-        return FullyShardedDataParallel(cfg, ddp, model, device=torch.device("cpu"))
+    with mock.patch.object(DeviceMesh, "from_group", on_cpu):
+        if kind == "fsdp2":
+            return TorchFullyShardedDataParallel(cfg, ddp, model)
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        with mock.patch.object(torch.cuda, "current_device", lambda: 0):  # it only compares: another device, a warning
+            return FullyShardedDataParallel(cfg, ddp, model, device=torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -149,17 +116,13 @@ def streams_stand_still() -> Iterator[None]:
         gather(*args, **kwargs)
         return mock.MagicMock(name="an ended gather")
 
-    @contextlib.contextmanager
-    def one_by_one(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        yield mock.MagicMock(name="ended collectives")
-
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "Stream", lambda *args, **kwargs: mock.MagicMock(name="a stream")),
             (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
             (torch.cuda, "empty_cache", lambda: None),
             (dist, "all_gather_into_tensor", at_once),
-            (param_and_grad_buffer, "_coalescing_manager", one_by_one),
+            (param_and_grad_buffer, "_coalescing_manager", lambda *a, **k: contextlib.nullcontext(mock.MagicMock())),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
@@ -175,8 +138,6 @@ def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float |
 
     shard = parallel_state.get_data_parallel_rank()
     micro = [tiny.batch(seed=seed * 100 + 10 * shard + i) for i in range(2)]
-    positions = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, dtype=torch.bool), 1)
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value = output.float().mean()
@@ -184,7 +145,7 @@ def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float |
 
     def forward(iterator: Any, model: Any) -> Any:
         tokens = next(iterator)
-        return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), loss
+        return model(*tiny.inputs(tokens), labels=tokens[:, 1:]), loss
 
     iterators = [iter(micro) for _ in models]
     found = get_forward_backward_func()(
@@ -199,7 +160,8 @@ def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float |
     return sum(float(f["loss"]) for f in found) / len(found) if found else None
 
 
-def run(options: dict[str, Any]) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
+    """What this rank found: the losses of its stage (None in others), the last one after training, and its sites."""
     from megatron.core import dist_checkpointing
 
     from olmo_lns.integrations import norm_sites
@@ -214,15 +176,15 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
             loaded = dist_checkpointing.load(state, folder)
         for index, model in enumerate(models):
             model.load_state_dict(loaded[f"model{index}"])
-    if not folder or options.get("steps"):
+    if steps := options.get("steps", 0 if folder else 3):
         optimizer, models = optimizer_for(cfg, models, options)
-        for number in range(options.get("steps", 3)):
+        for number in range(steps):
             for model in models:
                 model.zero_grad_buffer()
             optimizer.zero_grad()
             losses.append(step(models, seed=number))
             optimizer.step()
-        if not options.get("mfsdp"):
+        if options.get("wrap") != "mfsdp":
             models = [model.module for model in models]
     if folder := options.get("save"):
         dist_checkpointing.save(models[0].sharded_state_dict(), folder)
@@ -231,29 +193,17 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "sites": sites}
 
 
-def cases(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is run one after the other: name -> changes of the options."""
-    if "schemes" not in options:
-        return {mode: {"lns": mode} for mode in options["lns"].split(",")}
-    folders = [key for key in ("save", "load") if key in options]
-    return {
-        scheme: {"lns": "plugin", "scheme": scheme} | {key: f"{options[key]}/{scheme.split(':')[0]}" for key in folders}
-        for scheme in options["schemes"]
-    }
-
-
-def results(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What this rank found under one layout."""
-    megatron_cpu.initialize(options.get("tp", 1), options.get("pp", 1), options.get("vpp"))
-    with streams_stand_still() if options.get("mfsdp") else contextlib.nullcontext():
-        return {mode: run(options | changes) for mode, changes in cases(options).items()}
-
-
 def main() -> int:
     import torch.distributed as dist
 
+    found, before = [], None
     with megatron_cpu.cuda_answered():
-        found = [results(options) for options in json.loads(sys.argv[1])]
+        for options in json.loads(sys.argv[1]):
+            if (layout := [options.get("tp", 1), options.get("pp", 1), options.get("vpp")]) != before:
+                megatron_cpu.initialize(*layout)
+                before = layout
+            with streams_stand_still() if options.get("wrap") == "mfsdp" else contextlib.nullcontext():
+                found.append(run(options))
         # In turn: two ranks that print at once share a line.
         for turn in range(dist.get_world_size()):
             if turn == dist.get_rank():

@@ -108,10 +108,14 @@ def batch(seed: int = 7, size: int = BATCH) -> torch.Tensor:
     return torch.randint(0, VOCAB, (size, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and mask for a batch of :func:`batch`."""
     positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
-    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+    return tokens[:, :-1], positions, torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(*inputs(tokens), labels=tokens[:, 1:]).float().mean()
 
 
 def hook_reference(model: Any, exponent: float = 0.5) -> Any:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from support import megatron_tiny as tiny
 
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations.megatron import apply, building, checkpoint
-from olmo_lns.integrations.megatron.building import describe, use_plain_initialization
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.integrations.megatron import apply, building
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
@@ -35,8 +34,7 @@ def hybrid(pattern: str) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from support.megatron_hybrid import attention_and_mlp
 
-    cfg = tiny.config(num_layers=len(pattern), is_hybrid_model=True)
-    apply(cfg)
+    cfg = tiny.under(num_layers=len(pattern), is_hybrid_model=True)
     attention, mlp = attention_and_mlp(tiny.local_spec(cfg))
     older = "hybrid_override_pattern" in inspect.signature(MambaStack.__init__).parameters
     return MambaStack(
@@ -108,8 +106,7 @@ def test_a_model_without_a_site_stops_the_run(arguments: SimpleNamespace) -> Non
 @pytest.mark.parametrize("given", [False, True])
 def test_a_stage_without_a_layer_passes_and_names_what_was_applied(arguments: SimpleNamespace, given: bool) -> None:
     arguments.layernorm_scaling = given
-    apply(cfg := tiny.config())
-    chunks = [tiny.build(cfg)]
+    chunks = [tiny.model_of()]
     del chunks[0].decoder.layers[:]  # a pipeline stage with the loss alone
     assert building.model_built(lambda: chunks)() is chunks
     assert Settings.of(arguments).scheme == parse("lns")
@@ -121,75 +118,59 @@ def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
 ) -> None:
     """Otherwise the checkpoint would say Pre-LN, and a later launch without ``apply`` would load it as such."""
     arguments.layernorm_scaling = False
-    cfg, scheme = tiny.config(), "lnsafterbranch:exponent=0.25"
+    scheme = "lnsafterbranch:exponent=0.25"
 
     def provider() -> list[Any]:
-        if built:
-            apply(model := tiny.build(cfg), scheme=scheme)
-            return [model]
-        apply(cfg, scheme=scheme, keep_scaled_init=keep)
-        return [tiny.build(cfg)]
+        if not built:
+            return [tiny.model_of(scheme, keep_scaled_init=keep)]
+        apply(model := tiny.build(tiny.config()), scheme=scheme)
+        return [model]
 
     building.model_built(building.model_built(provider))()  # setup_model_and_optimizer calls get_model
     drawn = "upstream" if built or keep else "plain"  # a built model was drawn by Megatron's own initialization
     assert Settings.of(arguments).check().record() == Record(parse(scheme), scaled_init=drawn)
     assert f"--norm-scheme {scheme}: not given but applied to the model" in capsys.readouterr().out
-    with pytest.raises(CheckpointMismatchError, match=f"was saved with {scheme}.*but this run has Pre-LN"):
-        checkpoint._compare(SimpleNamespace(), {"args": arguments}, "saved")
 
 
-def test_two_schemes_in_one_model_are_refused(arguments: SimpleNamespace) -> None:
+def test_two_schemes_in_one_model_and_another_than_the_arguments_say_are_refused(arguments: SimpleNamespace) -> None:
+    chunks = [tiny.model_of(f"lns:exponent={exponent}") for exponent in (0.5, 0.25)]
+    with pytest.raises(LNSConfigError, match="lns was asked for, but the model was built with lns:exponent=0.25"):
+        building.model_built(lambda: chunks)()
     arguments.layernorm_scaling = False
-    chunks = []
-    for exponent in (0.5, 0.25):
-        apply(cfg := tiny.config(), exponent=exponent)
-        chunks.append(tiny.build(cfg))
     with pytest.raises(LNSConfigError, match=r"one model with lns:exponent=0.25 .* and lns:exponent=0.5 .*by apply"):
         building.model_built(lambda: chunks)()
 
 
-def test_apply_after_the_build_is_refused() -> None:
-    cfg = tiny.config()
-    model = tiny.build(cfg)
+def test_apply_after_the_build_or_twice_is_refused() -> None:
+    model = tiny.build(cfg := tiny.config())
     with pytest.raises(LNSConfigError, match="a model was built from this TransformerConfig before"):
         apply(cfg)
+    with pytest.raises(LNSConfigError, match="no meaning for a built model"):
+        apply(model, keep_scaled_init=True)
     assert apply(model) == 8
-    cfg = tiny.config()
-    tiny.build(cfg)  # dropped: nobody can train it
+    tiny.build(cfg := tiny.config())  # dropped: nobody can train it
     assert apply(cfg) == 0
-
-
-def test_apply_twice_on_a_config_is_refused() -> None:
-    apply(cfg := tiny.config())
     with pytest.raises(LNSConfigError, match=r"already \(lns\)"):
         apply(cfg, exponent=1.0)
     assert cfg.layernorm_scaling_exponent == 0.5
 
 
-def test_every_output_projection_gets_the_plain_initialization() -> None:
+@pytest.mark.parametrize(("keep", "std"), [(False, 0.02), (True, 0.02 / 8**0.5)])
+def test_the_output_projections_are_initialized_as_asked(keep: bool, std: float) -> None:
     """Bridge's way: the config is finished (``init_method`` set) only after ``apply``."""
     cfg = tiny.config(hidden_size=64, ffn_hidden_size=256)
     finished, cfg.init_method = cfg.init_method, None
-    apply(cfg)
+    apply(cfg, keep_scaled_init=keep)
     cfg.init_method = finished
     layer = tiny.build(cfg).decoder.layers[0]
     for weight in (layer.self_attention.linear_proj.weight, layer.mlp.linear_fc2.weight):
-        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
-
-
-def test_scaled_initialization_can_be_kept() -> None:
-    cfg = tiny.config()
-    apply(cfg, keep_scaled_init=True)
-    weight = tiny.build(cfg).decoder.layers[0].mlp.linear_fc2.weight
-    assert weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.1)
-    with pytest.raises(LNSConfigError, match="no meaning for a built model"):
-        apply(tiny.build(tiny.config()), keep_scaled_init=True)
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
 
 
 def test_mup_keeps_its_width_factor() -> None:
     """``init_method`` carries 1/sqrt(width_mult) there; only the depth factor goes."""
     config = SimpleNamespace(use_mup=True, init_method="std/sqrt(m)", output_layer_init_method="std/sqrt(2Lm)")
-    assert use_plain_initialization(config)
+    assert building.use_plain_initialization(config)
     assert config.output_layer_init_method == "std/sqrt(m)"
-    assert "MuP's width factor kept" in describe(config, off=True)
-    assert "kept (std/sqrt(2L)" in describe(config, off=False)
+    assert "MuP's width factor kept" in building.describe(config, off=True)
+    assert "kept (std/sqrt(2L)" in building.describe(config, off=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import io
 import os
 import subprocess
@@ -24,12 +23,6 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 
 TESTS = Path(__file__).parents[2]
-
-
-def applied(scheme: str = "lns", **how: Any) -> Any:
-    cfg = tiny.config()
-    apply(cfg, scheme=scheme, **how)
-    return cfg
 
 
 def field_by_field(cfg: Any) -> Any:
@@ -72,40 +65,32 @@ def block_spec(cfg: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "wrapped",
+    ("own", "how"),
     [
-        lambda cfg: layer_spec(cfg),
-        lambda cfg: layer_spec(cfg, tiny.local_spec(cfg)),
-        lambda cfg: layer_spec(cfg, tiny.local_spec),
-        lambda cfg: functools.partial(layer_spec, scheme="lns")(cfg, tiny.spec_with),
-        lambda cfg: layer_spec(cfg, block_spec(cfg)),
+        (lambda cfg: None, {}),
+        (tiny.local_spec, {}),
+        (lambda cfg: tiny.local_spec, {}),
+        (lambda cfg: tiny.spec_with, {}),
+        (block_spec, {}),
+        (tiny.local_spec, {"scheme": "sandwich", "keep_scaled_init": True}),
     ],
-    ids=["Megatron's own", "a layer", "a function", "a block", "a block's own spec"],
+    ids=["Megatron's own", "a layer", "a function", "a block", "a block's own spec", "another scheme"],
 )
-def test_the_layer_spec_is_the_flag(wrapped: Any) -> None:
-    cfg, other = tiny.config(), applied()
-    spec = wrapped(cfg)
-    assert cfg.output_layer_init_method is cfg.init_method
-    one, two = tiny.build(cfg, spec), tiny.build(other)
-    norm_sites.check(one, parse("lns"), tiny.LAYERS)
-    assert type(one.decoder.layers[0]).__name__ == "TransformerLayer"
+def test_the_layer_spec_is_apply(own: Any, how: dict[str, Any]) -> None:
+    cfg, other = tiny.config(), tiny.under(**how)
+    one, two = tiny.build(cfg, layer_spec(cfg, own(cfg), **how)), tiny.build(other)
+    assert (cfg.output_layer_init_method is cfg.init_method) is not how.get("keep_scaled_init", False)
     assert Settings.of(cfg) == Settings.of(other)
-    two.load_state_dict(one.state_dict())
-    assert tiny.gradients(one, tiny.batch())[0] == pytest.approx(tiny.gradients(two, tiny.batch())[0], rel=1e-6)
+    norm_sites.check(one, parse(how.get("scheme", "lns")), tiny.LAYERS)
+    assert type(one.decoder.layers[0]).__name__ == "TransformerLayer"
+    tiny.assert_same_step(one, two)  # drawn alike too
 
 
-def test_the_layer_spec_of_another_scheme_and_beside_apply() -> None:
+def test_what_the_layer_spec_refuses_and_the_stage_that_it_hands_on() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    cfg, other = tiny.config(), applied("sandwich", keep_scaled_init=True)
-    one = tiny.build(cfg, layer_spec(cfg, tiny.local_spec(cfg), scheme="sandwich", keep_scaled_init=True))
-    two = tiny.build(other, layer_spec(other, tiny.local_spec(other), scheme="sandwich", keep_scaled_init=True))
-    assert list(one.state_dict()) == list(two.state_dict())
-    for a, b in zip(one.parameters(), two.parameters(), strict=True):
-        assert torch.equal(a, b)
-    with pytest.raises(
-        LNSConfigError, match=r"the config has sandwich already \(upstream initialization\): lns .plain. was"
-    ):
+    cfg = tiny.under("sandwich", keep_scaled_init=True)
+    with pytest.raises(LNSConfigError, match=r"has sandwich already \(upstream initialization\): lns .plain. was"):
         layer_spec(cfg)
     with pytest.raises(LNSConfigError, match="'Linear' is not the spec of a TransformerLayer"):
         layer_spec(tiny.config(), ModuleSpec(module=torch.nn.Linear))
@@ -134,11 +119,7 @@ with single_process():
     norm_sites.check(model, parse("lns"), tiny.LAYERS)
     plain = tiny.config(init_method_std=0.2)
     plain.output_layer_init_method = plain.init_method
-    expected = tiny.hook_reference(tiny.build(plain))
-    loss, grads = tiny.gradients(model, tiny.batch())
-    right, right_grads = tiny.gradients(expected, tiny.batch())
-    assert abs(loss - right) < 1e-6 * right
-    tiny.assert_same_gradients(grads, right_grads, rtol=2e-5)
+    tiny.assert_same_step(model, tiny.hook_reference(tiny.build(plain)))
     mtp = tiny.config(mtp_num_layers=1)
     try:
         tiny.build(mtp, layer_spec(mtp, tiny.local_spec(mtp)))
@@ -172,62 +153,61 @@ def load(folder: str, model: Any) -> dict[str, Any]:
 
     loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
     model.load_state_dict(loaded["model"])
+    assert loaded.keys() == {"model"}
     return loaded
+
+
+def record_in(folder: str) -> Record | None:
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_checkpointing.load_content_metadata(folder)
+    return None if metadata is None else Record.from_dict(metadata["olmo_lns"])
 
 
 @pytest.mark.parametrize("scheme", ["lns:exponent=0.25", "lnsafterbranch", "sandwich"])
 def test_a_checkpoint_of_a_loop_keeps_its_record_and_is_compared(scheme: str, tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    model = tiny.build(applied(scheme))
-    folder = save(tmp_path / "run", model)
-    record = Record.from_dict(dist_checkpointing.load_content_metadata(folder)["olmo_lns"])
-    assert record == Record(parse(scheme), scaled_init="plain")
-    assert load(folder, tiny.build(applied(scheme))).keys() == {"model"}
-    assert load(folder, tiny.build(applied(scheme, keep_scaled_init=True))).keys() == {"model"}  # weights are there
+    folder = save(tmp_path / "run", tiny.model_of(scheme))
+    assert record_in(folder) == Record(parse(scheme), scaled_init="plain")
+    load(folder, tiny.model_of(scheme))
+    load(folder, tiny.model_of(scheme, keep_scaled_init=True))  # the weights are there
+    one = tiny.build(tiny.config()).sharded_state_dict()["decoder.final_layernorm.weight"]
     with pytest.raises(CheckpointMismatchError, match=f"was saved with {scheme}.*but this run has Pre-LN"):
-        dist_checkpointing.load(
-            {"model": tiny.build(tiny.config()).sharded_state_dict()["decoder.final_layernorm.weight"]}, folder
-        )
+        dist_checkpointing.load({"model": one}, folder)
 
 
 def test_other_weights_are_refused_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import dist_checkpointing
-
-    lns, stock = save(tmp_path / "lns", tiny.build(applied())), save(tmp_path / "stock", tiny.build(tiny.config()))
+    lns, stock = save(tmp_path / "lns", tiny.model_of()), save(tmp_path / "stock", tiny.build(tiny.config()))
     with pytest.raises(CheckpointMismatchError, match=r"lns was saved with lns:exponent=0.5 .*this run has Pre-LN"):
         load(lns, tiny.build(tiny.config()))
     with pytest.raises(CheckpointMismatchError, match="exponent=0.5 .* this run has lns:exponent=1"):
-        load(lns, tiny.build(applied(exponent=1.0)))
+        load(lns, tiny.model_of("lns:exponent=1"))
     with pytest.raises(CheckpointMismatchError, match="holds neither Megatron's arguments nor a record"):
-        load(stock, tiny.build(applied()))
-    assert load(stock, tiny.build(tiny.config())).keys() == {"model"}
-    assert dist_checkpointing.load_content_metadata(stock) is None  # nothing of ours in Megatron's own
+        load(stock, tiny.model_of())
+    load(stock, tiny.build(tiny.config()))
+    assert record_in(stock) is None  # nothing of ours in Megatron's own
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record,lns-to-preln")
-    load(stock, tiny.build(applied()))
+    load(stock, tiny.model_of())
     load(lns, tiny.build(tiny.config()))
 
 
 def test_the_record_is_that_of_the_built_model(tmp_path: Path) -> None:
-    """Not of a config that was changed later."""
-    cfg = applied()
-    model = tiny.build(cfg)
+    """Not of a config that was changed later; a stage without a layer, which only embeds, has its config's."""
+    from megatron.core import dist_checkpointing
+
+    model = tiny.build(cfg := tiny.under())
     Settings().store(cfg)
     folder = save(tmp_path / "run", model)
     with pytest.raises(CheckpointMismatchError, match="was saved with lns"):
         load(folder, tiny.build(tiny.config()))
     apply(built := tiny.build(tiny.config()))
     load(folder, built)
-
-
-def test_the_record_of_a_stage_without_a_layer_and_of_two_schemes(tmp_path: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    stage = tiny.build(applied("lnsafterff"))
-    del stage.decoder.layers[:]  # an embedding or the loss alone
-    folder = save(tmp_path / "run", stage)
-    assert Record.from_dict(dist_checkpointing.load_content_metadata(folder)["olmo_lns"]).scheme == parse("lnsafterff")
-    both = {str(p): tiny.build(applied(exponent=p)).sharded_state_dict(prefix=f"{p}.") for p in (0.25, 0.5)}
+    stage = tiny.model_of("lnsafterff")
+    del stage.decoder.layers[:]
+    found = record_in(save(tmp_path / "stage", stage))
+    assert found is not None and found.scheme == parse("lnsafterff")
+    both = {str(p): tiny.model_of(f"lns:exponent={p}").sharded_state_dict(prefix=f"{p}.") for p in (0.25, 0.5)}
     with pytest.raises(LNSConfigError, match=r"one checkpoint with lns:exponent=0.25 .* and lns:exponent=0.5"):
         dist_checkpointing.save(both, str(tmp_path))
 
@@ -237,12 +217,13 @@ def test_the_arguments_of_a_launch_are_compared_and_no_second_record_is_written(
     from megatron.core import dist_checkpointing
     from support.megatron_checkpoints import arguments
 
-    cfg = applied()
+    cfg = tiny.under()
     folder = save(tmp_path / "run", tiny.build(cfg), args=arguments(cfg, layernorm_scaling=True))
-    assert dist_checkpointing.load_content_metadata(folder) is None
-    load(folder, tiny.build(applied()))
+    assert record_in(folder) is None
+    load = dist_checkpointing.load
+    assert load({"model": tiny.model_of().sharded_state_dict()}, folder)["args"].layernorm_scaling
     with pytest.raises(CheckpointMismatchError, match=r"was saved with lns.*but this run has Pre-LN"):
-        load(folder, tiny.build(tiny.config()))
+        load({"model": tiny.build(tiny.config()).sharded_state_dict()}, folder)
 
 
 def test_a_checkpoint_is_read_without_a_model(tmp_path: Path) -> None:
@@ -250,8 +231,7 @@ def test_a_checkpoint_is_read_without_a_model(tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    model = tiny.build(applied())
-    folder, name = save(tmp_path / "run", model), "decoder.final_layernorm.weight"
+    folder, name = save(tmp_path / "run", tiny.model_of()), "decoder.final_layernorm.weight"
     own = ShardedTensor.from_rank_offsets(name, torch.zeros(tiny.HIDDEN))
     assert torch.equal(dist_checkpointing.load({name: own}, folder)[name], torch.ones(tiny.HIDDEN))
     assert set(dist_checkpointing.load_plain_tensors(folder)) >= {name}

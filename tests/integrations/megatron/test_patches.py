@@ -9,16 +9,15 @@ import importlib.util
 import inspect
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support import megatron_launch
 from support import megatron_tiny as tiny
-
-from olmo_lns.integrations.megatron import apply
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "patches" / "megatron"
@@ -33,13 +32,11 @@ if sys.argv[1] == "alone":
 import megatron.core.transformer.transformer_layer as layer
 from support.megatron_cpu import single_process
 from support import megatron_tiny as tiny
-from olmo_lns.integrations.megatron import apply
 wraps, function = 0, layer.TransformerLayer.__init__
 while hasattr(function, "__wrapped__"):
     wraps, function = wraps + 1, function.__wrapped__
 with single_process():
-    apply(cfg := tiny.config())
-    losses = [float(tiny.loss_of(tiny.build(each), tiny.batch()).detach()) for each in (cfg, tiny.config())]
+    losses = [float(tiny.loss_of(tiny.build(cfg), tiny.batch()).detach()) for cfg in (tiny.under(), tiny.config())]
 print("FOUND " + json.dumps([layer.__file__, wraps, *losses]))
 """
 
@@ -52,6 +49,13 @@ def git_apply(tree: Path, patch: Path, *words: str) -> subprocess.CompletedProce
         capture_output=True,
         text=True,
     )
+
+
+def python(tree: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Python in ``tree``, with this repository behind it."""
+    variables |= {"PYTHONPATH": f"{tree}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", *words]
+    return subprocess.run(command, cwd=tree, env=os.environ | variables, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("patch", sorted(FOLDER.glob("*.patch")), ids=lambda p: p.stem)
@@ -81,13 +85,8 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("alone", marks=pytest.mark.exhaustive), "with the hook"])
 def test_the_patch_loads_the_plugin_once(patched: Path, mode: str) -> None:
-    apply(cfg := tiny.config())
-    losses = [float(tiny.loss_of(tiny.build(each), tiny.batch()).detach()) for each in (cfg, tiny.config())]
-    variables = {"PYTHONPATH": f"{patched}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, mode],
-        env=os.environ | variables, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    losses = [float(tiny.loss_of(tiny.build(cfg), tiny.batch()).detach()) for cfg in (tiny.under(), tiny.config())]
+    done = python(patched, "-c", PROGRAM, mode)
     assert done.returncode == 0, done.stderr[-2000:]
     file, wraps, *found = json.loads(done.stdout.partition("FOUND ")[2])
     assert file.startswith(str(patched)) and wraps == 1
@@ -97,11 +96,9 @@ def test_the_patch_loads_the_plugin_once(patched: Path, mode: str) -> None:
 
 def checkout() -> tuple[Path, str]:
     """The tree that MEGATRON_LM_SRC names, and its version."""
-    if not (tree := os.environ.get("MEGATRON_LM_SRC")):
-        pytest.skip("MEGATRON_LM_SRC names no Megatron-LM checkout")
-    scope: dict[str, Any] = {"__file__": "package_info.py"}
-    exec((Path(tree) / "megatron/core/package_info.py").read_text(), scope)
-    return Path(tree).resolve(), f"{scope['MAJOR']}.{scope['MINOR']}.{scope['PATCH']}"
+    tree = megatron_launch.checkout()
+    scope = runpy.run_path(str(tree / "megatron/core/package_info.py"))
+    return tree, f"{scope['MAJOR']}.{scope['MINOR']}.{scope['PATCH']}"
 
 
 def test_a_patch_fits_the_checkout() -> None:
@@ -127,16 +124,9 @@ def test_the_patch_for_upstream_passes_its_own_tests(tmp_path: Path) -> None:
         shutil.copytree(tree / "megatron", copy / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
         done = git_apply(copy, UPSTREAM, f"--include={part}")
         assert done.returncode == 0, done.stderr
-        words = ["-p", "support.megatron_unit", "--noconftest", "-c", os.devnull, f"--rootdir={copy}"]
-        variables = {
-            "PYTHONPATH": f"{copy}:{ROOT}:{ROOT / 'tests'}",
-            "OLMO_LNS_DISABLE": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "tests/unit_tests"],
-            cwd=copy, env=os.environ | variables, capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
+        words = ["-p", "no:cacheprovider", "-p", "support.megatron_unit", "--noconftest", "-c", os.devnull]
+        words += [f"--rootdir={copy}", "tests/unit_tests"]
+        done = python(copy, "-m", "pytest", "-q", *words, OLMO_LNS_DISABLE="1", TORCHDYNAMO_DISABLE="1")
         last[part] = done.stdout.strip().splitlines()[-1]
     assert last["*"].startswith("10 passed, 6 skipped"), last  # those of Transformer Engine
     assert last["tests/*"].startswith("10 failed, 6 skipped"), last

@@ -115,20 +115,17 @@ def test_what_was_given_and_differs_is_refused(way: Any, running: Any, saved: An
         way(parse(*running), parse(*saved))
 
 
-#: Whose weights have a Pre-LN model's names and shapes. Megatron builds some of them, and may be given any.
-STOCK_KEYS = [name for name in names() if name != "preln" and parse_scheme(name).stock_keys(4)]
+@pytest.mark.parametrize("name", [name for name in names() if parse_scheme(name).stock_keys(4) and name != "preln"])
+def test_weights_with_stock_names_are_refused(name: str) -> None:
+    """Whose names and shapes are a Pre-LN model's. Megatron builds some of them, and may be given any."""
+    for finetune in (False, True):
+        with pytest.raises(CheckpointMismatchError, match=f"iter_7 was saved with {name}"):
+            load(parse(finetune=finetune), SimpleNamespace(norm_scheme=name))
 
 
-@pytest.mark.parametrize("name", STOCK_KEYS)
-@pytest.mark.parametrize("finetune", [False, True])
-def test_weights_with_stock_names_are_refused(name: str, finetune: bool) -> None:
-    with pytest.raises(CheckpointMismatchError, match=f"iter_7 was saved with {name}"):
-        load(parse(finetune=finetune), SimpleNamespace(norm_scheme=name))
-
-
-@pytest.mark.parametrize("words", [(), (LNS,), (LNS, KEEP), (PLAIN,), (SCHEME, "sandwich")])
-def test_the_same_settings_load(words: Any) -> None:
-    assert load(parse(*words), parse(*words))[1] == "iter_7"
+def test_the_same_settings_load() -> None:
+    for words in ((), (LNS,), (LNS, KEEP), (PLAIN,), (SCHEME, "sandwich")):
+        assert load(parse(*words), parse(*words))[1] == "iter_7"
 
 
 @pytest.mark.parametrize("name", ZERO_CENTRED)
@@ -140,28 +137,25 @@ def test_gains_of_a_scheme_are_read_as_they_were_stored(name: str) -> None:
         load(plain, centred)
 
 
-FOLDED = SimpleNamespace(layernorm_scaling=False, layernorm_scaling_exponent=0.5, layernorm_scaling_folded=True)
-
-
 @pytest.mark.parametrize("more", [{}, {"finetune": True}, {"skip_train": True}])
 def test_folded_weights_run_as_preln_and_are_not_scaled_again(
     more: dict[str, bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What ``export`` tells its users to do."""
-    assert load(parse(**more), FOLDED)[1] == "iter_7"
-    assert not Settings.of(restore(parse(**more), FOLDED)).layernorm_scaling
+    folded = SimpleNamespace(layernorm_scaling=False, layernorm_scaling_exponent=0.5, layernorm_scaling_folded=True)
+    assert load(parse(**more), folded)[1] == "iter_7"
+    assert not Settings.of(restore(parse(**more), folded)).layernorm_scaling
     assert "folded into its weights: under Pre-LN they are a stock model's" in capsys.readouterr().out
     with pytest.raises(CheckpointMismatchError, match="applied twice"):
-        load(parse(LNS, **more), FOLDED)
+        load(parse(LNS, **more), folded)
 
 
-def test_a_named_difference_can_be_allowed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_allowed_or_cannot_be_compared_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(parse(LNS), None, model={})
+    assert "holds no arguments" in capsys.readouterr().out
     monkeypatch.setenv(environment.ALLOW_MISMATCH, "lns-to-preln")
     load(parse(), parse(LNS))
     assert "in spite of lns-to-preln" in capsys.readouterr().out
     assert not Settings.of(restore(parse(), parse(LNS))).layernorm_scaling
-
-
-def test_a_checkpoint_without_arguments_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    load(parse(LNS), None, model={})
-    assert "holds no arguments" in capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -13,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import megatron_launch
 from support import megatron_tiny as tiny
 
 from olmo_lns import plain_initialization
@@ -66,22 +66,26 @@ def test_the_installed_core_is_verified_symbol_by_symbol_in_memory_and_in_its_fi
 
 
 def test_the_checkout_is_verified() -> None:
-    if not (tree := os.environ.get("MEGATRON_LM_SRC")):
-        pytest.skip("MEGATRON_LM_SRC names no Megatron-LM checkout")
-    texts = {path: patching.source_below(Path(tree), path) for path in TABLE}
+    tree = megatron_launch.checkout()
+    texts = {path: patching.source_below(tree, path) for path in TABLE}
     found = {path: TABLE[path].verified.get(patching.digest(text), "unknown") for path, text in texts.items() if text}
     assert all(path.endswith(MAY_MISS) for path in set(TABLE) - set(found)), set(TABLE) - set(found)
     assert set.intersection(*(set(versions.split(", ")) for versions in found.values())), found
 
 
-def test_registered_once_and_replaced_once() -> None:
+def test_registered_once_and_replaced_once_and_never_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     before = TransformerLayer.__init__
-    assert is_patched(before)
     register()
-    assert TransformerLayer.__init__ is before
-    assert not is_patched(before.__wrapped__)
+    assert TransformerLayer.__init__ is before and is_patched(before) and not is_patched(before.__wrapped__)
+    name = "megatron.training.arguments"
+    monkeypatch.setattr(registration, "_installed", registration._installed - {name})
+    late = ModuleType(name)
+    late.__spec__ = importlib.util.spec_from_loader(name, None)
+    monkeypatch.setitem(sys.modules, name, late)
+    with pytest.raises(LNSConfigError, match="came after the import of megatron.training.arguments"):
+        register()
 
 
 @pytest.fixture
@@ -174,20 +178,9 @@ def test_a_bridge_without_a_function_is_an_error_where_a_scheme_is_built(monkeyp
         tiny.build(cfg)
 
 
-def test_registration_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "megatron.training.arguments"
-    monkeypatch.setattr(registration, "_installed", registration._installed - {name})
-    late = ModuleType(name)
-    late.__spec__ = importlib.util.spec_from_loader(name, None)
-    monkeypatch.setitem(sys.modules, name, late)
-    with pytest.raises(LNSConfigError, match="came after the import of megatron.training.arguments"):
-        register()
-
-
 def test_import_of_the_package_loads_no_framework() -> None:
     code = (
-        "import sys; import olmo_lns.integrations.megatron as m; m.register(); "
-        "print([n for n in ('torch', 'megatron') if n in sys.modules])"
+        "import sys, olmo_lns.integrations.megatron as m; m.register(); print({'torch', 'megatron'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "set()"

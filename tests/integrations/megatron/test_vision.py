@@ -29,49 +29,39 @@ def llava(cfg: Any, tower: Any) -> Any:
     language = decoder_model_with_local_default_spec(None, False)
     torch.manual_seed(1)
     options: dict[str, Any] = dict(
-        language_transformer_config=cfg,
-        language_transformer_layer_spec=language,
-        language_vocab_size=tiny.VOCAB,
-        language_max_sequence_length=64,
-        vision_transformer_config=tower,
-        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
-        drop_vision_class_token=False,
+        language_transformer_config=cfg, language_transformer_layer_spec=language, language_vocab_size=tiny.VOCAB,
+        language_max_sequence_length=64, language_position_embedding_type="rope",
+        vision_transformer_config=tower, vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
         vision_projection_config=copy.deepcopy(cfg),
         vision_projection_layer_spec=copy.deepcopy(tiny.parts_of_mlp(language)),
-        language_position_embedding_type="rope",
-        img_h=28,
-        img_w=28,
-        patch_dim=14,
-    )
+        drop_vision_class_token=False, img_h=28, img_w=28, patch_dim=14,
+    )  # fmt: skip
     # Without TE the default norm of CLIP's embeddings is torch's own, which cannot take Megatron's arguments.
     clip = functools.partial(CLIPViTModel, ln_pre_impl=WrappedTorchNorm)
     with mock.patch.object(llava_model, "CLIPViTModel", clip):
         return LLaVAModel(**options)
 
 
-def configs(**settings: Any) -> tuple[Any, Any]:
+def configs(*, scheme: bool) -> tuple[Any, Any]:
     """The tower's is a copy of the language model's, marks and all."""
-    cfg = tiny.config(normalization="LayerNorm", init_method_std=0.1)
-    if settings:
-        apply(cfg, exponent=settings["exponent"])
+    cfg = (tiny.under if scheme else tiny.config)(normalization="LayerNorm", init_method_std=0.1)
     tower = copy.deepcopy(cfg)
     tower.num_layers = TOWER_BLOCKS
     tower.vision_model_type = "clip"
     return cfg, tower
 
 
-def test_the_language_decoder_only(capsys: pytest.CaptureFixture[str]) -> None:
-    model = llava(*configs(exponent=0.5))
+def blocks(model: Any) -> list[int]:
+    return [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(model)]
+
+
+def test_the_language_decoder_only_the_tower_is_megatrons_own(capsys: pytest.CaptureFixture[str]) -> None:
+    model, stock = llava(*configs(scheme=True)), llava(*configs(scheme=False)).vision_model
     out = capsys.readouterr().out
-    norms = tiny.scaled_norms(model.language_model)
-    assert [norm.lns_sites[0].layer_number for norm in norms] == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert tiny.scaled_norms(model.vision_model) == []
+    assert blocks(model.language_model) == [1, 1, 2, 2, 3, 3, 4, 4] and blocks(model.vision_model) == []
     assert "LayerNorm Scaling on: 8 norms" in out
     assert "vision tower CLIPViTModel: no LayerNorm Scaling in its 2 blocks" in out
-
-
-def test_the_tower_is_megatrons_own_in_every_weight_and_output() -> None:
-    ours, stock = (llava(*pair).vision_model for pair in (configs(exponent=0.5), configs()))
+    ours = model.vision_model
     image = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
     for (name, a), b in zip(ours.decoder.named_parameters(), stock.decoder.parameters(), strict=True):
         assert float(a.std()) == pytest.approx(float(b.std()), rel=0.15), name  # scaled initialization is back
@@ -80,17 +70,16 @@ def test_the_tower_is_megatrons_own_in_every_weight_and_output() -> None:
 
 
 def test_the_tower_on_request() -> None:
-    cfg, tower = configs(exponent=0.5)
+    cfg, tower = configs(scheme=True)
     apply(tower, vision=True)
-    norms = tiny.scaled_norms(llava(cfg, tower).vision_model)
-    assert [norm.lns_sites[0].layer_number for norm in norms] == [1, 1, 2, 2]
+    assert blocks(llava(cfg, tower).vision_model) == [1, 1, 2, 2]
 
 
 def test_a_built_model(capsys: pytest.CaptureFixture[str]) -> None:
-    model = llava(*configs())
+    model = llava(*configs(scheme=False))
     assert apply(model) == 8
-    assert tiny.scaled_norms(model.vision_model) == []
+    assert blocks(model.vision_model) == []
     assert "vision tower CLIPViTModel: no LayerNorm Scaling" in capsys.readouterr().out
-    assert apply(llava(*configs()), vision=True) == 8 + 2 * TOWER_BLOCKS
+    assert apply(llava(*configs(scheme=False)), vision=True) == 8 + 2 * TOWER_BLOCKS
     with pytest.raises(LNSConfigError, match="no TransformerLayer outside a vision tower"):
-        apply(llava(*configs()).vision_model)
+        apply(llava(*configs(scheme=False)).vision_model)
