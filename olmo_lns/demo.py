@@ -10,7 +10,6 @@ import argparse
 import os
 import re
 import shlex
-import shutil
 import sys
 import threading
 import time
@@ -234,21 +233,6 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
-def _next(rows: Sequence[Row], out: Path) -> list[str]:
-    """What could be typed next."""
-    run = next((row.run for row in rows if not ARMS[row.run.arm].scheme.is_pre_ln), rows[0].run)
-    model, data = out / run.name / f"step{_steps(run)}-unsharded", f"--data {out}/data/heldout.npy --tokens 16384"
-    lines = [f"analyze angular --model {model} {data} -o {out}/angular.json --plot {out}/angular.png"]
-    if not ARMS[run.arm].scheme.is_pre_ln:
-        lines.append(f"export {model} {out}/{run.arm}-folded    # the factor inside the weights, for stock OLMo")
-    return [f"  {_program()} {line}" for line in lines]
-
-
-def _program() -> str:
-    # After `make demo` the command is in the environment, not on the PATH.
-    return "olmo-lns" if shutil.which("olmo-lns") else f"{sys.executable} -m olmo_lns"
-
-
 def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns demo``. Exit code 1 where a run failed, 130 after Ctrl-C."""
     args = parser().parse_args(argv)
@@ -268,11 +252,10 @@ def main(argv: Sequence[str]) -> int:
             study.path.replace(out / "study.yaml")  # now that the folder has taken it
             rows = _rows(study, out, display)
     except KeyboardInterrupt:
-        display.say(f"Stopped: {display.look()[1]}. To go on: {_program()} {shlex.join(['demo', *argv])}")
+        display.say(f"Stopped: {display.look()[1]}. To go on: olmo-lns {shlex.join(['demo', *argv])}")
         return 130
     for line in ("", *report(rows), ""):
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     _draw(rows, out / "demo.png")  # the seconds of matplotlib, after what can be read meanwhile
-    for line in (f"figure  {out / 'demo.png'}", "", "next:", *_next(rows, out)):
-        display.say(line)
+    display.say(f"figure  {out / 'demo.png'}")
     return 0

@@ -86,9 +86,8 @@ class Record:
         try:
             scheme = _scheme(values["scheme"], values["parameters"])
         except LNSConfigError as error:
-            raise CheckpointMismatchError(
-                f"{source} (written by olmo-lns {values['plugin_version']}): {error}"
-            ) from None
+            text = f"{source} (written by olmo-lns {values['plugin_version']}): {error}"
+            raise CheckpointMismatchError(text) from None
         return cls(scheme, values["norm"], values["scaled_init"], values["folded"], values["plugin_version"])
 
     def write(self, folder: str | os.PathLike[str]) -> Path:
@@ -143,23 +142,13 @@ def record_to_save(model: Any, built: Record) -> Record:
 
 
 def _check_form(values: Mapping[str, Any], source: object) -> None:
-    """The format first: a newer one may have any keys."""
-    if "format" not in values and {"type", "exponent"} <= set(values):
-        raise CheckpointMismatchError(
-            f"{source}: a record without 'format' (keys {', '.join(sorted(values))}), as development versions before "
-            f"0.2 wrote it; this version reads format {FORMAT}. Write it anew: its type and exponent are 'scheme' and "
-            "'parameters' now."
-        )
+    """:raises CheckpointMismatchError: it is not a record of this version's form."""
     found = values.get("format")
-    if isinstance(found, int) and not isinstance(found, bool) and found > FORMAT:
-        raise CheckpointMismatchError(
-            f"{source}: format {found} of a newer olmo-lns; this version ({__version__}) reads format {FORMAT}. "
-            "Upgrade it."
-        )
     if found != FORMAT or isinstance(found, bool) or set(values) != set(_KEYS):
         raise CheckpointMismatchError(
-            f"{source}: not a record of format {FORMAT}: found keys {sorted(values)}, expected {sorted(_KEYS)}"
-            + (" (unknown keys: was it written by a newer version?)" if set(values) > set(_KEYS) else "")
+            f"{source}: not a record of format {FORMAT}, the one that olmo-lns {__version__} reads: found format "
+            f"{reprlib.repr(found)} and keys {sorted(values)}, expected {sorted(_KEYS)}. Upgrade olmo-lns if a newer "
+            "one wrote it; write it anew if a development version before 0.2 did ('type' is 'scheme' now)."
         )
     for name, kind in _KEYS.items():
         if not isinstance(values[name], kind):

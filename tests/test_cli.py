@@ -230,14 +230,6 @@ def test_a_config_that_makes_no_model_is_refused_at_once_by_every_command(old, n
         assert err.count("\n") <= 1 and time.monotonic() - start < 60, (words, err)
 
 
-def test_a_file_that_is_no_yaml_is_one_line(tmp_path, capsys):
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    (tmp_path / "bad.yaml").write_text("a: [1\n")
-    assert cli.main(["train", str(tmp_path / "bad.yaml")]) == 1
-    err = capsys.readouterr().err
-    assert "not YAML: " in err and err.count("\n") == 1
-
-
 def test_a_reader_that_stops_early_is_no_error():
     done = subprocess.run(
         f"set -o pipefail; {sys.executable} -m olmo_lns config list | head -c 1",

@@ -138,6 +138,8 @@ def test_a_source_that_nobody_verified_is_named(monkeypatch, tmp_path):
     )
     row = doctor.framework_row(doctor.FRAMEWORKS[0])
     assert row.state == "unsupported" and "olmo.model:OLMo.reset_parameters" in row.detail
+    monkeypatch.setenv("OLMO_LNS_ALLOW_UNVERIFIED", "1")
+    assert doctor.framework_row(doctor.FRAMEWORKS[0]).state == "note"
 
 
 def test_a_megatron_that_cannot_be_imported_without_triton_is_unsupported(monkeypatch, tmp_path):

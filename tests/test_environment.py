@@ -93,10 +93,10 @@ STRAY = {
     "OLMO_LNS_SCHEME=lsn": "OLMO_LNS_SCHEME: unknown scheme 'lsn'",
 }
 BUILDS = """
-import {framework}
+import transformers.models.auto.configuration_auto
 from olmo.config import ModelConfig
 from olmo.model import OLMo
-kind = {{"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 8, "embedding_size": 8, "rope": True, "init_device": "cpu"}}
+kind = {"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 8, "embedding_size": 8, "rope": True, "init_device": "cpu"}
 OLMo(ModelConfig.new(**kind, layer_norm_type="rms"))
 print("stock")
 OLMo(ModelConfig.new(**kind, layer_norm_type="lns_rms"))
@@ -109,13 +109,19 @@ def test_imports_and_stock_models_only_warn_and_a_scheme_stops(setting):
     """Somebody's own variable of our prefix, or a typing error."""
     pytest.importorskip("olmo")
     name, value = setting.split("=")
-    code = BUILDS.format(framework="olmo, transformers.models.auto.configuration_auto")
     env = {**os.environ, name: value}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, "-c", BUILDS], capture_output=True, text=True, env=env)
     assert done.stdout == "stock\n" and done.returncode != 0
     first, *_, last = [line for line in done.stderr.splitlines() if STRAY[setting] in line]
     assert "Where a scheme runs, this is an error" in first and "Error: " in last
     assert done.stderr.count("Where a scheme runs") == 1
+
+
+def test_an_import_of_transformers_alone_warns_too():
+    pytest.importorskip("transformers")
+    code, env = "import transformers.models.auto.configuration_auto; print('on')", {**os.environ, "OLMO_LNS_DIR": "/x"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout == "on\n" and done.stderr.count("OLMO_LNS_DIR is unknown") == 1
 
 
 @pytest.mark.parametrize("framework", ["megatron", "olmo", "transformers"])
@@ -165,21 +171,20 @@ def test_numbers() -> None:
             parse(text)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "data check x --vocab-size=0",
-        "data prepare text x --tokenizer t --eos 0 --out out --sequence=1",
-        "data prepare text x --tokenizer t --eos 0 --out out --tokens=0",
-        "config check x --gpus=0",
-        "config check x --budget=0",
-        "study launch study.yaml --out x --workers=0",
-        "analyze layer-drop --model x --data y --num-fewshot=-1",
-        "analyze all x --data y -o z --tokens=0",
-        "demo --layers=1",
-        "verify a b --prompts=0",
-    ],
-)
+COMMANDS = """data check x --vocab-size=0
+data prepare text x --tokenizer t --eos 0 --out out --sequence=1
+data prepare text x --tokenizer t --eos 0 --out out --tokens=0
+config check x --gpus=0
+config check x --budget=0
+study launch study.yaml --out x --workers=0
+analyze layer-drop --model x --data y --num-fewshot=-1
+analyze all x --data y -o z --tokens=0
+demo --layers=1
+verify a b --prompts=0
+verify a b --seed=9223372036854775808"""
+
+
+@pytest.mark.parametrize("command", COMMANDS.splitlines())
 def test_every_command_refuses_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(command.split())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -64,11 +65,7 @@ def pair() -> tuple[Model, Model, dict[str, int]]:
     return lns, stock, gains
 
 
-def ordinary(model: nn.Module, decay: float = 0.1, eps: float = 1e-8) -> torch.optim.AdamW:
-    return torch.optim.AdamW(param_groups(model, {}, lr=1e-2, weight_decay=0.1, eps=eps, vector_decay=decay))
-
-
-def scaled(model: nn.Module, gains: dict[str, int], decay: float = 0.1, eps: float = 1e-8) -> torch.optim.AdamW:
+def adamw(model: nn.Module, gains: dict[str, int], decay: float = 0.1, eps: float = 1e-8) -> torch.optim.AdamW:
     groups = param_groups(model, gains, lr=1e-2, weight_decay=0.1, eps=eps, vector_decay=decay)
     return torch.optim.AdamW(groups)
 
@@ -101,8 +98,8 @@ def gap(first: list[float], second: list[float]) -> float:
 @pytest.mark.parametrize("eps", [1e-8, 1e-3])
 def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
     lns, stock, gains = pair()
-    losses = train(lns, ordinary(lns, eps=eps), batches(range(200)))
-    value = gap(losses, train(stock, scaled(stock, gains, eps=eps), batches(range(200))))
+    losses = train(lns, adamw(lns, {}, eps=eps), batches(range(200)))
+    value = gap(losses, train(stock, adamw(stock, gains, eps=eps), batches(range(200))))
     print(f"eps {eps}: the losses differ by {value:.1e}")
     assert value < 1e-10
     assert losses[-1] < losses[0] - 0.3, "nothing was learned"
@@ -111,19 +108,19 @@ def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
 def fold_in_the_middle(rescale: bool) -> float:
     """The largest difference of the loss to the run that is not folded after half of its 200 steps."""
     model, _, gains = pair()
-    whole = train(twin := copy.deepcopy(model), ordinary(twin), batches(range(200)))
-    losses = train(model, before := ordinary(model), batches(range(100)))
+    whole = train(twin := copy.deepcopy(model), adamw(twin, {}), batches(range(200)))
+    losses = train(model, before := adamw(model, {}), batches(range(100)))
     scale_(model, gains)
     for block in model.blocks:
         block.first.factor = block.second.factor = 1.0
-    after = scaled(model, gains)
+    after = adamw(model, gains)
     after.state.update(before.state)
     if rescale:
         rescale_state_(after, model, gains)
     return gap(whole, losses + train(model, after, batches(range(100, 200))))
 
 
-def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled():
+def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_readamw():
     rescaled, as_it_is = fold_in_the_middle(rescale=True), fold_in_the_middle(rescale=False)
     print(f"rescaled: the losses differ by {rescaled:.1e}; state as it is: {as_it_is:.1e}")
     assert rescaled < 1e-10 and as_it_is > 1e-5
@@ -131,7 +128,7 @@ def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled(
 
 def test_unscale_undoes_scale_and_the_moments_go_back_too():
     _, model, gains = pair()
-    optimizer = scaled(model, gains)
+    optimizer = adamw(model, gains)
     train(model, optimizer, batches(range(3)))
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
     scale_(model, gains)
@@ -151,32 +148,22 @@ def test_muon_trains_the_matrices_and_the_gains_stay_with_adam():
         for group in groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in of_muon]
         adam = torch.optim.AdamW([group for group in groups if group["params"]])
-        muon = torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1)
-        runs.append(train(model, Both(adam, muon), batches(range(50))))
+        two = (adam, torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1))
+        both = SimpleNamespace(**{name: each(two, name) for name in ("zero_grad", "step")})
+        runs.append(train(model, both, batches(range(50))))
     print(f"gap {gap(*runs):.1e}")
     assert gap(*runs) < 1e-10 and runs[0][-1] < runs[0][0] - 0.3
 
 
-class Both:
-    """Two optimizers that step together."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers = optimizers
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
+def each(optimizers: Iterable[Any], name: str) -> Callable[[], object]:
+    return lambda: [getattr(optimizer, name)() for optimizer in optimizers]
 
 
 def departure(name: str) -> float:
     """The difference of the loss over 100 steps when one part of the recipe is left out."""
     lns, stock, gains = pair()
     clip, decay, eps = 0.5 if name == "clipping" else 0.0, 0.1, 1e-4 if name == "eps" else 1e-8
-    optimizer = scaled(stock, gains, decay=0.0 if name == "no decay" else decay, eps=eps)
+    optimizer = adamw(stock, gains, decay=0.0 if name == "no decay" else decay, eps=eps)
     for group in optimizer.param_groups:
         if name == "decay not divided":
             group["weight_decay"] = 0.1
@@ -185,7 +172,7 @@ def departure(name: str) -> float:
         if name == "rate":
             group["lr"] = 1e-2
     return gap(
-        train(lns, ordinary(lns, decay, eps), batches(range(100)), clip),
+        train(lns, adamw(lns, {}, decay, eps), batches(range(100)), clip),
         train(stock, optimizer, batches(range(100)), clip),
     )
 
@@ -259,26 +246,22 @@ def without(model: Any, name: str) -> Any:
     return model
 
 
+def stock() -> Model:
+    return Model(lns=False)
+
+
 @pytest.mark.parametrize(
     "model, patterns, words",
     [
         (gemma, ["layers.{}.input_layernorm.weight"], "size 2: a zero-centred gain"),
-        (
-            lambda: Model(lns=True),
-            PATTERNS,
-            r"blocks.1.first.weight of Norm.*size 0.707: it has a factor already",
-        ),
-        (
-            lambda: Model(False),
-            ["layers.{}.norm.weight"],
-            r"expected one parameter in each of blocks 0 to 0, found \[\]",
-        ),
-        (lambda: Model(False), ["blocks.0.first.weight"], "expected one {}"),
-        (lambda: Model(False), ["blocks.{}.qkv.weight"], "one dimension"),
-        (lambda: Model(False), [], "at least one pattern"),
-        (lambda: without(Model(False), "blocks.1.second.weight"), PATTERNS, r"0 to 3, found \[0, 2, 3\]"),
-        (lambda: without(Model(False), "blocks.3.second.weight"), PATTERNS, r"0 to 3, found \[0, 1, 2\]"),
-        (lambda: without(Model(False), "blocks.3.first.bias"), PATTERNS, "4 blocks, but 3 of them with a bias"),
+        (lambda: Model(lns=True), PATTERNS, r"blocks.1.first.weight of Norm.*size 0.707: it has a factor already"),
+        (stock, ["layers.{}.norm.weight"], r"expected one parameter in each of blocks 0 to 0, found \[\]"),
+        (stock, ["blocks.0.first.weight"], "expected one {}"),
+        (stock, ["blocks.{}.qkv.weight"], "one dimension"),
+        (stock, [], "at least one pattern"),
+        (lambda: without(stock(), "blocks.1.second.weight"), PATTERNS, r"0 to 3, found \[0, 2, 3\]"),
+        (lambda: without(stock(), "blocks.3.second.weight"), PATTERNS, r"0 to 3, found \[0, 1, 2\]"),
+        (lambda: without(stock(), "blocks.3.first.bias"), PATTERNS, "4 blocks, but 3 of them with a bias"),
     ],
 )
 def test_what_cannot_be_scaled_is_refused(model, patterns, words):
@@ -289,7 +272,7 @@ def test_what_cannot_be_scaled_is_refused(model, patterns, words):
 def test_state_and_parameters_that_are_not_there():
     _, model, gains = pair()
     with pytest.raises(ValueError, match="the optimizer has no exp_avg"):
-        rescale_state_(scaled(model, gains), model, gains)
+        rescale_state_(adamw(model, gains), model, gains)
     model.blocks[1].first.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="blocks.1.first.weight"):
         param_groups(model, gains, lr=1.0, weight_decay=0.0)

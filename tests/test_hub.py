@@ -43,11 +43,11 @@ def test_what_is_cached_is_loaded_without_asking() -> None:
         hub.cached_only("somebody/model", "tokenizer.json")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "--"])
-def test_what_is_nowhere_is_one_line_at_once(name: str) -> None:
+def test_what_is_nowhere_is_one_line_at_once() -> None:
     start = time.monotonic()
-    with pytest.raises(LNSError, match=r"the hub cannot be reached \(http://127.0.0.1:9\)"):
-        hub.cached_only(name, "config.json")
+    for name in ("gpt2", "a/b/c", "--"):
+        with pytest.raises(LNSError, match=r"the hub cannot be reached \(http://127.0.0.1:9\)"):
+            hub.cached_only(name, "config.json")
     assert time.monotonic() - start < 2 * hub.PATIENCE
 
 

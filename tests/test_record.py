@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.record import FORMAT, RECORD_FILE, Record, check_match
+from olmo_lns.record import RECORD_FILE, Record, check_match
 from olmo_lns.schemes import parse
 
 
@@ -46,8 +46,11 @@ def test_the_form_is_flat_and_holds_every_parameter(tmp_path):
     [
         ("{", "not valid JSON"),
         ("[1]", "expected a JSON object"),
-        ('{"format": 1, "scheme": "lns"}', "not a record of format 1: found keys .'format', 'scheme'., expected"),
-        (json.dumps({**WRITTEN, "more": 1}), "unknown keys: was it written by a newer version"),
+        (
+            '{"format": 1, "scheme": "lns"}',
+            "not a record of format 1,.*found format 1 and keys .'format', 'scheme'., expected",
+        ),
+        (json.dumps({**WRITTEN, "more": 1}), "and keys .*'more'.*Upgrade olmo-lns"),
         (json.dumps({**WRITTEN, "parameters": {"exponent": "0.5"}}), "'exponent' must be a float, found '0.5'"),
         (json.dumps({**WRITTEN, "parameters": {"exponent": True}}), "exponent: expected a finite number, found True"),
         (json.dumps({**WRITTEN, "parameters": {"exponent": -1}}), "exponent: exponent must be a finite number >= 0"),
@@ -60,8 +63,8 @@ def test_the_form_is_flat_and_holds_every_parameter(tmp_path):
         (json.dumps({**WRITTEN, "folded": 1}), "'folded' must be a bool, found 1"),
         (json.dumps({**WRITTEN, "scaled_init": "off"}), "scaled_init 'off': expected one of plain, scaled"),
         (json.dumps({**WRITTEN, "format": True}), "not a record of format 1"),
-        (json.dumps({"format": 7, "whatever": 1}), rf"format 7 of a newer olmo-lns.*reads format {FORMAT}"),
-        (json.dumps({"type": "lns_rms", "exponent": 0.5}), r"without 'format'.*before 0\.2 wrote it.*reads format 1"),
+        (json.dumps({"format": 7, "whatever": 1}), "not a record of format 1,.*found format 7.*Upgrade"),
+        (json.dumps({"type": "lns_rms", "exponent": 0.5}), r"found format None.*before 0\.2 did .'type' is 'scheme'"),
         (b"\xff\xfe\x00", "not valid JSON"),
     ],
 )

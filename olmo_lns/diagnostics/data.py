@@ -5,6 +5,7 @@ Everything streams: memory does not depend on the number of tokens.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -109,21 +110,13 @@ def _from_ids(path: Path, options: DataOptions) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         numpy_format = file.read(6) == b"\x93NUMPY"
     try:
-        dtype = np.dtype(options.token_dtype)
-    except TypeError:
-        raise LNSError(
-            f"--token-dtype: found {options.token_dtype!r}, expected a NumPy integer type such as uint16"
-        ) from None
-    size = path.stat().st_size
-    if numpy_format:
-        try:
+        if numpy_format:
             array = np.load(path, mmap_mode="r")
-        except ValueError as error:
-            raise LNSError(f"{path}: damaged, or not an array of numbers: {error}") from None
-    elif size % dtype.itemsize:
-        raise LNSError(f"{path}: {size} bytes are no whole number of {dtype}; see --token-dtype")
-    else:  # an empty file cannot be mapped
-        array = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+        else:  # an empty file cannot be mapped
+            dtype, size = np.dtype(options.token_dtype), path.stat().st_size
+            array = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+    except (TypeError, ValueError) as error:  # no such dtype, or bytes that are no whole number of it
+        raise LNSError(f"{path}: no array of token ids ({error}): see --token-dtype, or make the file anew") from None
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
         raise LNSError(
             f"--data: found an array of {array.dtype} and shape {array.shape}, expected integer token ids "
@@ -177,15 +170,19 @@ def _text_blocks(path: Path) -> Iterator[str]:
 def _from_documents(
     documents: Iterable[Any], options: DataOptions, tokenizer: Callable[[], Any], *, separate: bool
 ) -> Iterator[np.ndarray]:
-    encode = _encoder(options, tokenizer)
-    length = options.sequence_length
-    rest = np.empty(0, np.int64)
+    """Sequences of the documents, packed or one each. :param separate: an id ends each document that came as text."""
+    length, rest = options.sequence_length, np.empty(0, np.int64)
+    loaded = functools.cache(tokenizer)  # once, and only where there is text
     for document in documents:
-        ids, end = encode(document)
+        content = _content(document, options.text_field)
+        if text := isinstance(content, str):
+            content = loaded()(content, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = _ids(content)
         if not options.pack:
             yield ids[:length]
             continue
-        rest = np.concatenate([rest, ids, [end] if separate and end is not None else []]).astype(np.int64)
+        end = loaded().eos_token_id if text and separate else None
+        rest = np.concatenate([rest, ids, [] if end is None else [end]]).astype(np.int64)
         full = len(rest) // length * length
         for start in range(0, full, length):
             yield rest[start : start + length]
@@ -193,29 +190,18 @@ def _from_documents(
     yield rest
 
 
-def _encoder(options: DataOptions, tokenizer: Callable[[], Any]) -> Callable[[Any], tuple[np.ndarray, int | None]]:
-    """Document -> its ids and the id that ends a document (None where the document came as ids)."""
-    loaded: list[Any] = []
-
-    def encode(document: Any) -> tuple[np.ndarray, int | None]:
-        text = document
-        if isinstance(document, Mapping):
-            ids = next((document[field] for field in TOKEN_FIELDS if field in document), None)
-            if ids is not None:
-                return _ids(ids), None
-            text = document.get(options.text_field)
-        if not isinstance(text, str):
-            fields = sorted(document) if isinstance(document, Mapping) else type(document).__name__
-            raise LNSError(
-                f"--data: found a record with {fields}, expected text in {options.text_field!r} (see --text-field) "
-                f"or ids in {' or '.join(map(repr, TOKEN_FIELDS))}"
-            )
-        if not loaded:
-            loaded.append(tokenizer())
-        ids = loaded[0](text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray(ids, np.int64), loaded[0].eos_token_id
-
-    return encode
+def _content(document: Any, text_field: str) -> Any:
+    """The text of a document, or its ids."""
+    if isinstance(document, str):
+        return document
+    fields = document if isinstance(document, Mapping) else {}
+    found = next((fields[field] for field in TOKEN_FIELDS if field in fields), None)
+    if found is None and not isinstance(found := fields.get(text_field), str):
+        raise LNSError(
+            f"--data: found a record with {sorted(fields) or type(document).__name__}, expected text in "
+            f"{text_field!r} (see --text-field) or ids in {' or '.join(map(repr, TOKEN_FIELDS))}"
+        )
+    return found
 
 
 def _ids(values: Any) -> np.ndarray:
@@ -228,14 +214,13 @@ def _ids(values: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _check_ids(group: Iterable[np.ndarray], vocabulary: int, source: str) -> None:
-    for sequence in group:
-        low, high = int(sequence.min()), int(sequence.max())
-        if low < 0 or high >= vocabulary:
-            raise LNSError(
-                f"{source}: found token id {low if low < 0 else high}, expected 0..{vocabulary - 1}: "
-                "the data was tokenised with another vocabulary than the model's (or has another --token-dtype)"
-            )
+def _check_ids(group: list[np.ndarray], vocabulary: int, source: str) -> None:
+    low, high = min(int(sequence.min()) for sequence in group), max(int(sequence.max()) for sequence in group)
+    if low < 0 or high >= vocabulary:
+        raise LNSError(
+            f"{source}: found token id {low if low < 0 else high}, expected 0..{vocabulary - 1}: "
+            "the data was tokenised with another vocabulary than the model's (or has another --token-dtype)"
+        )
 
 
 def _collate(group: list[np.ndarray]) -> dict[str, torch.Tensor]:

@@ -34,22 +34,18 @@ DEFAULT_EVERY = 100
 FILE_NAME = "lns_variance.csv"
 
 
-def parse_setting(value: str) -> dict[str, Any]:
-    """``"every=100,path=x.csv"`` as keyword arguments of :func:`install`.
+def parse_setting(value: str) -> tuple[int, str | None]:
+    """``"every=100,path=x.csv"`` -> the steps between samples, and the file (None: in the run's save folder).
 
-    :raises LNSConfigError: an unknown key, a repeated one, or ``every`` not a positive integer.
+    :raises LNSConfigError: an unknown key, a repeated one, or ``every`` no whole number from 1 on.
     """
-    found: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in value.split(","))):
-        key, equals, text = item.partition("=")
-        if key not in ("every", "path") or not equals or not text or key in found:
-            raise LNSConfigError(f"{MONITOR}: found {item!r}, expected every=<steps>[,path=<csv file>]")
-        found[key] = text
-    if "every" in found:
-        if not found["every"].isdecimal() or int(found["every"]) < 1:
-            raise LNSConfigError(f"{MONITOR}: every must be an integer >= 1, found {found['every']!r}")
-        found["every"] = int(found["every"])
-    return found
+    items = [item.strip().partition("=") for item in value.split(",") if item.strip()]
+    found = {key: text for key, _, text in items}
+    every = found.pop("every", str(DEFAULT_EVERY))
+    path = found.pop("path", None)
+    if found or path == "" or not every.isdecimal() or int(every) < 1 or len({key for key, *_ in items}) < len(items):
+        raise LNSConfigError(f"{MONITOR}={value}: expected every=<steps, a whole number >= 1>[,path=<csv file>]")
+    return int(every), path
 
 
 #: What is wrapped, with the sources that were read.
@@ -69,7 +65,7 @@ def register() -> None:
 def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any) -> Any:
         if value := read(MONITOR):
-            install(self, **parse_setting(value))
+            install(self, *parse_setting(value))
         return fit(self)
 
     return wrapped
@@ -80,9 +76,12 @@ def install(trainer: Any, every: int = DEFAULT_EVERY, path: str | os.PathLike[st
 
     :param every: steps between samples; steps ``every``, ``2 * every``, ... of the run are sampled.
     :param path: CSV file, by default ``lns_variance.csv`` in the run's save folder.
+    :raises LNSError: the model's blocks are not found.
+    :raises LNSConfigError: the file cannot be written, or is not the monitor's.
+
+    Example: ``install(trainer, every=10)``, then ``trainer.fit()``.
     """
-    present = getattr(trainer, "_olmo_lns_monitor", None)
-    if present is not None:
+    if (present := getattr(trainer, "_olmo_lns_monitor", None)) is not None:
         return present
     target = Path(path) if path is not None else Path(trainer.cfg.save_folder) / FILE_NAME
     monitor = Monitor(trainer, every, target)
@@ -132,8 +131,7 @@ class Monitor:
         moments.pool_ranks()
         if not self._writes:
             return
-        bad = moments.first_bad_block()
-        if bad is not None:
+        if bad := moments.first_bad_block():
             log.warning("step %d: the output of block %d is the first that is not finite", step, bad)
         found = moments.result(check=False)
         with self.path.open("a", newline="", encoding="utf-8") as file:
@@ -144,22 +142,16 @@ class Monitor:
 
 def start_file(path: Path, step: int) -> None:
     """Write the header, or keep an earlier file's rows up to ``step``: a resumed run measures later ones again."""
-    lines = [",".join(COLUMNS)]
+    head = ",".join(COLUMNS)
     try:
-        if path.is_file():
-            head, *rows = path.read_text(encoding="utf-8").splitlines() or [""]
-            if head != lines[0]:
-                raise LNSConfigError(
-                    f"{path}: found columns {head!r}, expected {lines[0]!r}; move the file away or give another path "
-                    f"in {MONITOR}"
-                )
-            lines += [row for row in rows if int(row.partition(",")[0]) <= step]
+        found, *rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [head]
+        if found != head:
+            raise ValueError(f"found columns {found!r}, expected {head!r}")
+        lines = [head, *(row for row in rows if int(row.partition(",")[0]) <= step)]
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
         os.replace(temporary, path)
-    except LNSConfigError:
-        raise
     except ValueError as error:  # a step that is no number, a file that is no text
         raise LNSConfigError(f"{MONITOR}: {path} is not a file of the monitor: {error}; move it away") from None
     except OSError as error:

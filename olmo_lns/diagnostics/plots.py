@@ -142,34 +142,25 @@ def _layer_drop(reports: Sequence[Report], log: bool) -> Any:
     tasks = list(dict.fromkeys(name for report in reports for name in report.result.tasks))
     figure = new_figure(4.5 * (1 + len(tasks)), 3)
     first, *others = figure.subplots(1, 1 + len(tasks), squeeze=False)[0]
-    increases = [report.result.increase for report in reports]
-    rest = max([1e-3, *(value for line in increases for value in line[1:])])
-    # Block 1, where it would flatten all others, is written above instead.
-    start = 2 if not log and max(line[0] for line in increases) > 3 * rest else 1
-    if start == 2:
-        numbers = ", ".join(f"{line[0]:.2g}" for line in increases)
-        first.set_title(f"not drawn: block 1 ({numbers})")
-    for style, report, increase in zip(styles(reports), reports, increases, strict=True):
-        _errorbar(first, increase, report.result.loss_stderr, start, label=report.label, **style)
+    for style, report in zip(styles(reports), reports, strict=True):
+        _errorbar(first, report.result.increase, report.result.loss_stderr, label=report.label, **style)
         for axis, task in zip(others, tasks, strict=True):
-            if task in report.result.tasks:
-                scores = report.result.tasks[task]
-                _errorbar(axis, scores.drop, scores.without_stderr, 1, label=report.label, **style)
+            if scores := report.result.tasks.get(task):
+                _errorbar(axis, scores.drop, scores.without_stderr, label=report.label, **style)
                 axis.set_ylabel(f"drop of {scores.metric} on {task}")
     first.set_ylabel("loss increase [nats/token]")
     if log:
         first.set_yscale("symlog", linthresh=1e-3)
     for axis in (first, *others):
         axis.axhline(0, color="black", linewidth=0.6)
-        block_axis(axis, max(map(len, increases)))
+        block_axis(axis, max(len(report.result.increase) for report in reports))
         axis.set_xlabel("removed block l")
     return _legend(figure, first)
 
 
-def _errorbar(axis: Any, y: Sequence[float], errors: Sequence[float | None], start: int, **style: Any) -> None:
-    """``y`` by block, from block ``start`` on."""
-    known = None if any(error is None for error in errors) else errors[start - 1 :]
-    axis.errorbar(range(start, len(y) + 1), y[start - 1 :], yerr=known, capsize=2, **style)
+def _errorbar(axis: Any, y: Sequence[float], errors: Sequence[float | None], **style: Any) -> None:
+    known = None if any(error is None for error in errors) else errors
+    axis.errorbar(range(1, len(y) + 1), y, yerr=known, capsize=2, **style)
 
 
 def _jacobian(reports: Sequence[Report], log: bool) -> Any:

@@ -104,7 +104,7 @@ BAD = {
     "wide.npy": (None, "found token id 70000"),
     "negative.npy": (None, "found token id -1"),
     "float.npy": (None, "expected integer token ids"),
-    "odd.npy": (b"abc", "no whole number of uint16"),
+    "odd.npy": (b"abc", "not a multiple of the data-type size"),
     "x.jsonl": (b'{"text": "ab"}\nnot json\n', r"x.jsonl:2: not JSON"),
     "latin.jsonl": (b'{"text": "\xe9"}', "latin.jsonl:1: not JSON"),
     "binary.txt": (b"\xff\xfe\x00", "not UTF-8 text"),

@@ -180,8 +180,8 @@ def test_what_cannot_be_watched_is_refused_at_the_start(tmp_path):
 
 
 def test_settings():
-    assert parse_setting("every=100") == {"every": 100}
-    assert parse_setting(" every=5 , path=a/b.csv ") == {"every": 5, "path": "a/b.csv"}
-    for bad in ("100", "every=0", "every=-1", "every=x", "every=", "every=1,every=2", "evry=1"):
-        with pytest.raises(LNSConfigError, match="OLMO_LNS_MONITOR"):
+    assert parse_setting("every=7") == (7, None)
+    assert parse_setting(" every=5 , path=a/b.csv ") == (5, "a/b.csv")
+    for bad in ("100", "every=0", "every=-1", "every=x", "every=", "every=1,every=2", "evry=1", "path="):
+        with pytest.raises(LNSConfigError, match=f"OLMO_LNS_MONITOR={bad}: expected every="):
             parse_setting(bad)

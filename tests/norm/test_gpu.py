@@ -7,7 +7,7 @@ import torch
 from support import norm_reference as reference
 
 from olmo_lns import lns_scale
-from olmo_lns.norm import Backend, layer_norm, rms_norm
+from olmo_lns.norm import Backend
 from olmo_lns.norm import transformer_engine as te
 
 pytestmark = [
@@ -20,6 +20,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: (rows, width): tuned and odd widths; rows that are not divisible by 4.
 SHAPES = [(256, 512), (255, 1024), (64, 4096), (7, 71), (130, 541), (33, 5120), (1, 768)]
 
+#: dtype of x, of the parameters, autocast.
+CASES = [(dtype, dtype, False) for dtype in DTYPES]
+CASES += [(torch.bfloat16, torch.float32, True), (torch.float32, torch.bfloat16, False), (torch.float32,) * 2 + (True,)]
+
 
 @pytest.fixture(params=["te", "torch-fused", "torch"])
 def backend(request):
@@ -28,58 +32,30 @@ def backend(request):
     return Backend(request.param, "test")
 
 
-def make(shape, x_dtype, p_dtype):
-    torch.manual_seed(0)
-    x = (torch.randn(shape, device="cuda") * 2 + 0.1).to(x_dtype).requires_grad_()
-    weight = (torch.rand(shape[-1], device="cuda") + 0.5).to(p_dtype).requires_grad_()
-    bias = torch.randn(shape[-1], device="cuda").to(p_dtype).requires_grad_()
-    return x, weight, bias
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    ("x_dtype", "p_dtype", "autocast"),
-    [
-        *((dtype, dtype, False) for dtype in DTYPES),
-        *(
-            (torch.bfloat16, torch.float32, True),
-            (torch.float32, torch.bfloat16, False),
-            (torch.float32,) * 2 + (True,),
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", ["rms", "rms-bare", "layer", "layer-bare"])
-def test_forward_and_backward_against_fp64(shape, x_dtype, p_dtype, kind, autocast, backend):
-    x, weight, bias = make(shape, x_dtype, p_dtype)
-    if kind.endswith("bare"):
-        weight = bias = None
+@pytest.mark.parametrize(("x_dtype", "p_dtype", "autocast"), CASES, ids=str)
+@pytest.mark.parametrize("affine", ["weight+bias", "none"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_forward_and_backward_against_fp64(shape, x_dtype, p_dtype, kind, affine, autocast, backend):
+    inputs = reference.tensors(shape, x_dtype, p_dtype, affine, "cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
-        if kind.startswith("rms"):
-            y = rms_norm(x, weight, EPS, SCALE, backend=backend)
-            expected, inputs = reference.rms_norm(x, weight, EPS, SCALE), (x, weight)
-        else:
-            y = layer_norm(x, weight, bias, EPS, SCALE, backend=backend)
-            expected, inputs = reference.layer_norm(x, weight, bias, EPS, SCALE), (x, weight, bias)
+        y = reference.ours(kind, *inputs, EPS, SCALE, backend=backend)
+    expected = reference.norm(kind, *inputs, EPS, SCALE)
     coarsest = max(torch.finfo(y.dtype).eps, torch.finfo(x_dtype).eps, 5e-6)
     assert reference.relative_error(y, expected) < coarsest
     dy = torch.randn(shape, device="cuda").to(y.dtype)
     present = [t for t in inputs if t is not None]
-    for got, want, tensor in zip(
-        reference.grads(y, inputs, dy), reference.grads(expected, inputs, dy), present, strict=True
-    ):
+    found, wanted = (reference.grads(value, inputs, dy) for value in (y, expected))
+    for got, want, tensor in zip(found, wanted, present, strict=True):
         assert reference.relative_error(got, want) < max(coarsest, torch.finfo(tensor.dtype).eps)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_cuda_graph_capture(kind, backend):
-    x, weight, bias = make((128, 1024), torch.bfloat16, torch.bfloat16)
+    x, weight, bias = reference.tensors((128, 1024), torch.bfloat16, torch.bfloat16, device="cuda")
 
     def run():
-        if kind == "rms":
-            y = rms_norm(x, weight, EPS, SCALE, backend=backend)
-        else:
-            y = layer_norm(x, weight, bias, EPS, SCALE, backend=backend)
+        y = reference.ours(kind, x, weight, bias, EPS, SCALE, backend=backend)
         return y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
 
     stream = torch.cuda.Stream()

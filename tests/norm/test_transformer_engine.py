@@ -30,14 +30,6 @@ def backend():
         yield choose_backend("te")
 
 
-def make(x_dtype, p_dtype, affine, shape=(3, 7, 71)):
-    torch.manual_seed(0)
-    x = (torch.randn(shape) * 2).to(x_dtype).requires_grad_()
-    weight = (torch.rand(shape[-1]) + 0.5).to(p_dtype).requires_grad_() if "weight" in affine else None
-    bias = torch.randn(shape[-1]).to(p_dtype).requires_grad_() if "bias" in affine else None
-    return x, weight, bias
-
-
 @pytest.mark.parametrize("version", list(SIGNATURES))
 @pytest.mark.parametrize("name", tex.NAMES)
 def test_the_stand_in_has_the_signatures_of_the_releases(version, name):
@@ -91,23 +83,17 @@ CASES = [
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "affine", "autocast", "zero_centered"), CASES, ids=str)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_values_and_gradients(kind, x_dtype, p_dtype, autocast, affine, zero_centered, backend):
-    x, weight, bias = make(x_dtype, p_dtype, affine)
-    settings = {"zero_centered": zero_centered}
+    inputs = reference.tensors((3, 7, 71), x_dtype, p_dtype, affine)
+    x = inputs[0]
+    given = (kind, *inputs, EPS, SCALE)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        if kind == "rms":
-            y = rms_norm(x, weight, EPS, SCALE, bias=bias, backend=backend, **settings)
-            plain = rms_norm(x, weight, EPS, SCALE, bias=bias, backend="torch", **settings)
-            expected = reference.rms_norm(x, weight, EPS, SCALE, bias, zero_centered)
-        else:
-            y = layer_norm(x, weight, bias, EPS, SCALE, backend=backend, **settings)
-            plain = layer_norm(x, weight, bias, EPS, SCALE, backend="torch", **settings)
-            expected = reference.layer_norm(x, weight, bias, EPS, SCALE, zero_centered)
+        y, plain = (reference.ours(*given, zero_centered=zero_centered, backend=b) for b in (backend, "torch"))
+    expected = reference.norm(*given, zero_centered)
     assert y.dtype == plain.dtype and y.shape == x.shape
     assert tex.CALLS[0][0] == f"{kind}norm_fwd"
     coarsest = max(torch.finfo(y.dtype).eps, torch.finfo(x_dtype).eps)  # gamma's own rounding included
     assert reference.relative_error(y, expected) < max(0.75 * coarsest, 1e-6)
     dy = torch.randn(x.shape).to(y.dtype)
-    inputs = (x, weight, bias)
     got, want = reference.grads(y, inputs, dy), reference.grads(expected, inputs, dy)
     for a, b, tensor in zip(got, want, [t for t in inputs if t is not None], strict=True):
         assert reference.relative_error(a, b) < max(coarsest, torch.finfo(tensor.dtype).eps, 1e-6)
@@ -115,9 +101,9 @@ def test_values_and_gradients(kind, x_dtype, p_dtype, autocast, affine, zero_cen
 
 def test_the_backward_uses_the_weight_of_the_forward(backend):
     """TE's own modules read the weight again; the operator keeps the gamma that it used."""
-    x, weight, _ = make(torch.float32, torch.float32, "weight")
+    x, weight, _ = reference.tensors((3, 7, 71), torch.float32, torch.float32, "weight")
     y = rms_norm(x, weight, EPS, SCALE, backend=backend)
-    expected = torch.autograd.grad(reference.rms_norm(x, weight, EPS, SCALE).sum(), x)[0]
+    expected = torch.autograd.grad(reference.norm("rms", x, weight, None, EPS, SCALE).sum(), x)[0]
     with torch.no_grad():
         weight.add_(5.0)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected, rtol=1e-4, atol=1e-6)
@@ -126,17 +112,12 @@ def test_the_backward_uses_the_weight_of_the_forward(backend):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_inputs_that_are_not_contiguous_are_made_so(kind, backend):
     base = torch.randn(16, 4, 6)
-    for x in (
-        base.transpose(0, 2),
-        base.permute(1, 2, 0),
-        torch.randn(1, 16).expand(5, 16),
-        base[0, 0, 0].expand(3, 16),
-    ):
-        function = rms_norm if kind == "rms" else lambda x, w, e, s, **k: layer_norm(x, w, None, e, s, **k)
-        y = function(x, None, EPS, SCALE, backend=backend)
-        torch.testing.assert_close(y, function(x.contiguous(), None, EPS, SCALE, backend="torch"))
+    views = (base.transpose(0, 2), base.permute(1, 2, 0), torch.randn(1, 16).expand(5, 16), base[0, 0, 0].expand(3, 16))
+    for x in views:
+        y = reference.ours(kind, x, None, None, EPS, SCALE, backend=backend)
+        torch.testing.assert_close(y, reference.ours(kind, x.contiguous(), None, None, EPS, SCALE, backend="torch"))
     x = torch.randn(4, 16, requires_grad=True)
-    function(x, None, EPS, SCALE, backend=backend).sum().backward()  # an expanded incoming gradient
+    reference.ours(kind, x, None, None, EPS, SCALE, backend=backend).sum().backward()  # an expanded incoming gradient
     assert torch.isfinite(x.grad).all()
 
 
@@ -152,10 +133,10 @@ def test_fp64_and_no_elements_never_reach_the_kernel(backend):
 
 
 def test_functorch_takes_the_formula_and_second_derivatives_are_refused(backend):
-    x, weight, _ = make(torch.float32, torch.float32, "weight", shape=(4, 8))
+    x, weight, _ = reference.tensors((4, 8), torch.float32, torch.float32, "weight")
     norm = lambda x: rms_norm(x, weight, EPS, SCALE, backend=backend)  # noqa: E731
     value, derivative = torch.func.jvp(norm, (x.detach(),), (torch.ones(4, 8),))
-    exact = lambda x: reference.rms_norm(x, weight, EPS, SCALE)  # noqa: E731
+    exact = lambda x: reference.norm("rms", x, weight, None, EPS, SCALE)  # noqa: E731
     for got, want in zip((value, derivative), torch.func.jvp(exact, (x.detach(),), (torch.ones(4, 8),)), strict=True):
         torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-6)
     assert not tex.CALLS

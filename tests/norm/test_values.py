@@ -44,30 +44,18 @@ CASES = [
 NORMS = pytest.mark.parametrize("norm", ["rms", "layer"])
 
 
-def tensors(x_dtype, p_dtype, *, affine="weight+bias", shape=(3, 5, 71)):
-    torch.manual_seed(0)
-    x = (torch.randn(shape) * 3 + 0.5).to(x_dtype).requires_grad_()
-    weight = (torch.rand(shape[-1]) + 0.5).to(p_dtype).requires_grad_() if "weight" in affine else None
-    bias = torch.randn(shape[-1]).to(p_dtype).requires_grad_() if "bias" in affine else None
-    return x, weight, bias
-
-
 def call(norm, x, weight, bias=None, zero_centered=False, *, eps=EPS):
-    if norm == "rms":
-        return rms_norm(x, weight, eps, SCALE, bias=bias, zero_centered=zero_centered)
-    return layer_norm(x, weight, bias, eps, SCALE, zero_centered=zero_centered)
+    return reference.ours(norm, x, weight, bias, eps, SCALE, zero_centered=zero_centered)
 
 
 def exact(norm, x, weight, bias=None, zero_centered=False, *, eps=EPS):
-    if norm == "rms":
-        return reference.rms_norm(x, weight, eps, SCALE, bias, zero_centered)
-    return reference.layer_norm(x, weight, bias, eps, SCALE, zero_centered)
+    return reference.norm(norm, x, weight, bias, eps, SCALE, zero_centered)
 
 
 @NORMS
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "affine", "zero_centered"), CASES, ids=str)
 def test_the_definition_rounded_once(norm, x_dtype, p_dtype, affine, zero_centered):
-    x, weight, bias = tensors(x_dtype, p_dtype, affine=affine)
+    x, weight, bias = reference.tensors((3, 5, 71), x_dtype, p_dtype, affine)
     y, expected = (f(norm, x, weight, bias, zero_centered) for f in (call, exact))
     assert norm == "rms" or y.dtype == x_dtype
     if y.dtype == FP64 != x_dtype:
@@ -86,7 +74,7 @@ def test_the_definition_rounded_once(norm, x_dtype, p_dtype, affine, zero_center
 
 @NORMS
 def test_gradients_of_first_and_second_order(norm):
-    inputs = tensors(FP64, FP64, shape=(2, 3, 4))
+    inputs = reference.tensors((2, 3, 4), FP64, FP64)
     function = lambda x, w, b: call(norm, x, w, b, True, eps=1e-3)  # noqa: E731
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
@@ -121,10 +109,8 @@ def test_inputs_that_are_not_contiguous(norm):
         y, expected = call(norm, x, weight), exact(norm, x, weight)
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
         dy = torch.randn(y.shape[::-1], dtype=FP64).permute(2, 1, 0)  # not contiguous either
-        for got, want in zip(
-            torch.autograd.grad(y, (x, weight), dy), torch.autograd.grad(expected, (x, weight), dy), strict=True
-        ):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        found, wanted = (reference.grads(value, (x, weight), dy) for value in (y, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -144,13 +130,10 @@ def test_shapes_that_broadcasting_would_hide_are_refused(norm, x, weight, bias, 
 
 def test_sixteen_bit_layer_norm_sums_parameter_gradients_in_fp32():
     """torch's own CPU kernel sums them in 16 bits and is 7 % off here."""
-    x, weight, bias = tensors(BF16, FP32, shape=(8192, 16))
+    x, weight, bias = reference.tensors((8192, 16), BF16, FP32)
     y, expected = call("layer", x, weight, bias), exact("layer", x, weight, bias)
-    dy = torch.randn_like(y)
-    for got, want in zip(
-        reference.grads(y, (weight, bias), dy), reference.grads(expected, (weight, bias), dy), strict=True
-    ):
-        assert reference.relative_error(got, want) < 1e-5
+    found, wanted = (reference.grads(value, (weight, bias), torch.ones_like(y)) for value in (y, expected))
+    assert all(reference.relative_error(*pair) < 1e-5 for pair in zip(found, wanted, strict=True))
 
 
 # Beside OLMo's own norms, with and without autocast
@@ -177,8 +160,8 @@ def test_dtype_is_that_of_olmos_norm_and_no_less_accurate(x_dtype, p_dtype):
         x = torch.randn(4, 33, WIDTH).to(x_dtype)
         theirs, ours = stock(x) * SCALE, rms_norm(x, stock.weight, EPS, SCALE, bias=stock.bias)
         assert ours.dtype == theirs.dtype
-        exact = reference.rms_norm(x, stock.weight, EPS, SCALE, stock.bias)
-        assert reference.relative_error(ours, exact) <= 1.05 * reference.relative_error(theirs, exact) + 1e-7
+        wanted = exact("rms", x, stock.weight, stock.bias)
+        assert reference.relative_error(ours, wanted) <= 1.05 * reference.relative_error(theirs, wanted) + 1e-7
 
 
 @pytest.mark.parametrize(

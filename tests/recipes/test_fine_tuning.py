@@ -96,10 +96,7 @@ def test_the_printed_command_runs_the_seven_tasks(tmp_path):
     for name in names:
         content = {"task": name, "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
         content |= {"dataset_kwargs": {"data_files": {"test": str(tasks / "rows.jsonl")}}}
-        content |= {
-            f"doc_to_{part}": f"{{{{{field}}}}}"
-            for part, field in (("text", "question"), ("choice", "choices"), ("target", "answer"))
-        }
+        content |= {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
         content |= {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
         (tasks / f"{name}.yaml").write_text(yaml.safe_dump(content))
     words[0] = str(shutil.which("lm_eval", path=str(Path(sys.executable).parent)))

@@ -12,7 +12,7 @@ from typing import Any, Mapping
 import numpy as np
 import pytest
 import torch
-from support.launch import REPOSITORY, Result, environment, torchrun, write_config
+from support.launch import REPOSITORY, environment, torchrun, write_config
 
 from olmo_lns import cli
 from olmo_lns.arguments import process_group
@@ -75,18 +75,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch
     folder = tmp_path_factory.mktemp("uninterrupted")
     result, watcher = train(folder)
     assert result == RunResult(step=DURATION, complete=True)
+    assert list(watcher.losses) == list(range(1, DURATION + 1)) and watcher.losses[DURATION] < watcher.losses[1]
+    assert Record.read(folder / "run" / "step6-unsharded") == LNS
     return folder, watcher
 
 
 def model_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return torch.load(folder / "run" / f"step{step}-unsharded" / "model.pt", weights_only=True)
-
-
-def test_runs_exactly_max_duration_and_learns(uninterrupted: tuple[Path, Watcher]):
-    folder, watcher = uninterrupted
-    assert list(watcher.losses) == list(range(1, DURATION + 1))
-    assert watcher.losses[DURATION] < watcher.losses[1]
-    assert Record.read(folder / "run" / "step6-unsharded") == LNS
 
 
 def test_stop_and_resume_is_the_uninterrupted_run(uninterrupted: tuple[Path, Watcher], tmp_path: Path):
@@ -121,19 +116,14 @@ def test_a_checkpoint_s_config_goes_on_though_its_load_path_is_gone(
     assert result.complete and min(watcher.losses) == DURATION + 1
 
 
-def test_a_finished_run_is_not_trained_further(uninterrupted: tuple[Path, Watcher]):
+def test_a_finished_run_is_not_trained_further_nor_resumed_without_the_factor(uninterrupted: tuple[Path, Watcher]):
     folder, _ = uninterrupted
     before = (folder / "run" / "step6-unsharded" / "model.pt").read_bytes()
     result, watcher = train(folder, "--try_load_latest_save")
     assert result == RunResult(step=DURATION, complete=True) and not watcher.losses
+    with pytest.raises(CheckpointMismatchError, match=r"saved with lns:exponent=0.5 over rms .* this run has Pre-LN"):
+        train(folder, "--try_load_latest_save", "--max_duration=8", "--model.layer_norm_type=rms")
     assert (folder / "run" / "step6-unsharded" / "model.pt").read_bytes() == before
-
-
-def test_resume_without_the_factor_is_refused(uninterrupted: tuple[Path, Watcher]):
-    with pytest.raises(
-        CheckpointMismatchError, match=r"saved with lns:exponent=0.5 over rms .* but this run has Pre-LN"
-    ):
-        train(uninterrupted[0], "--try_load_latest_save", "--max_duration=8", "--model.layer_norm_type=rms")
 
 
 @pytest.mark.parametrize(
@@ -185,38 +175,24 @@ def test_evaluates_held_out_data(tmp_path: Path):
         ("--load_path=.", "load_path: . has no config.yaml, as every checkpoint of OLMo has: name a checkpoint folder"),
         ("--load_path=/nowhere/step3", "load_path: /nowhere/step3 does not exist"),
         ("--distributed_strategy=fsdp --save_interval_unsharded=2", "fsdp on CPU cannot save unsharded"),
+        (
+            "--data.paths=${oc.env:LNS_TEST_DATA}/x.npy",
+            "environment variable LNS_TEST_DATA is not set: export LNS_TEST",
+        ),
+        ("--data.paths=${path.glob:/no/such/*.npy}", "data.paths: /no/such/*.npy does not match any files or dirs"),
     ],
 )
 def test_bad_input_is_one_line(override: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)  # it takes over logging for good
-    assert cli.main(["train", str(config_file(tmp_path)), *override.split(" ")]) == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("olmo-lns train: ")
-    assert expected in err
+    assert expected in refusal(capsys, config_file(tmp_path), *override.split(" "))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)
-    assert cli.main(["train", str(config_file(uninterrupted[0]))]) == 1
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert cli.main(["train", *map(str, words)]) == 1
     err = capsys.readouterr().err
-    for part in (str(uninterrupted[0] / "run"), "--try_load_latest_save", "--save_overwrite", "--save_folder"):
-        assert part in err
-
-
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        ("${oc.env:LNS_TEST_DATA}/x.npy", "environment variable LNS_TEST_DATA is not set: export LNS_TEST_DATA=..."),
-        ("${path.glob:/no/such/*.npy}", "/no/such/*.npy does not match any files or dirs"),
-    ],
-)
-def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(
-    data: str, expected: str, tmp_path: Path, capsys
-):
-    assert cli.main(["train", str(config_file(tmp_path)), f"--data.paths={data}"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"olmo-lns train: data.paths: {expected}") and err.count("\n") == 1
+    assert err.count("\n") == 1 and err.startswith("olmo-lns train: ")
+    return err
 
 
 @pytest.mark.parametrize(
@@ -225,14 +201,22 @@ def test_an_unset_variable_and_an_empty_glob_are_named_without_omegaconf(
         ((REPOSITORY / "configs" / "megatron" / "60M-lns.yaml").read_text(), "optimizer is adam, expected keys"),
         ("optimizer: null\n", "optimizer is None, expected keys"),
         ("- run_name\n", "expected a mapping of keys to values, found a list"),
+        ("a: [1\n", "not YAML: "),
+        (None, "no such file, and none of the pack"),
     ],
 )
-def test_a_file_of_something_else_is_one_line(content: str, expected: str, tmp_path: Path, capsys):
-    (tmp_path / "cfg.yaml").write_text(content)
-    assert cli.main(["train", str(tmp_path / "cfg.yaml")]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"olmo-lns train: {tmp_path / 'cfg.yaml'}: ")
-    assert expected in err and err.count("\n") == 1
+def test_a_file_of_something_else_is_one_line(content: str | None, expected: str, tmp_path: Path, capsys):
+    if content is not None:
+        (tmp_path / "cfg.yaml").write_text(content)
+    assert expected in refusal(capsys, tmp_path / "cfg.yaml")
+
+
+def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)
+    err = refusal(capsys, config_file(uninterrupted[0]))
+    for part in (str(uninterrupted[0] / "run"), "--try_load_latest_save", "--save_overwrite", "--save_folder"):
+        assert part in err
+    assert "60M-lsn: no such file, and none of the pack (did you mean '60M-lns'?)" in refusal(capsys, "60M-lsn")
 
 
 @pytest.mark.parametrize(("stop_at", "said"), [(1, True), (3, True), (2, False)])
@@ -249,30 +233,19 @@ def test_a_missing_config_file_is_named(capsys):
     assert "60M-lsn: no such file, and none of the pack (did you mean '60M-lns'?)" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """A run stopped after half of its steps, watched by the monitor."""
-    folder = tmp_path_factory.mktemp("two")
-    command = ["-m", "olmo_lns", "train", config_file(folder), "--distributed_strategy=ddp"]
-    env = environment(OLMO_LNS_MONITOR="every=1")
-    return folder, torchrun(sys.executable, 2, *command, "--stop_after=3", cwd=folder, env=env).ok()
-
-
 @pytest.mark.slow
-def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted: tuple[Path, Watcher], two_ranks: tuple[Path, Result]):
-    _, second = train(two_ranks[0], "--try_load_latest_save")
-    losses = two_ranks[1].losses() + list(second.losses.values())
-    # The same batch on one rank or two: the mean over ranks differs by rounding alone.
+def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted: tuple[Path, Watcher], tmp_path: Path, monkeypatch):
+    """Both watched by the monitor, which pools the ranks. The mean over ranks differs from one's by rounding alone."""
+    folder, alone = tmp_path / "two", tmp_path / "one"
+    command = ["-m", "olmo_lns", "train", config_file(folder), "--distributed_strategy=ddp", "--stop_after=3"]
+    first = torchrun(sys.executable, 2, *command, cwd=folder, env=environment(OLMO_LNS_MONITOR="every=1")).ok()
+    two = np.genfromtxt(folder / "run" / MONITOR, delimiter=",", names=True)
+    _, second = train(folder, "--try_load_latest_save")
+    losses = first.losses() + list(second.losses.values())
     assert losses == pytest.approx(list(uninterrupted[1].losses.values()), abs=2e-3)
-
-
-@pytest.mark.slow
-def test_the_monitor_pools_two_ranks(two_ranks: tuple[Path, Result], tmp_path: Path, monkeypatch):
     monkeypatch.setenv("OLMO_LNS_MONITOR", "every=1")
-    train(tmp_path, "--stop_after=3")
-    one, two = (
-        np.genfromtxt(folder / "run" / MONITOR, delimiter=",", names=True) for folder in (tmp_path, two_ranks[0])
-    )
+    train(alone, "--stop_after=3")
+    one = np.genfromtxt(alone / "run" / MONITOR, delimiter=",", names=True)
     assert len(one) == len(two) == 3 * 4 and set(two["tokens"]) == {128.0}
     for name in one.dtype.names:
         np.testing.assert_allclose(two[name], one[name], rtol=1e-3, err_msg=name)

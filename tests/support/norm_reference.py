@@ -5,24 +5,33 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(x, weight, eps, scale, bias=None, zero_centered=False):
-    """``scale * (x / sqrt(mean(x^2) + eps) * weight + bias)`` in fp64, differentiable."""
+def norm(kind, x, weight, bias, eps, scale, zero_centered=False):
+    """``scale * (u * weight + bias)`` in fp64, differentiable: u is x / rms(x) for "rms", else (x - mean) / std."""
     wide = x.double()
-    return _affine(wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps), weight, bias, zero_centered) * scale
-
-
-def layer_norm(x, weight, bias, eps, scale, zero_centered=False):
-    """``scale * ((x - mean) / sqrt(var + eps) * weight + bias)`` in fp64, differentiable."""
-    wide = x.double()
-    centred = wide - wide.mean(-1, keepdim=True)
-    unit = centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + eps)
-    return _affine(unit, weight, bias, zero_centered) * scale
-
-
-def _affine(unit, weight, bias, zero_centered):
+    if kind != "rms":
+        wide = wide - wide.mean(-1, keepdim=True)
+    unit = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
     if weight is not None:
         unit = unit * (weight.double() + (1.0 if zero_centered else 0.0))
-    return unit if bias is None else unit + bias.double()
+    return (unit if bias is None else unit + bias.double()) * scale
+
+
+def ours(kind, x, weight, bias, eps, scale, **how):
+    """The package's norm, called in the same way."""
+    from olmo_lns.norm import layer_norm, rms_norm
+
+    if kind == "rms":
+        return rms_norm(x, weight, eps, scale, bias=bias, **how)
+    return layer_norm(x, weight, bias, eps, scale, **how)
+
+
+def tensors(shape, x_dtype, p_dtype, affine="weight+bias", device="cpu"):
+    """x, weight and bias, random, the last two None where ``affine`` does not name them."""
+    torch.manual_seed(0)
+    x = (torch.randn(shape, device=device) * 3 + 0.5).to(x_dtype).requires_grad_()
+    weight = (torch.rand(shape[-1], device=device) + 0.5).to(p_dtype).requires_grad_() if "weight" in affine else None
+    bias = torch.randn(shape[-1], device=device).to(p_dtype).requires_grad_() if "bias" in affine else None
+    return x, weight, bias
 
 
 def grads(y, inputs, dy):
