@@ -7,6 +7,7 @@ OLMo's config schema is closed, so the record is a small ``lns.json`` beside eac
 from __future__ import annotations
 
 import json
+import logging
 import os
 import reprlib
 from dataclasses import dataclass
@@ -17,7 +18,11 @@ from olmo_lns import __version__, environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.schemes import INITIALIZATIONS, PRE_LN, Scheme, definition, names
 
-__all__ = ["FORMAT", "RECORD_FILE", "Record", "accepted", "check_match", "keep_folded", "record_to_save"]
+__all__ = [
+    "FORMAT", "RECORD_FILE", "Record", "accepted", "check_match", "keep_folded", "record_to_save", "require_match",
+]  # fmt: skip
+
+log = logging.getLogger("olmo_lns")
 
 #: Version of the record's form.
 FORMAT = 1
@@ -213,6 +218,23 @@ def check_match(
                 + (f" The checkpoint's setting is:\n{remedy}" if remedy else "")
             )
     return found
+
+
+def require_match(saved: Record | None, running: Record, *, source: object, files: str = "", remedy: str = "") -> None:
+    """Before an integration loads weights: :func:`check_match`, and a log line for each difference that was allowed.
+
+    :param saved: None where the checkpoint says nothing. :param files: where it would say it, for the message.
+    :raises CheckpointMismatchError: a difference that was not allowed, or a scheme over weights of unknown training.
+    """
+    if saved is not None:
+        for name in check_match(saved, running, source=source, remedy=remedy):
+            log.warning("loading %s although it differs (%s), as %s says", source, name, environment.ALLOW_MISMATCH)
+    elif running.active and not {"missing-record", f"preln-to-{running.running}"} & accepted():
+        raise CheckpointMismatchError(
+            f"{source} has neither {files}: what its weights were trained with is unknown, and this run has {running}. "
+            f"Copy the missing file from the run that saved it, or set {environment.ALLOW_MISMATCH}=missing-record if "
+            "its weights were trained so, or are to be from here on."
+        )
 
 
 def accepted(text: str | None = None) -> set[str]:

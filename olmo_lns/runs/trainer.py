@@ -12,6 +12,7 @@ from collections import OrderedDict
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
+from pickle import UnpicklingError
 from types import FrameType
 from typing import Any, Iterator, TextIO, cast
 from unittest import mock
@@ -30,8 +31,8 @@ from olmo.util import find_latest_checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo.state import needs_olmo_lns, one_line_of
+from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.integrations.olmo.state import needs_olmo_lns
 
 __all__ = ["LocalTrainer", "RunResult", "run"]
 
@@ -84,8 +85,35 @@ class LocalTrainer(Trainer):
             super().restore_rng_state(rng_state)
 
     def restore_checkpoint(self, load_path: Any, **kwargs: Any) -> None:
-        with torch.serialization.safe_globals(_STATE_TYPES), one_line_of(load_path):
+        with torch.serialization.safe_globals(_STATE_TYPES), _one_line(load_path):
             super().restore_checkpoint(load_path, **kwargs)
+
+
+#: What torch says of weights that do not fit, and of files that are no archives.
+_OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
+
+
+@contextmanager
+def _one_line(load_path: Any) -> Iterator[None]:
+    """What goes wrong while a checkpoint is restored, in one line; the rest is in the error that it comes from.
+
+    :raises LNSError: files that are damaged or of another model, or that this OLMo cannot read under this torch.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
+            raise
+        raise LNSError(
+            f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
+            f"({error}); train with ddp, which saves unsharded ones, or with an older torch"
+        ) from error
+    except (EOFError, UnpicklingError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _OF_FILES):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        problem = " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
+        raise LNSError(f"{load_path} cannot be restored, it is damaged or of another model: {problem}") from error
 
 
 @contextmanager

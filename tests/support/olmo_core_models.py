@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import types
 from typing import Any
 
@@ -14,6 +13,7 @@ from olmo_core.nn.layer_norm import LayerNormConfig
 from olmo_core.nn.transformer import TransformerConfig
 
 from olmo_lns.olmo_core import apply
+from support import scheme_reference
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 64, 32, 4, 4
 #: Block type -> (scheme, the norms that its factor multiplies).
@@ -116,70 +116,31 @@ def kernel_modules() -> dict[str, types.ModuleType]:
     return modules
 
 
-class FlashAttention:
-    """A stand-in for the flash-attn package in plain torch: the two functions that generation calls."""
-
-    cached = 0
-
-    @staticmethod
-    def flash_attn_func(q: Any, k: Any, v: Any, **kwargs: Any) -> torch.Tensor:
-        return _attend(q, k, v, first=0)
-
-    @classmethod
-    def flash_attn_with_kvcache(cls, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, **kwargs: Any) -> torch.Tensor:
-        """Writes ``k`` and ``v`` into the caches from ``cache_seqlens`` on, as flash-attn does."""
-        cls.cached += 1
-        first = int(kwargs["cache_seqlens"][0])
-        last = first + q.shape[1]
-        k_cache[:, first:last], v_cache[:, first:last] = k, v
-        return _attend(q, k_cache[:, :last], v_cache[:, :last], first=first)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, first: int) -> torch.Tensor:
-    """Causal attention of queries that begin at position ``first``; (batch, length, heads, width)."""
-    future = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(first + 1)
-    q, k, v = (t.transpose(1, 2).to(q.dtype) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=~future).transpose(1, 2)
+#: scheme_reference's name of a block's matrix or gain -> OLMo-core's; w3 and w1 lie side by side there, in ff_proj.
+_NAMES = {
+    **{f"{name}_proj": f"attention.w_{name}" for name in "qkv"},
+    **{"attn_out": "attention.w_out", "attn_norm": "attention_norm", "attn_norm_out": "post_attention_norm"},
+    **{"ff_out": "feed_forward.w2", "ff_norm": "feed_forward_norm", "ff_norm_out": "post_feed_forward_norm"},
+}
 
 
 def reference_logits(weights: dict[str, torch.Tensor], made: TransformerConfig, exponent: float) -> torch.Tensor:
-    """The model written out: RMSNorm, rotary attention, SwiGLU, the factor; in the dtype of ``weights`` (fp64)."""
-    block, eps = made.block, made.block.layer_norm.eps or 1e-5
-    branch = block.name in ("reordered_norm", "peri_norm")
-
-    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weights[f"{name}.weight"]
-
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        half, length = x.shape[-1] // 2, x.shape[-2]
-        frequency = block.sequence_mixer.rope.theta ** -(torch.arange(half, dtype=x.dtype) / half)
-        angle = torch.arange(length, dtype=x.dtype)[:, None] * frequency
-        cos, sin = (t.repeat(1, 2) for t in (angle.cos(), angle.sin()))
-        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
-
-    def attention(x: torch.Tensor, at: str) -> torch.Tensor:
-        q, k, v = (
-            (x @ weights[f"{at}.w_{n}.weight"].T).unflatten(-1, (HEADS, -1)).transpose(1, 2) for n in ("q", "k", "v")
-        )
-        scores = rotate(q) @ rotate(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ v
-        return mixed.transpose(1, 2).flatten(2) @ weights[f"{at}.w_out.weight"].T
-
-    def feed_forward(x: torch.Tensor, at: str) -> torch.Tensor:
-        w1, w2, w3 = (weights[f"{at}.{n}.weight"].T for n in ("w1", "w2", "w3"))
-        return (F.silu(x @ w1) * (x @ w3)) @ w2
-
-    h = weights["embeddings.weight"][TOKENS]
-    for number in range(1, made.n_layers + 1):
-        s, at = number**-exponent, f"blocks.{number - 1}"
-        for name, function in (("attention", attention), ("feed_forward", feed_forward)):
-            if block.name == "default":
-                h = h + function(s * rms(h, f"{at}.{name}_norm"), f"{at}.{name}")
-            elif block.name == "reordered_norm":
-                h = h + s * rms(function(h, f"{at}.{name}"), f"{at}.{name}_norm")
-            else:
-                inner = function(rms(h, f"{at}.{name}_norm"), f"{at}.{name}")
-                h = h + s * rms(inner, f"{at}.post_{name}_norm")
-    assert branch or block.name == "default"
-    return rms(h, "lm_head.norm") @ weights["lm_head.w_out.weight"].T
+    """The model written out in the dtype of ``weights`` (fp64), by the formulas of its scheme."""
+    found = {
+        "transformer.wte.weight": weights["embeddings.weight"],
+        "transformer.ln_f.weight": weights["lm_head.norm.weight"],
+        "transformer.ff_out.weight": weights["lm_head.w_out.weight"],
+    }
+    for at in (f"blocks.{index}" for index in range(made.n_layers)):
+        ours = {
+            name: weights[f"{at}.{other}.weight"] for name, other in _NAMES.items() if f"{at}.{other}.weight" in weights
+        }
+        ours["ff_proj"] = torch.cat([weights[f"{at}.feed_forward.w{number}.weight"] for number in (3, 1)])
+        found |= {f"transformer.{at}.{name}.weight": value for name, value in ours.items()}
+    config = types.SimpleNamespace(
+        n_layers=made.n_layers, d_model=WIDTH, n_heads=HEADS, effective_n_kv_heads=HEADS, block_group_size=1,
+        weight_tying=False, layer_norm_eps=made.block.layer_norm.eps or 1e-5, rope_theta=made.block.sequence_mixer.rope.theta,
+    )  # fmt: skip
+    scheme = SCHEMES[str(made.block.name)][0]
+    states = scheme_reference.states_of(found, config, scheme, "rms", TOKENS, exponent)
+    return scheme_reference.logits_of(found, config, states[-1], "rms")

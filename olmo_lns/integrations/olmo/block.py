@@ -17,20 +17,21 @@ from functools import cache
 from typing import Any, Callable
 
 import torch
+import torch.distributed as dist
 from olmo.model import LayerNorm, LayerNormBase, OLMoBlock, OLMoLlamaBlock, OLMoSequentialBlock, RMSLayerNorm
 from torch import nn
 
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations import norm_sites, patching
 from olmo_lns.integrations.norm_sites import Scaled, Site, give
 from olmo_lns.integrations.olmo import upstream
-from olmo_lns.integrations.olmo.model import apply_gains
 from olmo_lns.norm.dtypes import compute_dtype, output_dtype, rms_output_dtype, without_autocast
 from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan
 
 __all__ = [
     "LNSLayerNorm", "LNSRMSLayerNorm", "LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "attach",
-    "attach_norm", "unsupported",
+    "unsupported",
 ]  # fmt: skip
 
 _Run = Callable[..., Any]
@@ -184,7 +185,7 @@ class _SchemeBlock(OLMoBlock):
             for name in ("norm_out", "gate", "omega"):
                 if (module := getattr(self, f"{sub_layer}_{name}", None)) is not None:
                     module.reset_parameters()
-        apply_gains(self)
+        _apply_gains(self)
 
 
 class SchemeSequentialBlock(_SchemeBlock, OLMoSequentialBlock):
@@ -206,6 +207,60 @@ def _weighted_sum(plain: torch.Tensor, weighted: torch.Tensor, learned: Any, res
     if learned is None:
         return torch.add(plain, weighted, alpha=residual.factor.value)
     return torch.addcmul(plain, learned.weight, weighted, value=residual.factor.value)
+
+
+#: Role -> sub-layer and modules, of which a block has some; ``v`` is a part of ``att_proj`` in a sequential block.
+_ROLES = {
+    "qkv": ("attn", ("att_proj", "q_proj", "k_proj", "v_proj")),
+    "v": ("attn", ("v_proj",)),
+    "o": ("attn", ("attn_out",)),
+    "ff_in": ("ff", ("ff_proj",)),
+    "ff_out": ("ff", ("ff_out",)),
+}
+
+
+@torch.no_grad()
+def _apply_gains(block: Any) -> None:
+    """Multiply the freshly drawn weights of ``block`` by its ``lns_gains``; once after each draw.
+
+    :raises LNSConfigError: the rows of ``v`` cannot be found in this process's shard.
+    """
+    for sub_layer, gains in block.lns_gains.items():
+        for role, gain in gains:
+            owner, modules = _ROLES[role]
+            if owner != sub_layer:
+                continue
+            if role == "v" and not hasattr(block, "v_proj"):
+                _rows_of_v(block).mul_(gain)
+            for name in modules:
+                if hasattr(block, name):
+                    getattr(block, name).weight.mul_(gain)
+
+
+def _rows_of_v(block: Any) -> torch.Tensor:
+    """The last rows of the fused projection ``att_proj``; of a shard of FSDP, the elements that lie in them.
+
+    FSDP (meta device: OLMo draws after it has sharded) leaves a 1-D piece of each parameter, and the pieces lie in the
+    order of the ranks. With hybrid sharding each group of consecutive ranks has the whole.
+
+    :raises LNSConfigError: the pieces of all ranks do not make whole parameters.
+    """
+    weight: torch.Tensor = block.att_proj.weight
+    width, rows = block.config.d_model, block.fused_dims[2]
+    if weight.dim() == 2:
+        return weight[-rows:]
+    total, sizes, rank = sum(block.fused_dims) * width, [weight.numel()], 0
+    if dist.is_available() and dist.is_initialized():
+        sizes, rank = [0] * dist.get_world_size(), dist.get_rank()
+        dist.all_gather_object(sizes, weight.numel())
+    first = sum(sizes[:rank]) % total
+    if sum(sizes) % total or first + weight.numel() > total:
+        raise LNSConfigError(
+            f"the gain on the v rows of att_proj cannot be placed: this process has {weight.numel()} of {total} "
+            f"elements, all ranks {sizes}, which are not consecutive parts. Use model.block_type: llama, whose v_proj "
+            "is a matrix of its own, or initialize without meta device (model.init_device: cpu)."
+        )
+    return weight[max(0, total - rows * width - first) :]
 
 
 class LNSRMSLayerNorm(Scaled, RMSLayerNorm):
@@ -261,17 +316,6 @@ _SCALED: dict[type, tuple[type, type]] = {
 }
 
 
-def attach_norm(norm: LayerNormBase, site: norm_sites.Site) -> None:
-    """Turn the norm in front of a sub-layer into the norm of its plan, in place.
-
-    :raises TypeError: ``norm`` is not one of OLMo's norms.
-    :raises LNSConfigError: it has a site already.
-    """
-    if not isinstance(norm, Scaled):
-        scale_norm(norm, site.plan.norm_scale)
-    norm_sites.attach(norm, site)
-
-
 def scale_norm(norm: LayerNormBase, scale: float, *, groups: int = 1) -> None:
     """Let ``norm`` compute ``scale * Norm(x)``, in place.
 
@@ -302,7 +346,8 @@ def attach(block: OLMoBlock, asked: Record) -> None:
     sites = [Site(scheme, block.layer_id + 1, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
     if scheme.keeps_forward(config.n_layers):
         for site in () if scheme.is_pre_ln else sites:
-            attach_norm(getattr(block, f"{site.sub_layer}_norm"), site)
+            norm_sites.attach(norm := getattr(block, f"{site.sub_layer}_norm"), site)
+            scale_norm(norm, site.plan.norm_scale)
         return
     _check_upstream()
     if type(block) not in _CLASSES:

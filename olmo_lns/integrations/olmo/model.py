@@ -17,7 +17,6 @@ import math
 from typing import Any, Callable
 
 import torch
-import torch.distributed as dist
 
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites, patching
@@ -26,7 +25,7 @@ from olmo_lns.record import Record
 from olmo_lns.schemes.initialization import factor
 
 __all__ = [
-    "apply_gains", "ask_for_plain_initialization", "blocks_of", "depth_factor", "record_of", "wrap_block_init",
+    "ask_for_plain_initialization", "blocks_of", "depth_factor", "record_of", "wrap_block_init",
     "wrap_block_reset", "wrap_model_init", "wrap_norm_build", "wrap_reset",
 ]  # fmt: skip
 
@@ -190,57 +189,3 @@ def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
             embedding_norm.reset_parameters()
 
     return wrapped
-
-
-#: Role -> sub-layer and modules, of which a block has some; ``v`` is a part of ``att_proj`` in a sequential block.
-_ROLES = {
-    "qkv": ("attn", ("att_proj", "q_proj", "k_proj", "v_proj")),
-    "v": ("attn", ("v_proj",)),
-    "o": ("attn", ("attn_out",)),
-    "ff_in": ("ff", ("ff_proj",)),
-    "ff_out": ("ff", ("ff_out",)),
-}
-
-
-@torch.no_grad()
-def apply_gains(block: Any) -> None:
-    """Multiply the freshly drawn weights of ``block`` by its ``lns_gains``; once after each draw.
-
-    :raises LNSConfigError: the rows of ``v`` cannot be found in this process's shard.
-    """
-    for sub_layer, gains in block.lns_gains.items():
-        for role, gain in gains:
-            owner, modules = _ROLES[role]
-            if owner != sub_layer:
-                continue
-            if role == "v" and not hasattr(block, "v_proj"):
-                _rows_of_v(block).mul_(gain)
-            for name in modules:
-                if hasattr(block, name):
-                    getattr(block, name).weight.mul_(gain)
-
-
-def _rows_of_v(block: Any) -> torch.Tensor:
-    """The last rows of the fused projection ``att_proj``; of a shard of FSDP, the elements that lie in them.
-
-    FSDP (meta device: OLMo draws after it has sharded) leaves a 1-D piece of each parameter, and the pieces lie in the
-    order of the ranks. With hybrid sharding each group of consecutive ranks has the whole.
-
-    :raises LNSConfigError: the pieces of all ranks do not make whole parameters.
-    """
-    weight: torch.Tensor = block.att_proj.weight
-    width, rows = block.config.d_model, block.fused_dims[2]
-    if weight.dim() == 2:
-        return weight[-rows:]
-    total, sizes, rank = sum(block.fused_dims) * width, [weight.numel()], 0
-    if dist.is_available() and dist.is_initialized():
-        sizes, rank = [0] * dist.get_world_size(), dist.get_rank()
-        dist.all_gather_object(sizes, weight.numel())
-    first = sum(sizes[:rank]) % total
-    if sum(sizes) % total or first + weight.numel() > total:
-        raise LNSConfigError(
-            f"the gain on the v rows of att_proj cannot be placed: this process has {weight.numel()} of {total} "
-            f"elements, all ranks {sizes}, which are not consecutive parts. Use model.block_type: llama, whose v_proj "
-            "is a matrix of its own, or initialize without meta device (model.init_device: cpu)."
-        )
-    return weight[max(0, total - rows * width - first) :]

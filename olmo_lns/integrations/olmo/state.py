@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 
 from olmo_lns import environment
-from olmo_lns.errors import CheckpointMismatchError, LNSError, one_line
+from olmo_lns.errors import CheckpointMismatchError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.olmo.model import record_of
 from olmo_lns.integrations.patching import is_patched
-from olmo_lns.record import RECORD_FILE, Record, accepted, check_match, keep_folded, record_to_save
+from olmo_lns.record import RECORD_FILE, Record, keep_folded, record_to_save, require_match
 
 __all__ = [
-    "KEY", "Mark", "check_checkpoint", "needs_olmo_lns", "one_line_of", "saved_record",
-    "wrap_from_checkpoint", "wrap_restore", "wrap_save", "wrap_save_config", "wrap_trainer_state",
+    "KEY", "Mark", "check_checkpoint", "needs_olmo_lns", "saved_record", "wrap_from_checkpoint",
+    "wrap_restore", "wrap_save", "wrap_save_config", "wrap_trainer_state",
 ]  # fmt: skip
 
 log = logging.getLogger("olmo_lns")
@@ -76,28 +74,22 @@ def wrap_trainer_state(trainer_state_dict: Callable[..., dict[str, Any]]) -> Cal
     return wrapped
 
 
-#: What torch says of weights that do not fit, and of files that are no archives.
-_OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
-#: Accepted in the override variable for a checkpoint whose record was lost.
-MISSING_RECORD = "missing-record"
-
-
 def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
     """The record of a checkpoint folder (local or remote, as OLMo's ``resource_path`` takes it).
 
     A checkpoint without a record (``unshard.py`` and averaging copy config.yaml only) is what its config.yaml says:
     the type holds every parameter. None where there is neither.
 
-    :raises CheckpointMismatchError: its config.yaml names a scheme and the record is there but cannot be read.
+    :raises CheckpointMismatchError: the record is there and is none.
     """
-    refused = ""
+    why = f"there is no {RECORD_FILE}"
     try:
         if (path := _resource(folder, RECORD_FILE, local_cache)) is not None:
             return Record.from_json(path)
     except CheckpointMismatchError:
         raise
     except Exception as error:  # each store's client raises its own, also for a file that is only not there
-        refused = f"{RECORD_FILE} cannot be read: {one_line(error)}"
+        why = f"{RECORD_FILE} cannot be read: {one_line(error)}"
     if (path := _resource(folder, "config.yaml", local_cache)) is None:
         return None
     from omegaconf import OmegaConf
@@ -105,16 +97,8 @@ def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
     model = OmegaConf.select(OmegaConf.load(str(path)), "model", default={})
     name = model.get("layer_norm_type")
     record = types.written_record(name, model.get("init_fn"))
-    if record.scheme.is_pre_ln:
-        if refused:
-            log.warning("%s: %s: taken for the Pre-LN that its config names", folder, refused)
-        return record
-    if refused:
-        raise CheckpointMismatchError(
-            f"{folder}: config.yaml names layer_norm_type {name}, and {refused}. Give this process access to it, or "
-            "load a local copy of the checkpoint."
-        )
-    log.info("%s: no %s; its config.yaml says layer_norm_type %s", folder, RECORD_FILE, name)
+    if record.active or "read" in why:
+        log.warning("%s: %s; its config.yaml says layer_norm_type %s", folder, why, name)
     return record
 
 
@@ -139,23 +123,17 @@ def check_checkpoint(folder: Any, running: Record, *, local_cache: Any = None) -
     if "://" not in str(folder) and not Path(folder).exists():
         return None  # OLMo says so
     saved = saved_record(folder, local_cache=local_cache)
-    if saved is not None:
-        _compare(saved, running, folder)
-    elif running.active and MISSING_RECORD not in accepted():
-        raise CheckpointMismatchError(
-            f"{folder} has neither config.yaml nor {RECORD_FILE}: what its weights were trained with is unknown, "
-            f"and this run has {running}. Copy config.yaml from the run that saved it, or set "
-            f"{environment.ALLOW_MISMATCH}={MISSING_RECORD} to go on knowingly."
-        )
+    _compare(saved, running, folder)
     return saved
 
 
-def _compare(saved: Record, running: Record, folder: Any) -> None:
-    kind = types.spell(saved.scheme, saved.norm) if saved.active else running.norm or "rms"
-    if saved.active and running.norm in ("", saved.norm):
-        kind = str(saved.scheme)
-    for difference in check_match(saved, running, source=folder, remedy=f"--model.layer_norm_type={kind}"):
-        log.warning("loading %s although it differs (%s), as %s says", folder, difference, environment.ALLOW_MISMATCH)
+def _compare(saved: Record | None, running: Record, folder: Any) -> None:
+    kind = running.norm or "rms"
+    if saved is not None and saved.active:
+        kept = running.norm in ("", saved.norm)
+        kind = str(saved.scheme) if kept else types.spell(saved.scheme, saved.norm)
+    files, remedy = f"config.yaml nor {RECORD_FILE}", f"--model.layer_norm_type={kind}"
+    require_match(saved, running, source=folder, files=files, remedy=remedy)
 
 
 def wrap_save(save: Callable[..., None]) -> Callable[..., None]:
@@ -208,29 +186,6 @@ def wrap_restore(restore: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
         return found
 
     return wrapped
-
-
-@contextmanager
-def one_line_of(load_path: Any) -> Iterator[None]:
-    """What goes wrong while a checkpoint is restored, in one line; the rest is in the error that it comes from.
-
-    :raises LNSError: files that are damaged or of another model, or that this OLMo cannot read under this torch.
-    """
-    try:
-        yield
-    except TypeError as error:
-        if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
-            raise
-        raise LNSError(
-            f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
-            f"({error}); train with ddp, which saves unsharded ones, or with an older torch"
-        ) from error
-    except (EOFError, UnpicklingError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _OF_FILES):
-            raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        problem = " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
-        raise LNSError(f"{load_path} cannot be restored, it is damaged or of another model: {problem}") from error
 
 
 def wrap_from_checkpoint(from_checkpoint: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,10 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Callable
 
-from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSError
 from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, blocks_of, from_config
-from olmo_lns.record import RECORD_FILE, Record, accepted, check_match, keep_folded, record_to_save
+from olmo_lns.record import RECORD_FILE, Record, check_match, keep_folded, record_to_save, require_match
 
 __all__ = [
     "check", "compare_converted", "saved_record", "saved_routers", "wrap_average", "wrap_load", "wrap_load_generation",
@@ -94,25 +93,17 @@ def check(folder: Any, parts: list[Any], *, group: Any = None) -> None:
     """
     saved, routers = _read_once(folder, group)
     running = _record_of_parts(parts)
-    if saved is not None:
-        _compare(saved, running, folder)
-        if saved.active and running.active:
-            for part in parts:
-                _require_routers(folder, routers, _blocks().routers_of(part))
-    elif running.active and not {"missing-record", f"preln-to-{running.running}"} & accepted():
-        raise CheckpointMismatchError(
-            f"{folder} has neither {RECORD_FILE} nor {CONFIG_FILE}: what its weights were trained with is unknown, and "
-            f"this model has {running}. Set {environment.ALLOW_MISMATCH}=missing-record if they were trained so, or "
-            "are to be from here on."
-        )
+    _compare(saved, running, folder)
+    if saved is not None and saved.active and running.active:
+        for part in parts:
+            _require_routers(folder, routers, _blocks().routers_of(part))
     for part in parts:
         keep_folded(part, saved)
 
 
-def _compare(saved: Record, running: Record, source: Any) -> None:
-    remedy = f"--model.block._CLASS_={CLASS} --model.block.scheme={saved.scheme}" if saved.active else ""
-    for difference in check_match(saved, running, source=source, remedy=remedy):
-        log.warning("loading %s although it differs (%s), as %s says", source, difference, environment.ALLOW_MISMATCH)
+def _compare(saved: Record | None, running: Record, source: Any) -> None:
+    remedy = f"--model.block._CLASS_={CLASS} --model.block.scheme={saved.scheme}" if saved and saved.active else ""
+    require_match(saved, running, source=source, files=f"{RECORD_FILE} nor {CONFIG_FILE}", remedy=remedy)
 
 
 def _require_routers(folder: Any, saved: dict[int, bool], running: dict[int, bool]) -> None:

@@ -11,12 +11,11 @@ import logging
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping
 
-from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.patching import Target, replace
 from olmo_lns.integrations.transformers.families import PREFIX
 from olmo_lns.integrations.transformers.models import own_config, record_of, record_of_model, set_folded
-from olmo_lns.record import RECORD_FILE, Record, check_match
+from olmo_lns.record import RECORD_FILE, Record, require_match
 from olmo_lns.schemes import LNS
 
 __all__ = ["guard_loading", "guard_resuming"]
@@ -157,5 +156,4 @@ def _compare(saved: Record, running: Record, source: object) -> None:
     remedy = (
         "" if running.active else "load it by an Auto class (AutoModelForCausalLM.from_pretrained), without config="
     )
-    for difference in check_match(saved, running, source=source, remedy=remedy):
-        log.warning("loading %s although it differs (%s), as %s says", source, difference, environment.ALLOW_MISMATCH)
+    require_match(saved, running, source=source, remedy=remedy)

@@ -71,35 +71,10 @@ def test_unknown_init_fn_is_refused_by_name():
 
 # normal_scaled and normal_depth_scaled
 
-OURS = {
-    "normal_scaled": lambda block: 1 / math.sqrt(2 * LAYERS),
-    "normal_depth_scaled": lambda block: 1 / math.sqrt(2 * block),
-}
-RESIDUAL = ("attn_out", "ff_out")
-
 
 def drawn(**changes):
     torch.manual_seed(5)
     return OLMo(model_config(**{"layer_norm_type": "rms", "n_layers": LAYERS, **changes}))
-
-
-@pytest.mark.parametrize(("kind", "block_type"), [("rms", "sequential"), ("lns_rms", "llama")])
-@pytest.mark.parametrize("init_fn", OURS)
-def test_our_initializations_are_normal_times_their_factor(init_fn, block_type, kind):
-    """Bit-identical to ``normal`` but for the residual projections: one random stream."""
-    shape = {"block_type": block_type, "d_model": 64, "mlp_hidden_size": 256, "layer_norm_type": kind}
-    ours, plain = drawn(init_fn=init_fn, **shape), drawn(init_fn="normal", **shape)
-    assert str(ours.config.init_fn) == init_fn, "the config says afterwards what the run is"
-    expected = dict(plain.named_parameters())
-    scaled = []
-    for name, weight in ours.named_parameters():
-        if "blocks." in name and name.split(".")[-2] in RESIDUAL:
-            block = int(name.split(".")[2]) + 1
-            torch.testing.assert_close(weight, expected[name] * OURS[init_fn](block), rtol=1e-6, atol=0)
-            scaled.append(name)
-        else:
-            assert torch.equal(weight, expected[name]), name
-    assert len(scaled) == 2 * LAYERS
 
 
 def test_our_initialization_under_lns_is_recorded_and_said(caplog):

@@ -9,6 +9,7 @@ import pickletools
 import sys
 import threading
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from olmo.checkpoint import Checkpointer, FullCheckpointer
 from olmo.config import LayerNormType, TrainConfig
 from olmo.model import OLMo, RMSLayerNorm
 from olmo.train import Trainer
-from support.launch import Result, environment, torchrun, write_config
+from support.launch import Result, environment, write_config
 from support.launch import run as launch
 from support.olmo_models import TINY, build, tokens
 from torch.nn.parallel import DistributedDataParallel
@@ -193,6 +194,10 @@ def exchange(blocks):
     blocks[1], blocks[2] = blocks[2], blocks[1]
 
 
+def stock_norm(name):
+    return lambda blocks: setattr(blocks[2], name, RMSLayerNorm(blocks[2].config))
+
+
 #: What is done to a model's blocks after it was built, and what is said of that.
 TAMPERED = {
     "exchanged": (exchange, "block 2 was built as block 3"),
@@ -204,10 +209,9 @@ TAMPERED = {
         lambda blocks: setattr(blocks[2].ff_norm, "__class__", RMSLayerNorm),
         r"ff_norm .block 3, ff. has norm_scale=1\.0 instead of 0\.57735",
     ),
-    "stock norm": (
-        lambda blocks: setattr(blocks[2], "ff_norm", RMSLayerNorm(blocks[2].config)),
-        "lns is on 7 sub-layers .*expected the 8 sub-layers of 4 blocks",
-    ),
+    "stock norm": (stock_norm("ff_norm"), "lns is on 7 sub-layers .*expected the 8 sub-layers of 4 blocks"),
+    "sandwich_depth": (stock_norm("ff_norm_out"), "block 3, .*branch_scale=1.0 instead of 0.57"),
+    "groupln": (stock_norm("attn_norm"), "block 3, .*groups=1 instead of 8"),
     "copy of another": (
         lambda blocks: setattr(blocks[2], "ff_norm", copy.deepcopy(blocks[1].ff_norm)),
         r"\(2, 'ff'\), \(3, 'attn'\), \(2, 'ff'\).*expected the 8 sub-layers",
@@ -221,8 +225,9 @@ TAMPERED = {
 
 @pytest.mark.parametrize("name", TAMPERED)
 def test_a_model_that_was_changed_after_building_is_found(tmp_path, name):
-    save(tmp_path / "step10-unsharded", "lns_rms")
-    running, (tamper, message) = Running("lns_rms"), TAMPERED[name]
+    kind = f"{name}_rms" if name in names() else "lns_rms"
+    save(tmp_path / "step10-unsharded", kind)
+    running, (tamper, message) = Running(kind), TAMPERED[name]
     tamper(running.model.transformer.blocks)
     with pytest.raises(UpstreamChangedError, match=message):
         running.restore(tmp_path / "step10-unsharded")
@@ -271,7 +276,7 @@ def test_a_lost_record_is_what_the_config_says(tmp_path):
 
 
 def test_a_store_that_refuses_the_record(tmp_path, caplog):
-    """It answers 403, as one does that hides what is not there: a stock checkpoint goes on, one with a scheme stops."""
+    """It answers 403, as one does that hides what is not there: the checkpoint is what its config says."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):
@@ -280,65 +285,35 @@ def test_a_store_that_refuses_the_record(tmp_path, caplog):
         def send_head(self):
             return self.send_error(403) if self.path.endswith("lns.json") else super().send_head()
 
-    for kind in ("rms", "lns_rms"):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.yaml").write_text(f"model:\n  layer_norm_type: {kind}\n")
+    (tmp_path / "config.yaml").write_text("model:\n  layer_norm_type: lns_rms\n")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert saved_record(f"{url}/rms") == Record()
-        assert "lns.json cannot be read" in caplog.text and "403" in caplog.text
-        with pytest.raises(CheckpointMismatchError, match=r"lns\.json cannot be read: .*403"):
-            saved_record(f"{url}/lns_rms")
+        assert saved_record(f"http://127.0.0.1:{server.server_port}") == LNS
         server.shutdown()
+    assert "lns.json cannot be read: " in caplog.text and "403" in caplog.text and "says layer_norm_type" in caplog.text
 
 
-# Weights with a Pre-LN model's names and shapes, trained under another scheme
-
-STOCK_KEYS = [name for name in names() if name not in ("preln", "lns") and parse(name).stock_keys(TINY["n_layers"])]
-assert {"postln", "mixln", "deepnorm"} < set(STOCK_KEYS)
+STOCK_KEYS = [name for name in names() if name != "preln" and parse(name).stock_keys(TINY["n_layers"])]
+assert {"lns", "postln", "mixln", "deepnorm"} < set(STOCK_KEYS)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folders = {name: tmp_path_factory.mktemp(name) / "step1-unsharded" for name in ("rms", "lns", *STOCK_KEYS)}
-    for name, folder in folders.items():
-        save(folder, name if name == "rms" else f"{name}_rms")
-    return folders
-
-
-@pytest.mark.parametrize("trained", ["rms", "lns", *STOCK_KEYS])
-def test_no_scheme_runs_anothers_weights_and_no_converter_makes_them_pre_ln(saved, trained):
-    states = [torch.load(saved[name] / "model.pt", weights_only=True) for name in (trained, "rms")]
-    shapes = [{key: value.shape for key, value in state.items()} for state in states]
+@pytest.mark.parametrize("trained", STOCK_KEYS)
+def test_weights_with_names_and_shapes_of_pre_ln_run_under_their_scheme_alone(trained, tmp_path):
+    folder, stock = tmp_path / "step1-unsharded", build(layer_norm_type="rms")
+    model = save(folder, f"{trained}_rms")
+    shapes = [{key: value.shape for key, value in each.state_dict().items()} for each in (model, stock)]
     assert shapes[0] == shapes[1], "otherwise there would be nothing to guard"
-    for running in {"rms", "lns", "mixln", trained}:
-        record = record_of(build(layer_norm_type=running if running == "rms" else f"{running}_rms"))
-        if running == trained:
-            check_checkpoint(saved[trained], record)
-        else:
-            with pytest.raises(CheckpointMismatchError, match="was saved with"):
-                check_checkpoint(saved[trained], record)
-    for keeps_gains in (True, False):  # hf_olmo's, and OLMo's script or transformers' copy of it
-        if trained == "rms":
-            guards.check_conversion(saved["rms"], keeps_gains=keeps_gains)
-        else:
+    check_checkpoint(folder, record_of(model))
+    # As somebody would who wants stock OLMo to open it: the record beside it still says what it is.
+    text = (folder / "config.yaml").read_text()
+    for written in (text, text.replace(f"{trained}_rms", "rms")):
+        (folder / "config.yaml").write_text(written)
+        for running in {"lnsstart" if trained == "lns" else "lns", "preln"}:
             with pytest.raises(CheckpointMismatchError, match=f"was saved with {trained}"):
-                guards.check_conversion(saved[trained], keeps_gains=keeps_gains)
-
-
-def test_a_config_that_was_given_the_stock_type_does_not_pass(saved):
-    """As somebody would who wants stock OLMo to open it: the record beside it still says what it is."""
-    text = (saved["mixln"] / "config.yaml").read_text()
-    try:
-        (saved["mixln"] / "config.yaml").write_text(text.replace("mixln_rms", "rms"))
-        with pytest.raises(CheckpointMismatchError, match="was saved with mixln"):
-            OLMo.from_checkpoint(str(saved["mixln"]), device="cpu", checkpoint_type="unsharded")
-        with pytest.raises(CheckpointMismatchError, match="was saved with mixln"):
-            guards.check_conversion(saved["mixln"], keeps_gains=True)
-    finally:
-        (saved["mixln"] / "config.yaml").write_text(text)
-    assert Record.read(saved["mixln"]) == Record(parse("mixln"), "rms", "plain")
+                check_checkpoint(folder, replace(LNS, scheme=parse(running)))
+        for keeps_gains in (True, False):  # hf_olmo's, and OLMo's script or transformers' copy of it
+            with pytest.raises(CheckpointMismatchError, match=f"was saved with {trained}"):
+                guards.check_conversion(folder, keeps_gains=keeps_gains)
 
 
 # The mark in the trainer's state: an OLMo without the plugin cannot resume what was trained under a scheme
@@ -419,40 +394,6 @@ def test_stock_checkpoints_have_no_mark_and_their_state_is_copied_bit_for_bit(tm
     before = path.read_bytes()
     mark(path, Record())
     assert path.read_bytes() == before
-
-
-#: What OLMo itself calls for the trainer's state in the restore of its sharded checkpointers.
-LOAD = """
-import sys
-import olmo.train, torch
-from olmo.checkpoint import load_state_dict
-from olmo_lns.runs.trainer import _STATE_TYPES
-torch.serialization.add_safe_globals(_STATE_TYPES)
-for rank in range(2):
-    try:
-        print("loaded", load_state_dict(sys.argv[1], f"train/rank{rank}.pt")["global_step"])
-    except Exception as error:
-        print(error)
-"""
-
-
-def loaded(folder: Path, **variables: str) -> list[str]:
-    """What comes of the state of each of two ranks."""
-    done = launch([sys.executable, "-c", LOAD, folder], cwd=folder.parent, env=environment(**variables)).ok()
-    return done.text.splitlines()[-2:]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_every_rank_of_a_sharded_checkpoint(tmp_path: Path) -> None:
-    config = config_file(tmp_path, max_duration=2, **{"model.layer_norm_type": "lns_rms"})
-    command = ["-m", "olmo_lns", "train", config, "--distributed_strategy=fsdp", "--fsdp.precision=null"]
-    torchrun(sys.executable, 2, *command, "--sharded_checkpointer=torch_new", cwd=tmp_path).ok()
-    folder = tmp_path / "run" / "step2"
-    assert all(REFUSED in line for line in loaded(folder, OLMO_LNS_DISABLE="1"))
-    assert loaded(folder) == ["loaded 2"] * 2
-    assert cli.main(["export", str(folder), str(tmp_path / "folded")]) == 0
-    assert loaded(tmp_path / "folded", OLMO_LNS_DISABLE="1") == ["loaded 2"] * 2
 
 
 def test_the_mark_is_taken_out_put_in_and_saved_again(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from support import olmo_core_models as small
 from support import olmo_core_ranks
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
+from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.olmo_core import register
 from olmo_lns.integrations.olmo_core.blocks import record_of, routers_of
 from olmo_lns.integrations.olmo_core.checkpoint import saved_record, saved_routers
@@ -210,16 +211,24 @@ def test_the_converter_in_is_stopped_both_ways(converted, monkeypatch):
 
 
 @pytest.mark.parametrize("block", small.SCHEMES)
-def test_record_of_config_and_of_model_agree(block):
+def test_every_sub_layer_is_a_site_and_record_of_config_and_of_model_agree(block):
+    scheme, norms = small.SCHEMES[block]
     made = small.with_scheme(small.config(block), exponent=0.25)
-    expected = Record(Scheme.of(small.SCHEMES[block][0], exponent=0.25), "rms", "plain")
+    expected = Record(Scheme.of(scheme, exponent=0.25), "rms", "plain")
     assert from_config({"model": made.as_config_dict()}, source="x") == expected
     built = made.build(init_device="meta")
-    assert record_of(built) == expected
-    if "hybrid" in block:
-        built.blocks["1"].feed_forward_moe_norm.lns_scale = 1.0
-        with pytest.raises(ImportError, match="block 1: feed_forward_norm and feed_forward_moe_norm have different"):
+    assert record_of(built) == expected and len(list(norm_sites.sites(built))) == 2 * small.LAYERS
+    for number, each in enumerate(built.blocks.values(), start=1):
+        assert [getattr(each, name).lns_scale for name in norms] == [number**-0.25] * len(norms)
+    for name in {norms[0], norms[-1]}:
+        norm = getattr(built.blocks["1"], name)
+        norm.lns_scale, kept = 1.0, norm.lns_scale
+        message = (
+            "block 1: .* have different" if "moe_norm" in name else "block 2, (attn|ff). has (norm|branch)_scale=1.0"
+        )
+        with pytest.raises(UpstreamChangedError, match=message):
             record_of(built)
+        norm.lns_scale = kept
     lost = made.as_config_dict() | {"block_overrides": {"1": small.config(block).block.as_config_dict()}}
     with pytest.raises(CheckpointMismatchError, match="different schemes"):
         from_config(lost, source="x")

@@ -5,7 +5,6 @@ The script comes from the checkout, the package is the one that is installed her
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -170,36 +169,3 @@ def test_a_ladder_of_the_checkout(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(SOURCE) / "src")}
     done = subprocess.run([sys.executable, "-c", LADDER], capture_output=True, text=True, env=environment)
     assert f"{[n**-0.5 for n in range(1, 9)]}"[:-1] in done.stdout, done.stderr
-
-
-def test_the_checkouts_converter_is_stopped_before_it_drops_the_factor(tmp_path):
-    """Blocks that it converts in silence without the guard, in a process that nobody told of this package."""
-    pytest.importorskip("transformers")
-    from olmo_core.distributed.checkpoint import save_model_and_optim_state
-    from support import olmo_core_models as small
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    made, folder = small.with_scheme(small.config("reordered_norm", qk_norm=True)), tmp_path / "step1"
-    save_model_and_optim_state(folder / "model_and_optim", small.model(made))
-    ids = {"vocab_size": 64, "eos_token_id": 0, "pad_token_id": 1}
-    config = {"model": made.as_config_dict(), "dataset": {"tokenizer": ids, "sequence_length": 16}}
-    (folder / "config.json").write_text(json.dumps(config))
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(64)}, unk_token="2"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    command = [
-        sys.executable,
-        "src/examples/huggingface/convert_checkpoint_to_hf.py",
-        "-i",
-        folder,
-        "-o",
-        tmp_path / "hf",
-    ]
-    command += ["--tokenizer", tmp_path / "tokenizer", "-s", "16", "--skip-validation"]
-    result = subprocess.run(
-        command, cwd=SOURCE, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
-    )
-    said = " ".join(re.findall(r"[\w'.:-]+", result.stdout + result.stderr))  # rich breaks its lines
-    assert result.returncode != 0 and "OLMo-core's converter drops the factor" in said, said[-2000:]
-    assert not list(tmp_path.rglob("*.safetensors"))

@@ -173,6 +173,10 @@ def test_a_folder_says_folded_only_of_weights_that_were_folded(tmp_path):
     assert record_of(config).folded  # it is not this model's alone
     trainer(auto.from_config(config), tmp_path / "run", max_steps=3).train()
     trainer(auto.from_config(config), tmp_path / "run").train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointMismatchError, match="folded"):
+        apply(auto.from_config(config))
+    apply(auto.from_config(config), "lns:exponent=0.25", trained=False).save_pretrained(tmp_path / "lns")
+    assert str(norm_sites.read_back(auto.from_pretrained(tmp_path / "lns"))) == "lns:exponent=0.25"
 
 
 def _fewer(model):

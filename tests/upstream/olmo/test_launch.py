@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +26,7 @@ pytest.importorskip("olmo", reason="needs pip install 'olmo-lns[olmo]'")
 
 STEPS, SAVED = 30, (0, 10, 20, 30)
 LNS = Record(parse("lns"), "rms", "plain")
-#: Post-LN blocks, second norms, gates, omegas, gains of the draw, factors of the branch.
-OF_EACH_FORM = ("mixln", "sandwich_depth", "layerscale", "admin", "deepnorm", "lnsafterbranch")
+ON = "--model.layer_norm_type=lns"
 #: What a script can see of the plugin, without training anything.
 PROBE = """
 import sys
@@ -158,123 +156,62 @@ def saved(folder: Path, step: int) -> Path:
     return folder / "run" / f"step{step}-unsharded"
 
 
-def assert_same_end(folder: Path, reference: Path, step: int = STEPS) -> None:
-    found, expected = (torch.load(saved(of, step) / "model.pt", weights_only=True) for of in (folder, reference))
+def assert_same_end(folder: Path, reference: Path) -> None:
+    found, expected = (torch.load(saved(of, STEPS) / "model.pt", weights_only=True) for of in (folder, reference))
     assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not different, f"other weights after {step} steps: {different}"
+    assert not different, f"other weights after {STEPS} steps: {different}"
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(olmo: Any) -> Any:
     """30 steps under torchrun, LNS by one word on the command line."""
     path = config(olmo, "uninterrupted")
-    arguments = [olmo.script, path, "--model.layer_norm_type=lns"]
-    result = launch.torchrun(olmo.python, 1, *arguments, cwd=olmo.folder).ok()
+    result = launch.torchrun(olmo.python, 1, olmo.script, path, ON, cwd=olmo.folder).ok()
     return SimpleNamespace(result=result, losses=result.losses(), folder=path.parent)
 
 
-def test_trains_with_lns_and_every_checkpoint_has_its_record(uninterrupted):
-    assert len(uninterrupted.losses) == STEPS
-    assert uninterrupted.losses[-1] < uninterrupted.losses[0] - 0.3
+def test_trains_with_a_record_in_every_checkpoint_and_is_resumed_under_lns_alone(olmo, uninterrupted):
+    """Every difference and its message: test_state.py of OLMo's integration."""
+    assert len(uninterrupted.losses) == STEPS and uninterrupted.losses[-1] < uninterrupted.losses[0] - 0.3
     assert uninterrupted.result.text.count("LayerNorm Scaling on: 8 norms (lns_rms)") == 1
-    folders = sorted((uninterrupted.folder / "run").glob("step*"))
-    assert sorted(path.name for path in folders) == sorted(f"step{step}-unsharded" for step in SAVED)
+    folders = [saved(uninterrupted.folder, step) for step in SAVED]
+    assert sorted(folders) == sorted((uninterrupted.folder / "run").glob("step*"))
     assert [Record.read(path) for path in folders] == [LNS] * len(SAVED)
     assert all("layer_norm_type: lns_rms" in (path / "config.yaml").read_text() for path in folders)
 
-
-def test_resumed_run_has_the_same_losses(olmo, uninterrupted):
     path = config(olmo, "resumed", load_path=str(saved(uninterrupted.folder, 20)))
-    losses = train(olmo, path, "--model.layer_norm_type=lns").ok().losses()
-    assert losses == uninterrupted.losses[20:]
+    refused = train(olmo, path)
+    assert refused.code != 0 and not refused.losses() and not list((path.parent / "run").glob("step*"))
+    assert ON in refused.text and "CheckpointMismatchError" in refused.text
+    assert train(olmo, path, ON).ok().losses() == uninterrupted.losses[20:]
     assert_same_end(path.parent, uninterrupted.folder)
 
 
-def killed_at(olmo: Any, path: Path, marker: str, *arguments: str) -> None:
-    """Start, and ``kill -9`` when ``marker`` is printed."""
-    command = [str(part) for part in (olmo.python, olmo.script, path, *arguments)]
-    process = subprocess.Popen(
-        command, cwd=olmo.folder, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if marker in line:
-            process.kill()
-            break
-    process.stdout.close()
-    assert process.wait(timeout=60) == -9, "".join(seen)[-4000:]
-
-
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "run").glob("step*"))
-
-
-def loaded_from(result: launch.Result) -> str:
-    return next(line for line in result.text.splitlines() if "Loading checkpoint from" in line)
-
-
-def test_killed_three_times_and_nothing_lost(olmo, uninterrupted):
-    """Killed while training, before a checkpoint is complete, and before its final rename."""
+def test_killed_while_a_checkpoint_is_saved_and_nothing_lost(olmo, uninterrupted):
+    """Before the checkpoint is complete, and before its final rename."""
     path = config(olmo, "killed")
-    folder, start = path.parent, ["--model.layer_norm_type=lns", "--try_load_latest_save=true"]
+    folder, start = path.parent, [ON, "--try_load_latest_save=true"]
+    half = [folder / "run" / f"step{step}-unsharded-tmp" for step in (20, 30)]
 
-    killed_at(olmo, path, "[step=11/", *start)
-    assert checkpoints(folder) == ["step0-unsharded", "step10-unsharded"]
+    killed = train(olmo, path, *start, DIE_WHEN="open:step20-unsharded-tmp/config.yaml")
+    assert killed.code == -9 and (half[0] / "model.pt").is_file() and not (half[0] / "lns.json").exists()
+    killed = train(olmo, path, *start, DIE_WHEN="os.rename:step30-unsharded-tmp")
+    assert killed.code == -9 and (half[1] / "lns.json").is_file() and not saved(folder, 30).exists()
+    assert killed.losses() == uninterrupted.losses[10:], "half a checkpoint was loaded"
 
-    second = train(olmo, path, *start, DIE_WHEN="open:step20-unsharded-tmp/config.yaml")
-    assert second.code == -9, second.text[-4000:]
-    assert "step10-unsharded" in loaded_from(second)
-    half = folder / "run" / "step20-unsharded-tmp"
-    assert (half / "model.pt").is_file() and not (half / "lns.json").exists()
-
-    third = train(olmo, path, *start, DIE_WHEN="os.rename:step30-unsharded-tmp")
-    assert third.code == -9, third.text[-4000:]
-    assert "step10-unsharded" in loaded_from(third), "half a checkpoint was loaded"
-    assert (folder / "run" / "step30-unsharded-tmp" / "lns.json").is_file()
-    assert "step30-unsharded" not in checkpoints(folder)
-
-    last = train(olmo, path, *start).ok()
-    assert "step20-unsharded" in loaded_from(last)
-    assert last.losses() == uninterrupted.losses[20:]
+    assert train(olmo, path, *start).ok().losses() == uninterrupted.losses[20:]
     assert_same_end(folder, uninterrupted.folder)
     assert Record.read(saved(folder, 30)) == LNS
 
 
-def test_a_checkpoint_of_lns_is_not_resumed_as_preln_until_that_is_allowed(olmo, uninterrupted):
-    """Every difference and its message: test_state.py of OLMo's integration."""
-    path = config(olmo, "refused", load_path=str(saved(uninterrupted.folder, 20)), stop_at=21)
-    refused = train(olmo, path)
-    assert refused.code != 0 and not refused.losses() and not checkpoints(path.parent)
-    assert "--model.layer_norm_type=lns" in refused.text and "CheckpointMismatchError" in refused.text
-    allowed = train(olmo, path, OLMO_LNS_ALLOW_MISMATCH="lns-to-preln").ok()
-    assert "although it differs (lns-to-preln)" in allowed.text and len(allowed.losses()) == 1
-    assert Record.read(saved(path.parent, 21)) is None
-
-
-@pytest.mark.parametrize("name", OF_EACH_FORM)
-def test_a_scheme_of_each_form_trains_and_goes_on(olmo, name):
-    line = f"{parse(name).definition.title} on: {parse(name).sites(4)} norms ({name}_rms)"
-    first = config(olmo, name, stop_at=4, save_interval_unsharded=2)
-    again = config(olmo, f"{name}-resumed", stop_at=4, load_path=str(saved(first.parent, 2)))
-    one, other = (train(olmo, path, f"--model.layer_norm_type={name}").ok() for path in (first, again))
-    assert one.text.count(line) == other.text.count(line) == 1
-    assert len(one.losses()) == 4 and other.losses() == one.losses()[2:] and all(map(math.isfinite, one.losses()))
-    assert Record.read(saved(first.parent, 4)) == Record(parse(name), "rms", "plain")
-    assert_same_end(again.parent, first.parent, 4)
-
-
+DDP = ["--distributed_strategy=ddp", "--model.init_device=cuda"]
 FSDP = ["--distributed_strategy=fsdp", "--model.init_device=meta", "--fsdp.wrapping_strategy=by_block"]
 MIXED = ["--precision=amp_bf16", "--fsdp.precision=mixed"]
 #: What OLMo runs on CUDA only: its launcher under ddp and fsdp, CUDA autocast, unsharded saving under fsdp.
 ON_CUDA: dict[str, list[str]] = {
-    "ddp": ["--distributed_strategy=ddp", "--model.init_device=cuda"],
-    "ddp amp_bf16": ["--distributed_strategy=ddp", "--model.init_device=cuda", "--precision=amp_bf16"],
-    "fsdp": FSDP,
+    "ddp amp_bf16": [*DDP, "--precision=amp_bf16"],
     "fsdp unwrapped": [*FSDP[:2], "--fsdp.wrapping_strategy=null"],
-    "fsdp amp_bf16": [*FSDP, *MIXED],
     "fsdp amp_bf16, compiled": [*FSDP, *MIXED, "--compile.fullgraph=false", "--activation_checkpointing=whole_layer"],
 }
 
@@ -286,7 +223,7 @@ ON_CUDA: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_unmodified_launch_on_cuda(checkout: Any, name: str) -> None:
     path = config(checkout, name.replace(" ", "-").replace(",", ""), save_interval_unsharded=STEPS, save_interval=STEPS)
-    arguments = [checkout.script, path, "--model.layer_norm_type=lns", *ON_CUDA[name]]
+    arguments = [checkout.script, path, ON, *ON_CUDA[name]]
     result = launch.torchrun(checkout.python, 1, *arguments, cwd=checkout.folder).ok()
     losses = result.losses()
     assert len(losses) == STEPS and all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
