@@ -1,13 +1,10 @@
 """Run something right after a module has been imported, and load plugins for the frameworks.
 
-At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path``, where it
-stays. It imports nothing; when a name of :data:`WATCHED` is imported for the first time it hands
-over to this module, which loads the framework's group of entry points as soon as the framework is
-there. A plugin that fails, fails the import, and every later import too: a launch must not go on
-without it.
-
-What other imports see is never changed: no finder is removed or replaced, so that threads that
-walk ``sys.meta_path`` meanwhile miss none.
+At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path``, where it stays. It imports
+nothing. At the first import of a name in :data:`WATCHED` it hands over to this module, which loads the framework's
+group of entry points as soon as the framework is there. A plugin that fails, fails the import, and every later import
+too: a launch must not go on without it. No finder is removed or replaced, so that threads that walk ``sys.meta_path``
+meanwhile miss none.
 """
 
 from __future__ import annotations
@@ -30,21 +27,18 @@ PLUGIN_GROUPS = {
     "olmo": "olmo.plugins",
     "olmo_core": "olmo_core.plugins",
     "megatron.core": "megatron.plugins",
-    # A converter of OLMo's imports this and never OLMo (olmo_lns.export.guards).
+    # Of transformers: what a converter of OLMo's imports instead of OLMo, the auto classes, which find a model type of
+    # ours, what loads, and what resumes.
     "transformers.models.olmo.configuration_olmo": "transformers.plugins",
-    # The auto classes, by which a model type of ours is found.
     "transformers.models.auto.configuration_auto": "transformers.plugins",
-    # What loads and resumes; the trainer imports the auto classes while it is being imported.
     "transformers.modeling_utils": "transformers.plugins",
     "transformers.trainer": "transformers.plugins",
 }
 #: The same, loaded before the module is executed: it holds what is to be guarded, or imports it while it runs.
-EARLY_GROUPS = {
-    "hf_olmo": "converters.plugins",
-    "convert_olmo_to_hf_new": "converters.plugins",
-    "scripts.convert_olmo_to_hf_new": "converters.plugins",
-}
-#: Groups of which only this package's own entry points are run.
+EARLY_GROUPS = dict.fromkeys(
+    ("hf_olmo", "convert_olmo_to_hf_new", "scripts.convert_olmo_to_hf_new"), "converters.plugins"
+)
+#: Groups of which only this package's own entry points run: others may use the names for something else.
 OWN_GROUPS = ("transformers.plugins", "converters.plugins")
 #: What the start-up finder looks for, in ``olmo_lns_autoload.pth`` by the same names.
 WATCHED = ("olmo", "olmo_core", "megatron", "transformers", *EARLY_GROUPS)
@@ -59,10 +53,9 @@ class PluginError(LNSError):
 
 
 def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """Find nothing, but arrange that the callbacks of module ``name`` run after its ``exec_module``.
+    """Find ``name`` by the other finders, and arrange that its callbacks run after its ``exec_module``.
 
-    They are kept until all of them have run without an error: a module whose import failed with one of ours does so
-    again the next time.
+    The callbacks stay until all of them have run without an error: an import that failed with one of ours fails again.
     """
     if name in EARLY_GROUPS:
         load_plugins(EARLY_GROUPS[name])
@@ -88,9 +81,9 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
 
 
 class _PostImportFinder:
-    """What watches where the start-up hook does not run (``-S``, ``pip --target``)."""
+    """The finder where the start-up hook does not run (``-S``, ``pip --target``)."""
 
-    olmo_lns_start_up = False  # that of the hook has True
+    olmo_lns_start_up = False  # the hook's has True
     find_spec = staticmethod(find_spec)
 
 
@@ -121,11 +114,9 @@ def activate() -> None:
 
 
 def load_plugins(group: str) -> None:
-    """Load and call every entry point of ``group``, once per process; of transformers' and the converters' our own.
+    """Load and call every entry point of ``group``, once per process; of :data:`OWN_GROUPS` our own only.
 
-    Those two groups are names that others may use for something else.
-
-    :raises PluginError: a plugin cannot be loaded or raised; it names the plugin.
+    :raises PluginError: a plugin cannot be loaded or raised; the message names it.
     """
     if group in _loaded_groups or is_set(DISABLE) or _is_namesake(group):
         return
@@ -148,9 +139,7 @@ def load_plugins(group: str) -> None:
 
 def _is_namesake(group: str) -> bool:
     """PyPI has other packages called ``olmo``; only AI2's has a model and a training config."""
-    if group != "olmo.plugins":
-        return False
-    module = sys.modules.get("olmo")
+    module = sys.modules.get("olmo") if group == "olmo.plugins" else None
     return module is not None and not (hasattr(module, "OLMo") or hasattr(module, "TrainConfig"))
 
 
@@ -160,7 +149,7 @@ def autoload_active() -> bool:
 
 
 def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """What the start-up finder asks: from the first watched name on, and whenever this module is there already."""
+    """What the start-up finder calls: from the first watched name on, and whenever this module is there already."""
     if name in WATCHED and not is_set(DISABLE):
         activate()
     return find_spec(name, path, target)

@@ -1,12 +1,11 @@
 """What every integration does the same way: scale a norm, attach a site to it, count the sites, read them back, say so.
 
-The module that carries out the plan of a sub-layer (in LayerNorm Scaling its norm) has a
-:class:`Site`. Guards, records and the start-up line read the sites of the built model; what was
-asked for on a command line or in an environment variable is only ever compared with them.
+The module that carries out the plan of a sub-layer (in LayerNorm Scaling its norm) has a :class:`Site`. Guards, records
+and the start-up line read the sites of the built model, and only compare them with what was asked for.
 
-A module that carries a factor keeps its identity and becomes an instance of a subclass of its own class:
-parameters, their attributes, hooks, state-dict keys and ``isinstance`` checks stay as the framework made them.
-An integration derives one class for each norm whose arithmetic it knows; :class:`ScaledOutput` is for any other.
+A module with a factor stays the same object and becomes an instance of a subclass of its own class: parameters, hooks,
+state-dict keys and ``isinstance`` checks stay as the framework made them. An integration derives one class for each
+norm whose arithmetic it knows; :class:`ScaledOutput` is for any other.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Site:
 
 
 def attach(module: Any, *found: Site) -> None:
-    """Note on ``module`` whose plans it carries out.
+    """Note on ``module`` the sites whose plans it carries out.
 
     :raises LNSConfigError: it has a scheme already.
     """
@@ -70,7 +69,7 @@ def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:
 
 
 def read_back(model: Any) -> Scheme:
-    """The scheme that the built model really has; Pre-LN where it has no site.
+    """The scheme that the built model has; Pre-LN where it has no site.
 
     :raises UpstreamChangedError: two schemes in one model, or a module that computes something else than its plan.
     """
@@ -124,9 +123,9 @@ def check_places(blocks: Iterable[tuple[int, Any]]) -> None:
 def start_up_line(
     scheme: Scheme, n_layers: int, *, norm: str = "", here: str = "", how: str, initialization: str
 ) -> str:
-    """The line that proves a scheme is on, from what was read back.
+    """The line that proves that a scheme is on, from what was read back.
 
-    :param norm: the base norm. :param here: which part of the model this process holds, where that is not all of it.
+    :param norm: the base norm. :param here: the part of the model that this process holds, where that is not all of it.
     """
     count = f"{scheme.sites(n_layers)} norms" + (f" ({norm})" if norm else "") + (f", {here}" if here else "")
     parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
@@ -176,10 +175,9 @@ class Scaled:
     def lns_factor(self) -> Any:
         """The factor as a float, or for torch.compile an equal 0-d CPU tensor: one graph for all blocks.
 
-        Dynamo burns the first block's float into its graph and makes the second block's an input. The recomputation
-        of a checkpointed first block then runs the other graph, which saves other tensors, and torch stops with a
-        CheckpointError. A tensor is an input from the start. It is no buffer: state dicts, meta device and FSDP do not
-        know it.
+        Dynamo burns the first block's float into its graph and makes the second block's an input; recomputation of a
+        checkpointed first block then runs the other graph, which saves other tensors, and torch raises a
+        CheckpointError. A tensor is an input from the start. State dicts, meta device and FSDP do not see it.
         """
         return self.lns_scale_tensor if torch.compiler.is_compiling() else self.lns_scale
 

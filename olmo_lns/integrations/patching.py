@@ -1,14 +1,14 @@
-"""Replace one symbol of somebody else's framework, and only the one that was verified.
+"""Replace one function of an upstream, and only one that was verified.
 
-Every function that this package replaces is listed with the fingerprints of the sources it was
-read and tested against. Nothing else is replaced: a wrapper around an unknown function can give
-a model that trains and is wrong. Where no scheme is selected that costs a warning (:func:`replace_all`
-with a framework); where one is, :func:`require_verified` raises.
+Every function that this package replaces is listed with the fingerprints of the sources that were read and tested. A
+wrapper around an unknown function can give a model that trains and is wrong, so nothing else is replaced. Where no
+scheme is selected that costs a warning (:func:`replace_all` with a framework); otherwise :func:`require_verified` raises.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -69,11 +69,9 @@ class Target:
 
 def exists(target: Target) -> bool:
     """Whether this upstream has the symbol, verified or not."""
-    try:
-        target.locate()
-    except UpstreamChangedError:
-        return False
-    return True
+    with contextlib.suppress(UpstreamChangedError):
+        return bool(target.locate())
+    return False
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
@@ -102,14 +100,13 @@ def source_below(tree: Path, path: str) -> str | None:
     if not file.is_file():
         return None
     text = file.read_text(encoding="utf-8")
-    body: list[ast.stmt] = ast.parse(text).body
-    node: ast.FunctionDef | ast.ClassDef | None = None
+    node: ast.AST = ast.parse(text)
     for name in qualname.split("."):
-        node = next((n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == name), None)
-        if node is None:
+        found = [n for n in getattr(node, "body", []) if getattr(n, "name", None) == name]
+        if not found:
             return None
-        body = node.body
-    assert node is not None  # a path names at least one symbol
+        node = found[0]
+    assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
@@ -135,14 +132,13 @@ def is_patched(function: Any) -> bool:
 def replace(
     target: Target, make: Callable[[Callable[..., Any]], Callable[..., Any]], *, only_look: bool = False
 ) -> bool:
-    """Replace ``target`` by ``make(original function)``.
+    """Replace ``target`` by ``make(function)``, which keeps name, docstring and ``__wrapped__``.
 
-    ``make`` gets the plain function (unwrapped from classmethod/staticmethod) and returns one of
-    the same signature. The result keeps name, docstring and ``__wrapped__``.
+    ``make`` gets the plain function (out of its classmethod or staticmethod) and returns one of the same signature.
 
     :param only_look: ``make`` hands all arguments and the result on as they are: the source need not be known.
-    :returns: whether it was; False when this symbol was replaced before (nothing is done then).
-    :raises UpstreamChangedError: missing, or its source is not one that was verified.
+    :returns: whether it was replaced; False, and nothing done, when it was replaced before.
+    :raises UpstreamChangedError: it is missing, or its source is not one that was verified.
     """
     owner, name, original = target.locate() if only_look else check_target(target)
     if is_patched(original):
@@ -159,14 +155,13 @@ def replace(
 def replace_all(
     pairs: Sequence[tuple[Target, Callable[[Callable[..., Any]], Callable[..., Any]]]], *, framework: str = ""
 ) -> bool:
-    """:func:`replace` each pair, after all of them were verified: otherwise upstream stays as it is.
+    """:func:`replace` each pair once all of them are verified; otherwise upstream stays as it is.
 
-    :param framework: its name, where nothing is selected yet: what is not verified is set aside with a warning.
+    :param framework: its name, where nothing is selected yet: it is set aside with a warning if it is not verified.
     :returns: whether they were replaced.
     :raises UpstreamChangedError: one is not verified and no framework was named.
 
-    Example: ``replace_all(pairs, framework="OLMo")`` on import; ``require_verified("OLMo")`` where a scheme is asked
-    for or a checkpoint names one.
+    Example: ``replace_all(pairs, framework="OLMo")`` on import, ``require_verified("OLMo")`` where a scheme is asked for
     """
     try:
         for target, _ in pairs:
@@ -192,13 +187,12 @@ def require_verified(*frameworks: str) -> None:
     """:raises UpstreamChangedError: one of ``frameworks`` was set aside, and now a scheme is asked of it."""
     for framework in frameworks:
         if framework in _aside:
-            raise UpstreamChangedError(
-                f"A scheme was asked for, but this {framework} was left untouched: {_aside[framework]}"
-            )
+            words = f"A scheme was asked for, but this {framework} was left untouched"
+            raise UpstreamChangedError(f"{words}: {_aside[framework]}")
 
 
 def check_target(target: Target) -> tuple[Any, str, Any]:
-    """Where ``target`` lives, its name there and what it is, once verified (a replacement of ours was, earlier).
+    """What :meth:`Target.locate` returns, once it is verified (a replacement of ours was verified before).
 
     :raises UpstreamChangedError: it is missing, or its source is not one that was verified.
     """

@@ -1,4 +1,4 @@
-"""The one call for those who build Megatron Core models themselves (Bridge, NeMo, own loops)."""
+"""The calls for those who build Megatron Core models themselves: Megatron Bridge, NeMo, loops of one's own."""
 
 from __future__ import annotations
 
@@ -41,28 +41,31 @@ def apply(
 ) -> int:
     """Switch LayerNorm Scaling, or another scheme, on for a config, a built layer or a built model.
 
-    Best on the config, before the model is built: then the layers get their factors and the
-    plain initialization of the output projections when they are made, under any pipeline split.
-    A built model gets the scheme only; its weights are as they were initialized or loaded.
+    Best on the config, before the model is built: then the layers get their factors and the plain initialization of
+    the output projections when they are made, under any pipeline split. A built model gets the scheme only; its
+    weights stay as they were initialized or loaded.
 
-    :param target: a ``TransformerConfig`` (or an object with one in ``.transformer``, such as
-        ``GPTModelConfig``), a ``TransformerLayer``, or a module that holds some (``GPTModel``, a
-        wrapped one, or a list of pipeline chunks).
+    :param target: a ``TransformerConfig`` (or an object with one in ``.transformer``, such as ``GPTModelConfig``), a
+        ``TransformerLayer``, or a module that holds some (``GPTModel``, a wrapped one, or a list of pipeline chunks).
     :param scheme: as after ``--norm-scheme``: ``sandwich``, ``lnsafterbranch:exponent=0.25``.
-    :param exponent: short for ``lns:exponent=…``: of the factor ``l ** -exponent``; dimensionless, 0.5 in the paper
-        (arXiv 2502.05795, section 4).
-    :param vision: scale vision towers too, those of the model or the one built from this config; without it they are
-        left as they are, the language decoder only is scaled.
-    :param keep_scaled_init: keep Megatron's std/sqrt(2L) for the output projections; configs only.
+    :param exponent: of the factor ``l ** -exponent``, dimensionless, 0.5 in the paper (arXiv 2502.05795, section 4);
+        short for ``lns:exponent=…``.
+    :param keep_scaled_init: keep Megatron's std/sqrt(2L) for the output projections; for configs only.
+    :param vision: scale the vision towers of the model, or the one built from this config, too. By default they stay
+        Megatron's own and only the language decoder is scaled.
     :returns: how many sub-layers have the scheme now: 0 for a config, 2 per layer otherwise.
     :raises LNSConfigError: a scheme is on already, a model was built from the config before, or the scheme, the config
         or a layer is not supported.
     :raises UpstreamChangedError: this Megatron is not one that was verified.
+
+    Example: ``apply(config)``, then ``GPTModel(config, ...)``; or ``apply(model, exponent=0.25)``.
     """
     settings = _settings(scheme, exponent, keep_scaled_init)
     if isinstance(target, (list, tuple)):
-        how: dict[str, Any] = {"exponent": exponent, "keep_scaled_init": keep_scaled_init, "vision": vision}
-        return sum(apply(chunk, scheme=scheme, **how) for chunk in target)
+        return sum(
+            apply(each, scheme=scheme, exponent=exponent, keep_scaled_init=keep_scaled_init, vision=vision)
+            for each in target
+        )
     if isinstance(target, nn.Module):
         return _apply_to_module(target, settings, vision)
     config = getattr(target, "transformer", target)
@@ -71,8 +74,6 @@ def apply(
             f"cannot apply {settings.scheme.definition.title} to {type(target).__name__}: expected a "
             "TransformerConfig, a TransformerLayer, or a module that holds some."
         )
-    install_core()
-    require_verified(upstream.CORE)
     check_config(config, settings.scheme)
     found = Settings.of(config)
     # A vision tower's config is often a copy of the language model's: the same settings, and vision on top.
@@ -81,25 +82,18 @@ def apply(
             f"{found.scheme.definition.title} is on in this {type(config).__name__} already ({found.scheme}): call "
             "apply once, or start from a fresh config."
         )
-    _refuse_used(config)
-    mark(config, settings, vision=vision)
-    if settings.scaled_init_off:
-        use_plain_initialization(config)
+    _mark_unused(config, settings, vision)
     return 0
 
 
 def ask_for_plain_initialization(config: Any) -> None:
-    """See :func:`olmo_lns.plain_initialization`."""
+    """What :func:`olmo_lns.plain_initialization` does to a Megatron config."""
     found = Settings.of(config)
     if found.scaled_init_off:
         return
     if found.active:
         raise LNSConfigError("plain_initialization(config) contradicts keep_scaled_init=True: leave one of them out.")
-    install_core()
-    require_verified(upstream.CORE)
-    _refuse_used(config)
-    mark(config, Settings(no_scaled_init=True), vision=getattr(config, VISION, False))
-    use_plain_initialization(config)
+    _mark_unused(config, Settings(no_scaled_init=True), getattr(config, VISION, False))
 
 
 def layer_spec(
@@ -113,16 +107,16 @@ def layer_spec(
 ) -> Any:
     """The spec of a GPT model's layers under a scheme, for those who hand Megatron Core a spec of their own.
 
-    Each layer is built by Megatron, from the norms, linear layers and attention that the spec names, and then gets the
-    scheme of its number; nothing of Megatron is replaced for it. ``config`` is given the settings as :func:`apply`
-    does, with ``output_layer_init_method`` set to the plain one.
+    Megatron builds each layer from the norms, linear layers and attention that the spec names, and then the layer gets
+    the scheme of its number; nothing of Megatron is replaced for it. ``config`` is marked as :func:`apply` marks it,
+    with ``output_layer_init_method`` set to the plain one.
 
     :param config: the ``TransformerConfig`` that the model is built from.
     :param spec: a ``ModuleSpec`` of a ``TransformerLayer``, a ``TransformerBlockSubmodules``, or a function of the
         config (and of ``vp_stage``) that returns one, such as Megatron Bridge's ``transformer_layer_spec``. Default:
         Megatron's ``get_gpt_decoder_block_spec`` with Transformer Engine where it is installed, else the local layers.
-    :param scheme: and ``exponent``, ``keep_scaled_init``: as of :func:`apply`.
-    :param vp_stage: of a virtual pipeline.
+    :param scheme: like ``exponent`` and ``keep_scaled_init`` as in :func:`apply`.
+    :param vp_stage: the stage of a virtual pipeline.
     :returns: a spec of the same kind, for ``GPTModel(transformer_layer_spec=...)``.
     :raises LNSConfigError: the config or the spec is not supported, or the config has another scheme.
     :raises UpstreamChangedError: this Megatron is not one that was verified.
@@ -171,7 +165,7 @@ def _with_scheme(spec: Any, settings: Settings) -> Any:
 
 
 class SchemeLayer:
-    """A layer of Megatron's that gives itself the scheme of its spec, in front of its own class."""
+    """Mixin in front of Megatron's class of layers: the built layer gives itself the scheme of its spec."""
 
     def __init__(self, config: Any, *args: Any, lns_settings: Settings, **kwargs: Any) -> None:
         if lns_settings.scaled_init_off:
@@ -210,11 +204,14 @@ def _same(one: Settings, other: Settings) -> bool:
     return (one.scheme, one.initialization) == (other.scheme, other.initialization)
 
 
-def _refuse_used(config: Any) -> None:
-    """Looked up among all living objects: a model built before the first ``apply`` left no other trace.
+def _mark_unused(config: Any, settings: Settings, vision: bool) -> None:
+    """Give ``config`` the settings, unless a model was built from it, which left no other trace than itself.
 
     :raises LNSConfigError: somebody holds a layer that was built from ``config``.
+    :raises UpstreamChangedError: this Megatron Core is not one that was verified.
     """
+    install_core()
+    require_verified(upstream.CORE)
     module = sys.modules.get("megatron.core.transformer.transformer_layer")
     gc.collect()  # a model that nobody holds any more does not count
     layers = (x for x in gc.get_objects() if module is not None and issubclass(type(x), module.TransformerLayer))
@@ -223,6 +220,9 @@ def _refuse_used(config: Any) -> None:
             f"a model was built from this {type(config).__name__} before: without a factor, and applied to the "
             "config it stays so. Call apply(config) before the model is built, or apply(model) on what was built."
         )
+    mark(config, settings, vision=vision)
+    if settings.scaled_init_off:
+        use_plain_initialization(config)
 
 
 def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int:

@@ -1,14 +1,12 @@
-"""What a launch builds: its flags, its config, the constructors' wrappers, the initialization that they choose.
+"""What a launch builds: its flags, its config, the wrapped constructors, the initialization that they choose.
 
-Megatron's scaled initialization gives the residual output projections std/sqrt(2L) through
-``output_layer_init_method``. Every such projection (attention, MLA, MLP, experts, latent MoE, MTP) takes its method
-from there, so the finished config is the one place to change. Under ``use_mup`` the regular ``init_method`` carries
-the width factor 1/sqrt(width_mult) already: only the depth factor goes.
+Megatron initializes the residual output projections (attention, MLA, MLP, experts, latent MoE, MTP) with std/sqrt(2L)
+by ``output_layer_init_method``, so the finished config is the one place to change. Under ``use_mup`` the regular
+``init_method`` has the width factor 1/sqrt(width_mult) too: only the depth factor goes.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
@@ -66,15 +64,16 @@ def start_up_line(model: nn.Module, config: Any, *, initialization: str, hybrid:
     )
 
 
-#: Where a config keeps the method that was taken from it.
+#: Where a config, and every copy of it, keeps the method that Megatron chose.
 _UPSTREAM = "output_layer_init_method_of_megatron"
 
 
 def use_plain_initialization(config: Any) -> bool:
     """Let the output projections use ``config.init_method``.
 
-    :returns: False where the config has no ``init_method`` yet (Megatron Bridge finalizes its
-        configs later); call again when it has.
+    A config of Megatron Bridge may have none yet: the wrapped constructor of a layer calls this again.
+
+    :returns: whether the config has an ``init_method``.
     """
     if getattr(config, "init_method", None) is None:
         return False
@@ -82,13 +81,6 @@ def use_plain_initialization(config: Any) -> bool:
         setattr(config, _UPSTREAM, config.output_layer_init_method)
     config.output_layer_init_method = config.init_method
     return True
-
-
-def restore_initialization(config: Any) -> None:
-    """Give ``config``, or a copy of it, the method back that Megatron chose."""
-    if hasattr(config, _UPSTREAM):
-        config.output_layer_init_method = getattr(config, _UPSTREAM)
-        delattr(config, _UPSTREAM)
 
 
 def describe(config: Any, off: bool) -> str:
@@ -100,10 +92,10 @@ def describe(config: Any, off: bool) -> str:
 
 
 def settings_of(config: Any) -> Settings:
-    """The settings a config was marked with.
+    """The settings that a config was marked with.
 
-    :raises LNSConfigError: the command line asked for a scheme, but this config did not come from it (as with
-        ``--yaml-cfg``, which replaces every argument): a model without factors must not be trained in silence.
+    :raises LNSConfigError: the command line asked for a scheme, but this config was not made from it (as with
+        ``--yaml-cfg``, which replaces every argument): no model is trained without its factors in silence.
     """
     if not hasattr(config, "layernorm_scaling"):
         args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
@@ -122,7 +114,7 @@ def settings_of(config: Any) -> Settings:
 
 
 def transformer_layer(original: Init) -> Init:
-    """Before: plain initialization. After: the scheme in the layer's two sub-layers."""
+    """Set plain initialization before the layer is built, and attach the scheme to its two sub-layers afterwards."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         config = _config(args, kwargs)
@@ -139,7 +131,7 @@ def transformer_layer(original: Init) -> Init:
 
 
 def layer_stack(original: Init, *, hybrid: bool = False) -> Init:
-    """After: two sites in each layer, or no model; of a hybrid model one in each attention and MLP/MoE layer."""
+    """Require two sites in each built layer; in a hybrid model one in each attention and MLP/MoE layer."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         config = _config(args, kwargs)
@@ -177,9 +169,9 @@ hybrid_stack = functools.partial(layer_stack, hybrid=True)
 
 
 def mtp_layer(original: Init) -> Init:
-    """After: the inner layer of MTP module k is block L + k.
+    """Attach the scheme to the inner layer of MTP module k as block L + k.
 
-    Its own number is not used: it is k in some versions, L + k in one, and 1 in others.
+    The layer's own number is not used: it is k in some versions, L + k in one, and 1 in others.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +194,7 @@ def mtp_layer(original: Init) -> Init:
 
 
 def vision_tower(original: Init) -> Init:
-    """Before: the tower's config, often a copy of the language model's, is freed of the scheme."""
+    """Free the tower's config, often a copy of the language model's, of the scheme."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         config = _config(args, kwargs)
@@ -210,8 +202,9 @@ def vision_tower(original: Init) -> Init:
         if settings.active and not getattr(config, VISION, False):
             # --no-scaled-init stays: it is about every output projection.
             Settings(no_scaled_init=settings.no_scaled_init).store(config)
-            if not settings.no_scaled_init:
-                restore_initialization(config)
+            if not settings.no_scaled_init and hasattr(config, _UPSTREAM):
+                config.output_layer_init_method = getattr(config, _UPSTREAM)
+                delattr(config, _UPSTREAM)
             say_left_out(self, config, settings)
         original(self, *args, **kwargs)
 
@@ -224,19 +217,12 @@ def say_left_out(tower: Any, config: Any, settings: Settings) -> None:
 
 
 def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for name in ("config", "transformer_config"):
-        if name in kwargs:
-            return kwargs[name]
-    return args[0]
+    return kwargs.get("config") or kwargs.get("transformer_config") or args[0]
 
 
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's own options, then ours."""
-
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_flags(original(parser))
-
-    return add_megatron_arguments
+    return lambda parser: add_flags(original(parser))
 
 
 def config_from_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,7 +247,7 @@ def config_from_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def model_built(original: Callable[..., Any]) -> Callable[..., Any]:
-    """After a model is finished: it has the scheme that the arguments say, and they say the scheme that it has."""
+    """Hold a finished model to the scheme of the arguments, and name in them the scheme that it was built with."""
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> Any:
@@ -280,9 +266,9 @@ def model_built(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_over(args: Any, chunks: list[Any]) -> None:
-    """What the model's provider laid on it by ``apply`` goes into the arguments, by which a checkpoint is compared.
+    """Write a scheme that the model's provider applied into the arguments, by which checkpoints are compared.
 
-    :raises LNSConfigError: two schemes, or one that is in no block.
+    :raises LNSConfigError: the model has two schemes, or none of its blocks has the one of its config.
     """
     # From the configs: a pipeline stage without a layer has no site, and its arguments are compared all the same.
     configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
@@ -299,16 +285,13 @@ def _take_over(args: Any, chunks: list[Any]) -> None:
 
 
 def _of_built(config: Any) -> Settings:
-    """The settings of a config as its model was drawn: ``apply`` on a built model comes after the initialization."""
+    """The settings by which a model was drawn: ``apply`` on a built model comes after its initialization."""
     plain = config.output_layer_init_method is config.init_method
     return Settings.of_scheme(Settings.of(config).scheme, keep_scaled_init=not plain)
 
 
 def _require_sites(chunks: list[Any], settings: Settings) -> None:
-    """:raises LNSConfigError: no block of this process's part of the model has the scheme, or it has another.
-
-    What a checkpoint will say of itself is what the arguments say: here the built model is held to them.
-    """
+    """:raises LNSConfigError: no block of this process's part of the model has the scheme, or one has another."""
     for chunk in chunks:
         if (found := norm_sites.read_back(chunk)) not in (settings.scheme, PRE_LN):
             raise LNSConfigError(f"{settings.scheme} was asked for, but the model was built with {found}.")

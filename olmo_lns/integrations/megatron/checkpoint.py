@@ -1,16 +1,15 @@
-"""Checkpoints: what is saved says which scheme it has, what is loaded is compared with it.
+"""Checkpoints: a saved one names its scheme, and the built model is compared with it on every load.
 
-A launch of Megatron's own saves its whole ``args``, but restores and compares fixed lists of names. What is saved
-without ``args`` (Megatron Bridge, a loop of one's own) gets the record of the built model in the ``content_metadata``
-of Megatron Core's ``dist_checkpointing``. What Megatron Bridge reads of Megatron-LM keeps its scheme, and a model with
-a scheme is not written for stock classes.
+Megatron's own launch saves its whole ``args``, but restores and compares fixed lists of names. A checkpoint without
+``args`` (Megatron Bridge, a loop of one's own) gets the record of the built model, in the ``content_metadata`` of
+Megatron Core's ``dist_checkpointing``. Megatron Bridge keeps the scheme of a Megatron-LM checkpoint that it reads, and
+is refused where it would write a model with a scheme for stock classes.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-from dataclasses import dataclass
 from typing import Any, Callable, Iterable
 
 from olmo_lns import environment
@@ -30,23 +29,16 @@ _KEY, _MARK = "olmo_lns", "lns_record"
 _METADATA = "content_metadata"
 
 
-@dataclass(frozen=True)
-class Built:
-    """What a model says of the tensors that it saves or loads.
-
-    :param zero_centred: its gains are stored minus one (``--apply-layernorm-1p``).
-    """
-
-    record: Record
-    zero_centred: bool
+#: What a model says of the tensors that it saves or loads: its record, and whether its gains are stored minus one.
+Built = tuple[Record, bool]
 
 
 def tensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Every tensor of a layer or model to be saved or loaded says which scheme that has, as it was built."""
+    """Mark every tensor that a layer or model saves or loads with the record of the built module."""
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        built = Built(_record_of(self), _zero_centred(self.config))
+        built: Built = (_record_of(self), _zero_centred(self.config))
         for value in result.values():
             if hasattr(value, "key") and not hasattr(value, _MARK):
                 setattr(value, _MARK, built)
@@ -56,43 +48,44 @@ def tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``dist_checkpointing.save``: the built model's record beside what has no arguments to say it."""
+    """``dist_checkpointing.save``: write the built model's record where there are no arguments to name the scheme."""
     signature = inspect.signature(original)
 
     def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        built = _carried(sharded_state_dict)
-        if built is None or not built.record.active or "args" in sharded_state_dict:
+        carried = _carried(sharded_state_dict)
+        if carried is None or not carried[0].active or "args" in sharded_state_dict:
             return original(sharded_state_dict, *args, **kwargs)
         # A copy: Megatron would leave the metadata in the caller's.
         call = signature.bind(dict(sharded_state_dict), *args, **kwargs)
-        call.arguments[_METADATA] = {**(call.arguments.get(_METADATA) or {}), _KEY: built.record.as_dict()}
+        call.arguments[_METADATA] = {**(call.arguments.get(_METADATA) or {}), _KEY: carried[0].as_dict()}
         return original(*call.args, **call.kwargs)
 
     return save
 
 
 def load(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``dist_checkpointing.load``: the weights are those of the model that was built to take them."""
+    """``dist_checkpointing.load``: compare the checkpoint with the model that was built to take its weights."""
 
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         running = _carried(sharded_state_dict)
         result = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         state = result[0] if isinstance(result, tuple) else result
         saved = _saved_record(state, checkpoint_dir)
-        if _KEY in (metadata := state.get(_METADATA) or {}):
-            state[_METADATA] = {key: value for key, value in metadata.items() if key != _KEY}
-            if not state[_METADATA]:
+        if _KEY in (metadata := state.get(_METADATA) or {}):  # Megatron's alone goes on
+            del metadata[_KEY]
+            if not metadata:
                 del state[_METADATA]
         if running is not None:
-            _check_gains(state.get("args"), running.zero_centred, checkpoint_dir)
-            _compare_built(saved, running.record, checkpoint_dir)
+            record, zero_centred = running
+            _check_gains(state.get("args"), zero_centred, checkpoint_dir)
+            _compare_built(saved, record, checkpoint_dir)
         return result
 
     return load
 
 
 def look(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader of a Megatron that is not verified: it runs as it is, until a checkpoint names a scheme."""
+    """For a loader of a Megatron that is not verified: it runs as it is, unless the checkpoint names a scheme."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -114,7 +107,7 @@ def _record_of(module: Any) -> Record:
 
 
 def _carried(state: Any) -> Built | None:
-    """What the tensors in ``state`` carry; a scheme's before a vision tower's Pre-LN.
+    """What the tensors in ``state`` were marked with; a scheme's mark goes before the Pre-LN of a vision tower.
 
     :raises LNSConfigError: two schemes in one checkpoint.
     """
@@ -128,14 +121,14 @@ def _carried(state: Any) -> Built | None:
             waiting += value
         elif (built := getattr(value, _MARK, None)) is not None:
             found[built] = None
-    active = [built for built in found if built.record.active]
-    if len(names := sorted({str(built.record) for built in active})) > 1:
+    active = [built for built in found if built[0].active]
+    if len(names := sorted({str(record) for record, _ in active})) > 1:
         raise LNSConfigError(f"one checkpoint with {' and '.join(names)}: it can name one of them.")
     return next(iter(active or found), None)
 
 
 def _saved_record(state: Any, source: object) -> Record | None:
-    """From the arguments, else from the metadata; None where there is neither."""
+    """The record from the arguments, else from the metadata; None where there is neither."""
     if isinstance(args := state.get("args"), argparse.Namespace):
         return Settings.of(args).record(args)
     metadata = state.get(_METADATA)
@@ -146,18 +139,15 @@ def _saved_record(state: Any, source: object) -> Record | None:
 def _compare_built(saved: Record | None, running: Record, source: object) -> None:
     """:raises CheckpointMismatchError: the checkpoint's scheme is not the built model's, or it names none."""
     if saved is not None:
-        differences = check_match(saved, running, source=source)
+        _say_allowed(check_match(saved, running, source=source))
+    elif running.active and "missing-record" in accepted():
+        _say_allowed(["missing-record"])
     elif running.active:
-        if "missing-record" not in accepted():
-            raise CheckpointMismatchError(
-                f"{source} holds neither Megatron's arguments nor a record, but this model has {running}: nobody can "
-                f"tell whether its weights were trained so. Set {environment.ALLOW_MISMATCH}=missing-record if they "
-                "were, or if they are to be."
-            )
-        differences = ["missing-record"]
-    else:
-        differences = []
-    _say_allowed(differences)
+        raise CheckpointMismatchError(
+            f"{source} holds neither Megatron's arguments nor a record, but this model has {running}: nobody can tell "
+            f"whether its weights were trained so. Set {environment.ALLOW_MISMATCH}=missing-record if they were, or if "
+            "they are to be."
+        )
 
 
 def _zero_centred(holder: Any) -> bool:
@@ -165,10 +155,11 @@ def _zero_centred(holder: Any) -> bool:
 
 
 def _check_gains(saved_args: Any, running: bool, source: object) -> None:
-    """Of what ``olmo-lns export`` wrote, whose gains are plain, whatever the run had before, and of a scheme's weights.
+    """Compare how the gains are stored; in exports of ``olmo-lns``, which are plain, and in weights of a scheme.
 
-    :raises CheckpointMismatchError: gains that are stored plain would be read as zero-centred, or the reverse. No
-        variable allows it: nobody can mean that.
+    :param running: whether this run reads gains as stored minus one.
+    :raises CheckpointMismatchError: plain gains would be read as zero-centred, or the reverse. No variable allows it:
+        nobody can mean that.
     """
     if not isinstance(saved_args, argparse.Namespace) or not any(hasattr(saved_args, name) for name in ZERO_CENTRED):
         return
@@ -240,7 +231,7 @@ def _say_allowed(differences: Iterable[str]) -> None:
 
 
 def saved_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The config of a checkpoint of ``pretrain_gpt.py``, which copies fields of ``TransformerConfig`` alone."""
+    """Mark the config that the Bridge makes from saved arguments: it copies fields of ``TransformerConfig`` alone."""
 
     def _transformer_config_from_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         config = original(args, *rest, **kwargs)
@@ -252,7 +243,7 @@ def saved_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exported(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The weights as they are, for a class of transformers that knows no factor."""
+    """Refuse to write a scheme's weights for a class of transformers that knows no factor."""
     signature = inspect.signature(original)
 
     def stream(*args: Any, **kwargs: Any) -> Any:
@@ -268,7 +259,7 @@ def exported(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def imported(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Weights of transformers' classes are Pre-LN's: into a model with a scheme by permission only."""
+    """Compare weights of transformers' classes, which are Pre-LN's, with the scheme of the model that takes them."""
     signature = inspect.signature(original)
 
     def load_weights_hf_to_megatron(*args: Any, **kwargs: Any) -> Any:

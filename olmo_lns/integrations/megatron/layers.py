@@ -1,19 +1,19 @@
 """Find the two norms in front of attention and MLP of a built layer, and scale exactly those.
 
 A scheme that leaves these norms as they are stands in the two bias-dropout-add slots of the layer
-(:class:`SchemeAddition`), the one place that every layer and every version has; that the norms are found holds for it
-too. Keys in a checkpoint: ``self_attn_bda.gate``, ``self_attn_bda.norm.weight``, and the same of ``mlp_bda``.
+(:class:`SchemeAddition`), which every layer of every version has. Keys in a checkpoint: ``self_attn_bda.gate``,
+``self_attn_bda.norm.weight``, and the same of ``mlp_bda``.
 
-| spec                      | in front of attention                        | in front of the MLP       |
-|---------------------------|----------------------------------------------|---------------------------|
-| TE, dense                 | inside ``self_attention.linear_qkv``         | inside ``mlp.linear_fc1`` |
-| TE, MoE                   | inside ``self_attention.linear_qkv``         | ``pre_mlp_layernorm``     |
-| TE, MLA                   | ``input_layernorm``                          | inside ``mlp.linear_fc1`` |
-| MLA, fused down projection| inside ``self_attention.linear_qkv_down_proj``| inside ``mlp.linear_fc1``|
-| local                     | ``input_layernorm``                          | ``pre_mlp_layernorm``     |
+| spec                       | in front of attention                         | in front of the MLP       |
+|----------------------------|-----------------------------------------------|---------------------------|
+| TE, dense                  | inside ``self_attention.linear_qkv``          | inside ``mlp.linear_fc1`` |
+| TE, MoE                    | inside ``self_attention.linear_qkv``          | ``pre_mlp_layernorm``     |
+| TE, MLA                    | ``input_layernorm``                           | inside ``mlp.linear_fc1`` |
+| MLA, fused down projection | inside ``self_attention.linear_qkv_down_proj``| inside ``mlp.linear_fc1`` |
+| local                      | ``input_layernorm``                           | ``pre_mlp_layernorm``     |
 
-Norms of q and k, also those fused into MLA's ``linear_q_up_proj`` and ``linear_kv_up_proj``, the
-final norm and the norms around an MTP module are not sites.
+Not sites: norms of q and k (also those fused into MLA's ``linear_q_up_proj`` and ``linear_kv_up_proj``), the final
+norm, and the norms around an MTP module.
 """
 
 from __future__ import annotations
@@ -40,21 +40,30 @@ _WORDS = {"attn": "attention", "ff": "MLP"}
 _FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
 _FUSED_MLP = ("linear_fc1",)
 
-#: (attribute of the config, value that is refused or None for any true one, why)
-_REFUSED = (
-    ("use_transformer_engine_op_fuser", None, "the op fuser reads the norm's parameters past its forward"),
-    ("inference_fuse_tp_communication", None, "its kernel reads the norm's weight past its forward"),
-    ("enable_mhc_connections", None, "with hyper-connections there is no single residual stream to scale in"),
-    ("enable_hyper_connections", None, "with hyper-connections there is no single residual stream to scale in"),
-    ("heterogeneous_block_specs", None, "heterogeneous blocks have no common depth"),
-    ("heterogeneous_layers_config_path", None, "heterogeneous blocks have no common depth"),
-    ("batch_invariant_mode", None, "its RMSNorm takes the place of TE's forward, which a scaled norm does not run"),
-    ("transformer_impl", "inference_optimized", "its layers read the norm's weight past its forward"),
+
+def _partial_graph(found: Any) -> bool:
+    return bool(found) and found != "full"
+
+
+_PAST = "it reads the norm's parameters past its forward"
+_NO_STREAM = "with hyper-connections there is no single residual stream to scale in"
+_NO_DEPTH = "heterogeneous blocks have no common depth"
+_NO_PLACE = (
+    "the list of modules under a graph of parts of a layer has no place for the parameters of a residual addition"
 )
-
-
-#: Where the parts of a layer that are captured as CUDA graphs are named: from 0.15 on, and from 0.18 on.
-_CAPTURED = ("cuda_graph_scope", "cuda_graph_modules")
+#: Attribute of the config -> whether its value is refused, and why.
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "use_transformer_engine_op_fuser": (bool, _PAST),
+    "inference_fuse_tp_communication": (bool, _PAST),
+    "transformer_impl": ("inference_optimized".__eq__, _PAST),
+    "enable_mhc_connections": (bool, _NO_STREAM),
+    "enable_hyper_connections": (bool, _NO_STREAM),
+    "heterogeneous_block_specs": (bool, _NO_DEPTH),
+    "heterogeneous_layers_config_path": (bool, _NO_DEPTH),
+    "batch_invariant_mode": (bool, "its RMSNorm takes the place of TE's forward, which a scaled norm does not run"),
+}
+#: The same under a scheme with parameters of its own: by the names from 0.15 on, and from 0.18 on.
+_REFUSED_WITH_PARAMETERS = dict.fromkeys(("cuda_graph_scope", "cuda_graph_modules"), (_partial_graph, _NO_PLACE))
 
 
 def _problem(scheme: Scheme, n_layers: int) -> str:
@@ -80,12 +89,9 @@ def check_scheme(scheme: Scheme, n_layers: int) -> None:
 def check_config(config: Any, scheme: Scheme) -> None:
     """:raises LNSConfigError: a setting that the scheme cannot be right with."""
     check_scheme(scheme, int(config.num_layers))
-    title = scheme.definition.title
-    for name, value, why in _REFUSED:
-        found = getattr(config, name, None)
-        if found == value if value is not None else found:
-            raise LNSConfigError(f"{title} does not support {name}={found!r}: {why}. Switch one of them off.")
+    refused = dict(_REFUSED)
     if scheme.extra_parameters(1, 1, 1):
+        refused |= _REFUSED_WITH_PARAMETERS
         parallel = sys.modules.get("megatron.core.parallel_state")
         if type(getattr(parallel, "_TENSOR_MODEL_PARALLEL_GROUP", None)).__name__ == "_ConverterFakeProcessGroup":
             raise LNSConfigError(
@@ -93,12 +99,10 @@ def check_config(config: Any, scheme: Scheme) -> None:
                 f"{scheme}: they would be drawn anew. Save the run with --ckpt-format torch_dist, which loads under "
                 "any tensor and pipeline parallel size."
             )
-        for name in _CAPTURED:
-            if (found := getattr(config, name, None)) and found != "full":
-                raise LNSConfigError(
-                    f"{title} does not support {name}={found!r}: the list of modules under such a graph has no place "
-                    "for the parameters of a residual addition. Capture whole layers, or none."
-                )
+    for name, (is_refused, why) in refused.items():
+        if is_refused(found := getattr(config, name, None)):
+            title = scheme.definition.title
+            raise LNSConfigError(f"{title} does not support {name}={found!r}: {why}. Switch one of them off.")
 
 
 def attach_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> int:
@@ -139,11 +143,11 @@ def attach_layer(layer: Any, settings: Settings, *, depth: int | None = None) ->
 
 
 class FirstForward:
-    """In the place of a module's ``forward``, once: the layer's looks whether those of its sites have run.
+    """Stands in the place of a module's first ``forward``; the layer's then checks that all of its sites have run.
 
     A layer that computes with a norm's parameters past the norm's ``forward``, as the op fuser does, has no factor.
 
-    :param name: of the site in its layer; ``""`` for the layer. :param waiting: sites that have not run.
+    :param name: the path of the site in its layer; ``""`` for the layer. :param waiting: sites that have not run.
     """
 
     def __init__(self, module: nn.Module, name: str, waiting: set[str]) -> None:
@@ -166,7 +170,7 @@ class FirstForward:
 
 
 def blocks_of(config: Any, *, hybrid: bool) -> int:
-    """How many blocks a model has; in a hybrid one attention and MLP are layers of their own."""
+    """How many blocks a model has; in a hybrid model attention and MLP are layers of their own."""
     return int(config.num_layers) // (2 if hybrid else 1)
 
 
@@ -198,7 +202,7 @@ def _site(layer: Any, sub_layer: str, norm: str, holder: str, names: tuple[str, 
 
 
 def _depth(layer: Any, halves: list[str]) -> int:
-    """The block that a layer belongs to. In a hybrid model ``*-`` repeated makes the blocks."""
+    """The block that a layer belongs to; in a hybrid model ``*-`` or ``*E`` is one block."""
     number = int(layer.layer_number)
     if len(halves) == 2:
         return number
@@ -266,7 +270,7 @@ class SchemeAddition(nn.Module):
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """The addition. A call of the module, so that hooks which gather its parameters run before it.
 
-        :param fused: ignored: without bias and dropout the addition is one kernel as it is.
+        :param fused: ignored: without bias and dropout the addition is one kernel anyway.
         """
         return functools.partial(self._add, training)
 
@@ -331,7 +335,7 @@ def _attach_addition(layer: Any, site: Site) -> None:
 
 
 def _branch_norm(layer: Any) -> Any:
-    """A norm of the kind that the layer's spec names, built as the layer builds its own."""
+    """A norm of the class that the layer's spec names, built as the layer builds its own."""
     from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module

@@ -1,14 +1,11 @@
 """Give one norm module of a Megatron layer the factor, whatever class it is.
 
-The subclass that it becomes an instance of is made here and keeps its base's name: Megatron-FSDP and
-the quantization recipes go by class names.
+The module becomes an instance of a subclass that is made here and keeps its base's name, because Megatron-FSDP and the
+quantization recipes go by class names. Three ways, each exact in the output and in all gradients:
 
-Three ways, each exact in the output and in all gradients:
-
-- ``FoldedParameters``: while ``forward`` runs, an instance attribute hides gain and bias behind
-  ``s*gain`` and ``s*bias``. Right only for a forward that reads them once and whose backward uses
-  what was saved: TE's LayerNormLinear and Apex's norms. TE's standalone norms read
-  ``self.weight`` again in backward and would return dx and dgain that are off by s.
+- ``FoldedParameters``: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and ``s*bias``.
+  Right only for a forward that reads them once and whose backward uses what was saved: TE's LayerNormLinear and Apex's
+  norms. TE's standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
 - ``FoldedOp``: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
 - ``MultipliedOutput``: any other norm, its output times s.
 """
@@ -29,7 +26,6 @@ from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
 
 __all__ = ["attach_norm", "is_fused_linear", "scale_norm"]
-
 
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
@@ -84,7 +80,7 @@ class FoldedStandalone(FoldedParameters):
 class FoldedOp(_Scaled):
     """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
 
-    # Of its class, as :func:`_scaled_class` finds them; TE's RMSNorm may hand the residual on (fused_residual_rmsnorm).
+    # Set by _scaled_class; TE's RMSNorm may hand the residual on (fused_residual_rmsnorm).
     _is_te_norm: bool
     _is_rms_norm: bool
     _returns_residual: bool
@@ -102,10 +98,8 @@ class FoldedOp(_Scaled):
             y = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype)
         dtype, eps = y.dtype, getattr(self, "eps", None)
         eps = torch.finfo(dtype).eps if eps is None else float(eps)
-        how: dict[str, Any] = {
-            "zero_centered": bool(getattr(self, "zero_centered_gamma", False)),
-            "backend": self.lns_backend,
-        }
+        centered = bool(getattr(self, "zero_centered_gamma", False))
+        how: dict[str, Any] = {"zero_centered": centered, "backend": self.lns_backend}
         if self._is_rms_norm:
             y = rms_norm(y, weight, eps, self.lns_scale, **how)
         else:
@@ -123,19 +117,19 @@ def attach_norm(module: Any, site: Site) -> None:
     """Multiply the output of ``module`` by its plan's factor, exactly and for good.
 
     :param module: a norm (y = Norm(x)), or TE's LayerNormLinear (y = Linear(Norm(x))).
-    :raises LNSConfigError: the module carries a factor already.
+    :raises LNSConfigError: the module carries a factor already, or fuses a norm in a way that was not read.
     """
     attach(module, site)
     scale_norm(module, site.plan.norm_scale)
 
 
 def scale_norm(module: Any, factor: float) -> None:
-    """The factor alone, for a norm inside a module that has the site."""
+    """Give ``module`` the factor alone; the site is on a module around it."""
     give(module, _scaled_class(_mixin_for(module), type(module)), factor)
 
 
 def is_fused_linear(module: object) -> bool:
-    """Whether ``module`` is a norm fused with the linear layer behind it (TE's LayerNormLinear)."""
+    """Whether ``module`` is a norm fused with the linear layer after it (TE's LayerNormLinear)."""
     return getattr(module, "layer_norm_weight", None) is not None
 
 
@@ -149,7 +143,7 @@ def _mixin_for(module: nn.Module) -> type[_Scaled]:
         return FoldedOp
     if _is_te(kind) and names & {"LayerNorm", "RMSNorm"}:
         return FoldedOp
-    if _is_from(kind, "megatron.core.fusions.fused_layer_norm"):
+    if any(base.__module__ == "megatron.core.fusions.fused_layer_norm" for base in kind.__mro__):
         return FoldedStandalone
     return MultipliedOutput
 
@@ -176,7 +170,10 @@ def _unpickled(mixin: type[_Scaled], base: type[nn.Module]) -> nn.Module:
 
 
 def _verify_fused(kind: type) -> None:
-    """Hiding the gain is right for the one forward that was read."""
+    """Hiding the gain is right for Megatron's own forward, as far as that was read.
+
+    :raises LNSConfigError: another forward. :raises UpstreamChangedError: Megatron's, but none that was verified.
+    """
     name = "TELayerNormColumnParallelLinear"
     wrapper = next((base for base in kind.__mro__ if base.__name__ == name), None)
     if wrapper is None:
@@ -192,9 +189,5 @@ def _verify_fused(kind: type) -> None:
     verify(target(f"{name}.forward"), vars(wrapper)["forward"])
 
 
-def _is_from(kind: type, module: str) -> bool:
-    return any(base.__module__ == module or base.__module__.startswith(module + ".") for base in kind.__mro__)
-
-
 def _is_te(kind: type) -> bool:
-    return _is_from(kind, "transformer_engine")
+    return any(base.__module__.split(".")[0] == "transformer_engine" for base in kind.__mro__)

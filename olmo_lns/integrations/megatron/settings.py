@@ -1,7 +1,7 @@
 """The settings, and how they travel: command line -> args -> TransformerConfig -> checkpoint.
 
-The attribute names are the same on ``args``, on the config and in a saved checkpoint. LayerNorm Scaling is written in
-the two attributes of its own, whichever way it was given; every other scheme in ``norm_scheme``.
+The attribute names are the same on ``args``, on the config and in a saved checkpoint. LayerNorm Scaling stands in two
+attributes of its own, whichever flag asked for it; every other scheme stands in ``norm_scheme``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Settings:
     """What was asked for.
 
     :param layernorm_scaling_exponent: None where nothing was said (then 0.5, the paper's).
-    :param norm_scheme: a scheme as it is spelled, ``""`` where nothing was said; never ``lns``, see :meth:`of`.
+    :param norm_scheme: a scheme as text, ``""`` where nothing was said; never ``lns``, see :meth:`of`.
     """
 
     layernorm_scaling: bool = False
@@ -63,22 +63,16 @@ class Settings:
 
         :raises LNSConfigError: an unknown scheme, or two schemes.
         """
-        exponent = getattr(holder, "layernorm_scaling_exponent", None)
-        return cls(
-            bool(getattr(holder, "layernorm_scaling", False)),
-            None if exponent is None else float(exponent),
-            bool(getattr(holder, "layernorm_scaling_keep_scaled_init", False)),
-            bool(getattr(holder, "no_scaled_init", False)),
-            str(getattr(holder, "norm_scheme", None) or ""),
-        )._with_one_spelling()
+        found = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
+        return cls(**{name: value for name, value in found.items() if value is not None})._with_one_spelling()
 
     @classmethod
     def of_scheme(cls, scheme: Scheme, *, keep_scaled_init: bool = False) -> Settings:
         """Those of ``scheme``, as :meth:`of` reads them."""
-        return cls(False, None, keep_scaled_init, False, str(scheme))._with_one_spelling()
+        return cls(layernorm_scaling_keep_scaled_init=keep_scaled_init, norm_scheme=str(scheme))._with_one_spelling()
 
     def _with_one_spelling(self) -> Settings:
-        """``lns`` in its own two attributes, any other scheme as it is written."""
+        """Move ``lns`` into its own two attributes; leave any other scheme in ``norm_scheme``."""
         if not self.norm_scheme:
             return self
         try:
@@ -99,11 +93,8 @@ class Settings:
 
     def store(self, holder: Any) -> None:
         """Write all attributes, the exponent as the number that is used."""
-        holder.layernorm_scaling = self.layernorm_scaling
-        holder.layernorm_scaling_exponent = self.exponent
-        holder.layernorm_scaling_keep_scaled_init = self.layernorm_scaling_keep_scaled_init
-        holder.no_scaled_init = self.no_scaled_init
-        holder.norm_scheme = self.norm_scheme
+        for name, value in vars(replace(self, layernorm_scaling_exponent=self.exponent)).items():
+            setattr(holder, name, value)
 
     @property
     def exponent(self) -> float:
@@ -122,12 +113,12 @@ class Settings:
 
     @property
     def flag(self) -> str:
-        """The option that asks for the scheme, as it may be written."""
+        """The option that asks for the scheme, as a user types it."""
         return FLAGS[0] if self.layernorm_scaling else f"{FLAGS[4]} {self.norm_scheme}"
 
     @property
     def words(self) -> str:
-        """All options that give these settings, as they are typed."""
+        """All options that give these settings, as a user types them."""
         words = [self.flag] * self.active
         words += [f"{FLAGS[1]} {self.exponent:g}"] * (self.layernorm_scaling and self.exponent != DEFAULT_EXPONENT)
         words += [FLAGS[2]] * self.layernorm_scaling_keep_scaled_init + [FLAGS[3]] * self.no_scaled_init
@@ -185,46 +176,40 @@ class Settings:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our options, in a group of their own."""
+    """Add our options to Megatron's, in a group of their own."""
     group = parser.add_argument_group("LayerNorm Scaling", "olmo-lns: y = l**-exponent * Norm(x) in block l")
-    group.add_argument(
+    add = group.add_argument
+    add(
         FLAGS[4],
-        type=str,
-        default=None,
         metavar="NAME[:KEY=VALUE,...]",
         help=f"How the blocks normalise: one of {', '.join(names())} (some are refused here, with the reason), with "
         f"parameters as in lns:exponent=0.25. {FLAGS[0]} is short for lns.",
     )
-    group.add_argument(
+    add(
         FLAGS[0],
         action="store_true",
-        help="Multiply both norms of block l (1-based, global) by 1/sqrt(l) and initialize the residual "
-        "output projections like every other matrix (arXiv 2502.05795).",
+        help="Multiply both norms of block l (1-based, global) by 1/sqrt(l) and initialize the residual output "
+        "projections like every other matrix (arXiv 2502.05795).",
     )
-    group.add_argument(
-        FLAGS[1],
-        type=float,
-        default=None,
-        metavar="P",
-        help=f"Use l**-P instead of 1/sqrt(l). Default: {DEFAULT_EXPONENT} (with --use-checkpoint-args: as saved).",
-    )
-    group.add_argument(
+    words = f"Use l**-P instead of 1/sqrt(l). Default: {DEFAULT_EXPONENT} (with --use-checkpoint-args: as saved)."
+    add(FLAGS[1], type=float, metavar="P", help=words)
+    add(
         FLAGS[2],
         action="store_true",
-        help="Keep Megatron's std/sqrt(2L) for the residual output projections together with "
-        f"{FLAGS[0]} or {FLAGS[4]} (the paper's ablation).",
+        help=f"Keep Megatron's std/sqrt(2L) for the residual output projections together with {FLAGS[0]} or {FLAGS[4]} "
+        "(the paper's ablation).",
     )
-    group.add_argument(
+    add(
         FLAGS[3],
         action="store_true",
-        help="Initialize the residual output projections like every other matrix, without std/sqrt(2L); "
-        f"works without {FLAGS[0]}.",
+        help="Initialize the residual output projections like every other matrix, without std/sqrt(2L); works without "
+        f"{FLAGS[0]}.",
     )
     return parser
 
 
 def variables(flags: Sequence[str]) -> dict[str, str]:
-    """What a launch with these flags must have in its environment, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+    """What a launch with these flags needs in its environment, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 
     >>> variables(["--tensor-model-parallel-size", "2"])
     {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
@@ -236,10 +221,10 @@ def variables(flags: Sequence[str]) -> dict[str, str]:
 
 
 def mark(config: Any, settings: Settings, *, vision: bool = False) -> None:
-    """Give ``config`` the settings as dataclass fields, which every copy of it has.
+    """Give ``config`` the settings as dataclass fields, so that every copy of it has them.
 
-    Its class becomes a subclass of its own, so that ``dataclasses.replace``, a copy made field by field and Megatron
-    Bridge's ``run_config.yaml`` carry them.
+    Its class becomes a generated subclass: ``dataclasses.replace``, a copy made field by field and Megatron Bridge's
+    ``run_config.yaml`` then carry the fields.
 
     :raises LNSConfigError: plain initialization was asked for, and now scaled initialization is to be kept.
     """
@@ -253,7 +238,10 @@ def mark(config: Any, settings: Settings, *, vision: bool = False) -> None:
 
 @functools.cache
 def config_class(base: type) -> type:
-    """``base``, a dataclass, and the settings as fields; found again by the name that a saved config has."""
+    """A subclass of the dataclass ``base`` with the settings as fields.
+
+    A saved config names it by module and qualified name; :func:`__getattr__` finds it again by that name.
+    """
     if VISION in {each.name for each in fields(base)}:
         return base
     own = [(each.name, each.type, field(default=each.default)) for each in fields(Settings)]
