@@ -2,7 +2,7 @@
 
 Every function that this package replaces is listed with the fingerprints of the sources that were read and tested. A
 wrapper around an unknown function can give a model that trains and is wrong, so nothing else is replaced. Where no
-scheme is selected that costs a warning (:func:`replace_all` with a framework); otherwise :func:`require_verified` raises.
+scheme is selected that costs a warning (:func:`replace_all` with a framework); else :func:`require_verified` raises.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def replace_all(
     :returns: whether they were replaced.
     :raises UpstreamChangedError: one is not verified and no framework was named.
 
-    Example: ``replace_all(pairs, framework="OLMo")`` on import, ``require_verified("OLMo")`` where a scheme is asked for
+    Example: ``replace_all(pairs, framework="OLMo")`` on import, ``require_verified("OLMo")`` where one is asked for.
     """
     try:
         for target, _ in pairs:
