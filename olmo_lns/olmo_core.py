@@ -38,6 +38,10 @@ class BlockConfig(_upstream.TransformerBlockConfig):
     :param initialization: ``plain`` (None) refuses an ``init_method`` with a depth factor, ``upstream`` keeps it.
     :param scale_router: False leaves the factor off what a mixture's router sees; experts see it always.
     :raises LNSConfigError: a value that is not allowed, or a block type on which the scheme cannot be laid.
+
+    Source of ``lns``: arXiv 2502.05795.
+
+    Example: ``config.merge(["--block._CLASS_=olmo_lns.olmo_core.BlockConfig", "--block.scheme=lns"])``.
     """
 
     # No `str | None`: OLMo-core reads these annotations when it decodes a config.

@@ -97,9 +97,7 @@ class Census(dict[int, tuple[Scheme, str]]):
         self.n_layers = n_layers
 
     def add(self, block_idx: int, scheme: Scheme, initialization: str) -> None:
-        """:raises LNSConfigError: the block is there already, or has another scheme than those before it."""
-        if block_idx in self:
-            raise LNSConfigError(f"block {block_idx} of {self.n_layers} was built twice for one model")
+        """:raises LNSConfigError: the block has another scheme than those before it."""
         self[block_idx] = (scheme, initialization)
         if len(set(self.values())) > 1:
             found = {index: f"{s}, initialization {i}" for index, (s, i) in self.items()}
@@ -137,12 +135,7 @@ class Draw:
 
 
 def _count(cache: Any, block: Any, scheme: Scheme, *, block_idx: int, n_layers: int) -> None:
-    """Count ``block``; with the last one the whole model is checked and the start-up line written.
-
-    :param cache: the model's ``BufferCache``; None for a block that is built alone, which is not counted.
-    """
-    if cache is None:
-        return
+    """Count ``block``; with the last one the whole model is checked and the start-up line written."""
     census = getattr(cache, _ATTRIBUTE, None) or Census(n_layers)
     setattr(cache, _ATTRIBUTE, census)
     draw: Draw = block.attention.init_weights
@@ -239,11 +232,8 @@ def record_of(model: Any) -> Record:
         return Record()
     norm_sites.check_places(_built_blocks(model).items())
     found = list(_built_blocks(model).values()) or [model]  # a block alone
-    draws = [
-        draw
-        for block in found
-        if isinstance(draw := getattr(getattr(block, "attention", None), "init_weights", None), Draw)
-    ]
+    mixers = (getattr(getattr(block, "attention", None), "init_weights", None) for block in found)
+    draws = [draw for draw in mixers if isinstance(draw, Draw)]
     for draw in draws:
         if draw.census is not None:
             draw.census.require_complete()

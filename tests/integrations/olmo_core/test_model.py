@@ -6,7 +6,6 @@ import copy
 import json
 import logging
 import pickle
-from functools import partial
 
 import pytest
 
@@ -19,7 +18,6 @@ from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as M
 from olmo_core.testing import run_distributed_test
 from support import olmo_core_models as small
 from support import olmo_core_ranks
-from torch.utils.checkpoint import checkpoint
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.integrations import norm_sites
@@ -234,21 +232,3 @@ def test_kernels_of_the_gpu(name, package):
     built, expected = (small.model(apply(each)).to("cuda", torch.bfloat16) for each in configs)
     tokens = small.TOKENS.cuda()
     torch.testing.assert_close(built(tokens), expected(tokens), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.slow
-def test_routers_without_the_factor_are_compiled_and_recomputed_from_one_graph():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    made = small.with_scheme(small.config("moe"), scale_router=False)
-    expected, built = small.model(made), small.model(made)
-    for block in built.blocks.values():
-        block.compile(backend="aot_eager")
-        # OLMo-core itself checkpoints parts of such a block only: a loop of one's own does it around the block.
-        block._compiled_call_impl = partial(checkpoint, block._compiled_call_impl, use_reentrant=False)
-    for model in (expected, built):
-        small.loss_of(model(small.TOKENS)).backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    wanted = dict(expected.named_parameters())
-    for name, parameter in built.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-6)

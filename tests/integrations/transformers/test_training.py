@@ -72,20 +72,6 @@ def test_compiled(scheme, schemes):  # noqa: F811
     same("llama", model, eager)
 
 
-def test_low_precision_and_autocast():
-    dtype = torch.bfloat16
-    model, reference = stock("llama"), hooked("llama", stock("llama"))
-    apply(model)
-    with torch.no_grad():
-        expected = reference(**inputs("llama")).logits
-        spread = 0.05 * expected.abs().max()
-        assert (model(**inputs("llama")).logits - expected).abs().max() < 1e-4
-        with torch.autocast("cpu", dtype):
-            assert (model(**inputs("llama")).logits.float() - expected).abs().max() < spread
-        low = model.to(dtype)(**inputs("llama")).logits
-        assert low.dtype == dtype and (low.float() - expected).abs().max() < spread
-
-
 @pytest.mark.parametrize("scheme", ["lns", "lnsafterbranch"])
 def test_lora_with_the_default_targets(scheme, tmp_path, schemes):  # noqa: F811
     peft = pytest.importorskip("peft", reason=SFT)
