@@ -1,4 +1,4 @@
-"""What a command is given: numbers and dtypes, of which a wrong one is said before anything is loaded, and ranks."""
+"""Types of command-line arguments, checked before anything is loaded, and the process group of a command."""
 
 from __future__ import annotations
 

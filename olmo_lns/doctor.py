@@ -86,7 +86,7 @@ def examine() -> list[Finding]:
 
 
 def framework_row(framework: Framework) -> Finding:
-    """What stands here of a framework, and whether its sources are those that were verified."""
+    """The row of a framework: its version, and whether its sources are those that were verified."""
     label = framework.label
     if (tree := tree_of(framework.module)) is None:
         here = Path(*framework.module.split("."))
@@ -134,7 +134,7 @@ def tree_of(module: str) -> Path | None:
 
 
 def transformers_row() -> Finding:
-    """It has no sources to compare: its integration is made of its own extension points, in a range of versions."""
+    """The row of transformers, judged by its version: the integration replaces none of its functions' sources."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:

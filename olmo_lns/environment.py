@@ -1,4 +1,4 @@
-"""Every environment variable of this package: name, what it does, and nothing else reads ``OLMO_LNS_*``.
+"""Every environment variable of this package; nothing else reads ``OLMO_LNS_*``.
 
 A variable with our prefix that is not listed here may be a typing error, or somebody's own. Where a scheme runs,
 and in our commands, :func:`check` refuses it; where a framework is only imported, :func:`warn` says it.
@@ -58,7 +58,7 @@ VARIABLES = {
 #: The variables that are on or off.
 _SWITCHES = (ALLOW_UNVERIFIED, DISABLE)
 
-#: Words that one might look for among the names -> where that is set.
+#: Part of a name that a user may guess -> the setting that he wants.
 _ELSEWHERE = {"EXPONENT": f"{SCHEME}=lns:exponent=...", "SCALED_INIT": f"{INITIALIZATION}=..."}
 
 
@@ -116,7 +116,7 @@ def check() -> None:
 
 
 def warn(checking: Callable[[], None] = check) -> None:
-    """What ``checking`` refuses as a warning, once a process: an import of a framework must not fail by it."""
+    """Log what ``checking`` refuses as a warning, once a process: the import of a framework must not fail."""
     try:
         checking()
     except LNSConfigError as error:

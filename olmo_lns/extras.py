@@ -1,4 +1,4 @@
-"""What the optional dependencies of this package hold, by its own metadata, and which of them are here."""
+"""The extras of this package, read from its own metadata, and which of their packages are installed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names() -> list[str]:
 
 
 def _requirements(extra: str) -> list[Requirement]:
-    """What ``extra`` adds on this platform."""
+    """The requirements that ``extra`` adds on this platform."""
     found = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
     return [r for r in found if r.marker and r.marker.evaluate({"extra": extra}) and "extra" in str(r.marker)]
 
@@ -56,7 +56,7 @@ def require(*modules: str) -> None:
 
 
 def problems(extra: str) -> tuple[list[str], list[str]]:
-    """``(missing, of another version)`` of what an extra asks for; a package on the path without metadata is there."""
+    """``(missing, of another version)`` packages of an extra; one on the path without metadata is not missing."""
     missing, other = [], []
     for requirement in _requirements(extra):
         try:
@@ -71,7 +71,7 @@ def problems(extra: str) -> tuple[list[str], list[str]]:
 
 
 def wanted(extra: str, name: str) -> SpecifierSet:
-    """The versions of a package that an extra takes."""
+    """The versions of package ``name`` that an extra accepts."""
     return next(requirement.specifier for requirement in _requirements(extra) if requirement.name == name)
 
 
@@ -98,7 +98,7 @@ def advice(extra: str) -> str:
 
 
 def _is_here(extra: str) -> bool:
-    """Whether what an extra is named after is here in a version that it takes (ai2-olmo brings an older OLMo-core)."""
+    """Whether the main package of an extra is installed in an accepted version (ai2-olmo brings an older OLMo-core)."""
     main = _MAIN[extra]
     missing, other = problems(extra)
     return main not in missing and not any(text.startswith(f"{main} ") for text in other)

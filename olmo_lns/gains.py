@@ -31,6 +31,8 @@ def block_gains(model: nn.Module, *patterns: str) -> dict[str, int]:
     """Parameter name -> 1-based block number, for the norm gains that ``patterns`` name and the biases beside them.
 
     :param patterns: ends of names, ``{}`` for the 0-based block: ``layers.{}.input_layernorm.weight``.
+    Example: ``block_gains(model, "layers.{}.input_layernorm.weight")["layers.0.input_layernorm.weight"]`` is 1.
+
     :raises ValueError: a pattern that no parameter matches, a block without one, numbers with holes, a parameter
         that is no vector, a zero-centred gain (1 + g cannot start from s), or a norm that has a factor already.
     """
@@ -85,13 +87,16 @@ def _check_gain(model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def scale_(model: nn.Module, gains: dict[str, int], exponent: float = 0.5) -> None:
-    """Multiply the gains (and norm biases) of block l by l ** -exponent, in place: the start of a run, or a fold."""
+    """Multiply the gains (and norm biases) of block l by l ** -exponent, in place: the start of a run, or a fold.
+
+    Example: ``scale_(model, block_gains(model, "layers.{}.input_layernorm.weight"))``, once, before training.
+    """
     for name, number in gains.items():
         model.get_parameter(name).mul_(float(number) ** -exponent)
 
 
 def unscale_(model: nn.Module, gains: dict[str, int], exponent: float = 0.5) -> None:
-    """Undo :func:`scale_`: what is left are the gains that LNS has beside its factor."""
+    """Undo :func:`scale_`; the gains are then those that LNS has beside its factor."""
     scale_(model, gains, -exponent)
 
 
@@ -111,6 +116,8 @@ def param_groups(
     :param weight_decay: of parameters with two dimensions or more. :param vector_decay: of the others; a gain of
         block l gets it times l ** exponent, since AdamW multiplies decay by the rate.
     :raises ValueError: a name in ``gains`` is no trained parameter of ``model``.
+
+    Example: ``torch.optim.AdamW(param_groups(model, gains, lr=1e-3, weight_decay=0.1), betas=(0.9, 0.95))``.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if missing := sorted(gains.keys() - trained.keys()):
@@ -129,7 +136,11 @@ def param_groups(
 def rescale_state_(
     optimizer: torch.optim.Optimizer, model: nn.Module, gains: dict[str, int], exponent: float = 0.5
 ) -> None:
-    """Adam's moments of the gains after :func:`scale_` in the middle of a run (after unscale_: ``-exponent``).
+    """Divide Adam's moments of the gains by their factor, after :func:`scale_` in the middle of a run.
+
+    After :func:`unscale_` give ``-exponent``.
+
+    Example: ``scale_(model, gains)``, then ``rescale_state_(optimizer, model, gains)``.
 
     :raises ValueError: the optimizer has no moments of a gain.
     """

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, asked once; its own clients retry for half a minute."""
+"""Whether the Hugging Face hub can be reached. Asked once: the hub's client retries for 30 s."""
 
 from __future__ import annotations
 

@@ -96,7 +96,10 @@ class Record:
         return cls(scheme, values["norm"], values["scaled_init"], values["folded"], values["plugin_version"])
 
     def write(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``lns.json`` into ``folder`` by rename, so that no reader sees half of it."""
+        """Write ``lns.json`` into ``folder`` by rename, so that no reader sees half of it; returns its path.
+
+        Example: ``Record(LNS, "rms", "plain").write("runs/lns/step1000")``.
+        """
         path = Path(folder) / RECORD_FILE
         temporary = path.with_name(f"{RECORD_FILE}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -131,17 +134,17 @@ class Record:
         return f"{'folded ' if self.folded else ''}{what}{norm} (initialization {self.scaled_init})"
 
 
-#: Attribute of a model.
+#: The attribute of a model that holds the record of its folded weights.
 _FOLDED = "_olmo_lns_folded"
 
 
 def keep_folded(model: Any, saved: Record | None) -> None:
-    """Note on ``model``, which is loaded with the weights of ``saved``, that they are folded; else forget it."""
+    """Note on ``model``, which is being loaded with the weights of ``saved``, whether these are folded."""
     setattr(model, _FOLDED, saved if saved is not None and saved.folded else None)
 
 
 def record_to_save(model: Any, built: Record) -> Record:
-    """``built``, the record of the built ``model``; that of its folded weights if it was loaded with such as Pre-LN."""
+    """The record to save: ``built`` is the model's own; folded weights that run as Pre-LN keep theirs."""
     folded: Record | None = getattr(model, _FOLDED, None)
     return built if folded is None or built.active else folded
 
@@ -163,9 +166,9 @@ def _check_form(values: Mapping[str, Any], source: object) -> None:
 
 
 def _scheme(name: str, parameters: Mapping[str, Any]) -> Scheme:
-    """Of a record, which holds every parameter, as a number: none is guessed.
+    """The scheme of a record, which must hold every parameter as a number.
 
-    :raises LNSConfigError: otherwise.
+    :raises LNSConfigError: a parameter is missing or is no number.
     """
     scheme = Scheme.of(name, **parameters)
     for key, value in scheme.values:

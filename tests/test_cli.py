@@ -169,7 +169,7 @@ def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
         ("train", "CONFIG", "--save_folder=/dev/null/x"),
         ("hf", "init", "llama", "-o", "/dev/null/x"),
         ("export", "CHECKPOINT", "/dev/null/x"),
-        ("analyze", "all", "CHECKPOINT", "--data", "DATA", "-o", "/dev/null/x"),
+        ("analyze", "variance", "--model", "CHECKPOINT", "--data", "DATA", "-o", "/dev/null/x.json"),
         ("demo", "--steps", "1", "--out", "/dev/null/x"),
     ],
     ids=lambda words: "-".join(words[:2]) if words[0] == "study" else words[0],

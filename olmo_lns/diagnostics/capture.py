@@ -1,4 +1,4 @@
-"""What the diagnostics share: batches, hooks on blocks that also work on compiled ones, the loss, tables.
+"""Parts that all diagnostics share: batches, hooks on blocks (compiled ones too), the loss, tables.
 
 The hooks see the *raw* inputs and outputs of the blocks. Hugging Face's ``hidden_states[-1]`` is not the last
 block's output but what the final norm made of it, which hides the very growth that LayerNorm Scaling is about.
@@ -136,7 +136,7 @@ def over_ranks(tensor: torch.Tensor, operation: str = "SUM") -> torch.Tensor:
 
 
 def not_finite(where: str) -> LNSError:
-    """The error for NaN or infinity in ``where``."""
+    """The error that names ``where`` NaN or infinity was found."""
     return LNSError(
         f"{where} holds NaN or infinity: expected finite activations; check the checkpoint and the dtype "
         "(fp16 overflows where bf16 and fp32 do not)"

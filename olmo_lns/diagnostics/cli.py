@@ -17,19 +17,19 @@ SPECIAL: dict[str, Any] = {"last_token": False, "rows": None, "sequences": 64, "
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one diagnostic. Exit code 0, 1 where ``all`` left something out, or 2 for wrong usage."""
+    """Run one diagnostic, or draw what some have found. Exit code 0, or 2 for wrong usage."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     args = _parser().parse_args(argv)
     from olmo_lns.diagnostics import report
 
-    others = {"all": report.measure_all, "plot": report.plot, "compare": report.compare}
-    return others.get(args.what, report.measure_one)(args)
+    return {"plot": report.plot, "compare": report.compare}.get(args.what, report.measure)(args)
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _parser() -> argparse.ArgumentParser:
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
     def command(name: str, title: str) -> tuple[argparse.ArgumentParser, Callable[..., Any]]:
         found = commands.add_parser(name, help=title[0].lower() + title[1:], description=f"{title}.")
         found.set_defaults(**SPECIAL)
@@ -51,12 +51,6 @@ def _parser() -> argparse.ArgumentParser:
         if what == "jacobian":
             add("--rows", type=at_least(1), help="rows to compute; default: all up to width 256, else 128")
             add("--sequences", type=at_least(1), help="one position of each (default %(default)s)")
-    made, add = command("all", "Every diagnostic on one or more models, one report")
-    add("models", nargs="+", help="OLMo checkpoint folders, or Hugging Face folders or names")
-    add("-o", "--output", type=Path, required=True, help="folder to write report.html and results to")
-    add("--labels", type=names, help="comma-separated names of the models")
-    add("--only", type=names, default=list(MEASURES), help=f"some of {', '.join(MEASURES)}, with commas between")
-    _add_common(made, "all")
     for name, title in (
         ("plot", "Draw the figure of result files (or of the monitor's CSV files)"),
         ("compare", "Two or more models on one figure and table"),
@@ -72,10 +66,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_common(command: argparse.ArgumentParser, what: str) -> None:
-    """Options of every diagnostic, and so of ``analyze all``."""
-    add, measure = command.add_argument, MEASURES.get(what)
-    tokens, longest = (measure.tokens, measure.longest) if measure else (None, "what the single diagnostic takes")
-    default = f"{tokens:,}" if tokens else "all of --sequences" if measure else "as the single diagnostic"
+    """Options of every diagnostic."""
+    add, tokens, longest = command.add_argument, MEASURES[what].tokens, MEASURES[what].longest
+    default = f"{tokens:,}" if tokens else "all of --sequences"
     add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
     add("--tokens", type=at_least(1), default=tokens, help=f"tokens to read (default {default})")
     add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {longest}")
@@ -94,7 +87,7 @@ def _add_common(command: argparse.ArgumentParser, what: str) -> None:
 
 def _add_layer_drop(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--tasks", type=lambda text: text.split(","), help="lm-evaluation-harness tasks, comma-separated")
+    add("--tasks", type=names, help="lm-evaluation-harness tasks, comma-separated")
     add("--task-path", help="folder with task files of your own")
     add("--metric", help="metric of the tasks; default: the first of acc_norm, acc, exact_match, f1 they report")
     add("--limit", type=at_least(1), help="examples a task")

@@ -81,7 +81,7 @@ def read_batches(
 
 
 def check_source(source: str, *, pack: bool = True) -> None:
-    """What can be said of ``--data`` before the model is loaded.
+    """Check ``--data`` before the model is loaded.
 
     :raises LNSError: a file that is not there, a data set without its package, or plain text that is not to be packed.
     """
@@ -97,7 +97,7 @@ def check_source(source: str, *, pack: bool = True) -> None:
 
 
 def _limited(sequences: Iterable[np.ndarray], left: int | None) -> Iterator[np.ndarray]:
-    """The sequences that are not empty, the last one cut where ``left`` tokens are reached."""
+    """The sequences that are not empty, until ``left`` tokens are reached; the last one is cut there."""
     for sequence in sequences:
         sequence = sequence[:left]
         if len(sequence):

@@ -1,4 +1,4 @@
-"""What needs a backward pass: Jacobians of the blocks' residual maps, and gradient norms.
+"""Diagnostics that need a backward pass: Jacobians of the blocks' residual maps, and gradient norms.
 
 **Jacobian**, averaged over tokens (The Curse of Depth). For block l and a token at position t, with everything before
 t held fixed,

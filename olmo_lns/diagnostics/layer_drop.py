@@ -1,7 +1,7 @@
-"""What removing one block costs, without fine-tuning: in loss, and in scores of lm-evaluation-harness tasks.
+"""The cost of removing one block without fine-tuning, in loss and in scores of lm-evaluation-harness tasks.
 
-The block is bypassed where it stands: its input becomes its output. The other blocks keep their place
-and so their layer numbers: taking a block out of the list would shift every later LNS factor.
+The block is bypassed where it stands: its input becomes its output. The other blocks keep their place and
+their layer numbers. Taking a block out of the list would shift every later LNS factor.
 """
 
 from __future__ import annotations

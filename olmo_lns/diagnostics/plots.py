@@ -44,11 +44,8 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(figure: Any, path: Any) -> Any:
-    """Write PNG or SVG, by the suffix of a path; PNG into an open file."""
-    if not isinstance(path, Path):
-        figure.savefig(path, format="png", bbox_inches="tight", dpi=150)
-        return path
+def save(figure: Any, path: Path) -> Path:
+    """Write PNG or SVG, by the suffix of ``path``."""
     figure.savefig(path, bbox_inches="tight", dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 

@@ -1,17 +1,14 @@
-"""What ``olmo-lns analyze`` does once its options are read: run diagnostics, and write, draw and compare results."""
+"""The commands of ``olmo-lns analyze``: run a diagnostic, and write, draw and compare results."""
 
 from __future__ import annotations
 
 import argparse
-import base64
-import html
-import io
 import os
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator
 
 import pandas
 
@@ -26,25 +23,19 @@ from olmo_lns.diagnostics.results import (
     check_writable,
     markdown,
     read_results,
-    table,
     write_csv,
 )
 from olmo_lns.environment import one_process, processes
-from olmo_lns.errors import LNSError, one_line
+from olmo_lns.errors import LNSError
 from olmo_lns.extras import require
 from olmo_lns.models.loading import LoadedModel, load_model, load_tokenizer
 
-__all__ = ["compare", "measure_all", "measure_one", "plot"]
-
-_STYLE = (
-    "body{font:15px sans-serif;max-width:60em;margin:2em auto}img{max-width:100%}"
-    "table{border-collapse:collapse}td,th{padding:.15em .8em;text-align:right;border-bottom:1px solid #ddd}"
-)
+__all__ = ["compare", "measure", "plot"]
 
 
-def measure_one(args: argparse.Namespace) -> int:
-    """``olmo-lns analyze <what>``: measured, written, drawn, and printed by the first rank."""
-    # Before the work: what would be found out after it.
+def measure(args: argparse.Namespace) -> int:
+    """``olmo-lns analyze <what>``: measure on every rank; the first one writes, draws and prints."""
+    # These checks come before the work, so that it is not lost.
     output = args.output or Path(f"{args.what}.json")
     check_writable(output, [".json"])
     for path in args.plot:
@@ -54,7 +45,8 @@ def measure_one(args: argparse.Namespace) -> int:
     world = processes() if MEASURES[args.what].pools else one_process(args.what)
     with process_group() if world > 1 else nullcontext():
         rank = int(os.environ["RANK"]) if world > 1 else 0
-        measured = _measure(args, _load(args, args.model), rank, world)
+        how = {name: getattr(args, name) for name in ("dtype", "device", "device_map", "blocks")}
+        measured = _measure(args, load_model(args.model, **how), rank, world)
     if rank:
         return 0
     written = [*measured.write(output), *(plots.save(plots.draw([measured]), path) for path in args.plot)]
@@ -64,51 +56,6 @@ def measure_one(args: argparse.Namespace) -> int:
         print(f"\n{result.method}: {len(result.coordinates)} of {result.width} rows")
     print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
     return 0
-
-
-def measure_all(args: argparse.Namespace) -> int:
-    """``olmo-lns analyze all``: run them, model by model, and write the page.
-
-    What a model cannot take is noted there, the others go on.
-
-    :raises LNSError: an unknown diagnostic, several ranks, or nothing that ran.
-    """
-    one_process("analyze all")
-    require("matplotlib")
-    check_source(args.data, pack=args.pack)
-    labels = check_labels([_label(model) for model in args.models], args.labels)
-    if unknown := [what for what in args.only if what not in MEASURES]:
-        raise LNSError(f"--only: unknown {unknown[0]!r}: expected some of {', '.join(MEASURES)}")
-    args.output.mkdir(parents=True, exist_ok=True)
-    sections: dict[str, list[Report]] = {}
-    problems: list[str] = []
-    for number, (model, label) in enumerate(zip(args.models, labels, strict=True), start=1):
-        try:
-            loaded = _load(args, model)
-        except LNSError as error:
-            problems.append(f"{model}: {one_line(error)}")
-            continue
-        for what in args.only:
-            own = {"what": what, "model": model, "label": label, "tokens": args.tokens or MEASURES[what].tokens}
-            try:
-                found = _measure(argparse.Namespace(**{**vars(args), **own}), loaded, 0, 1)
-            except LNSError as error:
-                problems.append(f"{what}, {model}: {one_line(error)}")
-                continue
-            found.write(args.output / f"{what}-{number}.json")
-            sections.setdefault(what, []).append(found)
-    if not sections:
-        raise LNSError(f"no diagnostic ran: {'; '.join(problems)}")
-    target = args.output / "report.html"
-    target.write_text(_page(sections, problems), encoding="utf-8")
-    print("\n\n".join(map(markdown, sections.values())))
-    print(f"\nWritten: {target}" + "".join(f"\nNot run: {problem}" for problem in problems))
-    return 1 if problems else 0
-
-
-def _load(args: argparse.Namespace, model: str) -> LoadedModel:
-    names = ("dtype", "device", "device_map", "blocks")
-    return load_model(model, **{name: getattr(args, name) for name in names})
 
 
 def _measure(args: argparse.Namespace, loaded: LoadedModel, rank: int, world: int) -> Report:
@@ -134,8 +81,7 @@ def _measure(args: argparse.Namespace, loaded: LoadedModel, rank: int, world: in
     batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
     label = args.label or _label(args.model)
     if not args.quiet and rank == 0:
-        said = f"{label}: {args.what}" if "models" in args else args.what
-        batches = track(batches, said, (args.tokens or length * args.sequences) // world)
+        batches = track(batches, args.what, (args.tokens or length * args.sequences) // world)
     result = _run(args, loaded, batches, tokenizer, world > 1)
     record = record_in(Path(args.model)) if Path(args.model).is_dir() else None
     settings = {
@@ -161,7 +107,7 @@ def _run(
         options |= {"rows": args.rows, "seed": args.seed}
     elif args.what in ("layer-drop", "gradnorm"):
         options["mask_token"] = tokenizer().mask_token_id if loaded.masked_lm else None
-    tasks = {}  # of scores; first, since what fails here, such as a download, fails before the losses are computed
+    tasks = {}  # scored first: a download that fails does so before the losses are computed
     if args.tasks:
         how = {name: getattr(args, name) for name in ("metric", "limit", "num_fewshot", "chat_template")}
         lm = harness_model(loaded, tokenizer(), args.batch_size)
@@ -172,7 +118,7 @@ def _run(
 
 
 def _label(model: str) -> str:
-    """From the run's name on: ``lns/seed0/step300-unsharded``."""
+    """The end of a checkpoint's path, from the name of its run on: ``lns/seed0/step300-unsharded``."""
     parts, checkpoint = Path(model).parts, Path(model, "config.yaml").is_file()
     first = len(parts) - 1 - checkpoint
     while first > 0 and parts[first].startswith(("step", "seed")):
@@ -215,22 +161,3 @@ def compare(args: argparse.Namespace) -> int:
     if written:
         print(f"\nWritten: {', '.join(map(str, written))}")
     return 0
-
-
-def _page(sections: dict[str, list[Report]], problems: Sequence[str]) -> str:
-    """The page, with its figures inside."""
-    parts = ["<!doctype html><meta charset='utf-8'><title>Diagnostics</title>", f"<style>{_STYLE}</style>"]
-    everything = [report for reports in sections.values() for report in reports]
-    models = dict.fromkeys(f"{report.label}: {report.model}, data {report.data}" for report in everything)
-    parts.append("<h1>Diagnostics</h1>" + "".join(f"<p>{html.escape(model)}" for model in models))
-    for what, reports in sections.items():
-        buffer = io.BytesIO()
-        plots.save(plots.draw(reports), buffer)
-        image = base64.b64encode(buffer.getvalue()).decode()
-        shows, cells = table(reports)
-        parts.append(f"<h2>{MEASURES[what].title}</h2>\n<img alt='{what}' src='data:image/png;base64,{image}'>")
-        tokens = ", ".join(dict.fromkeys(f"{report.result.tokens:,}" for report in reports))
-        parts.append(f"<p>{html.escape(shows)}, {tokens} tokens\n{cells.to_html(index=False, border=0)}")
-    if problems:
-        parts.append("<h2>Not run</h2>" + "".join(f"<p>{html.escape(problem)}" for problem in problems))
-    return "\n".join(parts) + "\n"

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -14,7 +15,7 @@ from olmo_lns.diagnostics import MEASURES
 from olmo_lns.diagnostics.layer_drop import TaskScores
 from olmo_lns.errors import LNSError
 
-__all__ = ["Report", "check_labels", "check_writable", "markdown", "read_results", "table", "write_csv"]
+__all__ = ["Report", "check_labels", "check_writable", "markdown", "read_results", "write_csv"]
 
 log = logging.getLogger(__name__)
 
@@ -129,22 +130,13 @@ def read_results(paths: Sequence[Path], labels: Sequence[str] | None) -> list[Re
     return [dataclasses.replace(report, label=name) for name, report in zip(names, reports, strict=True)]
 
 
-def table(reports: Sequence[Report]) -> tuple[str, Any]:
-    """What the numbers are, and a pandas table of text: a row a block and a column a model.
+def markdown(reports: Sequence[Report]) -> str:
+    """A row a block and a column a model, under a line that says what the numbers are.
 
     A block that a model has not is an empty cell.
     """
-    import pandas
-
-    columns = {report.label: pandas.Series([f"{value:.4g}" for value in report.per_block]) for report in reports}
-    cells = pandas.DataFrame(columns).fillna("")
-    cells.insert(0, "block", [str(block + 1) for block in cells.index], allow_duplicates=True)
-    shows = MEASURES[reports[0].what].shows
-    return shows[0].upper() + shows[1:], cells
-
-
-def markdown(reports: Sequence[Report]) -> str:
-    """The table as Markdown, under a line that says what the numbers are."""
-    shows, cells = table(reports)
-    head, *rows = [f"| {' | '.join(row)} |" for row in (cells.columns, *cells.to_numpy())]
-    return "\n".join([shows, "", head, "|" + "---|" * len(cells.columns), *rows])
+    shows, labels = MEASURES[reports[0].what].shows, [report.label for report in reports]
+    columns = zip_longest(*([f"{value:.4g}" for value in report.per_block] for report in reports), fillvalue="")
+    rows = [["block", *labels], *([str(block), *cells] for block, cells in enumerate(columns, start=1))]
+    head, *lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([shows[0].upper() + shows[1:], "", head, "|" + "---|" * (len(labels) + 1), *lines])

@@ -1,4 +1,4 @@
-"""The two norms, and which implementation of them runs: decided once, with the reason."""
+"""The two norms, and the choice of the implementation that runs them, which is made once and has a reason."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ def layer_norm(
 
     Parameters, errors and statistics as in :func:`rms_norm`. The dtype is that of ``x`` as in
     ``torch.nn.functional.layer_norm``, under autocast the autocast dtype instead of fp32.
+
+    Example: ``layer_norm(x, weight, bias, 1e-5, lns_scale(7))`` is the norm of block 7.
     """
     return _norm(backend)(x, weight, bias, eps, scale, centred=True, zero_centered=zero_centered)
 
@@ -109,6 +111,8 @@ def choose_backend(name: str | None = None, *, device: torch.device | str | None
     :param device: where the model will run; None means CUDA if this machine has it.
     :raises LNSConfigError: ``name`` is unknown.
     :raises BackendUnavailableError: ``te`` was asked for and cannot run; the message says why.
+
+    Example: ``choose_backend("torch").reason`` says why it is ``torch`` or ``torch-fused``.
     """
     origin = "argument"
     if name is None:

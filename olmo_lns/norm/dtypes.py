@@ -1,4 +1,4 @@
-"""Which dtype goes in, which comes out, and how the factor meets the weight."""
+"""Dtypes of a norm's input and output, and the multiplication of the factor into the weight."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def _check_data(data: Any, key: str, length: int, sequences: int) -> None:
-    """``data`` must name files that hold ``sequences`` sequences of ``length`` tokens; URLs are not looked at."""
+    """Check that ``data`` names files with ``sequences`` sequences of ``length`` tokens; URLs are not opened."""
     from olmo.util import is_url
 
     paths = list(data.paths or [path for group in (data.datasets or {}).values() for path in group])

@@ -24,6 +24,8 @@ def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float
     :returns: a Python float in (0, 1].
     :raises TypeError: ``layer_number`` is not an integer.
     :raises ValueError: ``layer_number < 1``, or the exponent is out of range.
+
+    Example: ``lns_scale(4)`` is 0.5, ``lns_scale(4, exponent=0.25)`` is 0.707.
     """
     if isinstance(layer_number, bool):
         raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}")

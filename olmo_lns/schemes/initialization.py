@@ -21,6 +21,8 @@ def factor(initialization: str, layer_number: int, n_layers: int) -> float:
     """What the plain standard deviation is multiplied by in block ``layer_number``.
 
     :raises LNSConfigError: ``upstream``, which only the framework can tell, or an unknown name.
+
+    Example: ``factor("scaled", 3, 8)`` is 0.25, ``factor("depth_scaled", 8, 12)`` too.
     """
     if initialization == "plain":
         return 1.0

@@ -71,7 +71,10 @@ _table: dict[str, Definition] = {}
 
 
 def define(definition: Definition) -> Definition:
-    """Add a row. :raises ValueError: the name is taken, or is not lower-case letters (the spelling needs the rest)."""
+    """Add a row to the table of schemes; CONTRIBUTING.md has an example.
+
+    :raises ValueError: the name is taken, or it is not of lower-case letters and underscores.
+    """
     if definition.name in _table or not definition.name.replace("_", "").isalpha() or not definition.name.islower():
         raise ValueError(f"scheme name {definition.name!r}: taken, or not lower-case letters")
     _table[definition.name] = definition
@@ -84,7 +87,10 @@ def names() -> tuple[str, ...]:
 
 
 def definition(name: str) -> Definition:
-    """:raises LNSConfigError: an unknown scheme, with the nearest known one."""
+    """The row of a scheme: ``definition("lns").title`` is ``"LayerNorm Scaling"``.
+
+    :raises LNSConfigError: an unknown scheme, with the nearest known one.
+    """
     if name not in _table:
         raise LNSConfigError(
             f"unknown scheme {name!r}{did_you_mean(name, _table)}: expected one of {', '.join(_table)}"
@@ -104,7 +110,10 @@ class Scheme:
 
     @classmethod
     def of(cls, name: str, /, **parameters: Any) -> Scheme:
-        """:raises LNSConfigError: an unknown scheme or parameter, or a value that is not allowed."""
+        """``Scheme.of("lns", exponent=0.25)``; parameters that are not given have their default.
+
+        :raises LNSConfigError: an unknown scheme or parameter, or a value that is not allowed.
+        """
         row = definition(name)
         for key in parameters:
             if key not in row.parameters:
@@ -151,7 +160,10 @@ class Scheme:
             )
 
     def plan(self, layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-        """:param layer_number: 1-based, global. :param sub_layer: ``attn`` or ``ff``."""
+        """What it does to one sub-layer: ``LNS.plan(4, 16, "attn").norm_scale`` is 0.5.
+
+        :param layer_number: 1-based, global. :param sub_layer: ``attn`` or ``ff``.
+        """
         return self.definition.plan(layer_number, n_layers, sub_layer, **self.parameters)
 
     def plans(self, n_layers: int) -> Iterator[tuple[int, str, Plan]]:
@@ -179,7 +191,7 @@ class Scheme:
 
 
 def parse(text: str) -> Scheme:
-    """``"lns:exponent=0.25"`` as a value.
+    """The scheme that a text spells: ``parse("lns:exponent=0.25").parameters`` is ``{"exponent": 0.25}``.
 
     :raises LNSConfigError: not of this form, or what :meth:`Scheme.of` refuses.
     """

@@ -17,7 +17,6 @@ from support.diagnostic_models import huggingface
 from support.exports import save_olmo
 
 from olmo_lns import cli
-from olmo_lns.cli import main
 from olmo_lns.diagnostics import MEASURES
 from olmo_lns.diagnostics.results import Report
 from olmo_lns.errors import LNSError
@@ -295,37 +294,11 @@ def test_bad_results(capsys, tmp_path, results):
             Report.read(tmp_path / "part.json")
 
 
-def test_one_page_for_three_models_and_what_did_not_run(llama_folder, bert_folder, token_file, tmp_path, capsys):
-    from olmo_lns.integrations.transformers import apply
-
-    apply(huggingface("llama")).save_pretrained(tmp_path / "lns")
-    models = f"{llama_folder} {tmp_path / 'lns'} {bert_folder} {tmp_path / 'nowhere'} --labels Pre-LN,LNS,BERT,none"
-    more = "--tokens 256 --sequence-length 16 --device cpu --only variance,layer-drop"
-    assert main(f"analyze all {models} --data {token_file} -o {tmp_path / 'out'} {more}".split()) == 1
-    said = capsys.readouterr()
-    assert "report.html" in said.out and said.out.count("| block | Pre-LN | LNS | BERT |") == 2
-    assert said.out.count(f"Not run: {tmp_path / 'nowhere'}: ") == 1
-    assert said.err.count("LayerNorm Scaling on") == 2, "once when it was made, once when it was read"
-    assert "LNS: variance" in said.err and "BERT: layer-drop" in said.err, "what it does at the moment"
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<img ") == page.count("<table") == 2 and page.count("<h2>Not run</h2>") == 1
-    assert all(page.count(f"<p>{name}: ") == 1 for name in ("Pre-LN", "LNS", "BERT"))
-    found = [json.loads((tmp_path / "out" / f"variance-{number}.json").read_text()) for number in (1, 2, 3)]
-    assert found[0] != found[1]
-    assert Report.read(tmp_path / "out" / "layer-drop-3.json").result.tokens == 16 * 2, "masked tokens, not the next"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("a --only varianz", "unknown 'varianz'"),
-        ("a --labels x,y", "found 2 names, expected 1"),
-        ("a b/a", "two of them have one label (a, a)"),
-    ],
-)
-def test_wrong_usage_is_said_before_a_model_is_loaded(words, said, token_file, tmp_path, capsys):
-    assert main(f"analyze all {words} --data {token_file} -o {tmp_path / 'out'}".split()) == 1
-    assert said in capsys.readouterr().err
+def test_bert_with_its_mask_token(bert_folder, token_file, tmp_path, capsys):
+    common = ["--data", token_file, "--sequence-length", 21, "-o", tmp_path / "drop.json"]
+    assert analyze("layer-drop", "--model", bert_folder, *common) == 0
+    assert Report.read(tmp_path / "drop.json").result.tokens == 28 * 3 + 2
+    assert "layer-drop" in capsys.readouterr().err, "what it does at the moment"
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["unsharded", "sharded"])

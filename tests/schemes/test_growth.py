@@ -10,7 +10,6 @@ from typing import Iterator
 
 import pytest
 import torch
-from support.exports import refused, save_olmo
 from support.studies import REPOSITORY, Built
 
 from olmo_lns.integrations import norm_sites, patching
@@ -78,13 +77,6 @@ def test_start_up_line_and_record(study: Built, caplog: pytest.LogCaptureFixture
     assert line.startswith("Toy norms on: 6 norms (toy_rms:base=3.0); alpha = 3 (block 1) to 27 (block 3); ")
     assert "norm after the addition in blocks 1 to 3; base 3; " in line and "initialization on, scaled" in line
     assert record_of(model) == Record(Scheme.of("toy", base=3), "rms", "scaled")
-
-
-def test_export_refuses_it(arm: Arm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    save_olmo(tmp_path / "checkpoint", layer_norm_type="toy_rms:base=3")
-    message = refused(capsys, tmp_path / "checkpoint", tmp_path / "model", "--format", "hf")
-    assert "Toy norms (toy:base=3.0) cannot be folded into a stock model: its norms sit on the sums" in message
 
 
 TOYFRAME = """

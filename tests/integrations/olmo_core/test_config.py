@@ -201,9 +201,22 @@ def test_json_in_another_process_and_without_the_package(tmp_path):
 def test_switched_off_or_with_a_misspelt_variable_the_config_is_refused(monkeypatch, variable, value, words):
     made = apply(small.config())
     monkeypatch.setenv(variable, value)
-    with pytest.raises(LNSConfigError, match=words):
-        made.build(init_device="meta")
+    for build in (made.build, lambda init_device: made.block.build(d_model=32, block_idx=0, n_layers=2)):
+        with pytest.raises(LNSConfigError, match=words):
+            build(init_device="meta")
     small.config().build(init_device="meta")
+
+
+def test_an_olmo_core_that_was_left_untouched_builds_no_scheme(monkeypatch):
+    from olmo_lns.errors import UpstreamChangedError
+    from olmo_lns.integrations import patching
+
+    made = apply(small.config())
+    monkeypatch.setitem(patching._aside, "OLMo-core", UpstreamChangedError("it was never verified"))
+    with pytest.raises(
+        UpstreamChangedError, match="A scheme was asked for, but this OLMo-core was left untouched: it was"
+    ):
+        made.build(init_device="meta")
 
 
 def test_version_is_judged_by_what_it_lacks(monkeypatch):
