@@ -27,6 +27,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def open_distributed(folder: Path) -> DistributedCheckpoint:
     """The distributed checkpoint in ``folder``; its module, with torch's more than a second, is imported only here."""
     from olmo_lns.checkpoints.distributed import DistributedCheckpoint

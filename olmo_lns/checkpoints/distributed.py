@@ -13,7 +13,7 @@ import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Iterable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -30,12 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from olmo_lns.checkpoints import METADATA
 from olmo_lns.checkpoints.tensors import LazyTensor, check_archive, loading, writing
 from olmo_lns.errors import LNSConfigError, one_line
-
-__all__ = ["DistributedCheckpoint", "Edit"]
 
 
 class _Inert:
@@ -71,31 +70,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's metadata")
 
 
-class _Part(io.RawIOBase):
-    """Bytes ``start`` to ``start + length`` of a file, as a file of its own."""
+class _Part(_ReaderView):
+    """Part of a file as a file of its own: torch's, with places that are counted from its end put right."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        file.seek(start)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        place = offset + (0, self.tell(), self._length)[whence]
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        place = offset + (0, self.tell(), self.len)[whence]
         if place < 0:
             raise OSError(errno.EINVAL, "a place before the beginning of the file")
-        return self._file.seek(self._start + place) - self._start
-
-    def readinto(self, buffer: Any) -> int:
-        left = max(self._length - self.tell(), 0)
-        return self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]
+        return self.base_stream.seek(self.offset + min(place, self.len)) - self.offset
 
 
 @dataclass(frozen=True)
@@ -261,32 +243,26 @@ class DistributedCheckpoint:
         return self._entry(name).properties.dtype
 
     def _check(self) -> None:
-        """The chunks of each tensor must fill it, every chunk have its bytes, and every file be long enough."""
-        sizes: dict[str, int] = {}
+        """The files hold every chunk that the metadata lists, and the chunks of a tensor make up its shape."""
+        sizes = {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
         for index, info in self.metadata.storage_data.items():
-            path = self.folder / info.relative_path
-            if Path(info.relative_path).name != info.relative_path:
-                raise LNSConfigError(f"{self.folder}: the metadata names {info.relative_path!r}, outside the folder")
-            if info.relative_path not in sizes:
-                if not path.is_file():
-                    raise LNSConfigError(f"{path} is missing: {index.fqn} is stored in it")
-                sizes[info.relative_path] = path.stat().st_size
-            if info.offset + info.length > sizes[info.relative_path]:
-                raise LNSConfigError(
-                    f"{path} is truncated: {index.fqn} ends at byte {info.offset + info.length}, "
-                    f"the file at {sizes[info.relative_path]}"
-                )
+            end, size = info.offset + info.length, sizes.get(info.relative_path)
+            problem = "is missing" if size is None else f"is truncated to {size} bytes" if end > size else ""
             if getattr(info, "transform_descriptors", None):
-                raise LNSConfigError(f"{path} is compressed ({info.transform_descriptors}): save it without transforms")
-        for name in self.names:
-            entry, covered = self._entry(name), 0
-            for chunk in entry.chunks:
-                covered += torch.Size(chunk.sizes).numel()
-                if MetadataIndex(name, chunk.offsets) not in self.metadata.storage_data:
-                    raise LNSConfigError(f"{self.folder}: the metadata lists no bytes for {name} at {chunk.offsets}")
-            if covered != torch.Size(entry.size).numel():
+                problem = "is compressed, which is not read: save it without transforms"
+            if problem:
                 raise LNSConfigError(
-                    f"{self.folder}: the chunks of {name} do not make up its shape {tuple(entry.size)}"
+                    f"{self.folder}: file {info.relative_path!r} of this folder {problem}; {index.fqn} is stored in "
+                    f"it up to byte {end}"
+                )
+        for name in self.names:
+            entry = self._entry(name)
+            stored = [MetadataIndex(name, chunk.offsets) in self.metadata.storage_data for chunk in entry.chunks]
+            covered = sum(torch.Size(chunk.sizes).numel() for chunk in entry.chunks)
+            if not all(stored) or covered != torch.Size(entry.size).numel():
+                raise LNSConfigError(
+                    f"{self.folder}: the metadata lists {sum(stored)} of {len(stored)} chunks of {name}, which make "
+                    f"up {covered} elements: expected all, of the shape {tuple(entry.size)}"
                 )
 
 

@@ -61,35 +61,22 @@ OWN = re.compile(rf"decoder\.layers\.(?:\d+\.)?(?:{'|'.join(SLOTS.values())})\."
 #: ``--norm-epsilon``, likewise.
 _EPSILON = ("norm_epsilon", "layernorm_epsilon")
 
+#: What an argument is that says nothing.
+_NOTHING = (None, False, 0)
 #: Argument -> the values under which the model is a plain decoder; an argument that is absent is fine.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None,),
-    "multi_latent_attention": (False, None),
-    "mtp_num_layers": (None, 0),
     "swiglu": (True,),
     "position_embedding_type": ("rope",),
     "rotary_percent": (1.0, None),
-    "rotary_interleaved": (False, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "use_rope_scaling": (False, None),
-    "no_rope_freq": (None, 0),
-    "add_bias_linear": (False,),
-    "add_qkv_bias": (False, None),
-    "qk_layernorm": (False, None),
-    "qk_l2_norm": (False, None),
-    "attention_output_gate": (False, None),
-    "apply_residual_connection_post_layernorm": (False, None),
-    "window_size": (None,),
     "softmax_type": ("vanilla", None),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "hybrid_override_pattern": (None,),
-    "hybrid_layer_pattern": (None,),
-    "experimental_attention_variant": (None,),
-    "use_mup": (False, None),
-    "glu_linear_offset": (0.0, None),
-    "activation_func_clamp_value": (None,),
-    "quick_geglu": (False, None),
+    **dict.fromkeys(("num_experts", "multi_latent_attention", "mtp_num_layers", "add_bias_linear"), _NOTHING),
+    **dict.fromkeys(("rotary_interleaved", "use_rope_scaling", "no_rope_freq", "add_qkv_bias"), _NOTHING),
+    **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "attention_output_gate", "window_size", "use_mup"), _NOTHING),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "experimental_attention_variant"), _NOTHING),
+    **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), _NOTHING),
+    **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern", "glu_linear_offset"), _NOTHING),
+    **dict.fromkeys(("activation_func_clamp_value", "quick_geglu"), _NOTHING),
 }
 
 
@@ -195,10 +182,8 @@ class MegatronCheckpoint:
         for layer in range(model.n_layers):
             block = f"transformer.blocks.{layer}"
             for sub_layer in SUB_LAYERS:
-                plan, own = (
-                    self.addition.plan(layer + 1, model.n_layers, sub_layer),
-                    f"decoder.layers.{SLOTS[sub_layer]}",
-                )
+                plan = self.addition.plan(layer + 1, model.n_layers, sub_layer)
+                own = f"decoder.layers.{SLOTS[sub_layer]}"
                 for part in parts:
                     weights[f"{block}.{sub_layer}_norm.{part}"] = take(f"{readers[sub_layer]}.layer_norm_{part}", layer)
                 for part in parts if plan.branch else ():

@@ -21,7 +21,6 @@ from olmo_lns.schemes import SUB_LAYERS, Scheme
 if TYPE_CHECKING:
     from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
-__all__ = ["SHARDED", "Architecture", "OLMoCheckpoint", "checkpoints_inside", "is_olmo"]
 
 #: Folder of a sharded (``torch_new``) checkpoint.
 SHARDED = "model_and_optim"
@@ -32,12 +31,19 @@ _COUNTS = (
 )
 
 
+#: Settings that change nothing in what a trained model computes: dropout, initialization, kernels, devices.
+IGNORED = {
+    *("flash_attention", "attention_dropout", "residual_dropout", "embedding_dropout", "init_device", "precision"),
+    *("init_cutoff_factor", "scale_emb_init", "emb_init_std"),
+}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """OLMo's ``ModelConfig``: its fields and defaults, read without importing OLMo.
 
-    Fields that do not change what a trained model computes (dropout, initialization, device) are
-    read and ignored; an unknown field is refused, because nobody can say what it would do.
+    Settings that do not change what a trained model computes (:data:`IGNORED`) are passed over; an unknown one is
+    refused, because nobody can say what it would do.
     """
 
     d_model: int = 768
@@ -55,12 +61,8 @@ class Architecture:
     rope: bool = False
     rope_full_precision: bool = True
     rope_theta: float = 10_000
-    flash_attention: bool = False
-    attention_dropout: float = 0.1
     multi_query_attention: bool | None = None
     attention_layer_norm: bool = False
-    residual_dropout: float = 0.1
-    embedding_dropout: float = 0.1
     embedding_layer_norm: bool = False
     layer_norm_type: str = "default"
     layer_norm_with_affine: bool = True
@@ -75,13 +77,8 @@ class Architecture:
     weight_tying: bool = True
     eos_token_id: int = 50256
     pad_token_id: int = 50256
-    init_device: str | None = None
     init_fn: str = "normal"
     init_std: float = 0.02
-    init_cutoff_factor: float | None = None
-    precision: str | None = None
-    scale_emb_init: bool = False
-    emb_init_std: float | None = None
     norm_after: bool = False
 
     @classmethod
@@ -91,9 +88,9 @@ class Architecture:
         :raises LNSConfigError: an unknown field, or a value that is not of its field's kind or no model's.
         """
         kinds = {f.name: str(f.type) for f in fields(cls)}
-        if unknown := sorted(str(name) for name in set(config) - set(kinds)):
+        if unknown := sorted(str(name) for name in set(config) - set(kinds) - IGNORED):
             raise LNSConfigError(f"{source}: unknown model setting {unknown[0]!r}: this export cannot tell its effect")
-        values = {name: _converted(name, value, kinds[name], source) for name, value in config.items()}
+        values = {name: _converted(name, value, kinds[name], source) for name, value in config.items() if name in kinds}
         return cls(**values).checked(source)
 
     def checked(self, source: object) -> Architecture:
@@ -235,6 +232,25 @@ def _converted(name: str, value: Any, kind: str, source: object) -> Any:
     return float(value) if wanted == "float" else value
 
 
+def section(config: Mapping[str, Any], name: str, source: object) -> Mapping[str, Any]:
+    """A section of a config, empty where it is absent. :raises LNSConfigError: it is not a section."""
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise LNSConfigError(f"{source}: {name} must be a section, found {found!r:.80}")
+    return found
+
+
+def identifier_in(config: Mapping[str, Any], source: object) -> str | None:
+    """``tokenizer.identifier`` of an OLMo config, or of the dataset of an OLMo-core config; None without one.
+
+    :raises LNSConfigError: it is not a string, or ``tokenizer`` is not a section.
+    """
+    identifier = section(config, "tokenizer", source).get("identifier")
+    if identifier is not None and not isinstance(identifier, str):
+        raise LNSConfigError(f"{source}: tokenizer.identifier must be a name or path, found {identifier!r:.80}")
+    return identifier
+
+
 def is_olmo(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
@@ -250,13 +266,12 @@ def checkpoints_inside(folder: Path) -> list[str]:
 class OLMoCheckpoint:
     """An OLMo checkpoint folder whose config, record and weights agree.
 
-    :param config: the whole config.yaml, and ``text`` its text.
+    :param config: the whole config.yaml.
     :param record: how LNS was used; what the config says where the folder has no ``lns.json``.
     :param layout: ``unsharded`` (model.pt) or ``sharded`` (model_and_optim/).
     """
 
     folder: Path
-    text: str
     config: Mapping[str, Any]
     architecture: Architecture
     record: Record
@@ -271,13 +286,13 @@ class OLMoCheckpoint:
         """
         folder = Path(folder)
         path = folder / "config.yaml"
-        text, config = _read_config(path)
+        config = _read_config(path)
         if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
             raise LNSConfigError(f"{path} has no section 'model': it is not the config.yaml of an OLMo checkpoint")
         architecture = Architecture.from_config(config["model"], path)
         layout = _layout(folder)  # first: a folder of checkpoints has no record to be missed
         record = _record(folder, architecture, exponent)
-        checkpoint = cls(folder, text, config, architecture, record, layout)
+        checkpoint = cls(folder, config, architecture, record, layout)
         architecture.check_weights(checkpoint.tensors, folder)
         return checkpoint
 
@@ -304,7 +319,7 @@ class OLMoCheckpoint:
         return {name: self._stored[stored] for name, stored in self.stored_names.items()}
 
 
-def _read_config(path: Path) -> tuple[str, Any]:
+def _read_config(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         aliased = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
@@ -315,7 +330,7 @@ def _read_config(path: Path) -> tuple[str, Any]:
         raise LNSConfigError(f"{path} is not valid YAML: {one_line(error)}") from None
     if aliased:  # what refers to itself could not even be compared
         raise LNSConfigError(f"{path} holds a YAML alias (*name), which OLMo never writes: write the value out")
-    return text, config
+    return config
 
 
 def _canonical(stored: str, group_size: int) -> str:

@@ -18,7 +18,6 @@ from olmo_lns.schemes import LNS, Scheme
 if TYPE_CHECKING:
     from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
-__all__ = ["BUFFER", "DEFAULT_SCALED", "PREFIX", "WEIGHTS", "OLMoCoreCheckpoint", "block_type", "is_olmo_core"]
 
 #: Folder of the weights inside a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
@@ -118,17 +117,10 @@ class OLMoCoreCheckpoint:
             plain = self.model.get("init_method", "normal") in ("normal", "fan_in")
             return Record(LNS, str(norm), "plain" if plain else "upstream")
         found = ", ".join(f"{value:.3g}" for value in values)
-        meaning = "a factor that differs from LNS"
-        if all(value == 1.0 for value in values):
-            meaning = "plain Pre-LN"
-        elif any(value == 0.0 for value in values):
-            meaning = "blocks whose sub-layers saw only zeros"
-        elif not all(1e-6 < value <= 1.0 for value in values):
-            meaning = "uninitialized memory"
         raise LNSConfigError(
             f"{self.folder} was trained with block.name={DEFAULT_SCALED}, whose factors are buffers that OLMo-core's "
-            f"init_weights overwrites: found {found}, expected {', '.join(f'{value:.3g}' for value in wanted)}. As far "
-            f"as the buffers tell, the model was trained with {meaning}, not with LayerNorm Scaling. Train it again "
+            f"init_weights overwrites: found {found}, expected {', '.join(f'{value:.3g}' for value in wanted)}. It was "
+            f"not trained with LayerNorm Scaling (1 in each: Pre-LN; others: whatever stood there). Train it again "
             f"with {CLASS}."
         )
 

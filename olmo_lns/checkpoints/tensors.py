@@ -7,7 +7,6 @@ is safe (``weights_only=True``), shards are bounded, and what the system said of
 from __future__ import annotations
 
 import errno
-import json
 import pickle
 import struct
 import zipfile
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from olmo_lns.checkpoints import read_json, write_json
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.norm.dtypes import DTYPES
 
@@ -198,7 +198,7 @@ def writing(path: Path) -> Iterator[None]:
         raise
 
 
-def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes: int) -> list[Path]:
+def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes: int) -> None:
     """Write one file, or numbered shards and their index.
 
     A shard, with what reading its tensors takes besides, is at most ``max_bytes``, which is what is held in memory; a
@@ -206,31 +206,27 @@ def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes
 
     :raises OSError: a file cannot be written.
     """
-    groups: list[dict[str, LazyTensor]] = [{}]
-    held = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and held + max(tensor.nbytes, tensor.memory) > max_bytes:
-            groups.append({})
-            held = 0
-        groups[-1][name] = tensor
-        held += tensor.nbytes
-    if len(groups) == 1:
-        return [_write_shard(folder / _SINGLE, groups[0])]
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    paths = [_write_shard(folder / file, group) for file, group in zip(names, groups, strict=True)]
-    weight_map = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return paths
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    shards = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: max(tensor.nbytes, tensor.memory),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    for file, names in shards.filename_to_tensors.items():
+        _write_shard(folder / file, {name: tensors[name] for name in names})
+    if shards.is_sharded:
+        total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+        write_json(folder / INDEX, {"metadata": total, "weight_map": shards.tensor_to_filename})
 
 
-def _write_shard(path: Path, tensors: Mapping[str, LazyTensor]) -> Path:
+def _write_shard(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
     from safetensors.torch import save_file
 
     with writing(path):
         values = {name: tensor.load().contiguous() for name, tensor in tensors.items()}
         save_file(values, path, metadata={"format": "pt"})
-    return path
 
 
 def read_weights(folder: Path) -> dict[str, LazyTensor]:
@@ -243,10 +239,7 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
     if not index.is_file():
         single = folder / _SINGLE
         return read_state(old) if old.is_file() and not single.is_file() else _read_shard(single)
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise LNSConfigError(f"{index} is not an index of shards: {one_line(error)}") from None
+    weight_map: dict[str, str] = read_json(index).get("weight_map") or {}
     found = {
         key: value for name in sorted(set(weight_map.values())) for key, value in _read_shard(folder / name).items()
     }

@@ -9,3 +9,6 @@ One module a format (:mod:`olmo`, :mod:`olmo_core`, :mod:`megatron`, :mod:`model
 :mod:`huggingface` the stock class, :mod:`sources` what is written for it, :mod:`atomic` the folder that appears
 complete or not at all, :mod:`comparison` what ``verify`` compares. :mod:`guards` stands alone.
 """
+
+#: What a checkpoint can be written as.
+OLMO, OLMO_UNSHARDED, OLMO_CORE, HF, MEGATRON = FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")

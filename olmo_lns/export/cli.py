@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import ctypes
 import os
 import re
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Sequence
 from olmo_lns import hub
 from olmo_lns.arguments import DTYPES, at_least, seed
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.export import FORMATS, HF
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 from olmo_lns.schemes.factor import check_exponent
@@ -23,10 +25,8 @@ from olmo_lns.schemes.initialization import resolve
 if TYPE_CHECKING:
     from olmo_lns.export.sources import Source
 
-__all__ = ["FORMATS", "hf", "main", "source_of", "verify"]
 
-#: As :mod:`olmo_lns.export.sources` and the sources, which load torch: ``--help`` does not.
-FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
+#: The names of the sources, which load torch: ``--help`` does not.
 SOURCES = ("auto", "olmo", "olmo-core", "megatron", "transformers", "authors")
 
 _EXPORT = """\
@@ -68,23 +68,27 @@ def main(argv: Sequence[str]) -> int:
     if args.unfold and args.format == "hf":
         parser.error("--unfold writes a checkpoint to train on: --format olmo, olmo-core or megatron")
     _give_memory_back()
-    with _terminable():
-        lines = run(args)
-    print("\n".join(lines))
+    with contextlib.suppress(ValueError):  # outside the main thread the caller handles signals
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop leaves nothing behind either
+    print("\n".join(run(args)))
     return 0
 
 
 def run(args: argparse.Namespace) -> list[str]:
     """Do what the parsed arguments say; returns the report, one line each."""
     from olmo_lns.export.atomic import atomic_folder
-    from olmo_lns.export.sources import HF, Options, write_card
+    from olmo_lns.export.sources import Options
     from olmo_lns.norm import dtypes
 
     checkpoint = Path(args.checkpoint)
     source = source_of(checkpoint, args.source)
+    formats = source.formats[:1] if args.unfold else source.formats
+    if args.format not in (None, *formats) and (not args.unfold or formats != (HF,)):  # those Source.unfold refuses
+        how = f"{'is unfolded into' if args.unfold else 'is written as'} {' or '.join(formats)}"
+        raise LNSConfigError(f"--format {args.format}: {checkpoint} is {source.kind}, which {how}")
     options = Options(
         output=args.output,
-        format=_format_of(source, checkpoint, args.format, unfold=args.unfold),
+        format=args.format or formats[0],
         dtype=dtypes.DTYPES.get(args.dtype),
         exponent=args.exponent,
         tokenizer=args.tokenizer,
@@ -101,10 +105,8 @@ def run(args: argparse.Namespace) -> list[str]:
     target = (source.unfold if args.unfold else source.fold)(checkpoint, options)
     with atomic_folder(options.output) as folder:
         lines = target.write(folder)
-        if options.format == HF:
-            write_card(folder, checkpoint.resolve().name, rounding)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if changed := len(rounding.multiplied | rounding.cast):
+    if changed := len(rounding.changed):
         where = f" ({rounding.where})" if rounding.worst else ""
         lines.append(f"{changed} tensors changed; largest relative error {rounding.worst:.2e}{where}")
     return [*lines, f"wrote {options.output}: {size / 1e6:,.1f} MB, SHA256SUMS"]
@@ -141,38 +143,11 @@ def source_of(folder: Path, name: str = "auto") -> Source:
     )
 
 
-def _format_of(source: Source, folder: Path, asked: str | None, *, unfold: bool) -> str:
-    """The format ``asked`` for, or the checkpoint's own. :raises LNSConfigError: it is not written in that."""
-    formats = source.formats[:1] if unfold else source.formats
-    if asked is not None and asked not in formats and not (unfold and formats == ("hf",)):
-        how = "is unfolded into" if unfold else "is written as"
-        raise LNSConfigError(f"--format {asked}: {folder} is {source.kind}, which {how} {' or '.join(formats)}")
-    return asked or formats[0]
-
-
 def _give_memory_back() -> None:
     """Let glibc return every large block when it is freed; it would keep those of up to 32 MB for itself."""
     mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such setting
         ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that a batch system's stop leaves nothing behind."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: the caller handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def exponent(text: str) -> float:
@@ -301,10 +276,6 @@ def _verify_parser() -> argparse.ArgumentParser:
 def hf(argv: Sequence[str]) -> int:
     """Run ``olmo-lns hf``. :raises LNSError: refused or failed; nothing is left behind."""
     args = _hf_parser().parse_args(argv)
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise LNSConfigError(f"transformers cannot be imported ({error}): pip install 'olmo-lns[hf]'") from error
     from olmo_lns.integrations.transformers import register
 
     register()
@@ -315,7 +286,7 @@ def hf(argv: Sequence[str]) -> int:
 
 def _import(args: argparse.Namespace) -> list[str]:
     from olmo_lns.export.atomic import atomic_folder
-    from olmo_lns.export.sources import HF, Options
+    from olmo_lns.export.sources import Options
     from olmo_lns.norm.dtypes import DTYPES
 
     options = Options(str(args.output), HF, DTYPES.get(args.dtype or ""), tokenizer=args.tokenizer)
@@ -344,7 +315,7 @@ def _init(args: argparse.Namespace) -> list[str]:
         raise LNSConfigError(f"--head {args.head}: transformers has no {name}")
     lines = [f"{config.model_type}: {record}"]
     with atomic_folder(args.output) as folder:
-        lines += _copy_tokenizer(args.source, folder)
+        lines.append(_copy_tokenizer(args.source, folder))
         if not args.weights:
             set_dtype(config, DTYPES[dtype])
             config.save_pretrained(folder)
@@ -366,23 +337,23 @@ def _stock_config(source: str, changes: dict[str, Any]) -> Any:
     from olmo_lns.integrations.transformers.models import available, stock_config_class
 
     known = {family.model_type: family for family in available()}
-    if source in known and not Path(source).exists():
-        cls = stock_config_class(known[source])
-        with _values_judged():
-            config, made = cls(), cls(**changes)
+    fresh = source in known and not Path(source).exists()
+    try:
+        if fresh:
+            config = stock_config_class(known[source])()
+        else:
+            config = AutoConfig.from_pretrained(source, local_files_only=hub.cached_only(source, "config.json"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LNSConfigError(f"{source}: no config could be read: {one_line(error)}") from error
+    with _values_judged():
+        made = type(config)(**changes) if fresh else copy.deepcopy(config)  # anew, so that what follows follows
+    for name, value in changes.items():
         # A name that it does not know it keeps as it is; one that it converts it does not.
-        unknown = [name for name in changes if name in vars(made) and not hasattr(config, name)]
-    else:
-        try:
-            config = made = AutoConfig.from_pretrained(source, local_files_only=hub.cached_only(source, "config.json"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise LNSConfigError(f"{source}: no config could be read: {one_line(error)}") from error
-        unknown = [name for name in changes if not hasattr(config, name)]
-        for name in changes.keys() - unknown:
+        if (not fresh or name in vars(made)) and not hasattr(config, name):
+            raise LNSConfigError(f"--set {name}: {type(config).__name__} has none{did_you_mean(name, vars(config))}")
+        if not fresh:
             with _values_judged():
-                setattr(config, name, changes[name])
-    for name in unknown:
-        raise LNSConfigError(f"--set {name}: {type(config).__name__} has none{did_you_mean(name, vars(config))}")
+                setattr(made, name, value)
     return made
 
 
@@ -424,22 +395,19 @@ def _lns_config(config: Any, args: argparse.Namespace) -> Any:
         return config_class(known[config.model_type])(**values, lns_record=record.as_dict())
 
 
-def _copy_tokenizer(source: str, folder: Path) -> list[str]:
+def _copy_tokenizer(source: str, folder: Path) -> str:
     from transformers import AutoTokenizer
-    from transformers.utils import cached_file
 
     from olmo_lns.integrations.transformers.families import FAMILIES
 
-    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if source in FAMILIES or not any(cached_file(source, name, **quiet) for name in names):
-        return [f"no tokenizer: {source} has none"]
+    if source in FAMILIES:
+        return f"no tokenizer: {source} has none"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"no tokenizer: {one_line(error)}"]
+        return f"no tokenizer: {one_line(error)}"
     tokenizer.save_pretrained(folder)
-    return [f"tokenizer: {type(tokenizer).__name__} of {source}"]
+    return f"tokenizer: {type(tokenizer).__name__} of {source}"
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from olmo_lns.checkpoints import read_json
 from olmo_lns.checkpoints.olmo import Architecture, OLMoCheckpoint, is_olmo
@@ -24,13 +25,11 @@ from olmo_lns.checkpoints.olmo_core import OLMoCoreCheckpoint, is_olmo_core
 from olmo_lns.checkpoints.tensors import LazyTensor, read_weights
 from olmo_lns.environment import DISABLE
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.export import stock_olmo
+from olmo_lns.export import HF, OLMO, OLMO_CORE
 from olmo_lns.export.fold import obstacle
 from olmo_lns.export.model_folder import is_ours, load
-from olmo_lns.export.sources import HF, NONE, OLMO, OLMO_CORE, Options, Source
+from olmo_lns.export.sources import NONE, Options, Source
 from olmo_lns.record import Record
-
-__all__ = ["Comparison", "StockOLMo", "compare", "differences", "open_export"]
 
 #: Largest logit difference in fp32, relative to the largest logit.
 TOLERANCE = 1e-5
@@ -46,40 +45,84 @@ _NEUTRAL = {
         *("resid_pdrop", "embd_pdrop", "attn_pdrop", "output_attentions", "output_hidden_states"),
         *("chunk_size_feed_forward", "is_encoder_decoder", "pretraining_tp"),
     },
-    OLMO: {
-        *("init_fn", "init_std", "init_cutoff_factor", "init_device", "scale_emb_init", "emb_init_std", "precision"),
-        *("attention_dropout", "residual_dropout", "embedding_dropout", "flash_attention"),
-        *("eos_token_id", "pad_token_id"),
-    },
+    OLMO: {"init_fn", "init_std", "eos_token_id", "pad_token_id"},
     OLMO_CORE: {"init_method", "init_seed", "init_std", "embedding_init_std"},
 }
 
 
 class StockOLMo:
-    """An OLMo export, run in a process of its own in which this package's plugin is not loaded."""
+    """An OLMo export, run in a process of its own in which this package's plugin is switched off."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.folder, self.dtype = folder, dtype
 
     def run(self, batches: torch.Tensor) -> list[tuple[torch.Tensor, str | None]]:
-        """For each row of ``batches`` (int64, (count, length)) its logits in float32, (1, length, embeddings), and the
-        first module whose output is not finite.
+        """What :func:`_logits_of` gives for each row of ``batches`` (int64, (count, length)).
 
-        :raises LNSConfigError: stock OLMo cannot load the folder, or ended.
+        :raises LNSConfigError: stock OLMo cannot load or run the folder.
         """
         with tempfile.TemporaryDirectory() as place:
-            asked, answer = Path(place, "ids.pt"), Path(place, "logits.pt")
-            torch.save(batches, asked)
-            arguments = [str(self.folder), str(self.dtype).removeprefix("torch."), str(asked), str(answer)]
-            program = f"import sys; sys.path[:] = {sys.path!r}; from {stock_olmo.__name__} import main; main()"
-            command, environment = [sys.executable, "-c", program, *arguments], os.environ | {DISABLE: "1"}
-            done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            if not answer.is_file():
-                raise LNSConfigError(f"{self.folder}: stock OLMo ended with exit code {done.returncode}")
-            found: Any = torch.load(answer, weights_only=True)
-        if isinstance(found, str):
-            raise LNSConfigError(f"{self.folder}: stock OLMo cannot run it: {one_line(found)}")
-        return list(found)
+            torch.save((str(self.folder), self.dtype, batches), Path(place, "asked"))
+            program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import in_stock_olmo; in_stock_olmo()"
+            environment = os.environ | {DISABLE: "1"}
+            done = subprocess.run(
+                [sys.executable, "-c", program, place], env=environment, capture_output=True, text=True
+            )
+            if done.returncode:
+                said = done.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {done.returncode}"
+                raise LNSConfigError(f"{self.folder}: stock OLMo cannot run it: {said}")
+            found: list[tuple[torch.Tensor, str | None]] = torch.load(Path(place, "answer"), weights_only=True)
+        return found
+
+
+def in_stock_olmo() -> None:
+    """:meth:`StockOLMo.run` in its process."""
+    from olmo.config import LayerNormType, ModelConfig
+    from olmo.model import OLMo
+
+    if "lns_rms" in LayerNormType.__members__:
+        raise RuntimeError("this OLMo has the lns types although the plugin is switched off: it is not stock OLMo")
+    place = sys.argv[1]
+    folder, dtype, batches = torch.load(Path(place, "asked"), weights_only=True)
+    config = ModelConfig.load(Path(folder, "config.yaml"), key="model", validate_paths=False)
+    config.init_device = "cpu"
+    model = OLMo(config, init_params=False)
+    state = {name: tensor.load() for name, tensor in OLMoCheckpoint.open(folder).tensors.items()}
+    model.load_state_dict(model._make_state_dict_compatible(state)[0])
+    model = model.to(dtype).eval()
+    with torch.inference_mode():
+        torch.save([_logits_of(model, ids) for ids in batches.split(1)], Path(place, "answer"))
+
+
+def _logits_of(model: Any, given: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+    """The logits in float32, and the first module whose output is not finite.
+
+    Modules are looked at only when the logits are not finite: then the model runs again.
+
+    :param given: token ids (int64, (1, length)), or images, which are cast to the dtype that the model computes in.
+    """
+    given = given.to(next(model.parameters()).dtype) if given.is_floating_point() else given
+    output = model(given)
+    logits = getattr(output, "logits", output).float()  # OLMo-core returns the logits themselves
+    if bool(torch.isfinite(logits).all()):
+        return logits, None
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            leaves = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+            if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves):
+                found.append(name or "the logits")
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    try:
+        model(given)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits, found[0] if found else "the logits"
 
 
 def open_export(folder: Path) -> tuple[Any, int, int]:
@@ -91,29 +134,23 @@ def open_export(folder: Path) -> tuple[Any, int, int]:
 
     if not folder.is_dir():
         raise LNSConfigError(f"{folder} is not a folder: give what olmo-lns export made of the checkpoint")
-    usage = "export made of one (usage: olmo-lns verify CHECKPOINT EXPORT)"
-    if is_olmo_core(folder):
-        core = OLMoCoreCheckpoint.open(folder)
-        if core.record.active:
+    if (core := is_olmo_core(folder)) or is_olmo(folder):
+        opened: Any = (OLMoCoreCheckpoint if core else OLMoCheckpoint).open(folder)
+        record, dtype = opened.record, next(iter(opened.tensors.values())).dtype
+        if record.active and (core or not obstacle(record.scheme, opened.architecture.n_layers)):
             raise LNSConfigError(
-                f"{folder} is an OLMo-core checkpoint with our block, not an export: expected what olmo-lns {usage}"
+                f"{folder} is an LNS checkpoint ({record}), which stock software cannot run: expected what olmo-lns "
+                "export made of one (usage: olmo-lns verify CHECKPOINT EXPORT)"
             )
-        model = open_olmo_core(folder).to(next(iter(core.tensors.values())).dtype)
-        return model, model.vocab_size, 1 << 30
+        if core:
+            model = open_olmo_core(folder).to(dtype)
+            return model, model.vocab_size, 1 << 30
+        # Where a scheme does not fold, no stock software runs the export: what there is to run is our own model of it.
+        runs = open_olmo(folder).to(dtype) if record.active else StockOLMo(folder, dtype)
+        return runs, opened.architecture.vocab_size, opened.architecture.max_sequence_length
     if (folder / "config.json").is_file():
         found = _open_transformers(folder).eval()
         return found, getattr(found.config, "vocab_size", 0), getattr(found.config, "max_position_embeddings", 0)
-    if is_olmo(folder):
-        olmo = OLMoCheckpoint.open(folder)
-        sizes, dtype = olmo.architecture, next(iter(olmo.tensors.values())).dtype
-        if not olmo.record.active:
-            return StockOLMo(folder, dtype), sizes.vocab_size, sizes.max_sequence_length
-        if obstacle(olmo.record.scheme, sizes.n_layers):
-            # No stock software runs it: what there is to compare is our own model of its weights.
-            return open_olmo(folder).to(dtype), sizes.vocab_size, sizes.max_sequence_length
-        raise LNSConfigError(
-            f"{folder} is an LNS checkpoint, which stock OLMo cannot run: expected what olmo-lns {usage}"
-        )
     raise LNSConfigError(
         f"{folder} holds neither config.json nor config.yaml: verify reads Hugging Face, OLMo and OLMo-core exports "
         "(a folded Megatron checkpoint can be exported with --format hf and verified so)"
@@ -125,19 +162,15 @@ def _open_transformers(folder: Path) -> Any:
 
     if is_ours(folder):  # brought in by `hf import`: no stock software runs it, and it refuses to try
         return load(folder)
+    config = read_json(folder / "config.json")
+    if (said := config.get("lns", "folded")) != "folded":
+        raise LNSConfigError(f"{folder}/config.json says lns: {said!r}, which stock software drops: expected an export")
+    images = any(name.endswith("ForImageClassification") for name in config.get("architectures") or [])
+    kind = AutoModelForImageClassification if images else AutoModelForCausalLM
     try:
-        config = read_json(folder / "config.json")
-        said = config.get("lns", "folded")
-        images = any(name.endswith("ForImageClassification") for name in config.get("architectures") or [])
-        kind = AutoModelForImageClassification if images else AutoModelForCausalLM
-        how = {"torch_dtype": "auto", "local_files_only": True, "trust_remote_code": False}
-        model = kind.from_pretrained(folder, **how) if said == "folded" else None
+        model = kind.from_pretrained(folder, torch_dtype="auto", local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises almost anything for a folder that it cannot load
         raise LNSConfigError(f"{folder}: stock transformers cannot load it: {one_line(error)}") from None
-    if model is None:
-        raise LNSConfigError(
-            f"{folder}/config.json says lns: {said!r}, which stock transformers drops: expected an export"
-        )
     if not type(model).__module__.startswith("transformers."):
         raise LNSConfigError(f"{folder} is a {type(model).__module__}.{type(model).__name__}, not stock transformers")
     return model
@@ -165,12 +198,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        return (
-            not self.not_finite
-            and not self.different
-            and math.isfinite(self.allowed)
-            and self.difference <= self.allowed
-        )
+        return not self.different and math.isfinite(self.allowed) and self.difference <= self.allowed
 
     def __str__(self) -> str:
         lines = [f"differs                 {line}" for line in self.different[:_SHOWN]]
@@ -199,18 +227,18 @@ def compare(source: Any, exported: Any, batches: torch.Tensor) -> Comparison:
     in_process = isinstance(exported, torch.nn.Module)
     dtype = next(exported.parameters()).dtype if in_process else exported.dtype
     low = None if dtype == torch.float32 else copy.deepcopy(source).to(dtype)
-    answers = (_run(exported, ids) for ids in batches.split(1)) if in_process else exported.run(batches)
+    answers = (_logits_of(exported, ids) for ids in batches.split(1)) if in_process else exported.run(batches)
     difference = gap = largest = 0.0
     agree, losses, count, text = 0, [0.0, 0.0], 0, not batches.is_floating_point()
     for ids, answer in zip(batches.split(1), answers, strict=True):
         try:
-            runs = {"checkpoint": _run(source, ids), "export": answer}
+            runs = {"checkpoint": _logits_of(source, ids), "export": answer}
         except IndexError:  # of the embedding
             raise LNSConfigError(
                 f"the checkpoint has no token {int(ids.max())}: the export is of another model"
             ) from None
         if low is not None:
-            runs[f"checkpoint run in {dtype}"] = _run(low, ids)
+            runs[f"checkpoint run in {dtype}"] = _logits_of(low, ids)
         for which, (_, first) in runs.items():
             if first is not None:
                 return Comparison(not_finite=f"{which}: NaN or infinite from {first} on")
@@ -233,12 +261,6 @@ def compare(source: Any, exported: Any, batches: torch.Tensor) -> Comparison:
         before, after = (math.exp(min(loss / (count - len(batches)), 700.0)) for loss in losses)
         perplexities = before, after
     return Comparison(difference, allowed, agree / count, perplexities, count)
-
-
-def _run(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """The logits, and the first module that is not finite. Images are cast to the dtype that the model computes in."""
-    given = ids.to(next(model.parameters()).dtype) if ids.is_floating_point() else ids
-    return stock_olmo.logits_of(model, given)
 
 
 def differences(source: Source, checkpoint: Path, export: Path, exported: Record | None) -> tuple[int, list[str]]:
@@ -269,10 +291,9 @@ def differences(source: Source, checkpoint: Path, export: Path, exported: Record
         stored = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
         if said not in {None, *stored}:
             lines.append(f"config: dtype is {said}, the weights are {' and '.join(sorted(stored))}")
-    tied = {"lm_head.weight"} if target.config.get("tie_word_embeddings") else set()
     for problem, names in (
         ("lacks", set(target.weights) - set(weights)),
-        ("has", set(weights) - set(target.weights) - tied),
+        ("has", set(weights) - set(target.weights)),
     ):
         lines += [f"the export {problem} the weight {name}" for name in sorted(names)]
     shared = [name for name in target.weights if name in weights]

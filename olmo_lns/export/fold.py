@@ -45,14 +45,12 @@ _SHARDED_STATE = re.compile(r"optim\.state\.(?P<parameter>.+)\.(?P<moment>[a-z_]
 class Rounding:
     """Largest relative error that rounding made, over all tensors that were changed.
 
-    Relative to the exact product in float64; elements that are zero are left out. Of the tensors in
-    ``cast`` only the dtype is another.
+    Relative to the exact product in float64; elements that are zero are left out.
     """
 
     worst: float = 0.0
     where: str = ""
-    multiplied: set[str] = field(default_factory=set)
-    cast: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
 
     def scale(
         self,
@@ -74,8 +72,7 @@ class Rounding:
             not of a plain floating dtype.
         """
         check_finite(name, tensor)
-        same = _same(factor, shift)
-        if same and tensor.dtype == dtype:
+        if _same(factor, shift) and tensor.dtype == dtype:
             return tensor
         check_dtype(name, tensor.dtype, "cannot scale")
         if not tensor.numel():
@@ -96,7 +93,7 @@ class Rounding:
             worst = max(worst, float(errors.max()))
         if worst == math.inf:
             raise LNSConfigError(f"{name} holds values that overflow {dtype}: choose bf16 or fp32")
-        (self.cast if same else self.multiplied).add(name)
+        self.changed.add(name)
         if worst > self.worst:
             self.worst, self.where = worst, name
         return result
@@ -152,11 +149,17 @@ def fold_record(record: Record) -> Record:
     return replace(record, folded=record.folded or record.active, plugin_version=__version__)
 
 
-def unfolded_record(saved: Record, source: object) -> Record:
+def unfolded_record(saved: Record, source: object, n_layers: int | None = None) -> Record:
     """The record of folded weights with the factor outside again.
 
-    :raises LNSConfigError: they are not folded.
+    :param n_layers: given where no more than factors of norms can be taken out again.
+    :raises LNSConfigError: the weights are not folded, or hold more.
     """
+    if saved.folded and n_layers and not saved.scheme.keeps_forward(n_layers):
+        raise LNSConfigError(
+            f"scheme {saved.scheme} ({saved.scheme.definition.title}) cannot be unfolded from a stock Pre-LN model: it "
+            "does more than multiply the norms in front of the sub-layers"
+        )
     if saved.folded:
         return replace(saved, folded=False, plugin_version=__version__)
     if saved.active:
@@ -164,15 +167,6 @@ def unfolded_record(saved: Record, source: object) -> Record:
     raise LNSConfigError(
         f"{source} is Pre-LN and never was LNS: there is no factor to take out, and a new label makes no LNS model"
     )
-
-
-def require_norms_only(scheme: Scheme, n_layers: int) -> None:
-    """:raises LNSConfigError: a scheme that does more than multiply norms, which no unfolding takes out again."""
-    if not scheme.keeps_forward(n_layers):
-        raise LNSConfigError(
-            f"scheme {scheme} ({scheme.definition.title}) cannot be unfolded from a stock Pre-LN model: it does more "
-            "than multiply the norms in front of the sub-layers"
-        )
 
 
 def require_foldable(scheme: Scheme, n_layers: int, source: object, otherwise: str = "") -> None:

@@ -9,6 +9,7 @@ this package, so the first is recognised by its file name when it imports transf
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import logging
 import sys
@@ -16,6 +17,8 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable
+
+import yaml
 
 from olmo_lns.environment import ALLOW_MISMATCH
 from olmo_lns.errors import CheckpointMismatchError
@@ -32,10 +35,10 @@ log = logging.getLogger("olmo_lns")
 TRIGGER = "transformers.models.olmo.configuration_olmo"
 #: OLMo's script, and the copy of it that transformers ships.
 CONVERTERS = ("convert_olmo_to_hf_new", "convert_olmo_weights_to_hf")
-_installed: list[bool] = []
 _VERIFIED = {"01810dd1b8a5ed6b": "ai2-olmo 0.5.0 to main (2025-09)"}
 
 
+@functools.cache
 def install() -> None:
     """Guard the converters that are imported from now on, or already are. Idempotent and inert.
 
@@ -44,9 +47,6 @@ def install() -> None:
 
     :raises CheckpointMismatchError: (in the converter) the conversion would lose the factor.
     """
-    if _installed:
-        return
-    _installed.append(True)
     on_import(TRIGGER, lambda module: _check_script())
     on_import("hf_olmo.configuration_olmo", _guard_hf_olmo)
     on_import("hf_olmo.modeling_olmo", _guard_hf_olmo_model)
@@ -61,7 +61,9 @@ def check_conversion(folder: str | Path, *, keeps_gains: bool) -> None:
         loses also a factor that was folded into them.
     :raises CheckpointMismatchError: it would, and the difference was not allowed.
     """
-    model = _model_section(Path(folder))
+    model: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):  # of which the converter tells
+        model |= yaml.safe_load((Path(folder) / "config.yaml").read_text(encoding="utf-8"))["model"]
     record = Record.read(folder) or Record(types.scheme_of(model.get("layer_norm_type", "")))
     in_gains = record.folded and model.get("layer_norm_with_affine", True) and not keeps_gains
     if in_gains:
@@ -139,14 +141,3 @@ def _require_allowed(layer_norm_type: Any, what: str) -> None:
             "import. An OLMo checkpoint becomes a stock model by olmo-lns export CHECKPOINT OUT --format hf. Or set "
             f"{ALLOW_MISMATCH}={name}."
         )
-
-
-def _model_section(folder: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}  # the converter itself says what is wrong with it
-    model = config.get("model") if isinstance(config, dict) else None
-    return model if isinstance(model, dict) else {}

@@ -25,15 +25,13 @@ from olmo_lns.checkpoints.megatron import (
     is_megatron,
 )
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import fold, huggingface
+from olmo_lns.export import HF, MEGATRON, fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor
-from olmo_lns.export.sources import HF, MEGATRON, Options, Source, Stock, Target, nothing_to_fold
+from olmo_lns.export.sources import Options, Source, Stock, Target, nothing_to_fold
 from olmo_lns.integrations.megatron.settings import SLOTS, ZERO_CENTRED, Settings
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
-
-__all__ = ["Megatron"]
 
 _OUTPUT = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<holder>self_attention\.linear_proj|mlp\.linear_fc2)\.(?:weight|bias)$"
@@ -44,12 +42,8 @@ class Megatron(Source):
     name = "megatron"
     kind = "a Megatron checkpoint"
     formats = (MEGATRON, HF)
-
-    def recognises(self, folder: Path) -> bool:
-        return is_megatron(folder)
-
-    def open(self, folder: Path, exponent: float | None = None) -> MegatronCheckpoint:
-        return MegatronCheckpoint.open(folder)
+    checkpoint = MegatronCheckpoint
+    recognises = staticmethod(is_megatron)
 
     def stock(self, checkpoint: MegatronCheckpoint, options: Options, *, trained: bool = False) -> Stock:
         record, folder, layers = checkpoint.record, checkpoint.folder, int(checkpoint.args.num_layers)
@@ -84,8 +78,7 @@ class Megatron(Source):
         return Target(write)
 
     def unfolded(self, checkpoint: MegatronCheckpoint, options: Options) -> Target:
-        record = fold.unfolded_record(checkpoint.record, checkpoint.folder)
-        fold.require_norms_only(record.scheme, int(checkpoint.args.num_layers))
+        record = fold.unfolded_record(checkpoint.record, checkpoint.folder, int(checkpoint.args.num_layers))
         inverse: dict[str, Factor] = {name: 1 / by for name, by in _of_norms(checkpoint, record.scheme).items()}
         changes: dict[str, Any] = {"layernorm_scaling": True, "layernorm_scaling_folded": False}
         changes["layernorm_scaling_exponent"] = record.scheme.parameters["exponent"]

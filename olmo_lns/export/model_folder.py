@@ -17,14 +17,12 @@ from olmo_lns.checkpoints import read_json
 from olmo_lns.checkpoints.olmo import Architecture
 from olmo_lns.checkpoints.tensors import LazyTensor, check_shapes, read_weights, write_safetensors
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.export import huggingface
+from olmo_lns.export import HF, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import HF, NONE, Options, Source, Stock, Target, export_target, set_dtype, write_tokenizer
+from olmo_lns.export.sources import NONE, Options, Source, Stock, Target, export_target, set_dtype, write_tokenizer
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, Scheme
-
-__all__ = ["Authors", "ModelFolder", "is_ours", "load"]
 
 
 def is_ours(folder: Path) -> bool:
@@ -41,9 +39,7 @@ class ModelFolder(Source):
     name = "transformers"
     kind = "a transformers model"
     formats = (HF,)
-
-    def recognises(self, folder: Path) -> bool:
-        return is_ours(folder)
+    recognises = staticmethod(is_ours)
 
     def fold(self, folder: Path, options: Options) -> Target:
         from olmo_lns.integrations.transformers import fold, fold_factors
@@ -127,7 +123,7 @@ def _tokenizer(source: Path, out: Path, asked: str | None, config: dict[str, Any
     if asked == NONE:
         return "no tokenizer, as asked"
     if asked is not None:
-        return write_tokenizer(out, asked, config=config, beside=source)
+        return write_tokenizer(out, asked, config, source)
     if not any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return "no tokenizer: the folder has none"
     AutoTokenizer.from_pretrained(source).save_pretrained(out)
@@ -140,9 +136,7 @@ class Authors(Source):
     name = "authors"
     kind = "the paper's LLaMA"
     formats = (HF,)
-
-    def recognises(self, folder: Path) -> bool:
-        return False
+    recognises = staticmethod(lambda folder: False)
 
     def fold(self, folder: Path, options: Options) -> Target:
         config, model, weights = _opened(folder)
@@ -176,24 +170,19 @@ def _opened(folder: Path) -> tuple[dict[str, Any], Architecture, dict[str, LazyT
 
     :raises LNSConfigError: not their layout, or damaged.
     """
-    config = _read_config(folder / "config.json")
-    model = _architecture(config, folder)
+    config, path = read_json(folder / "config.json"), folder / "config.json"
+    if config.get("model_type") != "llama":
+        raise LNSConfigError(f"{path} is not the config of a Llama")
+    if config.get("lns"):
+        raise LNSConfigError(f"{path} says lns: {config['lns']!r}: the factor is inside the weights already")
+    model = _architecture(config, path)
     # RoPE's frequencies, which older transformers saved too, are left out.
     weights = {n: tensor for n, tensor in read_weights(folder).items() if not n.endswith("rotary_emb.inv_freq")}
     model.check_weights(weights, folder, lambda: _llama_shapes(model))
     return config, model, weights
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config = read_json(path)
-    if config.get("model_type") != "llama":
-        raise LNSConfigError(f"{path} is not the config of a Llama")
-    if config.get("lns"):
-        raise LNSConfigError(f"{path} says lns: {config['lns']!r}: the factor is inside the weights already")
-    return config
-
-
-def _architecture(config: Mapping[str, Any], source: Path) -> Architecture:
+def _architecture(config: Mapping[str, Any], path: Path) -> Architecture:
     try:
         heads = int(config["num_attention_heads"])
         model = Architecture(
@@ -213,8 +202,8 @@ def _architecture(config: Mapping[str, Any], source: Path) -> Architecture:
             weight_tying=bool(config.get("tie_word_embeddings", False)),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise LNSConfigError(f"{source}/config.json: missing or wrong value: {error!r}") from None
-    return model.checked(source / "config.json")
+        raise LNSConfigError(f"{path}: missing or wrong value: {error!r}") from None
+    return model.checked(path)
 
 
 def _llama_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:

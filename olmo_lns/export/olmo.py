@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import re
 from dataclasses import replace
 from pathlib import Path, PosixPath
 from typing import Any, Mapping
@@ -15,31 +13,17 @@ import yaml
 
 from olmo_lns import __version__
 from olmo_lns.checkpoints.distributed import Edit
-from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint, is_olmo
-from olmo_lns.checkpoints.tensors import LazyTensor, map_tensors, read_archive, write_archive
-from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.export import fold, huggingface
+from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint, identifier_in, is_olmo
+from olmo_lns.checkpoints.tensors import LazyTensor, loading, map_tensors, read_archive, write_archive
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export import HF, OLMO, OLMO_UNSHARDED, fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import (
-    HF,
-    OLMO,
-    OLMO_UNSHARDED,
-    Options,
-    Source,
-    Stock,
-    Target,
-    about_moments,
-    identifier_in,
-    nothing_to_fold,
-)
+from olmo_lns.export.sources import Options, Source, Stock, Target, about_moments, nothing_to_fold
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.olmo.state import KEY, Mark, needs_olmo_lns
 from olmo_lns.record import RECORD_FILE, Record
 
-__all__ = ["OLMo", "mark"]
-
-_NOTE = "# LayerNorm Scaling"
 _OPTIMIZER = "optim.pt"
 
 
@@ -47,9 +31,7 @@ class OLMo(Source):
     name = "olmo"
     kind = "an OLMo checkpoint"
     formats = (OLMO, OLMO_UNSHARDED, HF)
-
-    def recognises(self, folder: Path) -> bool:
-        return is_olmo(folder)
+    recognises = staticmethod(is_olmo)
 
     def open(self, folder: Path, exponent: float | None = None) -> OLMoCheckpoint:
         return OLMoCheckpoint.open(folder, exponent=exponent)
@@ -84,8 +66,8 @@ class OLMo(Source):
         return _target(checkpoint, record, layout, options, factors, _in_words(checkpoint, layout))
 
     def unfolded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
-        record, model = fold.unfolded_record(checkpoint.record, checkpoint.folder), checkpoint.architecture
-        fold.require_norms_only(record.scheme, model.n_layers)
+        model = checkpoint.architecture
+        record = fold.unfolded_record(checkpoint.record, checkpoint.folder, model.n_layers)
         name, unsharded = os.path.basename(os.path.normpath(options.output)), checkpoint.layout == "unsharded"
         if name.endswith("-unsharded") != unsharded:
             better = f"{name}-unsharded" if unsharded else name.removesuffix("-unsharded") or "lns"
@@ -102,7 +84,6 @@ class OLMo(Source):
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         from olmo_lns.models.loading import open_olmo
 
-        OLMoCheckpoint.open(folder)  # its weights against its config, as for an export
         return open_olmo(folder)
 
 
@@ -253,22 +234,15 @@ def mark(path: Path, record: Record) -> None:
 
     The state is loaded safely and saved again; the file is not touched where it is so already.
 
-    :raises LNSConfigError: not a dict in a file of ``torch.save``, or one with objects of other types than OLMo's.
+    :raises LNSConfigError: not a dict in a file of ``torch.save``, or one with objects of other types than OLMo's;
+        without the file, the run starts with ``--reset_trainer_state``.
     """
     # What OLMo's Trainer keeps beside tensors; _reconstruct is numpy's, wherever it lives.
     rebuild = numpy.zeros(0).__reduce__()[0]
     known: list[Any] = [PosixPath, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
     torch.serialization.add_safe_globals([needs_olmo_lns])  # again: safe_globals forgets what it was given
-    try:
-        with torch.serialization.safe_globals(known):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise LNSConfigError(
-                f"{path} holds {found[1]}, which is not loaded from a file: move the trainer's state away and export "
-                "again; the run then starts with --reset_trainer_state"
-            ) from None
-        raise LNSConfigError(f"{path} is truncated or not a file of torch.save: {one_line(error)}") from None
+    with loading(path), torch.serialization.safe_globals(known):
+        state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, dict):
         raise LNSConfigError(f"{path} holds a {type(state).__name__}: expected the dict of a trainer's state")
     present = state.pop(KEY, None)
@@ -278,15 +252,8 @@ def mark(path: Path, record: Record) -> None:
 
 
 def write_config(path: Path, checkpoint: OLMoCheckpoint, changes: Mapping[str, str], record: Record) -> None:
-    """The checkpoint's config.yaml with other values in its section ``model``; everything else keeps its text."""
-    text = checkpoint.text
-    for name, value in changes.items():
-        text = re.sub(rf"(?m)^(\s+{name}:[ \t]*)\S+[ \t]*$", rf"\g<1>{value}", text)
-    wanted = dict(checkpoint.config, model=checkpoint.config["model"] | dict(changes))
-    if yaml.safe_load(text) != wanted:
-        # An unusual spelling of the file: its comments are lost, its content is not.
-        text = yaml.safe_dump(wanted, sort_keys=False)
+    """Write the checkpoint's config.yaml with other values in its section ``model``, and a note of the record."""
+    config = dict(checkpoint.config, model=checkpoint.config["model"] | dict(changes))
     state = "is folded into the weights" if record.folded else "is active"
-    note = "" if record.scheme.is_pre_ln else f"{_NOTE} ({record.scheme}) {state}; see {RECORD_FILE}.\n"
-    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_NOTE))
-    path.write_text(note + text, encoding="utf-8")
+    note = "" if record.scheme.is_pre_ln else f"# LayerNorm Scaling ({record.scheme}) {state}; see {RECORD_FILE}.\n"
+    path.write_text(note + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

@@ -12,14 +12,14 @@ Olmo2ForCausalLM    ``reordered_norm`` blocks with QK-norm over all heads
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from olmo_lns import __version__
+from olmo_lns.checkpoints import write_json
 from olmo_lns.checkpoints.distributed import Edit
-from olmo_lns.checkpoints.olmo import Architecture
+from olmo_lns.checkpoints.olmo import Architecture, identifier_in, section
 from olmo_lns.checkpoints.olmo_core import (
     BUFFER,
     DEFAULT_SCALED,
@@ -31,41 +31,42 @@ from olmo_lns.checkpoints.olmo_core import (
 )
 from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import fold, huggingface
+from olmo_lns.export import HF, OLMO_CORE, fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import (
-    HF,
-    OLMO_CORE,
-    Options,
-    Source,
-    Stock,
-    Target,
-    about_moments,
-    identifier_in,
-    nothing_to_fold,
-)
+from olmo_lns.export.sources import Options, Source, Stock, Target, about_moments, nothing_to_fold
 from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE
 from olmo_lns.record import Record
-
-__all__ = ["OLMoCore", "choose_class"]
 
 _STOCK_CLASS = "olmo_core.nn.transformer.config.TransformerBlockConfig"
 _OURS = ("scheme", "exponent", "initialization", "scale_router")
 #: Files of OLMo-core's trainer beside the weights; the second marks a checkpoint as complete.
 _TRAINER, _COMPLETE = "train", ".metadata.json"
-_RMS = ("rms", "fused_rms", "cute_rms", "qwen_rms")
-#: What a config may say without changing what is computed, or is read below.
-_READ = {
-    "block": {"sequence_mixer", "attention", "feed_forward", "layer_norm", "name", "scheme", "exponent"}
-    | {"initialization", "scale_router"},
-    "attention": {"name", "n_heads", "n_kv_heads", "head_dim", "bias", "rope", "qk_norm", "use_head_qk_norm"}
-    | {"backend", "use_flash", "dtype", "type"},
-    "rope": {"name", "theta", "full_precision"},
-    "feed_forward": {"name", "hidden_size", "bias", "activation", "dtype"},
-    "layer_norm": {"name", "eps", "bias", "elementwise_affine", "full_precision", "dtype"},
+#: The norms that a class must compute.
+_NORMS = ("layer_norm", "lm_head.layer_norm", "qk_norm")
+_NORM: dict[str, tuple[Any, ...] | None] = {
+    "name": ("rms", "fused_rms", "cute_rms", "qwen_rms"),
+    "bias": (False,),
+    "elementwise_affine": (True, None),
 }
-#: Values of other settings that change nothing.
+_NORM |= dict.fromkeys(("eps", "full_precision", "dtype"))
+#: Part of a model -> setting -> the values that a stock class computes; None: any.
+_STOCK: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    "block": dict.fromkeys(("sequence_mixer", "attention", "feed_forward", "layer_norm", "name", *_OURS)),
+    "attention": {"name": ("default",), "bias": (False,)}
+    | dict.fromkeys(("n_heads", "n_kv_heads", "head_dim", "rope", "qk_norm", "use_head_qk_norm"))
+    | dict.fromkeys(("backend", "use_flash", "dtype", "type")),
+    "rope": {"name": ("default",)} | dict.fromkeys(("theta", "full_precision")),
+    "feed_forward": {"name": ("default",), "bias": (False,), "activation": ("silu",)}
+    | dict.fromkeys(("hidden_size", "dtype")),
+    **dict.fromkeys(_NORMS, _NORM),
+    "lm_head": {"name": ("default", None), "bias": (False,)}
+    | dict.fromkeys(("layer_norm", "dtype", "loss_implementation")),
+}
+#: OLMo-core's defaults that are not neutral, for where a config is silent.
+_DEFAULTS: dict[str, dict[str, Any]] = {part: {"bias": True} for part in ("attention", "feed_forward", "lm_head")}
+_DEFAULTS |= {part: {"name": "default", "bias": True} for part in _NORMS}
+#: Values of any other setting that change nothing.
 _NEUTRAL = (None, False, 0.0, 1.0, 1)
 
 
@@ -73,15 +74,12 @@ class OLMoCore(Source):
     name = "olmo-core"
     kind = "an OLMo-core checkpoint"
     formats = (OLMO_CORE, HF)
-
-    def recognises(self, folder: Path) -> bool:
-        return is_olmo_core(folder)
-
-    def open(self, folder: Path, exponent: float | None = None) -> OLMoCoreCheckpoint:
-        return OLMoCoreCheckpoint.open(folder)
+    checkpoint = OLMoCoreCheckpoint
+    recognises = staticmethod(is_olmo_core)
 
     def stock(self, checkpoint: OLMoCoreCheckpoint, options: Options, *, trained: bool = False) -> Stock:
-        own = identifier_in(checkpoint.config.get("dataset") or {}, checkpoint.folder / CONFIG_FILE)
+        path = checkpoint.folder / CONFIG_FILE
+        own = identifier_in(section(checkpoint.config, "dataset", path), path)
         factors: Mapping[str, Factor] = checkpoint.factors()
         if trained:
             record = checkpoint.record
@@ -101,7 +99,7 @@ class OLMoCore(Source):
             edits = _edits(checkpoint, factors, options)
             checkpoint.stored.rewrite(out / WEIGHTS, edits.__contains__, edits, max_bytes=options.shard_bytes)
             record.write(out)
-            _write_config(out, config)
+            write_json(out / CONFIG_FILE, config)
             return [
                 f"OLMo-core, {len(checkpoint.blocks)} factors folded into gains and biases of the block norms",
                 "the optimizer's state is left out: its moments belong to the unfolded weights; to train on: "
@@ -173,13 +171,9 @@ def _write(
         copy_unread(checkpoint.folder / _TRAINER, out / _TRAINER)
     record.write(out)
     fields = {"_CLASS_": CLASS, "scheme": record.scheme.name, **record.scheme.parameters}
-    _write_config(out, with_blocks(checkpoint.config, fields | {"initialization": record.scaled_init}))
+    write_json(out / CONFIG_FILE, with_blocks(checkpoint.config, fields | {"initialization": record.scaled_init}))
     if (checkpoint.folder / _COMPLETE).is_file():
         copy_unread(checkpoint.folder / _COMPLETE, out / _COMPLETE)
-
-
-def _write_config(out: Path, config: Mapping[str, Any]) -> None:
-    (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def with_blocks(value: Any, fields: Mapping[str, Any]) -> Any:
@@ -197,32 +191,30 @@ def with_blocks(value: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def choose_class(checkpoint: OLMoCoreCheckpoint) -> str:
-    """:raises LNSConfigError: no class computes the same, with everything that stands in the way."""
+    """The name of the class that computes the model.
+
+    :raises LNSConfigError: no class computes the same; it names everything that stands in the way.
+    """
     model, block = checkpoint.model, checkpoint.blocks[0]
-    attention = block.get("sequence_mixer") or block.get("attention") or {}
+    attention, head = _attention(block), model.get("lm_head") or {}
     name, problems = _shape(block, attention)
     if any(_computed(other) != _computed(block) for other in checkpoint.blocks[1:]):
         problems.append("blocks that differ from each other")
-    parts = {
-        "block": block,
-        "attention": attention,
-        "rope": attention.get("rope") or {},
-        "feed_forward": block.get("feed_forward") or {},
-        "layer_norm": block.get("layer_norm") or {},
-    }
+    parts = {"block": block, "attention": attention, "rope": attention.get("rope"), "lm_head": head}
+    parts |= {"feed_forward": block.get("feed_forward"), "layer_norm": block.get("layer_norm")}
+    parts |= {"lm_head.layer_norm": head.get("layer_norm"), "qk_norm": attention.get("qk_norm")}
     for part, values in parts.items():
-        problems += [f"{part}.{key}={value!r}" for key, value in values.items() if _matters(part, key, value)]
-    problems += ["no RoPE"] * (not attention.get("rope"))
-    problems += ["biases in attention"] * bool(attention.get("bias", True))
-    problems += ["biases in the feed-forward layers"] * bool(parts["feed_forward"].get("bias", True))
-    problems += ["another activation than SwiGLU's silu"] * (parts["feed_forward"].get("activation", "silu") != "silu")
-    head = model.get("lm_head") or {}
-    problems += ["a bias in the output layer"] * bool(head.get("bias", True))
-    norms = {"block": block.get("layer_norm"), "final": head.get("layer_norm"), "q/k": attention.get("qk_norm")}
-    for where, norm in norms.items():
-        problems += _norm_problems(where, norm, block.get("layer_norm") or {}, needed=where != "q/k")
-    for key in ("embedding_norm", "embed_scale"):
-        problems += [f"{key}"] * (model.get(key) is not None)
+        if values is None:
+            problems += [f"no {part}"] * (part != "qk_norm")
+            continue
+        for key, value in {**_DEFAULTS.get(part, {}), **values}.items():
+            allowed = _STOCK[part].get(key, _NEUTRAL)
+            switched_on = allowed is _NEUTRAL and value is True  # which equals 1
+            if key != "_CLASS_" and allowed is not None and (switched_on or value not in allowed):
+                problems.append(f"{part}.{key}={value!r}")
+    if len({norm.get("eps", 1e-5) for part in _NORMS if (norm := parts[part])}) > 1:
+        problems.append("norms of different eps")
+    problems += [key for key in ("embedding_norm", "embed_scale") if model.get(key) is not None]
     if problems:
         raise LNSConfigError(
             f"no stock transformers class computes exactly this model (nearest: {name}): {'; '.join(problems)}. "
@@ -231,37 +223,25 @@ def choose_class(checkpoint: OLMoCoreCheckpoint) -> str:
     return name
 
 
+def _attention(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    return block.get("sequence_mixer") or block.get("attention") or {}
+
+
 def _shape(block: Mapping[str, Any], attention: Mapping[str, Any]) -> tuple[str, list[str]]:
-    kind, qk = block_type(block), attention.get("qk_norm") is not None
-    per_head = bool(attention.get("use_head_qk_norm"))
+    """The nearest class by the places of the norms, and what it has otherwise there."""
+    kind, qk, per_head = block_type(block), attention.get("qk_norm") is not None, attention.get("use_head_qk_norm")
     if kind == "reordered_norm":
-        missing = not qk or per_head
+        missing = not qk or bool(per_head)
         return "Olmo2ForCausalLM", ["reordered_norm blocks without QK-norm over all heads (Olmo2 has it)"] * missing
     if kind != "default":
         return "LlamaForCausalLM", [f"block type {kind}"]
     if qk and not per_head:
-        return "Qwen3ForCausalLM", ["QK-norm over all heads in front of which the norm sits (Qwen3's is per head)"]
+        return "Qwen3ForCausalLM", ["QK-norm over all heads behind a norm of the stream (Qwen3's is per head)"]
     return ("Qwen3ForCausalLM" if qk else "LlamaForCausalLM"), []
 
 
 def _computed(block: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in block.items() if key not in ("scheme", "exponent", "initialization")}
-
-
-def _matters(part: str, key: str, value: Any) -> bool:
-    if key == "_CLASS_" or key in _READ[part]:
-        return key == "name" and part in ("attention", "feed_forward", "rope") and value != "default"
-    return value not in _NEUTRAL
-
-
-def _norm_problems(where: str, norm: Any, like: Mapping[str, Any], *, needed: bool) -> list[str]:
-    if norm is None:
-        return [f"no {where} norm"] * needed
-    problems = [f"{where} norm {norm.get('name')}"] * (norm.get("name", "default") not in _RMS)
-    problems += [f"a bias in the {where} norm"] * bool(norm.get("bias", True))
-    problems += [f"a {where} norm without gain"] * (norm.get("elementwise_affine") is False)
-    problems += [f"another eps in the {where} norm"] * (norm.get("eps", 1e-5) != like.get("eps", 1e-5))
-    return problems
+    return {key: value for key, value in block.items() if key not in _OURS}
 
 
 def to_huggingface(checkpoint: OLMoCoreCheckpoint, weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -292,7 +272,7 @@ def to_huggingface(checkpoint: OLMoCoreCheckpoint, weights: Mapping[str, LazyTen
 def transformers_config(checkpoint: OLMoCoreCheckpoint) -> dict[str, Any]:
     """``config.json`` but for the dtype, in keys that transformers 4 and 5, vLLM and llama.cpp read."""
     model, block = checkpoint.model, checkpoint.blocks[0]
-    attention = block.get("sequence_mixer") or block["attention"]
+    attention = _attention(block)
     data = checkpoint.config.get("dataset") or {}
     tokens: dict[str, Any] = data.get("tokenizer") or {}
     length = data.get("sequence_length") or (checkpoint.config.get("train_module") or {}).get("max_sequence_length")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping
@@ -12,15 +11,14 @@ from typing import Any, Callable, Iterable, Mapping
 import torch
 
 from olmo_lns import __version__, hub
-from olmo_lns.checkpoints import record_in
+from olmo_lns.checkpoints import write_json
 from olmo_lns.checkpoints.tensors import LazyTensor, write_safetensors
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
+from olmo_lns.export import HF, OLMO
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Rounding, fold_record
 from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
-
-OLMO, OLMO_UNSHARDED, OLMO_CORE, HF, MEGATRON = FORMATS = ("olmo", "olmo-unsharded", "olmo-core", "hf", "megatron")
 
 #: The size of a file of weights where none is asked for: transformers' default for years.
 SHARD_BYTES = 5_000_000_000
@@ -49,9 +47,6 @@ class Stock:
         """The name of the class."""
         return str(self.config["architectures"][0])
 
-    def write_tokenizer(self, out: Path, asked: str | None) -> str:
-        return write_tokenizer(out, asked or self.tokenizer, config=self.config, beside=self.beside)
-
     def write(self, out: Path, max_bytes: int, record: Mapping[str, Any]) -> None:
         """Weights in files of ``max_bytes``, generation_config.json and, last, config.json.
 
@@ -60,8 +55,8 @@ class Stock:
         config = self.config | {"torch_dtype": self.dtype} | dict(record)
         write_safetensors(out, self.weights, max_bytes)
         generation = {k: config.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"use_cache": True}
-        _write_json(out / "generation_config.json", generation)
-        _write_json(out / "config.json", config)
+        write_json(out / "generation_config.json", generation)
+        write_json(out / "config.json", config)
 
     @property
     def dtype(self) -> str:
@@ -128,7 +123,7 @@ def export_target(stock: Stock, record: Record, options: Options) -> Target:
 
     def write(out: Path) -> list[str]:
         lines = [f"{stock.name}: {stock.why}", f"lns: {'folded' if said else 'none (a Pre-LN model)'}"]
-        lines.append(stock.write_tokenizer(out, options.tokenizer))
+        lines.append(write_tokenizer(out, options.tokenizer or stock.tokenizer, stock.config, stock.beside))
         stock.write(out, options.shard_bytes, said)
         return lines
 
@@ -142,6 +137,7 @@ def train_target(stock: Stock, saved: Record, options: Options) -> Target:
     :raises LNSConfigError: Pre-LN, or a model or scheme that the transformers integration does not have.
     """
     from olmo_lns.integrations.transformers.families import FAMILIES
+    from olmo_lns.integrations.transformers.models import config_class
     from olmo_lns.integrations.transformers.sites import require_supported
 
     folder, kind = stock.beside, str(stock.config["model_type"])
@@ -152,49 +148,41 @@ def train_target(stock: Stock, saved: Record, options: Options) -> Target:
         raise LNSConfigError(f"{folder}: becomes a {kind} model, which the transformers integration does not know")
     require_supported(family, saved.scheme, int(stock.config["num_hidden_layers"]))
     record = replace(saved, folded=False, plugin_version=__version__)
-
-    def config() -> Any:
-        from olmo_lns.integrations.transformers.models import config_class
-
-        values = {name: value for name, value in stock.config.items() if name != "model_type"}
-        made = config_class(family)(**values, lns_record=record.as_dict())
-        made.architectures = [f"LNS{stock.name}"]
-        return made
+    values = {name: value for name, value in stock.config.items() if name != "model_type"}
+    made = config_class(family)(**values, lns_record=record.as_dict())
+    made.architectures = [f"LNS{stock.name}"]
 
     def write(out: Path) -> list[str]:
-        made = config()
         set_dtype(made, stock.dtype)
-        note = stock.write_tokenizer(out, options.tokenizer)
+        note = write_tokenizer(out, options.tokenizer or stock.tokenizer, stock.config, stock.beside)
         stock.write(out, options.shard_bytes, {})
         made.save_pretrained(out)
         state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
         return [f"{made.model_type}: {record}", state, note]
 
-    return Target(write, stock.weights, config().to_dict())
+    return Target(write, stock.weights, made.to_dict())
 
 
 class Source:
     """A kind of checkpoint; :func:`olmo_lns.export.cli.source_of` has the table.
 
-    Each method raises :class:`LNSConfigError` for a checkpoint that it cannot do this with.
+    Each method raises :class:`LNSConfigError` for a checkpoint that it cannot do this with. ``name`` is the one of
+    ``--source``; ``kind`` what messages call it ("an OLMo checkpoint"); ``formats`` what it can be written as, its own
+    first; ``checkpoint`` the class that opens a folder; ``recognises(folder)`` tells whether the folder holds one.
     """
 
     name: str
-    #: As a message calls it: "an OLMo checkpoint".
     kind: str
-    #: What it can be written as; the first is its own.
     formats: tuple[str, ...]
-
-    def recognises(self, folder: Path) -> bool:
-        """Whether ``folder`` holds such a checkpoint."""
-        raise NotImplementedError
+    checkpoint: Any
+    recognises: Callable[[Path], bool]
 
     def open(self, folder: Path, exponent: float | None = None) -> Any:
         """The checkpoint, read and compared; its ``record`` says what it was trained with.
 
         :param exponent: of the factor, for a checkpoint that does not say it.
         """
-        raise NotImplementedError
+        return self.checkpoint.open(folder)
 
     def stock(self, checkpoint: Any, options: Options, *, trained: bool = False) -> Stock:
         """The model for transformers, folded; ``trained``: as it was trained, its factors outside the weights."""
@@ -259,74 +247,7 @@ def set_dtype(config: Any, dtype: Any) -> None:
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def write_card(folder: Path, source: str, rounding: Rounding) -> None:
-    """Write README.md beside a finished config.json: what the weights are, how exact they are, how to load them.
-
-    :param source: name of the checkpoint's folder, without its path.
-    """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    record = record_in(folder) or Record()
-    name = (config.get("architectures") or [config.get("model_type", "?")])[0]
-    if record.folded:
-        what = (
-            f"trained under `{record.scheme}` ({record.scheme.definition.title}); the factor is folded into the weights"
-        )
-    else:
-        what = "a Pre-LN model"
-    done = {"multiplied by their block's factor": rounding.multiplied, "written in another dtype": rounding.cast}
-    changes = "".join(f"{len(names)} tensors were {what}; " for what, names in done.items() if names)
-    changes = f"{changes}largest relative rounding error {rounding.worst:.2e}." if changes else "No weight was changed."
-    record_lines = "\n".join(f"| {key} | `{value}` |" for key, value in record.as_dict().items())
-    text = f"""---
-library_name: transformers
-tags: [olmo-lns, {record.scheme.name}]
----
-
-# {source}
-
-`{name}`, {what}. It runs in stock transformers, vLLM and whatever else reads this class; no custom code.
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained(".")  # this folder
-```
-
-| | |
-|---|---|
-| dtype | `{str(config.get("torch_dtype", config.get("dtype", "?"))).removeprefix("torch.")}` |
-| blocks | {config.get("num_hidden_layers", "?")} |
-| hidden size | {config.get("hidden_size", "?")} |
-{record_lines}
-
-{changes} `SHA256SUMS` holds the hash of every file; compare the logits with those of the checkpoint by
-`olmo-lns verify CHECKPOINT .`. To train on under the scheme, unfold the checkpoint first: a folded model computes the
-same, but its gradients are not those of the scheme.
-
-Written by olmo-lns {__version__}.
-"""
-    (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def identifier_in(config: Mapping[str, Any], source: object) -> str | None:
-    """``tokenizer.identifier`` of a config of OLMo's, or of the dataset of an OLMo-core config; None without one.
-
-    :raises LNSConfigError: another kind of value stands there.
-    """
-    section = config.get("tokenizer") or {}
-    if not isinstance(section, Mapping):
-        raise LNSConfigError(f"{source}: tokenizer must be a section with an identifier, found {section!r:.80}")
-    identifier = section.get("identifier")
-    if identifier is not None and not isinstance(identifier, str):
-        raise LNSConfigError(f"{source}: tokenizer.identifier must be a name or path, found {identifier!r:.80}")
-    return identifier
-
-
-def write_tokenizer(out: Path, identifier: str | None, *, config: dict[str, Any], beside: Path) -> str:
+def write_tokenizer(out: Path, identifier: str | None, config: dict[str, Any], beside: Path) -> str:
     """Write the tokenizer named ``identifier`` into ``out``.
 
     :param identifier: a tokenizer.json, a folder of tokenizer files, one of OLMo's own
@@ -362,36 +283,23 @@ def write_tokenizer(out: Path, identifier: str | None, *, config: dict[str, Any]
             special[f"{role}_token"] = text
     tokenizer.save(str(out / "tokenizer.json"))
     for name, value in (("tokenizer_config.json", settings | special), ("special_tokens_map.json", special)):
-        (out / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(out / name, value)
     return f"tokenizer {identifier}: {size} tokens, eos {special.get('eos_token')!r}, pad {special.get('pad_token')!r}"
 
 
-def _ids(folder: Path) -> list[int]:
-    """The token ids of a folder of tokenizer files.
+def _ids(folder: Path) -> Iterable[int]:
+    """The token ids of a folder of tokenizer files. :raises LNSConfigError: the files cannot be read."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    :raises LNSConfigError: the files cannot be read.
-    """
+    # AutoTokenizer of transformers 4 needs more than a tokenizer.json.
+    kind: Any = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        if (folder / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer
-
-            ids = list(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True).values())
-        else:
-            from transformers import AutoTokenizer
-
-            ids = list(AutoTokenizer.from_pretrained(str(folder), local_files_only=True).get_vocab().values())
-        # transformers adds what these two files list to the tokenizer's own.
-        settings, added = (_json(folder / name) for name in ("tokenizer_config.json", "added_tokens.json"))
-        return ids + [int(number) for number in settings.get("added_tokens_decoder", {})] + list(added.values())
-    except Exception as error:  # both libraries raise bare Exception for whatever is wrong with a file
+        return list(kind.from_pretrained(str(folder), local_files_only=True).get_vocab().values())
+    except Exception as error:  # it raises bare Exception for whatever is wrong with a file
         raise LNSConfigError(
             f"--tokenizer {folder}: not a folder of tokenizer files that can be read ({one_line(error)}): expected "
             "tokenizer.json, or what transformers saves"
         ) from None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def _checked_size(ids: Iterable[int], name: object, vocabulary: int) -> int:

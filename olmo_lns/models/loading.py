@@ -7,18 +7,17 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Iterator
 from unittest import mock
 
 import torch
-import yaml
 from torch import nn
 
 from olmo_lns import environment, hub
-from olmo_lns.checkpoints.olmo import OLMoCheckpoint
+from olmo_lns.checkpoints.olmo import OLMoCheckpoint, identifier_in, section
 from olmo_lns.checkpoints.olmo_core import BUFFER, OLMoCoreCheckpoint, is_olmo_core
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
+from olmo_lns.integrations.olmo_core.config import CONFIG_FILE
 from olmo_lns.models.structure import find_blocks, is_masked_lm, vocabulary_size
 from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
@@ -113,39 +112,24 @@ def load_model(
 
 
 def _load_olmo(folder: Path, dtype: torch.dtype | None, device: torch.device, blocks: str | None) -> LoadedModel:
-    if not any((folder / name).exists() for name in ("model.pt", "model_and_optim")):
-        inside = sorted(path.name for path in folder.glob("step*") if (path / "config.yaml").is_file())
-        hint = f"; its checkpoints are {', '.join(inside)}" if inside else ""
-        raise LNSError(f"{folder}: found config.yaml but neither model.pt nor model_and_optim/: no checkpoint{hint}")
-    try:
-        model = open_olmo(folder).to(device)
-        from olmo.config import TrainConfig
-
-        config = TrainConfig.load(folder / "config.yaml", validate_paths=False)
-    except LNSError:
-        raise
-    except (OSError, EOFError, KeyError, ValueError, RuntimeError, UnpicklingError, yaml.YAMLError) as error:
-        raise LNSError(f"{folder}: not a loadable OLMo checkpoint: {one_line(error)}") from error
-    if dtype is not None:
-        model = model.to(dtype)
+    checkpoint, path = OLMoCheckpoint.open(folder), folder / "config.yaml"
+    model, sizes = open_olmo(folder).to(device=device, dtype=dtype), checkpoint.architecture
     return LoadedModel(
         model=model,
         blocks=find_blocks(model, blocks),
         kind="olmo",
         device=device,
         vocabulary=vocabulary_size(model),
-        max_length=int(config.model.max_sequence_length),
-        tokenizer_name=config.tokenizer.identifier or None,
-        token_dtype=str(getattr(config.data, "memmap_dtype", None) or "uint16"),
-        eos_token_id=config.model.eos_token_id,
+        max_length=sizes.max_sequence_length,
+        tokenizer_name=identifier_in(checkpoint.config, path),
+        token_dtype=str(section(checkpoint.config, "data", path).get("memmap_dtype") or "uint16"),
+        eos_token_id=sizes.eos_token_id,
     )
 
 
 def _load_olmo_core(folder: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
     checkpoint = OLMoCoreCheckpoint.open(folder)
-    data = checkpoint.config.get("dataset") or {}
-    tokenizer = data.get("tokenizer") or {}
-    model = open_olmo_core(folder)
+    data, model = section(checkpoint.config, "dataset", path := folder / CONFIG_FILE), open_olmo_core(folder)
     saved = next(iter(checkpoint.tensors.values())).dtype
     return LoadedModel(
         model=model.to(device, dtype or saved).eval(),
@@ -154,17 +138,17 @@ def _load_olmo_core(folder: Path, dtype: torch.dtype | None, device: torch.devic
         device=device,
         vocabulary=model.vocab_size,
         max_length=int(data.get("sequence_length") or 2048),
-        tokenizer_name=tokenizer.get("identifier"),
+        tokenizer_name=identifier_in(data, path),
         token_dtype=str(data.get("dtype") or "uint16"),
-        eos_token_id=tokenizer.get("eos_token_id"),
+        eos_token_id=section(data, "tokenizer", path).get("eos_token_id"),
     )
 
 
 def open_olmo(folder: Path) -> nn.Module:
-    """OLMo's model on the CPU, in fp32 and evaluation mode; what was trained says its record, not this process.
+    """OLMo's model on the CPU, in fp32 and evaluation mode, under the scheme that the checkpoint was trained with.
 
     :raises CheckpointMismatchError: the record is lost, and the config alone does not say the scheme's parameters.
-    :raises LNSConfigError: weights that are damaged or of another model.
+    :raises LNSConfigError: the checkpoint is damaged or incomplete, or OLMo cannot build its model.
     """
     from olmo_lns.integrations.olmo import register
 
@@ -176,19 +160,18 @@ def open_olmo(folder: Path) -> nn.Module:
     from olmo_lns.integrations.olmo.state import saved_record
     from olmo_lns.integrations.olmo.types import check_sizes
 
+    tensors = OLMoCheckpoint.open(folder).tensors
     path = folder / "config.yaml"
     with _selected(saved_record(folder) or Record()):
         try:
-            check_sizes(config := ModelConfig.load(path, key="model", validate_paths=False))
+            config = ModelConfig.load(path, key="model", validate_paths=False)
+            check_sizes(config)
+            config.init_device = "cpu"
+            model = OLMo(config, init_params=False)
         except OLMoConfigurationError as error:
             raise LNSConfigError(f"{path}: {one_line(error)}") from None
-        if (folder / "model.pt").is_file():
-            return OLMo.from_checkpoint(str(folder), device="cpu").float().eval()
-        # torch_new: OLMo 0.6.0's own reader cannot be made under torch >= 2.6.
-        config.init_device = "cpu"
-        model = OLMo(config, init_params=False)
-        state = {name: tensor.load() for name, tensor in OLMoCheckpoint.open(folder).tensors.items()}
-        model.load_state_dict(model._make_state_dict_compatible(state)[0])
+        # Not by OLMo's own loader: that of OLMo 0.6.0 cannot read shards under torch >= 2.6.
+        model.load_state_dict(model._make_state_dict_compatible({n: t.load() for n, t in tensors.items()})[0])
     return model.float().eval()
 
 
@@ -234,13 +217,11 @@ def open_olmo_core(folder: Path) -> Any:
 def _load_huggingface(
     source: str, dtype: torch.dtype | None, device: torch.device, device_map: str | None, blocks: str | None
 ) -> LoadedModel:
+    import transformers
+    from safetensors import SafetensorError
+
     from olmo_lns.integrations.transformers import register
 
-    try:
-        import transformers
-        from safetensors import SafetensorError
-    except ImportError:
-        raise LNSError("analysing Hugging Face models needs transformers: pip install 'olmo-lns[analysis]'") from None
     try:
         register()  # a model type of ours is found also where the autoload hook did not run
         known = {"local_files_only": hub.cached_only(source, "config.json")}
@@ -274,10 +255,8 @@ def load_tokenizer(name: str | None, eos_token_id: int | None = None) -> Any:
     """
     if not name:
         raise LNSError("this needs a tokenizer and the model names none: give one with --tokenizer")
-    try:
-        import transformers
-    except ImportError:
-        raise LNSError("tokenizing text needs transformers: pip install 'olmo-lns[analysis]'") from None
+    import transformers
+
     try:
         if Path(name).is_file():
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=name)

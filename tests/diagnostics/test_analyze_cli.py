@@ -203,11 +203,11 @@ def test_bad_models(capsys, tmp_path, llama_folder, olmo_folder, token_file):
         "/no/such/model": "/no/such/model: no such folder",
         tmp_path / "broken": "neither model.pt nor model_and_optim",
         tmp_path / "one": "has 1 transformer block: expected at least 2",
-        tmp_path / "run": "no checkpoint; its checkpoints are step4-unsharded",
+        tmp_path / "run": "give one of its checkpoints: step4-unsharded",
     }.items():
         assert said in message(model)
     (tmp_path / "run" / "step4-unsharded" / "config.yaml").write_text("a: [")
-    assert "not a loadable OLMo checkpoint" in message(tmp_path / "run" / "step4-unsharded")
+    assert "config.yaml is not valid YAML" in message(tmp_path / "run" / "step4-unsharded")
     for what in ("variance", "angular", "jacobian"):
         assert "block 2 is the first whose" in message(tmp_path / "nan", what=what)
     assert "no list of blocks at 'h'" in message(llama_folder, "--blocks", "h")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.exports import export, save_olmo
+from support.exports import byte_tokenizer, export, save_olmo
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "checkpoint"
-    save_olmo(folder, layer_norm_type="lns_rms")
+    save_olmo(folder, tokenizer=byte_tokenizer(folder.with_name("tokenizer.json")), layer_norm_type="lns_rms")
     return folder
 
 
@@ -23,7 +23,7 @@ def folded(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def hf(checkpoint: Path) -> Path:
-    assert export(checkpoint, checkpoint.with_name("hf"), "--format", "hf", "--tokenizer", "none") == 0
+    assert export(checkpoint, checkpoint.with_name("hf"), "--format", "hf") == 0
     return checkpoint.with_name("hf")
 
 

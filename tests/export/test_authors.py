@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.exports import export, greedy, load_hf, logits, relative
+from support.exports import export, greedy, load_hf, logits, relative, save_olmo
 from support.olmo_models import tokens
 
 from olmo_lns.cli import main
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export.comparison import differences
+from olmo_lns.export.model_folder import Authors
 
 IDS = tokens(batch=2, length=16)
 #: The keys of their configs/llama_130m.json, smaller.
@@ -108,3 +111,6 @@ def test_it_must_be_said(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: P
     assert "say --source authors" in capsys.readouterr().err
     assert export(checkpoint[0], tmp_path / "out", "--source", "authors", "--format", "olmo") == 1
     assert "is the paper's LLaMA, which is written as hf" in capsys.readouterr().err
+    save_olmo(tmp_path / "olmo", layer_norm_type="lns_rms")
+    with pytest.raises(LNSConfigError, match="the paper's LLaMA is not written as olmo: it is the export of something"):
+        differences(Authors(), checkpoint[0], tmp_path / "olmo", None)

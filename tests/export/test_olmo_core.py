@@ -131,8 +131,15 @@ def test_unfolded_again(block, trained, tmp_path, capsys):
     made = small.with_scheme(small.config(block), exponent=0.25)
     folder, built = trained(made)
     folded = _export(folder, tmp_path / "folded")
-    assert main(["verify", str(folder), str(folded), "--length", "16"]) == 0
-    capsys.readouterr()
+    config = json.loads((folded / "config.json").read_text())
+    for eps in (None, 2e-6):  # a setting that changes the function
+        if eps:
+            (folded / "SHA256SUMS").unlink()
+            config["model"]["block"]["layer_norm"]["eps"] = eps
+            (folded / "config.json").write_text(json.dumps(config))
+        assert main(["verify", str(folder), str(folded), "--length", "16"]) == (1 if eps else 0)
+    assert "config: block.layer_norm.eps is 2e-06" in capsys.readouterr().out
+    folded = _export(folder, tmp_path / "folded-anew")
     again = _export(folded, tmp_path / "again", "--unfold")
     text = capsys.readouterr().out
     assert "the factor is outside again" in text and "load_optim_state=false" in text
@@ -181,8 +188,8 @@ def test_unfolded_with_the_moments_of_training_in_stock_olmo_core(drop, trained,
         (lambda: small.config(qk_norm=True), "QK-norm over all heads"),
         (lambda: small.config("reordered_norm"), "without QK-norm over all heads"),
         (lambda: small.config("peri_norm"), "block type peri_norm"),
-        (lambda: small.config(norm={"name": "default"}), "block norm default"),
-        (lambda: small.config(norm={"name": "rms"}), "a bias in the block norm"),
+        (lambda: small.config(norm={"name": "default"}), "layer_norm.name='default'; layer_norm.bias=True"),
+        (lambda: small.config(norm={"name": "rms"}), "layer_norm.bias=True"),
     ],
 )
 def test_what_no_class_computes_is_refused(make, message, trained, tmp_path, capsys):
@@ -264,17 +271,8 @@ def test_default_scaled_that_was_trained_with_its_factor(buffers, trained, tmp_p
 GARBAGE = [-1.8e16, 0.7, 0.57, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("values", "meaning"),
-    [
-        (GARBAGE, "uninitialized memory"),
-        ([1.0] * 4, "plain Pre-LN"),
-        ([0.0] * 4, "blocks whose sub-layers saw only zeros"),
-        ([1.0, 0.9, 0.8, 0.7], "a factor that differs from LNS"),
-        ([None, None, 0.5, None], "1 of 4 blocks have a factor ln_scale: expected one in each or none"),
-    ],
-)
-def test_default_scaled_with_garbage_is_named(values, meaning, trained, tmp_path, capsys):
+@pytest.mark.parametrize("values", [GARBAGE, [1.0] * 4, [0.0] * 4, [1.0, 0.9, 0.8, 0.7], [None, None, 0.5, None]])
+def test_default_scaled_with_garbage_is_named(values, trained, tmp_path, capsys):
     """By every command that would read it."""
     made = _default_scaled()
     built = made.build()
@@ -284,25 +282,20 @@ def test_default_scaled_with_garbage_is_named(values, meaning, trained, tmp_path
         else:
             block.ln_scale.fill_(value)
     folder, _ = trained(made, built=built)
+    reason = "1 of 4 blocks have a factor ln_scale: expected one in each or none"
     if None not in values:
-        meaning = f"was trained with {meaning}, not with"
+        reason = f"found {', '.join(f'{value:.3g}' for value in values)}, expected 1, 0.707, 0.577, 0.5"
     words = ("--model", str(folder), *_data(tmp_path), "-o", str(tmp_path / "out.json"))
     commands = [["export", str(folder), str(tmp_path / "out")]]
     if values == GARBAGE:
+        right = _export(trained(small.with_scheme(small.config()), name="right")[0], tmp_path / "stock")
         commands += [[*commands[0], "--unfold"], [*commands[0], "--format", "hf"]]
         commands += [["hf", "import", str(folder), "-o", str(tmp_path / "out")], ["analyze", "variance", *words]]
-        commands += [
-            [
-                "verify",
-                str(folder),
-                str(_export(trained(small.with_scheme(small.config()), name="right")[0], tmp_path / "stock")),
-            ]
-        ]
+        commands += [["verify", str(folder), str(right)]]
     for command in commands:
         capsys.readouterr()
         assert main(command) == 1
-        line = capsys.readouterr().err
-        assert meaning in line and (None in values or f"found {values[0]:.3g}, " in line), command
+        assert reason in capsys.readouterr().err, command
     assert not (tmp_path / "out").exists()
 
 

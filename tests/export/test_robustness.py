@@ -57,7 +57,7 @@ def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: in
     [
         pytest.param("tensors", "_write_shard", 1, marks=pytest.mark.exhaustive),  # in the first tensor
         ("tensors", "_write_shard", 3),  # a later shard
-        ("sources", "_write_json", 2),  # all weights are there, the config is not
+        ("sources", "write_json", 2),  # all weights are there, the config is not
         pytest.param("atomic", "_sha256", 3, marks=pytest.mark.exhaustive),  # complete, not yet renamed
     ],
 )
@@ -151,7 +151,13 @@ def test_checksums(checkpoint: Path, tmp_path: Path) -> None:
         verify_checksums(out)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"no list", b"%s  ../other" % (b"0" * 64)])
+ZERO = b"0" * 64
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe\x00", b"no list", b"0  SHA256SUMS", ZERO + b"  ", ZERO + b"  ../other", ZERO + b"  /etc/hostname"],
+)
 def test_a_list_of_checksums_that_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / CHECKSUMS).write_bytes(content)
     with pytest.raises(LNSConfigError, match="is no text|is not a SHA-256 digest"):

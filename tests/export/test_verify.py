@@ -12,25 +12,26 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from support.exports import byte_tokenizer, export, save_olmo
+from support.exports import export, save_olmo
 
 from olmo_lns.checkpoints import record_in
 from olmo_lns.cli import main
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.cli import source_of
-from olmo_lns.export.comparison import compare, differences
+from olmo_lns.export.comparison import StockOLMo, compare, differences
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("verify")
-    tokenizer = byte_tokenizer(folder / "tokenizer.json")
-    save_olmo(folder / "lns", tokenizer=tokenizer, layer_norm_type="lns_rms", eos_token_id=0, pad_token_id=0)
-    for form in ("olmo", "hf"):
-        assert export(folder / "lns", folder / form, "--format", form) == 0
-    assert export(folder / "lns", folder / "bf16", "--format", "hf", "--dtype", "bf16") == 0
-    return folder
+def bf16(checkpoint: Path) -> Path:
+    assert export(checkpoint, checkpoint.with_name("bf16"), "--format", "hf", "--dtype", "bf16") == 0
+    return checkpoint.with_name("bf16")
+
+
+@pytest.fixture
+def exports(checkpoint: Path, folded: Path, hf: Path, bf16: Path) -> dict[str, Path]:
+    return {"olmo": folded, "hf": hf, "bf16": bf16}
 
 
 def verify(*args: Any) -> int:
@@ -38,23 +39,21 @@ def verify(*args: Any) -> int:
 
 
 @pytest.mark.parametrize("form", ["olmo", "hf", "bf16"])
-def test_report(checkpoint: Path, capsys: Capture, form: str) -> None:
-    assert verify(checkpoint / "lns", checkpoint / form) == 0
-    out = capsys.readouterr().out
-    assert "files match" in out and out.rstrip().endswith("PASS")
-    assert re.search(r"positions compared +128\n", out)
-    found, allowed = map(float, re.search(r"logit (\S+) \(allowed (\S+)\)", out).groups())  # type: ignore[union-attr]
-    assert 0 < found <= allowed
-    before, after = map(float, re.search(r"perplexity +(\S+) checkpoint, (\S+) export, of ", out).groups())  # type: ignore[union-attr]
-    assert after == pytest.approx(before, rel=1e-5 if form != "bf16" else 1e-2)
-
-
-def test_prompts_from_text(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_report(checkpoint: Path, exports: dict[str, Path], tmp_path: Path, capsys: Capture, form: str) -> None:
+    """Of random tokens; of a text where there is a tokenizer."""
     (tmp_path / "text").write_text("THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG. " * 3)
-    assert verify(checkpoint / "lns", checkpoint / "hf", "--text", tmp_path / "text") == 0
-    assert "positions compared      128" in capsys.readouterr().out
+    for words in ([], ["--text", tmp_path / "text"]) if form == "hf" else ([],):
+        assert verify(checkpoint, exports[form], *words) == 0
+        out = capsys.readouterr().out
+        assert "files match" in out and out.rstrip().endswith("PASS")
+        assert re.search(r"positions compared +128\n", out)
+        found, allowed = map(float, re.search(r"logit (\S+) \(allowed (\S+)\)", out).groups())  # type: ignore[union-attr]
+        assert 0 < found <= allowed
+        line = re.search(r"perplexity +(\S+) checkpoint, (\S+) export, of (.*)\n", out)
+        assert line is not None and line[3] == (str(words[1]) if words else "random tokens (seed 0)")
+        assert float(line[2]) == pytest.approx(float(line[1]), rel=1e-5 if form != "bf16" else 1e-2)
     (tmp_path / "text").write_text("SHORT")
-    assert verify(checkpoint / "lns", checkpoint / "hf", "--text", tmp_path / "text") == 1
+    assert verify(checkpoint, exports["hf"], "--text", tmp_path / "text") == 1
     assert "has 5 tokens" in capsys.readouterr().err
 
 
@@ -67,24 +66,19 @@ def test_a_model_with_a_short_context(tmp_path: Path, capsys: Capture) -> None:
     assert "the model takes at most 12 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [("--seed=9223372036854775808", "a whole number"), ("--seed=-1", "a whole number"), ("--prompts=0", ">= 1")],
-)
-def test_wrong_numbers(checkpoint: Path, capsys: Capture, option: str, expected: str) -> None:
+@pytest.mark.parametrize("option", ["--seed=9223372036854775808", "--seed=-1", "--prompts=0"])
+def test_wrong_numbers(checkpoint: Path, hf: Path, capsys: Capture, option: str) -> None:
     with pytest.raises(SystemExit, match="2"):
-        verify(checkpoint / "lns", checkpoint / "hf", option)
-    assert expected in capsys.readouterr().err
+        verify(checkpoint, hf, option)
+    assert "expected a whole number" in capsys.readouterr().err
 
 
-def in_weights(form: str, name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Path], None]:
+def in_weights(form: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
     def tamper(folder: Path) -> None:
-        state = load_file(folder / "model.safetensors") if form != "olmo" else torch.load(folder / "model.pt")
-        change(state[name])
-        if form == "olmo":
-            torch.save(state, folder / "model.pt")
-        else:
-            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        path = folder / ("model.pt" if form == "olmo" else "model.safetensors")
+        state = torch.load(path) if form == "olmo" else load_file(path)
+        change(state)
+        torch.save(state, path) if form == "olmo" else save_file(state, path, metadata={"format": "pt"})
 
     return tamper
 
@@ -99,41 +93,44 @@ def in_config(name: str = "config.json", **changes: Any) -> Callable[[Path], Non
     return tamper
 
 
-def without_the_factor(folder: Path) -> None:
+def without_the_factor(state: dict[str, torch.Tensor]) -> None:
     for index in range(4):
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            name = f"model.layers.{index}.{norm}.weight"
-            in_weights("hf", name, lambda w, by=(index + 1) ** 0.5: w.mul_(by))(folder)  # type: ignore[misc]
+            state[f"model.layers.{index}.{norm}.weight"] *= (index + 1) ** 0.5
 
 
 GAIN, MATRIX = "model.layers.2.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
+OLMOS = "transformer.blocks.1.ff_out.weight"
 TAMPERED: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "a weight": ("hf", in_weights("hf", MATRIX, lambda w: w[0, 0].mul_(1.001)), f"{MATRIX}: 1 of"),
-    "a head's NaN": ("hf", in_weights("hf", MATRIX, lambda w: w[0, 0].fill_(torch.nan)), f"{MATRIX}: 1 of"),
-    "bf16 gains": ("bf16", in_weights("bf16", GAIN, lambda w: w.mul_(1.01)), f"{GAIN}: "),
+    "a weight": ("hf", in_weights("hf", lambda s: s[MATRIX][0, 0].mul_(1.001)), f"{MATRIX}: 1 of"),
+    "a head's NaN": ("hf", in_weights("hf", lambda s: s[MATRIX][0, 0].fill_(torch.nan)), f"{MATRIX}: 1 of"),
+    "a shape": ("hf", in_weights("hf", lambda s: s.update({GAIN: s[GAIN][:-1].clone()})), f"{GAIN}: shape (31,), exp"),
+    "one less": ("hf", in_weights("hf", lambda s: s.pop(GAIN)), f"the export lacks the weight {GAIN}"),
+    "one more": ("hf", in_weights("hf", lambda s: s.update(b=torch.ones(2))), "the export has the weight b"),
+    "bf16 gains": ("bf16", in_weights("bf16", lambda s: s[GAIN].mul_(1.01)), f"{GAIN}: "),
     "eps": ("hf", in_config(rms_norm_eps=1e-5), "config: rms_norm_eps is 1e-05, expected 1e-06"),
     "ties": ("hf", in_config(tie_word_embeddings=True), "config: tie_word_embeddings is True, expected False"),
     "rope": ("hf", in_config(rope_theta=500.0), "rope_theta is 500.0, expected 10000.0"),
     "dtype": ("hf", in_config(torch_dtype="bfloat16"), "config: dtype is bfloat16, the weights are float32"),
     "window": ("hf", in_config(max_position_embeddings=32), "max_position_embeddings is 32, expected 16"),
     "sliding": ("hf", in_config(sliding_window=4), "config: sliding_window is 4, expected 'nothing'"),
-    "olmo weight": (
-        "olmo",
-        in_weights("olmo", "transformer.blocks.1.ff_out.weight", lambda w: w[0, 0].mul_(1.001)),
-        "transformer.blocks.1.ff_out.weight: 1 of",
-    ),
+    "olmo weight": ("olmo", in_weights("olmo", lambda s: s[OLMOS][0, 0].mul_(1.001)), f"{OLMOS}: 1 of"),
     "olmo eps": ("olmo", in_config("config.yaml", layer_norm_eps=2e-6), "config: layer_norm_eps is 2e-06"),
+    "olmo rope": ("olmo", in_config("config.yaml", rope_theta=500), "config: rope_theta is 500"),
+    "olmo window": ("olmo", in_config("config.yaml", max_sequence_length=32), "config: max_sequence_length is 32"),
 }
 
 
 @pytest.mark.parametrize("name", TAMPERED)
-def test_a_changed_export_without_its_checksums_fails(checkpoint: Path, tmp_path: Path, name: str) -> None:
+def test_a_changed_export_without_its_checksums_fails(
+    checkpoint: Path, exports: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     """Of these most pass by their logits."""
     form, tamper, expected = TAMPERED[name]
-    copy, source = shutil.copytree(checkpoint / form, tmp_path / form), checkpoint / "lns"
-    assert differences(source_of(source), source, copy, record_in(copy)) == (27 if form == "olmo" else 39, [])
+    copy = shutil.copytree(exports[form], tmp_path / form)
+    assert differences(source_of(checkpoint), checkpoint, copy, record_in(copy)) == (27 if form == "olmo" else 39, [])
     tamper(copy)
-    _, found = differences(source_of(source), source, copy, record_in(copy))
+    _, found = differences(source_of(checkpoint), checkpoint, copy, record_in(copy))
     assert any(expected in line for line in found) and len(found) == 1, found
 
 
@@ -141,19 +138,25 @@ def test_a_changed_export_without_its_checksums_fails(checkpoint: Path, tmp_path
     ("form", "tamper", "found"),
     [
         ("bf16", TAMPERED["bf16 gains"][1], f"differs                 {GAIN}: "),  # which logits do not show
-        ("hf", without_the_factor, "none in this folder"),
+        ("hf", in_weights("hf", without_the_factor), "none in this folder"),
         ("hf", TAMPERED["a head's NaN"][1], "export: NaN or infinite from model.layers.1.mlp.down_proj on\nFAIL"),
     ],
 )
 def test_changes_fail(
-    checkpoint: Path, tmp_path: Path, capsys: Capture, form: str, tamper: Callable[[Path], None], found: str
+    checkpoint: Path,
+    exports: dict[str, Path],
+    tmp_path: Path,
+    capsys: Capture,
+    form: str,
+    tamper: Callable[[Path], None],
+    found: str,
 ) -> None:
-    copy = shutil.copytree(checkpoint / form, tmp_path / form)
+    copy = shutil.copytree(exports[form], tmp_path / form)
     tamper(copy)
-    assert verify(checkpoint / "lns", copy) == 1
+    assert verify(checkpoint, copy) == 1
     assert "model.safetensors differs from its checksum" in capsys.readouterr().err
     (copy / "SHA256SUMS").unlink()
-    assert verify(checkpoint / "lns", copy) == 1
+    assert verify(checkpoint, copy) == 1
     out = capsys.readouterr().out
     assert found in out and out.rstrip().endswith("FAIL")
     if form == "bf16":
@@ -200,56 +203,63 @@ def test_overflow_fails(tmp_path: Path, capsys: Capture, form: str, layer: str) 
         assert ("not finite              export: NaN or infinite from " + layer in text) == (name == "fp16"), text
 
 
-def test_a_checkpoint_is_not_an_export(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert verify(checkpoint / "lns", checkpoint / "lns") == 1
-    assert "is the checkpoint itself" in capsys.readouterr().err
-    copy = shutil.copytree(checkpoint / "lns", tmp_path / "copy")
-    assert verify(checkpoint / "lns", copy) == 1
-    assert "is an LNS checkpoint, which stock OLMo cannot run" in capsys.readouterr().err
-
-
 @pytest.mark.slow
-def test_stock_olmo_runs_without_the_plugin(checkpoint: Path, tmp_path: Path) -> None:
-    """The process that runs an OLMo export refuses the lns types, and holds none of our OLMo modules."""
-    from olmo_lns.errors import LNSConfigError
-    from olmo_lns.export.comparison import StockOLMo
-
+def test_stock_olmo_runs_without_the_plugin(checkpoint: Path) -> None:
+    """The process that runs an OLMo export does not know the lns types."""
     with pytest.raises(LNSConfigError, match="stock OLMo cannot run it: .*lns_rms"):
-        StockOLMo(checkpoint / "lns", torch.float32).run(torch.arange(8)[None])
-    ((logits, not_finite),) = StockOLMo(checkpoint / "olmo", torch.float32).run(torch.arange(8)[None])
-    assert logits.shape == (1, 8, 128) and not_finite is None
+        StockOLMo(checkpoint, torch.float32).run(torch.arange(8)[None])
 
 
-def test_an_export_of_another_model(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
-    for name, changes in (("wider", {"embedding_size": 192}), ("more", {"vocab_size": 4096, "embedding_size": 4096})):
-        save_olmo(tmp_path / name, layer_norm_type="lns_rms", **changes)
-        assert export(tmp_path / name, tmp_path / f"{name}-hf", "--format", "hf", "--tokenizer", "none") == 0
-        capsys.readouterr()
-        assert verify(checkpoint / "lns", tmp_path / f"{name}-hf") == 1
-        captured = capsys.readouterr()
-        assert "of another model" in captured.err and "PASS" not in captured.out
+def changed(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "SHA256SUMS").unlink()
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+
+    return change
 
 
-def test_what_stock_transformers_cannot_load(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
-    for name, changes, reason in (
-        ("lns", {"lns": "lns_rms"}, "config.json says lns: 'lns_rms'"),
-        ("type", {"model_type": "olmo_lns_unknown"}, "stock transformers cannot load it"),
+@pytest.mark.parametrize(
+    ("of", "change", "reason"),
+    [
+        ("checkpoint", None, "is an LNS checkpoint (lns"),
+        ("hf", changed(lns="lns_rms"), "config.json says lns: 'lns_rms'"),
+        ("hf", changed(model_type="olmo_lns_unknown"), "stock transformers cannot load it"),
+        ("nothing", None, "neither config.json nor config.yaml"),
+        ("absent", None, "is not a folder"),
+    ],
+)
+def test_what_is_no_export(
+    checkpoint: Path, hf: Path, tmp_path: Path, capsys: Capture, of: str, change: Any, reason: str
+) -> None:
+    if of == "nothing":
+        (tmp_path / "copy").mkdir()
+    elif of != "absent":
+        shutil.copytree({"checkpoint": checkpoint, "hf": hf}[of], tmp_path / "copy")
+    if change:
+        change(tmp_path / "copy")
+    assert verify(checkpoint, tmp_path / "copy") == 1
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes", [{"vocab_size": 96, "embedding_size": 96}, {"vocab_size": 4096, "embedding_size": 4096}]
+)
+def test_an_export_of_another_model(checkpoint: Path, tmp_path: Path, capsys: Capture, changes: dict[str, int]) -> None:
+    save_olmo(tmp_path / "other", layer_norm_type="lns_rms", **changes)
+    assert export(tmp_path / "other", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
+    capsys.readouterr()
+    assert verify(checkpoint, tmp_path / "hf") == 1
+    captured = capsys.readouterr()
+    assert "of another model" in captured.err and "PASS" not in captured.out
+
+
+def test_what_is_no_checkpoint(checkpoint: Path, hf: Path, tmp_path: Path, capsys: Capture) -> None:
+    for command, reason in (
+        (("verify", checkpoint, checkpoint), "is the checkpoint itself"),
+        (("verify", tmp_path, hf), "not a checkpoint (the paper's LLaMA: say --source authors)"),
+        (("export", hf, tmp_path / "out"), "is a Hugging Face export (folded lns"),
+        (("export", hf, tmp_path / "out", "--unfold"), "is a Hugging Face export (folded lns"),
     ):
-        copy = shutil.copytree(checkpoint / "hf", tmp_path / name)
-        (copy / "SHA256SUMS").unlink()
-        config = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps(config | changes))
-        assert verify(checkpoint / "lns", copy) == 1
+        assert main(list(map(str, command))) == 1
         assert reason in capsys.readouterr().err
-
-
-def test_what_cannot_be_run(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert verify(checkpoint / "lns", tmp_path) == 1
-    assert "neither config.json nor config.yaml" in capsys.readouterr().err
-    assert verify(checkpoint / "lns", tmp_path / "absent") == 1
-    assert "absent is not a folder" in capsys.readouterr().err
-    for words in (["export", "--unfold"], ["export"]):
-        assert main([words[0], str(checkpoint / "hf"), str(tmp_path / "out"), *words[1:]]) == 1
-        assert "is a Hugging Face export (folded lns" in capsys.readouterr().err
-    assert verify(tmp_path, checkpoint / "hf") == 1
-    assert "not a checkpoint (the paper's LLaMA: say --source authors)" in capsys.readouterr().err

@@ -11,7 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+#: Version of Megatron -> case -> what it saves.
 RECORDED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("megatron_arguments.json").read_text())
+#: Case -> the flags that the program adds to those of a small model.
+FLAGS: dict[str, str] = RECORDED.pop("flags")
 
 
 def saved_arguments(version: str, case: str = "base") -> argparse.Namespace | None:

@@ -32,53 +32,13 @@ BASE = (
     "--position-embedding-type rope --untie-embeddings-and-output-weights --transformer-impl local "
     "--no-persist-layer-norm --layernorm-scaling"
 )
-#: Flags that are added to ``BASE``.
-CASES = {
-    "base": "",
-    "zero_centred": "--apply-layernorm-1p",
-    "exponent": "--layernorm-scaling-exponent 0.25",
-    "keep_scaled_init": "--layernorm-scaling-keep-scaled-init",
-    "layer_norm": "--normalization LayerNorm",
-    "epsilon": "--norm-epsilon 1e-6",
-    "theta": "--rotary-base 500000",
-    "tied": "-untie-embeddings-and-output-weights",
-    "gqa": "--group-query-attention --num-query-groups 2",
-    "init_std": "--init-method-std 0.01",
-    "kv_channels": "--kv-channels 16",
-    "experts": "--num-experts 4",
-    "mla": "--multi-latent-attention",
-    "mtp": "--mtp-num-layers 1",
-    "not_swiglu": "-swiglu",
-    "biases": "-disable-bias-linear",
-    "qkv_bias": "--add-qkv-bias",
-    "learned_positions": "--position-embedding-type learned_absolute",
-    "no_positions": "--position-embedding-type none",
-    "yarn": "--position-embedding-type yarn",
-    "rotary_percent": "--rotary-percent 0.5",
-    "rotary_interleaved": "--rotary-interleaved",
-    "rotary_interpolation": "--rotary-seq-len-interpolation-factor 2",
-    "rope_scaling": "--use-rope-scaling",
-    "no_rope_freq": "--no-rope-freq 2",
-    "qk_layernorm": "--qk-layernorm",
-    "qk_l2_norm": "--qk-l2-norm",
-    "output_gate": "--attention-output-gate",
-    "post_layernorm_residual": "--apply-residual-connection-post-layernorm",
-    "window": "--window-size 128,0",
-    "softmax": "--softmax-type off-by-one",
-    "heterogeneous": "--heterogeneous-layers-config-path /nowhere.json",
-    "hybrid_override": "--hybrid-override-pattern *-*-*-*-",
-    "hybrid": "--hybrid-layer-pattern *-*-*-*-",
-    "linear_attention": "--experimental-attention-variant gated_delta_net",
-    "mup": "--use-mup",
-    "glu_offset": "--glu-linear-offset 1.0",
-    "clamp": "--activation-func-clamp-value 7.0",
-    "quick_geglu": "--quick-geglu",
-}
 
 
 def flags_of(case: str) -> list[str]:
     """``BASE`` with the flags of a case; ``-name`` takes one away again."""
-    words, added = BASE.split(), CASES[case].split()
+    from support.megatron_saved import FLAGS
+
+    words, added = BASE.split(), FLAGS[case].split()
     for word in [word for word in added if not word.startswith("--") and word.startswith("-")]:
         added.remove(word)
         words.remove(f"-{word}")
@@ -87,13 +47,13 @@ def flags_of(case: str) -> list[str]:
 
 def record() -> tuple[str, dict[str, Any], argparse.Namespace]:
     """Megatron Core's version (two numbers), the cases, and the whole namespace of the first."""
-    from support.megatron_saved import names_read
+    from support.megatron_saved import FLAGS, names_read
 
     from olmo_lns.errors import LNSConfigError
     from olmo_lns.study.engines import megatron
 
     parsed: dict[str, Any] = {}
-    for case in CASES:
+    for case in FLAGS:
         flags = flags_of(case)
         try:
             parsed[case] = megatron.parse(flags, validate=False)
@@ -120,12 +80,12 @@ def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         version, found, namespace = record()
     if "--write" in sys.argv:
-        recorded = (json.loads(RECORDED.read_text()) if RECORDED.exists() else {}) | {version: found}
-        versions = []
-        for name in sorted(recorded):
+        recorded = json.loads(RECORDED.read_text()) | {version: found}
+        sections = []
+        for name in ("flags", *sorted(set(recorded) - {"flags"})):
             cases = [f"  {json.dumps(case)}: {json.dumps(values)}" for case, values in recorded[name].items()]
-            versions.append(f" {json.dumps(name)}: {{\n" + ",\n".join(cases) + "\n }")
-        RECORDED.write_text("{\n" + ",\n".join(versions) + "\n}\n")
+            sections.append(f" {json.dumps(name)}: {{\n" + ",\n".join(cases) + "\n }")
+        RECORDED.write_text("{\n" + ",\n".join(sections) + "\n}\n")
     if "--save" in sys.argv:
         import torch
 
