@@ -265,11 +265,14 @@ def test_a_backend_that_cannot_run_is_not_blamed_on_the_checkpoint(capsys, monke
 
 @pytest.mark.parametrize("size", [0, 5000])
 def test_weights_that_are_cut_off(size, capsys, tmp_path, olmo_folder, llama_folder, token_file):
-    for folder, name in ((olmo_folder, "model.pt"), (llama_folder, "model.safetensors")):
+    for folder, name, said in (
+        (olmo_folder, "model.pt", "truncated or not a file of torch.save"),
+        (llama_folder, "model.safetensors", "not a loadable"),
+    ):
         copy = tmp_path / folder.name
         shutil.copytree(folder, copy)
         (copy / name).write_bytes((copy / name).read_bytes()[:size])
-        assert "not a loadable" in fails(capsys, "variance", "--model", copy, "--data", token_file)
+        assert said in fails(capsys, "variance", "--model", copy, "--data", token_file)
 
 
 def test_bad_results(capsys, tmp_path, results):
