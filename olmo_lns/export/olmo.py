@@ -14,7 +14,7 @@ import yaml
 from olmo_lns import __version__
 from olmo_lns.checkpoints.distributed import Edit
 from olmo_lns.checkpoints.olmo import SHARDED, OLMoCheckpoint, identifier_in, is_olmo
-from olmo_lns.checkpoints.tensors import LazyTensor, loading, map_tensors, read_archive, write_archive
+from olmo_lns.checkpoints.tensors import LazyTensor, check_archive, loading, map_tensors, read_archive, write_archive
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, OLMO_UNSHARDED, fold, huggingface
 from olmo_lns.export.atomic import copy_unread
@@ -241,7 +241,9 @@ def mark(path: Path, record: Record) -> None:
     rebuild = numpy.zeros(0).__reduce__()[0]
     known: list[Any] = [PosixPath, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
     torch.serialization.add_safe_globals([needs_olmo_lns])  # again: safe_globals forgets what it was given
-    with loading(path), torch.serialization.safe_globals(known):
+    check_archive(path)
+    advice = f"{path} (move it away to start with --reset_trainer_state)"
+    with loading(advice), torch.serialization.safe_globals(known):
         state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, dict):
         raise LNSConfigError(f"{path} holds a {type(state).__name__}: expected the dict of a trainer's state")
