@@ -38,7 +38,7 @@ _Run = Callable[..., Any]
 
 
 def unsupported(plan: Plan, d_model: int) -> str:
-    """Why a block of ours cannot do ``plan``; ``""`` if it can."""
+    """The reason why a block of ours cannot compute ``plan``; ``""`` if it can."""
     if plan.norms not in (1, 2) or (plan.post and plan.norms > 1):
         return "expected one norm in a sub-layer, or one in front and one on the branch"
     if _weighs_shortcut(plan) and (plan.gate is not None or plan.branch_scale != 1.0):
@@ -75,7 +75,7 @@ class LearnedFactor(LayerNormBase):
 
 
 class _Residual:
-    """Where the norms of a sub-layer sit, and the constants that no norm has folded in.
+    """Where the norms of a sub-layer sit, and the constants that are not folded into a norm.
 
     ``factor`` is the shortcut's if it ``weighs_shortcut``, else the branch's. Whether the norm's input and the sum are
     multiplied is a flag, because a branch on the number itself would make torch.compile build one graph per layer.
@@ -101,7 +101,7 @@ class _Constant:
 
 
 class _SchemeBlock(OLMoBlock):
-    """Mixed in front of OLMo's block classes; set as ``__class__`` of a block that OLMo has built."""
+    """Mixin in front of OLMo's block classes. A block that OLMo has built gets such a class as its ``__class__``."""
 
     lns_residual_attn: _Residual
     lns_residual_ff: _Residual

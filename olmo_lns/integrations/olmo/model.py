@@ -1,4 +1,4 @@
-"""What happens to an OLMo model while it is built: depth, initial weights, and the promises checked at the end.
+"""Wraps the construction of an OLMo model: block numbers, initial weights, and the check of the complete model.
 
 ``attn_out`` and ``ff_out`` of block l (1-based) of L blocks are drawn by OLMo with the standard deviation of the other
 matrices times a depth factor: 1/sqrt(2·l) for ``init_fn: mitchell``, 1/sqrt(2·L) for ``full_megatron``, 1 for

@@ -1,4 +1,4 @@
-"""What an OLMo checkpoint says of its model: a record beside it, and a mark in its trainer's state.
+"""Keeps the scheme in an OLMo checkpoint: a record beside the weights, and a mark in the trainer's state.
 
 The record is written on every save, from the built model, and compared on every load. The mark is for an OLMo that
 runs without the plugin (``OLMO_LNS_DISABLE=1``), where nothing of ours compares: OLMo's Trainer unpickles its state

@@ -1,4 +1,4 @@
-"""OLMo's layer-norm types and initializations: ours as members, what each means, and what a config load makes of it.
+"""Our members of OLMo's ``LayerNormType`` and ``InitFnType``: what each means, and how a config that names one loads.
 
 ``LayerNormType`` is an enum inside a closed OmegaConf schema, so the type's name is the only
 place of a config that can carry a scheme: ``<scheme>_<base norm>[:key=value,…]``, such as
@@ -163,7 +163,7 @@ def extend(layer_norm_type: Any, init_fn_type: Any, *, verified: bool) -> None:
 class _Members(dict):
     """An enum's table that makes a member the first time a type with parameters is looked up.
 
-    In every way a member can be asked for: by name (OmegaConf), by value (unpickling), by this or another process.
+    OmegaConf looks members up by name, and unpickling by value, also in another process.
     """
 
     def __init__(self, present: dict[Any, Any], enum_class: Any, ours: Callable[[str], bool]) -> None:
@@ -203,7 +203,7 @@ def _add_member(enum_class: Any, name: str) -> Any:
 
 
 def check_sizes(config: Any) -> None:
-    """What would divide by zero, or build for minutes before it fails, in an OLMo ``ModelConfig``.
+    """Refuse sizes in an OLMo ``ModelConfig`` that divide by zero, or that build for minutes before they fail.
 
     :raises LNSConfigError: a number that makes no model.
     """

@@ -114,7 +114,7 @@ class Census(dict[int, tuple[Scheme, str]]):
 
 
 class Draw:
-    """In place of ``init_weights`` of a block's sequence mixer, which OLMo-core calls before it draws a block."""
+    """Stands in for ``init_weights`` of a block's sequence mixer, which OLMo-core calls before it draws a block."""
 
     def __init__(self, mixer: Any, initialization: str) -> None:
         self.mixer = mixer
@@ -203,7 +203,7 @@ def attach_scheme(block: Any, config: Any, *, cache: Any, block_idx: int, n_laye
 
 
 class UnscaledRouter(Scaled, MoELinearRouter):
-    """A router that sees the norm without its factor, while the experts see it scaled: it has the factor's inverse."""
+    """A router that sees the norm without its factor: it has the inverse. The experts see the scaled norm."""
 
     def get_expert_logits(self, x: Any) -> Any:
         # The logits are linear in x: a pass over tokens x experts instead of tokens x channels.

@@ -1,7 +1,7 @@
 """The record of OLMo-core's checkpoints: read from the built model, written with its weights, compared on load.
 
 OLMo-core compares no config: a run that is resumed without the flags would go on as Pre-LN. Its Hugging Face
-converter copies tensors and knows no factor. Both are guarded; weights that a program loads by hand are its own.
+converter copies tensors and knows no factor. Both are guarded. Weights that a program loads by hand are not checked.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def saved_routers(folder: Any) -> dict[int, bool]:
 
 
 def _find(folder: Any, name: str) -> Path | None:
-    """A file of a checkpoint: in its folder, or beside the weights alone, whichever of the two was named."""
+    """The file ``name`` of a checkpoint, in its folder or in the folder of its weights; either may be named."""
     base = str(folder).rstrip("/")
     whole = base.removesuffix(f"/{WEIGHTS}")
     for place in (base, whole if whole != base else f"{base}/{WEIGHTS}"):
@@ -86,7 +86,7 @@ def _json(path: Path) -> Any:
 
 
 def check(folder: Any, parts: list[Any], *, group: Any = None) -> None:
-    """Before weights are loaded; the parts keep a record of folded ones, for the checkpoints that they are saved in.
+    """Compare a checkpoint with the model before its weights are loaded; keep a record of folded weights for saving.
 
     :param group: the processes that load, default all.
     :raises CheckpointMismatchError: the checkpoint and the model that runs, in its parts, disagree.
@@ -117,7 +117,7 @@ def _require_routers(folder: Any, saved: dict[int, bool], running: dict[int, boo
 
 
 def _read_once(folder: Any, group: Any) -> tuple[Record | None, dict[int, bool]]:
-    """The group's first rank reads and tells the others: a remote folder is asked once, and all stop together."""
+    """The group's first rank reads and tells the others: a remote folder is read once, and all ranks stop together."""
     from olmo_core.distributed.utils import broadcast_object, get_global_rank, get_rank
 
     found: Any = None
@@ -142,14 +142,14 @@ def _read_once(folder: Any, group: Any) -> tuple[Record | None, dict[int, bool]]
 
 
 def _blocks() -> Any:
-    """OLMo-core is imported when a model is there, not when its checkpoints are read as files."""
+    """Import OLMo-core only when there is a model, not when a checkpoint is read as files."""
     from olmo_lns.integrations.olmo_core import blocks
 
     return blocks
 
 
 def _parts(train_module: Any) -> list[Any]:
-    """What a train module trains; several parts where a pipeline has split the model."""
+    """The models that a train module trains: several if a pipeline has split the model."""
     parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
     return [part for part in parts if part is not None]
 
@@ -272,8 +272,8 @@ def wrap_save_hf(save: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_load_hf(load: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``load_hf_model``: a folder whose weights need a scheme is refused, and others' tensors are marked.
 
-    It fills a plain dict, of which nobody knows the model. A block with a scheme looks for the mark
-    (:func:`compare_converted`) when the dict is loaded into it.
+    It fills a plain dict and does not know the model. A block with a scheme looks for the mark when the dict is loaded
+    into it (:func:`compare_converted`).
     """
 
     def wrapped(model_name_or_path: Any, model_state_dict: Any, **kwargs: Any) -> None:
@@ -295,7 +295,7 @@ def wrap_load_hf(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _converted_record(name: Any, revision: str) -> Record:
-    """Of a Hugging Face folder, URL or hub name."""
+    """The record of a Hugging Face folder, URL or hub name."""
     if (path := _local(f"{name}/{CONFIG_FILE}")) is not None:
         values = _json(path)
     else:
@@ -307,7 +307,7 @@ def _converted_record(name: Any, revision: str) -> Record:
 
 
 def compare_converted(block: Any, state_dict: dict[str, Any], *_: Any) -> None:
-    """Before ``load_state_dict`` of a block with a scheme.
+    """A hook that runs before ``load_state_dict`` of a block with a scheme.
 
     :raises CheckpointMismatchError: the weights came through :func:`wrap_load_hf` and are of another model.
     """

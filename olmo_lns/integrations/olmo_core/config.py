@@ -1,4 +1,4 @@
-"""What a config of OLMo-core's says of a scheme, as a plain dict: nothing of OLMo-core is needed to read it."""
+"""Reads the scheme out of an OLMo-core config that is a plain dict; OLMo-core itself is not imported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def blocks_of(config: Any) -> list[dict[str, Any]]:
 
 
 def wrap_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Config.from_dict``, which answers a class that a module does not have by its own, without a word."""
+    """Wrap ``Config.from_dict``, which silently builds its own class if a module lacks the one that is named."""
 
     def wrapped(cls: Any, data: Any, overrides: list[str] | None = None) -> Any:
         for name in (*_classes(data), *re.findall(r"(?m)_CLASS_=(.*)$", "\n".join(overrides or ()))):
@@ -77,7 +77,7 @@ def wrap_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _classes(data: Any) -> Iterator[str]:
-    """What ``_CLASS_`` says, anywhere in a config as a plain dict."""
+    """Every value of ``_CLASS_`` in a config that is a plain dict."""
     if isinstance(data, dict):
         yield str(data.get("_CLASS_", ""))
         data = list(data.values())

@@ -1,4 +1,4 @@
-"""Which OLMo-core this is, judged by what it has."""
+"""The functions and classes of OLMo-core that this integration needs or replaces, and the verified versions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a folder says of its weights, compared with the model that loads or saves them.
+"""Compares what a folder says of its weights with the model that loads or saves them.
 
 transformers compares nothing: ``from_pretrained(folder, config=…)`` never reads the folder's config, a resumed
 ``Trainer`` loads whatever weights the checkpoint holds, and ``save_pretrained`` writes the config as it is. All three
-are wrapped by their public signatures. Weights that a program loads by hand (``load_state_dict``) are its own.
+are wrapped by their public signatures. Weights that a program loads by hand (``load_state_dict``) are not checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("olmo_lns")
 
 
 def guard_loading(module: Any) -> None:
-    """``transformers.modeling_utils``: no class loads or saves a folder of another scheme than it has."""
+    """Guard ``transformers.modeling_utils``: no class loads or saves a folder of another scheme than its own."""
 
     def wrap(from_pretrained: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def guard_loading(module: Any) -> None:
 
 
 def _require_recorded(model: Any) -> None:
-    """A folder of ``model``, or of one with models of ours inside, loads as what was built.
+    """Check that a folder of ``model``, or of a model around one of ours, will load as the model that was built.
 
     :raises CheckpointMismatchError: a model of ours was changed since it was built, a stock model has blocks of which
         its config does not know, or its config names a scheme that nothing inside has.
@@ -93,7 +93,7 @@ def _require_recorded(model: Any) -> None:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A config and those that it holds."""
+    """A config and the configs inside it."""
     yield config
     for value in vars(config).values():
         if hasattr(value, "model_type"):
@@ -101,9 +101,9 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def guard_resuming(module: Any) -> None:
-    """``transformers.trainer``: a run resumes under the scheme that its checkpoint was trained with.
+    """Guard ``transformers.trainer``: a run resumes under the scheme that its checkpoint was trained with.
 
-    Beside sharded weights (FSDP), where the Trainer writes no config, the record is written.
+    Beside sharded weights (FSDP) the Trainer writes no config: the record is written there.
     """
 
     class KeepRecord(module.TrainerCallback):
@@ -135,7 +135,7 @@ def guard_resuming(module: Any) -> None:
 
 
 def _saved_record(name: Any, kwargs: Mapping[str, Any]) -> Record | None:
-    """What ``config.json`` says; None, which is unknown and not Pre-LN, where there is none within reach.
+    """The record in ``config.json``. None, which means unknown and not Pre-LN, if no such file can be reached.
 
     :param name: a folder, or a hub name. :param kwargs: of ``from_pretrained``, by which the hub is asked.
     """

@@ -4,10 +4,10 @@ Nothing but the construction of a model differs from transformers' own class: af
 blocks get their factors. Forward, state dict, saving, loading and generation are transformers' own.
 
 A saved ``config.json`` names our model type, the record, and the factors in plain numbers for the modeling file that
-is written beside it. Stock transformers stops at the model type. A stock class that is named outright
-(``LlamaForCausalLM(config)`` or ``.from_pretrained``) does not look at it, so the activation function has a preface
-that no transformers knows, in the file and in memory: the class stops there and the message says why. Only while a
-class of ours builds a model does its config show the plain name.
+is written beside it. Stock transformers refuses the model type. A stock class that is named outright
+(``LlamaForCausalLM(config)`` or ``.from_pretrained``) does not read the model type. For it the name of the activation
+function begins with words that no transformers knows, in the file and in memory: the class stops there, and the name
+says why. The config shows the plain name only while a class of ours builds a model.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ NEEDS = "needs olmo-lns and an Auto class, or trust_remote_code: "
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
 SERVERS = ("vllm", "sglang")
 #: End of a class name -> the auto class that makes it. A family has those that transformers has.
-HEADS = {
-    "Model": "AutoModel",
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForImageClassification": "AutoModelForImageClassification",
+HEADS = {"Model": "AutoModel", "LMHeadModel": "AutoModelForCausalLM"} | {
+    f"For{task}": f"AutoModelFor{task}"
+    for task in (
+        "CausalLM",
+        "SequenceClassification",
+        "TokenClassification",
+        "QuestionAnswering",
+        "ImageClassification",
+    )
 }
 
 _MODELING = "modeling_lns"
@@ -77,13 +78,13 @@ def heads(family: Family) -> dict[str, str]:
 
 
 def record_of(config: Any) -> Record:
-    """What a config says about its weights; Pre-LN where it says nothing."""
+    """The record in a config; Pre-LN if it has none."""
     values = getattr(config, "lns_record", None)
     return Record() if values is None else Record.from_dict(values, source="config.json: lns_record")
 
 
 def record_of_model(model: Any) -> Record:
-    """What is known of a model: a fresh one from the config of a folded folder is Pre-LN, whatever its config says."""
+    """The record of a model. A fresh model from the config of a folded folder is Pre-LN, whatever its config says."""
     record = record_of(getattr(model, "config", None))
     return Record() if record.folded and not getattr(model, _FOLDED, False) else record
 
@@ -99,7 +100,7 @@ def set_folded(model: Any) -> None:
 
 @contextmanager
 def building(config: Any) -> Iterator[None]:
-    """While a class of ours builds a model of ``config``.
+    """Mark that a class of ours is building a model of ``config``, which then shows its plain activation name.
 
     :raises LNSConfigError: it is built for a server that would drop the factors.
     """
@@ -117,7 +118,7 @@ def building(config: Any) -> Iterator[None]:
 
 
 def _activation(name: str) -> property:
-    """A config's activation function: its plain name while a class of ours builds, else with the preface."""
+    """The config's activation function: plain while a class of ours builds a model, else after :data:`NEEDS`."""
 
     def shown(config: Any) -> Any:
         value = vars(config)[name]
@@ -188,7 +189,7 @@ def config_class(family: Family) -> Any:
 
 
 def _same(written: Any, expected: Any) -> bool:
-    """Equal, but for the last digits of a power: another machine's mathematical library may have written them."""
+    """Whether two tables of factors are equal up to the last digits, in which mathematical libraries differ."""
     if isinstance(expected, float):
         return isinstance(written, (int, float)) and math.isclose(written, expected, rel_tol=1e-14)
     if type(written) is not type(expected) or len(written) != len(expected):
@@ -208,7 +209,7 @@ def _factors(config: Any) -> dict[str, dict[str, list[float]]]:
 
 
 def _write_modeling_file(folder: str | os.PathLike[str], family: Family) -> None:
-    """For ``trust_remote_code`` where olmo-lns is not installed."""
+    """Write the modeling file that ``trust_remote_code`` runs where olmo-lns is not installed."""
     values: dict[str, Any] = {
         **vars(family),
         "model_type": PREFIX + family.model_type,
@@ -266,7 +267,7 @@ def convert(model: Any, family: Family) -> None:
 
 
 def own_config(model: Any) -> Any:
-    """Give ``model`` and what is inside it a copy of its config, which another model may share; returns the copy."""
+    """Give ``model`` and the models inside it a copy of their config, which may be shared; return the copy."""
     shared, own = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         if vars(module).get("config") is shared:
@@ -275,7 +276,7 @@ def own_config(model: Any) -> Any:
 
 
 def stock_class(model: Any) -> type | None:
-    """The class of transformers' from which the class of ``model`` was made; None where it is not ours."""
+    """The transformers class from which our class of ``model`` was made; None if its class is not ours."""
     kind = type(model)
     return kind.__mro__[1] if kind.__module__ == __name__ else None
 
@@ -293,7 +294,7 @@ def class_of(config: Any) -> Any:
 
 @functools.cache
 def register_models(family: Family) -> None:
-    """Tell the auto classes, and whoever looks a class up in ``transformers`` by its name (TRL does)."""
+    """Register our classes with the auto classes, and by name in ``transformers``, where TRL looks them up."""
     import transformers
 
     for name, auto in heads(family).items():
@@ -303,7 +304,7 @@ def register_models(family: Family) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """A class of ours by its name, for pickle and for `import`."""
+    """Make a class of ours when pickle or ``import`` asks for its name."""
     for family in available() if name.startswith("LNS") else ():
         if name == f"LNS{family.stem}Config":
             return config_class(family)

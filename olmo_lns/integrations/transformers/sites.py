@@ -31,19 +31,19 @@ log = logging.getLogger("olmo_lns")
 
 
 class _Replaceable(Scaled):
-    """What transformers, or a library on it, may take the forward of."""
+    """A module whose forward transformers, or a library on top of it, may replace."""
 
     # `kernelize` would replace the forward by a kernel that knows no factor.
     kernel_layer_name = "LNSScaled"
 
     def lns_plan(self, sub_layer: str) -> Plan:
-        """The plan that ``forward`` computes; without its factor where somebody put another forward in its place."""
+        """The plan that ``forward`` computes; it has no factor if somebody put another forward in its place."""
         replaced = "forward" in vars(self) and "_old_forward" not in vars(self)  # accelerate's hooks keep the old one
         return self.lns_form if replaced else super().lns_plan(sub_layer)
 
 
 class _ScaledOutput(_Replaceable, ScaledOutput):
-    """Any norm that is not known, or a branch."""
+    """A branch, or a norm whose arithmetic is not known."""
 
 
 def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ _FORWARDS: dict[tuple[str, str], Any] = {
 
 
 def scaled_class(stock: type) -> type:
-    """The class with a factor for a class of norms or branches; pickle finds it by the path of that class."""
+    """Our class, with a factor, for a class of norms or branches; pickle finds it by the path of the stock class."""
     path = ":".join([*stock.__module__.split("."), stock.__name__])  # pickle would split it at a dot
     known = globals().get(path)
     if known is None or known.__bases__[1] is not stock:
@@ -105,7 +105,7 @@ def known_family(model: Any) -> Family:
 
 
 def parts(model: Any) -> tuple[Family, list[Any], int]:
-    """Its family, its blocks, and how many of them its config says."""
+    """The model's family, its blocks, and the number of blocks that its config says."""
     family = known_family(model)
     return family, list(_require(model.base_model, family.blocks, family)), int(model.config.num_hidden_layers)
 
@@ -166,7 +166,7 @@ def attach_model(model: Any, record: Record) -> None:
 
 
 def require_as_recorded(model: Any, record: Record) -> None:
-    """The built model is the one that a folder with ``record`` loads as: each block with its own number's factors.
+    """Check that each block of the built model has the factors that ``record`` gives the block of that number.
 
     :raises CheckpointMismatchError: blocks or norms were removed, moved, doubled or replaced since it was built.
     """
@@ -187,7 +187,7 @@ def require_as_recorded(model: Any, record: Record) -> None:
 
 
 def _set_initialization(family: Family, blocks: list[Any], record: Record) -> None:
-    """Leave on each drawing module what its draw is to be multiplied by, and do so now."""
+    """Note on each module that draws weights what its draw is multiplied by, and multiply the present weights."""
     if record.scaled_init == "upstream":
         return
     for number, block in enumerate(blocks, start=1):
@@ -203,7 +203,7 @@ def _set_initialization(family: Family, blocks: list[Any], record: Record) -> No
 
 @torch.no_grad()
 def redraw(module: Any) -> None:
-    """After a draw of ``module``'s weights: multiply its residual output projection. Loaded weights are left alone."""
+    """Multiply the residual output projection that ``module`` has just drawn. Loaded weights stay as they are."""
     path, ratio = getattr(module, "lns_redraw", ("", 1.0))
     projection = at(module, path) if path else module
     if ratio != 1.0 and not getattr(projection.weight, "_is_hf_initialized", False):
@@ -211,7 +211,7 @@ def redraw(module: Any) -> None:
 
 
 def _report(model: Any, norm: Any, record: Record) -> None:
-    """The start-up line: through the log where somebody listens, else on stderr."""
+    """Write the start-up line: to the log if it has a handler, else to stderr."""
     if os.environ.get("RANK", "0") != "0":
         return
     ways = [
@@ -235,7 +235,7 @@ def _report(model: Any, norm: Any, record: Record) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The class that another process has pickled, see :func:`scaled_class`."""
+    """Make the class that another process has pickled, see :func:`scaled_class`."""
     *module, stock = name.split(":")
     if module:
         return scaled_class(getattr(importlib.import_module(".".join(module)), stock))
