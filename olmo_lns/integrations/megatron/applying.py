@@ -243,17 +243,12 @@ def _apply_to_module(module: nn.Module, settings: Settings, vision: bool) -> int
         )
     for tower in towers:
         say_left_out(tower, tower.config, settings)
-    depths = {
-        id(inner): mtp.config.num_layers + mtp.layer_number
-        for mtp in module.modules()
-        if isinstance(mtp, MultiTokenPredictionLayer)
-        for inner in layers_of(mtp)
-    }
+    mtps = [child for child in module.modules() if isinstance(child, MultiTokenPredictionLayer)]
+    depths = {id(inner): mtp.config.num_layers + mtp.layer_number for mtp in mtps for inner in layers_of(mtp)}
     sites = sum(attach_layer(layer, settings, depth=depths.get(id(layer))) for layer in layers)
     config: Any = layers[0].config
     settings.store(config)
-    hybrid = sites == len(layers)
-    say(start_up_line(module, config, initialization="weights as they were", hybrid=hybrid))
+    say(start_up_line(module, config, initialization="weights as they were", hybrid=sites == len(layers)))
     return sites
 
 

@@ -1,6 +1,6 @@
-"""When a module of Megatron is imported, its verified functions are replaced by this package's.
+"""Replace Megatron's verified functions by this package's, right after the module that has them is imported.
 
-Nothing of Megatron, PyTorch or the wrappers is imported before.
+Nothing of Megatron, PyTorch or the wrappers is imported before that.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WRAPPERS = {
     "megatron.training.training:setup_model_and_optimizer": "building.model_built",
     f"{_SAVED}:load_args_from_checkpoint": "checkpoint.load_args",
     f"{_SAVED}:_load_base_checkpoint": "checkpoint.load_base",
-    # Of Megatron Bridge, which hand on what they are given: no fingerprint is kept.
+    # Of Megatron Bridge. These wrappers hand on what they are given, so no fingerprint is kept.
     "megatron.bridge.training.mlm_compat.arguments:_transformer_config_from_args": "checkpoint.saved_config",
     f"{_TO_HF}.model_bridge:MegatronModelBridge.stream_weights_megatron_to_hf": "checkpoint.exported",
     f"{_TO_HF}.model_bridge:MegatronModelBridge.load_weights_hf_to_megatron": "checkpoint.imported",
@@ -61,11 +61,12 @@ _installed: set[str] = set()
 def register() -> None:
     """Arrange that each Megatron module is extended right after it is imported.
 
-    Idempotent, and inert until ``--layernorm-scaling``, ``--norm-scheme`` or ``--no-scaled-init`` is given.
+    It may be called twice, and changes nothing until ``--layernorm-scaling``, ``--norm-scheme`` or ``--no-scaled-init``
+    is given.
 
-    :raises LNSConfigError: called too late: other modules hold the unextended functions by name.
-    :raises UpstreamChangedError: (at the import of the module concerned) a flag asks for a scheme, and this Megatron is
-        not one that was verified; the message names the override.
+    :raises LNSConfigError: it is called too late: other modules hold the unextended functions by name.
+    :raises UpstreamChangedError: (at the import of the module concerned) a flag asks for a scheme, and this Megatron
+        was not verified; the message names the override.
 
     Example: ``register()``, then ``from megatron.training import pretrain``.
     """
@@ -80,7 +81,7 @@ def register() -> None:
 
 
 def install_core() -> None:
-    """Megatron Core, all that ``apply`` needs, and Megatron Bridge. Idempotent, never too late."""
+    """Extend Megatron Core, which is all that ``apply`` needs, and Megatron Bridge. Never too late."""
     _arrange("megatron.core.")
     _arrange("megatron.bridge.")
 

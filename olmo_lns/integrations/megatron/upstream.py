@@ -1,4 +1,4 @@
-"""The Megatron symbols that are replaced, or whose reading the package relies on.
+"""The Megatron symbols that are replaced, or whose source the package relies on.
 
 ``fingerprints.json`` beside this file has, for each, the sources that were read and tested: fingerprint -> versions of
 Megatron Core. ``scripts/fingerprints.py olmo_lns.integrations.megatron.upstream`` prints those of a source tree.
