@@ -75,12 +75,6 @@ def test_where_start_up_hooks_are_forbidden_the_class_brings_the_guards():
     assert done.stdout.split() == ["False", "False", "True"] and "the block config" in done.stderr, done.stderr
 
 
-def test_scheme_without_the_class_is_an_error():
-    """The second net under a misspelt class of somebody else's module: the guide's command names the scheme too."""
-    with pytest.raises(Exception, match="has no attribute 'scheme'"):
-        small.config().merge(["--block._CLASS_=olmo_core.nn.transformer.BlokConfig", "--block.scheme=lns"])
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -133,42 +127,34 @@ def test_apply_in_place_to_a_model_or_what_holds_one():
         apply(made.block)
 
 
-def test_block_overrides_get_their_own_index():
+def _patterned(block, **names):
     made = small.config()
-    override = copy.deepcopy(made.block)
-    override.sequence_mixer.rope.theta = 10_000
-    made.block_overrides = {2: override}
-    assert apply(copy.deepcopy(made)).num_params == made.num_params
-    built = small.model(apply(made), seed=None)
-    assert [block.attention_norm.lns_scale for block in built.blocks.values()] == [n**-0.5 for n in (1, 2, 3, 4)]
+    common = dict(d_model=made.d_model, vocab_size=made.vocab_size, n_layers=5, lm_head=made.lm_head)
+    return TransformerConfig(**common, block={"wide": block, **names}, block_pattern=["wide", *names])
+
+
+def test_block_overrides_and_named_blocks_get_their_own_index():
+    overridden, other = small.config(), copy.deepcopy(small.config().block)
+    other.feed_forward.hidden_size = 16
+    overridden.block_overrides = {2: other}
+    for made in (overridden, _patterned(small.config().block, narrow=other)):
+        assert apply(copy.deepcopy(made)).num_params == made.num_params
+        scales = [block.feed_forward_norm.lns_scale for block in small.model(apply(made), seed=None).blocks.values()]
+        assert scales == [number**-0.5 for number in range(1, made.n_layers + 1)]
 
 
 @pytest.mark.parametrize("missing", [0, small.LAYERS - 1])
-def test_override_without_the_scheme_or_with_another_is_refused_before_training(missing):
-    made = small.config()
+def test_blocks_without_the_scheme_or_with_another_are_refused_before_training(missing):
+    made, other = small.config(), apply(small.config()).block
     made.block_overrides = {missing: copy.deepcopy(made.block)}
     with pytest.raises(LNSConfigError, match=rf"blocks \[{missing}\] of 4 .counted from 0. are OLMo-core's own"):
         small.model(made.merge([CLASS]))
-    made = apply(small.config())
-    other = copy.deepcopy(made.block)
-    other.exponent = 0.25
+    with pytest.raises(LNSConfigError, match=r"blocks \[1, 3\] of 5"):
+        small.model(_patterned(copy.deepcopy(other), narrow=small.config().block))
+    made, other.exponent = apply(small.config()), 0.25
     made.block_overrides = {missing: other}
     with pytest.raises(LNSConfigError, match="one model with two schemes"):
         small.model(made)
-
-
-def test_named_blocks_in_a_pattern():
-    made = small.config()
-    narrow = copy.deepcopy(made.block)
-    narrow.feed_forward.hidden_size = 16
-    common = dict(d_model=made.d_model, vocab_size=made.vocab_size, n_layers=5, lm_head=made.lm_head)
-    blocks = {"wide": made.block, "narrow": narrow}
-    both = TransformerConfig(**common, block=blocks, block_pattern=["wide", "narrow"])
-    built = small.model(apply(both), seed=None)
-    assert [block.feed_forward_norm.lns_scale for block in built.blocks.values()] == [n**-0.5 for n in range(1, 6)]
-    blocks = {"wide": apply(small.config()).block, "narrow": narrow}
-    with pytest.raises(LNSConfigError, match=r"blocks \[1, 3\] of 5"):
-        small.model(TransformerConfig(**common, block=blocks, block_pattern=["wide", "narrow"]))
 
 
 _LOAD = """

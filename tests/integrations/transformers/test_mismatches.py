@@ -19,7 +19,6 @@ from olmo_lns.integrations.transformers.models import record_of
 
 register()
 transformers = pytest.importorskip("transformers")
-SERVERS = ("vllm", "sglang")
 
 
 def saved(folder, kind="llama", scheme="lns", **options):
@@ -57,7 +56,7 @@ def test_a_config_without_its_model_keeps_the_plain_activation_out_of_sight(tmp_
     assert fold(model).config.hidden_act == "gelu"
 
 
-@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_a_server_with_norms_of_its_own_is_refused(server, tmp_path, monkeypatch):
     config = saved(tmp_path)
     functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS  # to which the servers add theirs
