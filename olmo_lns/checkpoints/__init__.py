@@ -39,7 +39,8 @@ def open_distributed(folder: Path) -> DistributedCheckpoint:
 
 
 def record_in(folder: Path) -> Record | None:
-    """The record of ``folder``, as its framework's integration reads it; None where no format of ours is in it.
+    """The record of ``folder``, as its framework's integration reads it; None where the folder holds no format
+    that is read here.
 
     :raises CheckpointMismatchError: a record that cannot be read, or is gone although its config names a scheme.
     """

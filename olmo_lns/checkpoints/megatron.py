@@ -51,17 +51,17 @@ _SITE = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:(?P<attn>self_attention\.linear_qkv(?:_down_proj)?\.layer_norm_"
     r"|input_layernorm\.)|mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)(?:weight|bias)$"
 )
-#: Every gain: what is stored minus one where gains are zero-centred.
+#: Every gain; where gains are zero-centred, the stored value is the gain minus one.
 GAIN = re.compile(r"(?:layer_norm_weight|norm\.weight)$")
 #: Entries that belong to training, not to the model.
 TRAINING = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b")
 
 #: A parameter of a scheme's residual addition; a stock model has none.
 OWN = re.compile(rf"decoder\.layers\.(?:\d+\.)?(?:{'|'.join(SLOTS.values())})\.")
-#: ``--norm-epsilon``, likewise.
+#: The names that the argument of ``--norm-epsilon`` has had.
 _EPSILON = ("norm_epsilon", "layernorm_epsilon")
 
-#: What an argument is that says nothing.
+#: An argument with one of these values asks for nothing.
 _NOTHING = (None, False, 0)
 #: Argument -> the values under which the model is a plain decoder; an argument that is absent is fine.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -242,7 +242,7 @@ def _iteration(folder: Path) -> Path:
     raise LNSConfigError(f"{folder} has no {METADATA}: it is not a complete torch_dist checkpoint")
 
 
-class _Absent:
+class Absent:
     """Stands for a value of a Megatron class that is not installed here."""
 
     def __init__(self, *args: Any) -> None:
@@ -296,7 +296,7 @@ def _resolve(name: str, path: Path) -> Any:
         try:
             found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError):
-            return _Absent
+            return Absent
         if isinstance(found, type) and issubclass(found, enum.Enum):
             return found
     raise LNSConfigError(f"{path} names the class {name}, which saved arguments have no need of: it is not loaded")

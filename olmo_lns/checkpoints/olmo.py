@@ -157,7 +157,9 @@ class Architecture:
     ) -> None:
         """:param shapes: gives names and shapes; None: :meth:`shapes`.
 
-        :raises LNSConfigError: ``found`` are not the weights of this model; they are counted before names are made.
+        The weights are counted first: a config that says ten million layers would take long to name them.
+
+        :raises LNSConfigError: ``found`` are not the weights of this model.
         """
         if self.n_layers > len(found):
             raise LNSConfigError(

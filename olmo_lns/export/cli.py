@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from olmo_lns.export.sources import Source
 
 
-#: The names of the sources, which load torch: ``--help`` does not.
+#: Written out, because the sources import torch, which ``--help`` does not wait for.
 SOURCES = ("auto", "olmo", "olmo-core", "megatron", "transformers", "authors")
 
 _EXPORT = """\
@@ -345,10 +345,10 @@ def _stock_config(source: str, changes: dict[str, Any]) -> Any:
             config = AutoConfig.from_pretrained(source, local_files_only=hub.cached_only(source, "config.json"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LNSConfigError(f"{source}: no config could be read: {one_line(error)}") from error
-    with _values_judged():
-        made = type(config)(**changes) if fresh else copy.deepcopy(config)  # anew, so that what follows follows
+    with _values_judged():  # a fresh one is built again, so that what it derives from these values is right
+        made = type(config)(**changes) if fresh else copy.deepcopy(config)
     for name, value in changes.items():
-        # A name that it does not know it keeps as it is; one that it converts it does not.
+        # A class keeps an unknown name as an attribute of that name; a name that it converts, it does not keep.
         if (not fresh or name in vars(made)) and not hasattr(config, name):
             raise LNSConfigError(f"--set {name}: {type(config).__name__} has none{did_you_mean(name, vars(config))}")
         if not fresh:
@@ -359,7 +359,7 @@ def _stock_config(source: str, changes: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _values_judged() -> Iterator[None]:
-    """What a config class says of its values, in one line; its checks have error classes of their own."""
+    """Turn what a config class raises for a value into one line; each class has errors of its own."""
     try:
         yield
     except Exception as error:

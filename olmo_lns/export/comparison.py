@@ -344,7 +344,7 @@ def _of_weights(name: str, expected: LazyTensor, found: LazyTensor, roundings: i
         return [f"{name}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"]
     exact, values, kind = expected.load().double(), found.load(), torch.finfo(found.dtype)
     allowed = exact.abs() * (roundings * kind.eps / 2 * (1 + 2**-10)) + kind.smallest_normal * kind.eps
-    off = ~((values.double() - exact).abs() <= allowed)  # so that NaN is off
+    off = ~((values.double() - exact).abs() <= allowed)  # written so that NaN counts as off
     if not off.any():
         return []
     first = tuple(int(axis) for axis in off.nonzero()[0])

@@ -1,4 +1,4 @@
-"""What is folded where, and how: weights multiplied by a factor and rounded once, when they are written.
+"""Which weights a factor is multiplied into, and how: in float64, rounded once, when they are written.
 
 ``x + g * c * f(s * N(x))`` is Pre-LN once s is in the norm's gain (as for LayerNorm Scaling) and
 g * c in the rows of ``attn_out`` or ``ff_out``, g a learned gate and c a constant.

@@ -62,7 +62,7 @@ def check_conversion(folder: str | Path, *, keeps_gains: bool) -> None:
     :raises CheckpointMismatchError: it would, and the difference was not allowed.
     """
     model: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):  # of which the converter tells
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):  # the converter says it
         model |= yaml.safe_load((Path(folder) / "config.yaml").read_text(encoding="utf-8"))["model"]
     record = Record.read(folder) or Record(types.scheme_of(model.get("layer_norm_type", "")))
     in_gains = record.folded and model.get("layer_norm_with_affine", True) and not keeps_gains

@@ -10,7 +10,8 @@ Gemma2ForCausalLM  Sandwich-LN (Peri-LN), whose blocks have the same four norms
 All are SwiGLU decoders with RoPE, in the layout that OLMo uses: ``att_proj`` is [q, k, v],
 ``ff_proj`` is [up, gate], and the rotation pairs element i with i + head_dim/2. What Gemma 2 does beside that is undone
 or switched off: it multiplies the embedding by sqrt(d), its gains are stored minus one, its activation is set to SiLU
-and its soft-capping to none. Last, a stock Llama with its scheme in hooks: the reference that folding is held to.
+and its soft-capping to none. Last comes a stock Llama whose scheme is in hooks: ``verify`` compares
+exports of Megatron and of the authors with it.
 """
 
 from __future__ import annotations

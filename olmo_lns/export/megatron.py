@@ -20,6 +20,7 @@ from olmo_lns.checkpoints.megatron import (
     OWN,
     TRACKER,
     TRAINING,
+    Absent,
     MegatronCheckpoint,
     common_bytes,
     is_megatron,
@@ -107,6 +108,11 @@ def _write(
 
     :param factors: stored name -> factor. :param args: changes of the saved arguments.
     """
+    if absent := [name for name, value in vars(checkpoint.args).items() if isinstance(value, Absent)]:
+        raise LNSConfigError(
+            f"{checkpoint.folder}: the saved argument {absent[0]} is of a class of Megatron Core's, which is not "
+            "installed here and could not be written: install megatron-core, or export with --format hf"
+        )
     shift = checkpoint.shift
     edits = {
         name: options.rounding.edit(name, factors.get(name, 1.0), shift=shift if GAIN.search(name) else 0.0)

@@ -3,7 +3,7 @@
 A folder of ours is folded into the stock class of its family, a weight at a time. The authors' training script
 (github.com/lmsdss/LayerNorm-Scaling) saves a folder (config.json, pytorch_model.bin) of a patched ``modeling_llama``
 that multiplies both norms of layer ``i`` by ``1/sqrt(i+1)``. Nothing in it says so: a stock Llama loads it and runs
-without the factor. Saying ``--source authors`` is saying that it was trained with ``NORM_TYPE=LNS``.
+without the factor. Whoever says ``--source authors`` says that it was trained with ``NORM_TYPE=LNS``.
 """
 
 from __future__ import annotations

@@ -88,17 +88,16 @@ class OLMo(Source):
 
 
 def _in_words(checkpoint: OLMoCheckpoint, layout: str) -> list[str]:
-    """What becomes of a checkpoint that stock OLMo runs then."""
+    """The report of a fold into stock OLMo."""
     model, scheme = checkpoint.architecture, checkpoint.record.scheme
-    lines = [f"OLMo, {layout}, layer_norm_type {model.base_norm}: "]
+    what = "there was nothing to fold"
     if checkpoint.record.active:
         into = "gains and biases of the block norms" if model.layer_norm_with_affine else "projections after the norms"
         into = into if scheme.keeps_forward(model.n_layers) else "rows of attn_out and ff_out"
-        lines[0] += f"{model.n_layers} factors folded into the {into}"
-        lines.append("the optimizer's state is left out: its moments belong to the unfolded weights")
-    else:
-        lines[0] += "there was nothing to fold"
-        lines.append("the optimizer's state is left out")
+        what = f"{model.n_layers} factors folded into the {into}"
+    lines = [f"OLMo, {layout}, layer_norm_type {model.base_norm}: {what}"]
+    why = ": its moments belong to the unfolded weights" if checkpoint.record.active else ""
+    lines.append(f"the optimizer's state is left out{why}")
     if model.init_fn in types.INIT_FNS:
         lines.append(
             f"init_fn {model.init_fn}, which stock OLMo does not know, is called normal: the weights are drawn"

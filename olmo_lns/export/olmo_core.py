@@ -110,7 +110,7 @@ class OLMoCore(Source):
         return Target(write, weights, config["model"])
 
     def unfolded(self, checkpoint: OLMoCoreCheckpoint, options: Options) -> Target:
-        """Also of a right one of ``default_scaled`` blocks, whose weights stay as they are."""
+        """``default_scaled`` blocks whose factors were right become ours; their weights stay as they are."""
         if checkpoint.default_scaled:
             return Target(lambda out: _mended(checkpoint, out, options))
         record = fold.unfolded_record(checkpoint.record, checkpoint.folder)

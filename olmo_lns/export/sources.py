@@ -69,8 +69,9 @@ class Stock:
 
 @dataclass(frozen=True)
 class Options:
-    """:param output: the folder to create. :param format: one of :data:`FORMATS`.
+    """What an export is asked for.
 
+    :param output: the folder to create. :param format: one of :data:`olmo_lns.export.FORMATS`.
     :param dtype: of the weights written, None as they are.
     :param exponent: of the factor, only where the checkpoint does not say it.
     :param tokenizer: a file, folder or hub name, or ``none``; None: the checkpoint's own.

@@ -26,9 +26,11 @@ from support.megatron_checkpoints import (
 from support.megatron_cpu import single_process
 
 from olmo_lns.checkpoints.distributed import DistributedCheckpoint as MegatronState
-from olmo_lns.checkpoints.megatron import COMMON_OBJECT, MegatronCheckpoint
+from olmo_lns.checkpoints.megatron import COMMON_OBJECT, Absent, MegatronCheckpoint
 from olmo_lns.cli import main
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
+from olmo_lns.export.megatron import Megatron
+from olmo_lns.export.sources import Options
 from olmo_lns.integrations.megatron import apply, register
 from olmo_lns.integrations.megatron.checkpoint import load_base
 from olmo_lns.integrations.megatron.settings import ZERO_CENTRED
@@ -176,6 +178,15 @@ def test_refused(run_folder: Path, tmp_path: Path, name: str, capsys: pytest.Cap
     assert reason in refused(
         capsys, copy_with(run_folder, tmp_path / "run", change), tmp_path / "out", "--format", form
     )
+
+
+def test_a_value_of_an_absent_megatron_is_not_written(run_folder: Path, tmp_path: Path) -> None:
+    """Where Megatron Core is not installed, a stand-in of ours takes the place of its values."""
+    checkpoint = MegatronCheckpoint.open(run_folder)
+    checkpoint.args.attention_backend = Absent(5)
+    with pytest.raises(LNSConfigError, match="the saved argument attention_backend is of a class of Megatron Core's"):
+        Megatron().folded(checkpoint, Options(str(tmp_path / "out"))).write(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_megatron_wrote_is_where_it_is_looked_for(case: tuple[Path, Path, Any, torch.Tensor]) -> None:

@@ -14,9 +14,11 @@ import yaml
 from safetensors.torch import load_file
 from support.exports import byte_tokenizer, export, load_hf, refused, save_olmo
 
+from olmo_lns.checkpoints import record_in
 from olmo_lns.cli import main
 from olmo_lns.export.cli import byte_size
 from olmo_lns.record import Record, accepted
+from olmo_lns.schemes import PRE_LN, Scheme
 
 Capture = pytest.CaptureFixture[str]
 HF = ("--format", "hf", "--tokenizer", "none")
@@ -129,6 +131,34 @@ def test_record_survives_transformers(hf: Path, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["lns"] == "folded"
     assert config["lns_record"]["parameters"] == {"exponent": 0.5} and config["lns_record"]["folded"] is True
+
+
+# --- what a folder says of its model, whatever wrote it ----------------------------------------------
+
+
+def test_records_of_olmo_and_its_exports(tmp_path: Path) -> None:
+    quarter = Scheme.of("lns", exponent=0.25)
+    save_olmo(tmp_path / "quarter", exponent=0.25, layer_norm_type="lns_rms")
+    assert record_in(tmp_path / "quarter") == Record(quarter, "rms", "plain")
+    for form in ("olmo", "hf"):
+        assert export(tmp_path / "quarter", tmp_path / form, "--format", form, "--tokenizer", "none") == 0
+        assert record_in(tmp_path / form) == Record(quarter, "rms", "plain", folded=True)
+    save_olmo(tmp_path / "preln", layer_norm_type="rms")
+    assert getattr(record_in(tmp_path / "preln"), "scheme", None) == PRE_LN
+    (tmp_path / "quarter" / "lns.json").unlink()  # a lost record is in the config
+    lost = record_in(tmp_path / "quarter")
+    assert lost is not None and str(lost.scheme) == "lns" and lost.norm == "rms"
+
+
+def test_records_of_transformers_folders(tmp_path: Path) -> None:
+    arguments = ["hf", "init", "llama", "--set", "num_hidden_layers=2", "--no-weights", "-o", str(tmp_path / "ours")]
+    assert main([*arguments, "--scheme", "lns:exponent=0.25"]) == 0
+    found = record_in(tmp_path / "ours")
+    assert found is not None and str(found.scheme) == "lns:exponent=0.25" and not found.folded
+    values = json.loads((tmp_path / "ours" / "config.json").read_text())
+    (tmp_path / "stock").mkdir()
+    (tmp_path / "stock" / "config.json").write_text(json.dumps({**values, "lns_record": None}))
+    assert record_in(tmp_path / "stock") is None and record_in(tmp_path) is None
 
 
 # --- tokenizers ----------------------------------------------------------------------------------

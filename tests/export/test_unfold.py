@@ -127,21 +127,22 @@ def rename_one(state: dict[str, Any]) -> None:
     names[names.index(LOST)] = "elsewhere.ff_norm.weight"
 
 
-def forget_one(state: dict[str, Any]) -> None:
-    del state["state"][state["param_groups"][0]["param_names"].index(LOST)]["exp_avg_sq"]
-
-
-def add_unknown(state: dict[str, Any]) -> None:
-    for values in state["state"].values():
-        values["hessian"] = torch.ones_like(values["exp_avg"])
+def of_lost(state: dict[str, Any]) -> Any:
+    return state["state"][state["param_groups"][0]["param_names"].index(LOST)]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (rename_one, f"the moments of 7 of the 8 parameters to rescale, none or not all of {LOST}'s"),
-        (forget_one, f"the moments of 7 of the 8 parameters to rescale, none or not all of {LOST}'s"),
-        (add_unknown, "'hessian', whose scaling is unknown: give --drop-optimizer"),
+        (
+            lambda s: of_lost(s).pop("exp_avg_sq"),
+            f"the moments of 7 of the 8 parameters to rescale, none or not all of {LOST}'s",
+        ),
+        (
+            lambda s: of_lost(s).update(hessian=torch.ones(1)),
+            "'hessian', whose scaling is unknown: give --drop-optimizer",
+        ),
     ],
 )
 def test_moments_that_cannot_follow_stop(
