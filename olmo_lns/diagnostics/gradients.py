@@ -139,8 +139,6 @@ def _of_input_alone(
 
 def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> torch.Tensor:
     wanted = rows if rows is not None else (width if width <= EXACT_UP_TO else SAMPLED_ROWS)
-    if wanted < 1:
-        raise LNSError(f"--rows must be at least 1, found {wanted}")
     if wanted >= width:
         return torch.arange(width)
     return torch.randperm(width, generator=generator)[:wanted].sort().values
