@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Callable
 
 from olmo_lns import environment
@@ -276,6 +277,27 @@ def _require_no_decay(config: Any) -> None:
         )
 
 
+#: OLMo's sharded checkpointers that do not work under the torch versions this package takes, with a scheme or without.
+_CHECKPOINTERS = {
+    "local": "cannot save (NotImplementedError in its _fsdp_handles)",
+    "torch_new": "saves, but OLMo cannot load what it saved (its RemoteFileSystemReader is abstract)",
+    "torch_legacy": "saves, but this OLMo loads it with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 only (ai2-olmo from PyPI)",
+}
+
+
+def _warn_of_checkpointer(config: Any) -> None:
+    """Name a broken checkpointer before training starts, not at the first save or at the resume."""
+    import olmo
+    import torch
+
+    name, problem = str(config.sharded_checkpointer), _CHECKPOINTERS.get(str(config.sharded_checkpointer))
+    if name == "torch_legacy" and "weights_only=False" in Path(olmo.__file__).with_name("checkpoint.py").read_text():
+        problem = None  # OLMo main loads it
+    if problem and str(config.distributed_strategy) == "fsdp" and config.save_interval:
+        line = "sharded_checkpointer: %s %s under torch %s; take olmo_core, or save_interval_unsharded"
+        log.warning(line, name, problem, torch.__version__)
+
+
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BaseConfig.load`` so that the loaded config names the resolved type, parameters included."""
 
@@ -295,6 +317,7 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
             require_supported(model)
             if model_key:
                 _require_no_decay(config)
+                _warn_of_checkpointer(config)
         return config
 
     return wrapped
