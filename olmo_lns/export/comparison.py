@@ -76,14 +76,20 @@ class StockOLMo:
 
 
 def in_stock_olmo() -> None:
-    """:meth:`StockOLMo.run` in its process."""
+    """:meth:`StockOLMo.run` in its process; what goes wrong is its last words, in one line."""
+    try:
+        _answer(Path(sys.argv[1]))
+    except Exception as error:  # whatever stock OLMo raises
+        sys.exit(f"{type(error).__name__}: {one_line(error)}")
+
+
+def _answer(place: Path) -> None:
     from olmo.config import LayerNormType, ModelConfig
     from olmo.model import OLMo
 
     if "lns_rms" in LayerNormType.__members__:
         raise RuntimeError("this OLMo has the lns types although the plugin is switched off: it is not stock OLMo")
-    place = sys.argv[1]
-    folder, dtype, batches = torch.load(Path(place, "asked"), weights_only=True)
+    folder, dtype, batches = torch.load(place / "asked", weights_only=True)
     config = ModelConfig.load(Path(folder, "config.yaml"), key="model", validate_paths=False)
     config.init_device = "cpu"
     model = OLMo(config, init_params=False)
@@ -91,7 +97,7 @@ def in_stock_olmo() -> None:
     model.load_state_dict(model._make_state_dict_compatible(state)[0])
     model = model.to(dtype).eval()
     with torch.inference_mode():
-        torch.save([_logits_of(model, ids) for ids in batches.split(1)], Path(place, "answer"))
+        torch.save([_logits_of(model, ids) for ids in batches.split(1)], place / "answer")
 
 
 def _logits_of(model: Any, given: torch.Tensor) -> tuple[torch.Tensor, str | None]:
