@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Callable, Iterator
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "above_zero", "at_least", "process_group", "seed"]
-
 #: dtype on the command line -> torch's name; :data:`olmo_lns.norm.dtypes.DTYPES` has the dtypes themselves.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

@@ -16,8 +16,6 @@ import yaml
 from olmo_lns import __version__, environment, extras
 from olmo_lns.errors import LNSError, did_you_mean
 
-__all__ = ["COMMANDS", "main"]
-
 #: command -> (module whose ``main(argv) -> int`` runs it, or module:function; one line of help; extras it may need).
 COMMANDS = {
     "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run", ()),

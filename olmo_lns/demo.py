@@ -33,8 +33,6 @@ from olmo_lns.study.collect.results import Result, write_results
 from olmo_lns.study.launch.start import environment, run_here
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = ["describe", "main", "parser", "report"]
-
 TOKENS = 32_768  #: held-out tokens of which a variance is the mean
 START, MEASURE = 8, 4  #: a run's start and the measurement of a checkpoint, in steps of the bar
 LOOK, LINE = 0.5, 10.0  #: seconds between the looks at the logs, and between the lines where there is no terminal

@@ -28,8 +28,6 @@ from olmo_lns.errors import LNSError
 from olmo_lns.integrations import autoload, patching
 from olmo_lns.integrations.olmo.types import check_environment
 
-__all__ = ["FRAMEWORKS", "Finding", "examine", "framework_row", "main", "transformers_row", "tree_of"]
-
 
 @dataclass(frozen=True)
 class Finding:

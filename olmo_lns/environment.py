@@ -13,25 +13,6 @@ from typing import Callable
 
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
-__all__ = [
-    "ALLOW_MISMATCH",
-    "ALLOW_UNVERIFIED",
-    "DISABLE",
-    "INITIALIZATION",
-    "MONITOR",
-    "NORM_BACKEND",
-    "SCHEME",
-    "VARIABLES",
-    "check",
-    "describe",
-    "is_set",
-    "one_process",
-    "processes",
-    "read",
-    "refuse_disabled",
-    "warn",
-]
-
 log = logging.getLogger("olmo_lns")
 
 PREFIX = "OLMO_LNS_"

@@ -9,8 +9,6 @@ from typing import Sequence
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-__all__ = ["IMPORTED_AS", "advice", "extra_of", "names", "problems", "require", "wanted"]
-
 DISTRIBUTION = "olmo-lns"
 #: Distribution -> the module it is imported as, where the two differ.
 IMPORTED_AS = {

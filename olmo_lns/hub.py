@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 from olmo_lns.errors import LNSError
 
-__all__ = ["cached_only", "reachable"]
-
 #: Seconds after which a host that does not answer counts as one that cannot be reached.
 PATIENCE = 3.0
 

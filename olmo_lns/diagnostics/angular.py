@@ -22,8 +22,6 @@ from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, not_finite,
 from olmo_lns.errors import LNSError
 from olmo_lns.models.structure import body_forward, find_blocks
 
-__all__ = ["AngularResult", "angular_distance", "pairwise_angles"]
-
 #: Tokens per matrix product: bounds the float64 copy of the states.
 CHUNK = 512
 

@@ -17,22 +17,6 @@ from torch import nn
 from olmo_lns.errors import LNSError
 from olmo_lns.models.structure import is_masked_lm, logits_of, model_type
 
-__all__ = [
-    "Batch",
-    "Batches",
-    "accumulator_dtype",
-    "block_input",
-    "by_block",
-    "evaluating",
-    "first_tensor",
-    "not_finite",
-    "observe",
-    "over_ranks",
-    "run",
-    "token_loss",
-    "unpack",
-]
-
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Batches = Iterable[Batch]

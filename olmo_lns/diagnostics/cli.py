@@ -10,8 +10,6 @@ from typing import Any, Callable, Sequence
 from olmo_lns.arguments import DTYPES, at_least, seed
 from olmo_lns.diagnostics import MEASURES
 
-__all__ = ["main"]
-
 #: What only some diagnostics ask for, and its value where it is not asked for.
 SPECIAL: dict[str, Any] = {"last_token": False, "rows": None, "sequences": 64, "tasks": []}
 

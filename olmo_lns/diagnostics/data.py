@@ -20,8 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 from olmo_lns import hub
 from olmo_lns.errors import LNSError, one_line
 
-__all__ = ["DataOptions", "check_source", "read_batches", "track"]
-
 #: Characters of a plain-text file tokenised at a time.
 TEXT_BLOCK = 1 << 20
 TOKEN_FIELDS = ("input_ids", "tokens")

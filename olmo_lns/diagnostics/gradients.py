@@ -41,8 +41,6 @@ from olmo_lns.diagnostics.capture import (
 from olmo_lns.errors import LNSError
 from olmo_lns.models.structure import body_forward, find_blocks
 
-__all__ = ["GradNormResult", "JacobianResult", "block_jacobians", "gradient_norms", "kind_of"]
-
 #: Widest model for which all rows are taken, unless asked otherwise.
 EXACT_UP_TO = 256
 #: Rows of a wider model.

@@ -20,9 +20,6 @@ from olmo_lns.errors import LNSError, one_line
 from olmo_lns.models.loading import LoadedModel
 from olmo_lns.models.structure import find_blocks, logits_of
 
-__all__ = ["LayerDropResult", "TaskScores", "bypassed", "drop_layers", "harness_model", "score_tasks"]
-
-
 #: Metrics of which the first one that a task reports is read.
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
 

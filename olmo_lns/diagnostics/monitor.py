@@ -24,8 +24,6 @@ from olmo_lns.integrations.autoload import on_import
 from olmo_lns.integrations.patching import Target, replace_all
 from olmo_lns.models.structure import find_blocks
 
-__all__ = ["COLUMNS", "Monitor", "install", "parse_setting", "register"]
-
 log = logging.getLogger(__name__)
 
 #: Columns of the CSV file; ``block`` is 1-based, the others as in :class:`~.variance.VarianceResult`.

@@ -13,8 +13,6 @@ from olmo_lns.diagnostics.monitor import COLUMNS
 from olmo_lns.diagnostics.results import Report
 from olmo_lns.errors import LNSError
 
-__all__ = ["FIGURES", "block_axis", "draw", "draw_training", "new_figure", "save"]
-
 #: Okabe and Ito's palette without its yellow, which print loses; marker and dash differ as well. The first three are
 #: those of a study's arms Pre-LN, scaled initialization and LNS.
 STYLES = [

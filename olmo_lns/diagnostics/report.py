@@ -30,8 +30,6 @@ from olmo_lns.errors import LNSError
 from olmo_lns.extras import require
 from olmo_lns.models.loading import LoadedModel, load_model, load_tokenizer
 
-__all__ = ["compare", "measure", "plot"]
-
 
 def measure(args: argparse.Namespace) -> int:
     """``olmo-lns analyze <what>``: measure on every rank; the first one writes, draws and prints."""

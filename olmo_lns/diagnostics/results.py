@@ -15,8 +15,6 @@ from olmo_lns.diagnostics import MEASURES
 from olmo_lns.diagnostics.layer_drop import TaskScores
 from olmo_lns.errors import LNSError
 
-__all__ = ["Report", "check_labels", "check_writable", "markdown", "read_results", "write_csv"]
-
 log = logging.getLogger(__name__)
 
 #: Version of the file layout.

@@ -21,8 +21,6 @@ from olmo_lns.diagnostics.capture import Batches, by_block, not_finite, observe,
 from olmo_lns.errors import LNSError
 from olmo_lns.models.structure import body_forward, find_blocks
 
-__all__ = ["Moments", "VarianceResult", "block_output_variance"]
-
 
 @dataclass(frozen=True)
 class VarianceResult:

@@ -21,8 +21,6 @@ from typing import Iterator
 
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 
-__all__ = ["CHECKSUMS", "ExportError", "atomic_folder", "copy_unread", "verify_checksums"]
-
 #: Written last into every export, in the format of ``sha256sum -c``.
 CHECKSUMS = "SHA256SUMS"
 #: In the hidden folder from its first moment until it has its name: whose leftover it is.

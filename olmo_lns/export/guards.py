@@ -27,8 +27,6 @@ from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.patching import MARKER, Target, replace
 from olmo_lns.record import Record, accepted, check_match
 
-__all__ = ["CONVERTERS", "TRIGGER", "check_conversion", "install"]
-
 log = logging.getLogger("olmo_lns")
 
 #: The module whose import betrays a converter script; imported by nothing else but Olmo's users.

@@ -20,8 +20,6 @@ from olmo_lns import environment
 from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.errors import LNSError
 
-__all__ = ["PLUGIN_GROUPS", "WATCHED", "PluginError", "activate", "autoload_active", "load_plugins", "on_import"]
-
 #: Module whose import loads a group of entry points -> the group.
 PLUGIN_GROUPS = {
     "olmo": "olmo.plugins",

@@ -20,11 +20,6 @@ from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.norm import choose_backend
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
 
-__all__ = [
-    "Scaled", "ScaledOutput", "Site", "attach", "check", "check_places", "factors_in_words", "give", "read_back",
-    "sites", "start_up_line",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Site:

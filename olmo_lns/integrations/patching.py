@@ -22,11 +22,6 @@ from typing import Any, Callable, Mapping, Sequence
 from olmo_lns.environment import ALLOW_UNVERIFIED, DISABLE, is_set
 from olmo_lns.errors import UpstreamChangedError
 
-__all__ = [
-    "ALLOW_UNVERIFIED", "MARKER", "Target", "check_target", "digest", "exists", "fingerprint", "is_patched", "replace",
-    "replace_all", "require_verified", "set_aside", "source_below", "unverified", "verify",
-]  # fmt: skip
-
 log = logging.getLogger(__name__)
 
 #: Attribute set on every function that this package puts in an upstream's place.

@@ -22,8 +22,6 @@ from olmo_lns.models.structure import find_blocks, is_masked_lm, vocabulary_size
 from olmo_lns.norm.dtypes import DTYPES
 from olmo_lns.record import Record
 
-__all__ = ["LoadedModel", "load_model", "load_tokenizer", "open_olmo", "open_olmo_core", "pick_device"]
-
 
 @dataclass(frozen=True)
 class LoadedModel:

@@ -11,16 +11,6 @@ from torch import nn
 from olmo_lns.errors import LNSError
 from olmo_lns.integrations.transformers.families import FAMILIES, at, family_of, stock_type
 
-__all__ = [
-    "body_forward",
-    "find_blocks",
-    "is_masked_lm",
-    "is_olmo_core_model",
-    "is_olmo_model",
-    "logits_of",
-    "vocabulary_size",
-]
-
 log = logging.getLogger(__name__)
 
 #: Of ids and mask.

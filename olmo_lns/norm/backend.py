@@ -14,8 +14,6 @@ from olmo_lns.errors import BackendUnavailableError, LNSConfigError, did_you_mea
 from olmo_lns.norm import pytorch
 from olmo_lns.norm import transformer_engine as te
 
-__all__ = ["NAMES", "Backend", "choose_backend", "layer_norm", "rms_norm"]
-
 #: What may be asked for. "torch" includes PyTorch's own fused kernel where there is one.
 NAMES = ("auto", "te", "torch")
 

@@ -9,11 +9,6 @@ import torch
 from olmo_lns.arguments import DTYPES as NAMES
 from olmo_lns.errors import LNSConfigError
 
-__all__ = [
-    "DTYPES", "check_shapes", "compute_dtype", "fold", "folded_gain", "output_dtype", "rms_output_dtype",
-    "without_autocast",
-]  # fmt: skip
-
 #: What weights may be stored and computed in, by the word of the command lines.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in NAMES.items()}
 #: Asked once, at import: Dynamo cannot trace the question before torch 2.8.

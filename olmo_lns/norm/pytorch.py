@@ -20,8 +20,6 @@ from olmo_lns.norm.dtypes import (
     without_autocast,
 )
 
-__all__ = ["has_fused_rms_norm", "norm"]
-
 
 def has_fused_rms_norm() -> bool:
     """Whether this torch's ``rms_norm`` is one kernel on CUDA, forward and backward."""

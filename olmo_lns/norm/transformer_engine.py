@@ -19,8 +19,6 @@ from olmo_lns.environment import ALLOW_UNVERIFIED, is_set
 from olmo_lns.norm import pytorch
 from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, output_dtype, rms_output_dtype
 
-__all__ = ["SUPPORTED", "Status", "norm", "status"]
-
 #: Oldest and first unsupported release: the kernels' signatures were read in 2.1, 2.5, 2.11 and 2.20.
 SUPPORTED = (Version("2.1"), Version("2.21"))
 #: Device types on which tensors are handed to TE (a test's stand-in adds "cpu").

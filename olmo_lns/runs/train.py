@@ -22,8 +22,6 @@ from olmo_lns.study import files
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load_config", "main", "prepare"]
-
 #: What OLMo's autocast knows.
 PRECISIONS = ("amp_bf16", "amp_fp16", "fp32")
 _EPILOG = """\

@@ -34,8 +34,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.integrations.olmo.state import needs_olmo_lns
 
-__all__ = ["LocalTrainer", "RunResult", "run"]
-
 log = logging.getLogger("olmo.lns.train")
 
 

@@ -12,8 +12,6 @@ import math
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes.registry import Scheme
 
-__all__ = ["INITIALIZATIONS", "factor", "resolve"]
-
 INITIALIZATIONS = ("plain", "scaled", "depth_scaled", "upstream")
 
 

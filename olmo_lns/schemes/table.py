@@ -15,8 +15,6 @@ from olmo_lns.schemes.factor import DEFAULT_EXPONENT, lns_scale
 from olmo_lns.schemes.plan import Learned, Plan
 from olmo_lns.schemes.registry import Definition, Parameter, Scheme, define
 
-__all__ = ["LNS", "PRE_LN"]
-
 _LNS_PAPER, _MIX_LN_PAPER = "arXiv 2502.05795", "arXiv 2412.13795"
 
 

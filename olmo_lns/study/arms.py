@@ -13,8 +13,6 @@ from olmo_lns import environment
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
-__all__ = ["ARMS", "BASELINE", "Arm", "arm_named", "check_environment", "define"]
-
 #: The arm that the others are compared with.
 BASELINE = "preln"
 

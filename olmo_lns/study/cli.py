@@ -21,8 +21,6 @@ from olmo_lns.study.plan.check import check_batches, compare_planned
 from olmo_lns.study.plan.cost import GPU, UTILISATION
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """:returns: 0, or 1 when a run failed. Errors of the study itself are LNSErrors."""

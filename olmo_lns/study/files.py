@@ -16,11 +16,6 @@ import yaml
 import olmo_lns
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
-__all__ = [
-    "VARIABLE", "about", "filled", "flatten", "located", "needed", "pack_copy", "pack_folder", "pack_names",
-    "placeholders", "read", "write_whole",
-]  # fmt: skip
-
 #: ``${oc.env:NAME}`` or ``${oc.env:NAME,default}``, as OmegaConf reads them.
 VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 

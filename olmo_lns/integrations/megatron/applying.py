@@ -28,8 +28,6 @@ from olmo_lns.integrations.norm_sites import read_back
 from olmo_lns.integrations.patching import check_target, require_verified
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, Scheme, parse
 
-__all__ = ["apply", "layer_spec"]
-
 
 def apply(
     target: Any,

@@ -22,8 +22,6 @@ from olmo_lns.integrations.megatron.upstream import CORE, TRAINING
 from olmo_lns.integrations.patching import require_verified
 from olmo_lns.record import Record, accepted, check_match
 
-__all__ = ["exported", "imported", "load", "load_args", "load_base", "look", "save", "saved_config", "tensors"]
-
 #: The key of the record in ``content_metadata``, and the attribute by which a sharded tensor carries it.
 _KEY, _MARK = "olmo_lns", "lns_record"
 _METADATA = "content_metadata"

@@ -34,8 +34,6 @@ from olmo_lns.integrations.megatron.upstream import check_readings
 from olmo_lns.integrations.norm_sites import Site, attach
 from olmo_lns.schemes import Learned, Plan, Scheme, names
 
-__all__ = ["SchemeAddition", "attach_layer", "blocks_of", "check_config", "check_scheme", "count_sites", "layers_of"]
-
 _WORDS = {"attn": "attention", "ff": "MLP"}
 _FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
 _FUSED_MLP = ("linear_fc1",)

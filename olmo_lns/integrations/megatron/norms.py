@@ -25,8 +25,6 @@ from olmo_lns.integrations.patching import verify
 from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
 
-__all__ = ["attach_norm", "is_fused_linear", "scale_norm"]
-
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 

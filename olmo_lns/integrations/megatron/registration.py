@@ -17,8 +17,6 @@ from olmo_lns.integrations.megatron.settings import FLAGS
 from olmo_lns.integrations.megatron.upstream import BRIDGE, CORE, TARGETS, TRAINING
 from olmo_lns.integrations.patching import Target
 
-__all__ = ["WRAPPERS", "install_core", "register"]
-
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 _VIT = "megatron.core.models.vision.vit_model"

@@ -17,8 +17,6 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme, lns_scale, names, parse
 
-__all__ = ["FLAGS", "SLOTS", "VISION", "ZERO_CENTRED", "Settings", "add_flags", "config_class", "mark", "variables"]
-
 #: Option strings, in the order of ``Settings``' fields.
 FLAGS = (
     "--layernorm-scaling",

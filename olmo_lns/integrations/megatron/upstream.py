@@ -13,8 +13,6 @@ from pathlib import Path
 from olmo_lns.integrations import patching
 from olmo_lns.integrations.patching import Target
 
-__all__ = ["BRIDGE", "CORE", "TARGETS", "TRAINING", "VERSIONS", "check_readings", "target"]
-
 #: What is set aside where it is not verified (olmo_lns.integrations.patching).
 CORE, TRAINING, BRIDGE = "Megatron Core", "Megatron-LM", "Megatron Bridge"
 

@@ -29,11 +29,6 @@ from olmo_lns.norm.dtypes import compute_dtype, output_dtype, rms_output_dtype, 
 from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan
 
-__all__ = [
-    "LNSLayerNorm", "LNSRMSLayerNorm", "LearnedFactor", "SchemeLlamaBlock", "SchemeSequentialBlock", "attach",
-    "unsupported",
-]  # fmt: skip
-
 _Run = Callable[..., Any]
 
 

@@ -24,11 +24,6 @@ from olmo_lns.integrations.olmo import types, upstream
 from olmo_lns.record import Record
 from olmo_lns.schemes.initialization import factor
 
-__all__ = [
-    "ask_for_plain_initialization", "blocks_of", "depth_factor", "record_of", "wrap_block_init",
-    "wrap_block_reset", "wrap_model_init", "wrap_norm_build", "wrap_reset",
-]  # fmt: skip
-
 log = logging.getLogger("olmo_lns")
 
 

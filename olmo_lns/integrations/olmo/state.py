@@ -22,11 +22,6 @@ from olmo_lns.integrations.olmo.model import record_of
 from olmo_lns.integrations.patching import is_patched
 from olmo_lns.record import RECORD_FILE, Record, keep_folded, record_to_save, require_match
 
-__all__ = [
-    "KEY", "Mark", "check_checkpoint", "needs_olmo_lns", "saved_record", "wrap_from_checkpoint",
-    "wrap_restore", "wrap_save", "wrap_save_config", "wrap_trainer_state",
-]  # fmt: skip
-
 log = logging.getLogger("olmo_lns")
 
 #: Of the member. No word that another part of the state could share with it in the pickle.

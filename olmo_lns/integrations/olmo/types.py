@@ -20,11 +20,6 @@ from olmo_lns.integrations.olmo import upstream
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
 
-__all__ = [
-    "BASES", "INIT_FNS", "asked_record", "base_type", "check_environment", "check_sizes",
-    "extend", "has_parameters", "has_scheme", "require_supported", "scheme_of", "spell", "wrap_load", "written_record",
-]  # fmt: skip
-
 log = logging.getLogger("olmo_lns")
 
 #: OLMo's own types that a scheme can be laid over.

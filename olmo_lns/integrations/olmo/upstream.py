@@ -10,8 +10,6 @@ from packaging.version import Version
 from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations.patching import Target
 
-__all__ = ["NAME", "OLDEST", "TARGETS", "VERIFIED", "check_version"]
-
 NAME = "OLMo"
 #: Before 0.4.0 ``init_fn: normal`` divides residual weights by sqrt(2L): scaled initialization
 #: cannot be told from a plain one there.

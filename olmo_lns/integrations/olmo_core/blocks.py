@@ -23,8 +23,6 @@ from olmo_lns.integrations.olmo_core.norms import scale_norm
 from olmo_lns.record import Record
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 
-__all__ = ["FORMS", "Form", "attach_scheme", "record_of", "require_supported", "resolve", "routers_of"]
-
 log = logging.getLogger("olmo_lns")
 
 #: What a block config may say of its initialization.

@@ -17,11 +17,6 @@ from olmo_lns.errors import CheckpointMismatchError, LNSError
 from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, blocks_of, from_config
 from olmo_lns.record import RECORD_FILE, Record, check_match, keep_folded, record_to_save, require_match
 
-__all__ = [
-    "check", "compare_converted", "saved_record", "saved_routers", "wrap_average", "wrap_load", "wrap_load_generation",
-    "wrap_load_hf", "wrap_load_model", "wrap_save", "wrap_save_hf", "wrap_save_model", "wrap_save_train_state",
-]  # fmt: skip
-
 log = logging.getLogger("olmo_lns")
 
 #: The weights' own folder in a checkpoint of OLMo-core's trainer.

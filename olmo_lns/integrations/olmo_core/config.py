@@ -9,8 +9,6 @@ from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme, parse
 
-__all__ = ["CLASS", "CONFIG_FILE", "blocks_of", "from_config", "scheme_of", "wrap_from_dict"]
-
 #: The block config's name in saved configs.
 CLASS = "olmo_lns.olmo_core.BlockConfig"
 #: Where OLMo-core's ConfigSaverCallback writes a run's config, inside each checkpoint.

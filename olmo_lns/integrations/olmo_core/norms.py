@@ -17,8 +17,6 @@ from olmo_lns.integrations.norm_sites import Scaled, give
 from olmo_lns.norm.dtypes import fold
 from olmo_lns.schemes import Plan
 
-__all__ = ["scale_norm"]
-
 
 class _Scaled(Scaled):
     """What every scaled norm of OLMo-core's has."""

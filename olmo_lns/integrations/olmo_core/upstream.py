@@ -9,8 +9,6 @@ from olmo_lns.environment import check as check_environment
 from olmo_lns.errors import LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations.patching import Target, require_verified
 
-__all__ = ["NAME", "OLDEST", "TARGETS", "VERIFIED", "check", "require_enabled"]
-
 NAME = "OLMo-core"
 VERIFIED = "2.5.0, 2.6.0 and 3.0.0"
 #: Block configs have had a ``sequence_mixer`` since then, and their blocks the global index.

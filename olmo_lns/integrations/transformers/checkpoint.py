@@ -18,8 +18,6 @@ from olmo_lns.integrations.transformers.models import own_config, record_of, rec
 from olmo_lns.record import RECORD_FILE, Record, require_match
 from olmo_lns.schemes import LNS
 
-__all__ = ["guard_loading", "guard_resuming"]
-
 log = logging.getLogger("olmo_lns")
 
 

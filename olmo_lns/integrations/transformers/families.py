@@ -11,8 +11,6 @@ from typing import Any, Mapping
 
 from olmo_lns.schemes import Plan
 
-__all__ = ["FAMILIES", "PREFIX", "VERIFIED", "Family", "SubLayer", "at", "family_of", "stock_type"]
-
 #: Our model types are transformers' with this in front: ``lns_llama``.
 PREFIX = "lns_"
 #: Both ends of the supported range, where tests/integrations/transformers were run.

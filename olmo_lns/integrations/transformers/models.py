@@ -29,11 +29,6 @@ from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, Family
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, SUB_LAYERS, parse
 
-__all__ = [
-    "available", "class_of", "config_class", "convert", "heads", "model_class", "own_config", "record_of",
-    "record_of_model", "register_models", "set_folded", "stock_class", "stock_config_class",
-]  # fmt: skip
-
 #: In front of the activation's name in a config of ours.
 NEEDS = "needs olmo-lns and an Auto class, or trust_remote_code: "
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.

@@ -25,8 +25,6 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import Plan, Scheme
 from olmo_lns.schemes.initialization import factor
 
-__all__ = ["attach_model", "known_family", "parts", "redraw", "require_as_recorded", "require_supported"]
-
 log = logging.getLogger("olmo_lns")
 
 

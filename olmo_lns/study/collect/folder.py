@@ -22,8 +22,6 @@ from olmo_lns.study.engines.base import Curve, number, text_of
 from olmo_lns.study.files import write_whole
 from olmo_lns.study.plan.spec import Study
 
-__all__ = ["STAMP", "attempts", "curve_of", "environment_of", "merge", "prepare_data", "read", "record", "stamp"]
-
 STAMP = "run.json"
 LOSS_COLUMNS = (*(engine.loss for engine in ENGINES.values()), "loss", "train_loss", "train/loss")
 STEP_COLUMNS = ("step", "Step", "_step", "iteration", "global_step", "trainer/global_step")

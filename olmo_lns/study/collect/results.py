@@ -24,19 +24,6 @@ from olmo_lns.study.engines.base import Curve
 from olmo_lns.study.plan.check import compare_arms, settings_identity
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = [
-    "COMPLETE",
-    "INCOMPLETE",
-    "MISSING",
-    "Finished",
-    "Result",
-    "collect",
-    "identity",
-    "place",
-    "read_results",
-    "write_results",
-]
-
 COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
 
 

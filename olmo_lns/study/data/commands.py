@@ -27,8 +27,6 @@ from olmo_lns.study.data import prepare
 from olmo_lns.study.data.corpora import DOLMA
 from olmo_lns.study.files import located
 
-__all__ = ["DTYPES", "HELDOUT", "Data", "check_file", "fetch", "find", "held_out", "main", "read_list", "to_megatron"]
-
 DTYPES = ("uint8", "uint16", "uint32", "uint64")
 NUMPY_HEADER = b"\x93NUMPY"
 INDEX_HEADER = b"MMIDIDX\x00\x00"

@@ -24,19 +24,6 @@ import numpy as np
 
 from olmo_lns.errors import LNSConfigError
 
-__all__ = [
-    "BUILT",
-    "DOLMA",
-    "EOS_TOKEN_ID",
-    "PACKAGES",
-    "VOCAB_SIZE",
-    "Text",
-    "build",
-    "documents",
-    "fingerprint",
-    "package_documents",
-]
-
 #: One past the bytes: ends a document.
 EOS_TOKEN_ID = 256
 #: Tokens in the vocabulary: 256 bytes and the end of document.

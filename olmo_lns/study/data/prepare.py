@@ -24,8 +24,6 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.data.corpora import fingerprint
 from olmo_lns.study.files import write_whole
 
-__all__ = ["Layout", "arguments", "documents", "files_of", "prepare", "run"]
-
 #: C4 as the papers' code reads it: streamed, shuffled in this buffer with these seeds.
 C4, C4_BUFFER, C4_SEEDS = "allenai/c4", 10_000, {"train": 32, "validation": 42}
 

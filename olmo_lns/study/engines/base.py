@@ -21,8 +21,6 @@ from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.files import flatten
 
-__all__ = ["GPUS", "Curve", "Engine", "Gpu", "Machine", "Run", "Shape", "number", "text_of"]
-
 ADAM_BYTES = 16  # per parameter, mixed precision: fp32 weight, fp32 gradient, two fp32 moments
 CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 BF16 = 2

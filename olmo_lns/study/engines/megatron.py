@@ -28,8 +28,6 @@ from olmo_lns.study.engines.base import Curve, Engine, Machine, Run, Shape, numb
 from olmo_lns.study.files import VARIABLE, filled, located
 from olmo_lns.study.files import read as read_yaml
 
-__all__ = ["OPTION", "MegatronEngine", "available", "expand", "main", "parse", "printed_arguments", "read", "to_flags"]
-
 OPTION = "--lns-config"
 
 

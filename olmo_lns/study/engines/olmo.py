@@ -17,8 +17,6 @@ from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Curve, Engine, Machine, Run, Shape, number
 from olmo_lns.study.files import placeholders
 
-__all__ = ["OLMoEngine", "load"]
-
 #: Initialization -> init_fn; ``upstream`` is whatever init_fn a config has, and so defines no arm.
 INIT_FNS = {"plain": "normal"} | {ours: name for name, ours in types.INIT_FNS.items()}
 LOSS = "train/CrossEntropyLoss"

@@ -26,19 +26,6 @@ from olmo_lns.study.engines.base import Curve, Engine, Machine, Run, Shape, numb
 from olmo_lns.study.files import filled, flatten
 from olmo_lns.study.files import read as read_yaml
 
-__all__ = [
-    "OURS",
-    "SECTIONS",
-    "STOCK",
-    "OLMoCoreEngine",
-    "available",
-    "build",
-    "model_of",
-    "overrides_to_args",
-    "planned",
-    "read",
-]
-
 #: What a run is made of, in the order in which it is built.
 SECTIONS = ("model", "dataset", "data_loader", "train_module", "trainer")
 

@@ -17,8 +17,6 @@ from olmo_lns.study.launch.start import ENDPOINT, JOB, check, command, environme
 from olmo_lns.study.plan.cost import GPU, planned_hours, time_note
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = ["Site", "write"]
-
 TEMPLATE = """#!/bin/bash
 # {study}: size {size}, one array task per run. Submit with: sbatch {file}
 # A task continues from its last checkpoint when it is submitted again, or queued again: by Slurm after a failure of the

@@ -29,20 +29,6 @@ from olmo_lns.study.engines.base import ANSI
 from olmo_lns.study.plan.cost import duration
 from olmo_lns.study.plan.spec import Run, Study
 
-__all__ = [
-    "Status",
-    "cause",
-    "check",
-    "command",
-    "environment",
-    "examine",
-    "line",
-    "locked",
-    "only_one",
-    "run_here",
-    "steps_done",
-]
-
 TAIL = 1 << 18
 #: Seconds between the lines that a launch prints while its runs go.
 EVERY = 30.0

@@ -23,18 +23,6 @@ from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
 from olmo_lns.study.engines.base import GPUS, Shape
 from olmo_lns.study.plan.spec import Study
 
-__all__ = [
-    "Checked",
-    "arm_problems",
-    "check",
-    "compare_arms",
-    "compare_planned",
-    "find",
-    "init_problems",
-    "main",
-    "settings_identity",
-]
-
 
 def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list[str]:
     """What contradicts the arm's definition in flat settings; empty when nothing does."""

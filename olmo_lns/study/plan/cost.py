@@ -15,18 +15,6 @@ from olmo_lns.study.engines.base import GPUS
 from olmo_lns.study.plan.check import check_batches, compare_planned
 from olmo_lns.study.plan.spec import Run, Study, published
 
-__all__ = [
-    "GPU",
-    "UTILISATION",
-    "around",
-    "duration",
-    "planned_hours",
-    "rows",
-    "table",
-    "time_note",
-    "write_csv",
-]
-
 #: A job is planned on this GPU, at this share of its peak, with this margin for evaluation and checkpoints.
 GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
 

@@ -21,8 +21,6 @@ from olmo_lns.study.arms import ARMS, BASELINE, arm_named
 from olmo_lns.study.engines import Engine, Run, engine_named, settings_of
 from olmo_lns.study.files import located, pack_folder
 
-__all__ = ["KEYS", "LAUNCH", "Horizons", "Launch", "Run", "Study", "check", "published"]
-
 Fits = Callable[[Any], bool]
 #: The default of a key that must be given.
 NEEDED = ...

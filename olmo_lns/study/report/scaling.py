@@ -14,8 +14,6 @@ from olmo_lns.study.collect.results import COMPLETE, Result
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.plan.spec import Study, published
 
-__all__ = ["beside", "figure", "markdown", "write"]
-
 
 def complete(study: Study, results: Sequence[Result]) -> pd.DataFrame:
     """The complete runs, a row each. ``group`` is the size without its rate; ``rate`` is NaN where none is tried."""
