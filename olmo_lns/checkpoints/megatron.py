@@ -275,9 +275,7 @@ def load_common(path: Path, content: bytes | None = None) -> dict[str, Any]:
     if content is not None and isinstance(common, list) and len(common) == 1:
         common = common[0]
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
-        raise LNSConfigError(
-            f"{path} holds no arguments: nobody can tell how this model was built or whether it is LNS"
-        )
+        raise LNSConfigError(f"{path} holds no arguments: nobody can tell how the model was built or if it is LNS")
     return common
 
 

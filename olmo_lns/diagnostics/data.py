@@ -89,9 +89,7 @@ def check_source(source: str, *, pack: bool = True) -> None:
     if not path.is_file() and importlib.util.find_spec("datasets") is None:
         raise LNSError(f"{source} is no file, and data sets need: pip install datasets")
     if not pack and path.is_file() and path.suffix not in (*IDS, *RECORDS):
-        raise LNSError(
-            f"--no-pack: {path} is plain text and has no documents; give JSON lines, or leave the option out"
-        )
+        raise LNSError(f"--no-pack: {path} is plain text and has no documents; give JSON lines or leave the option out")
 
 
 def _limited(sequences: Iterable[np.ndarray], left: int | None) -> Iterator[np.ndarray]:

@@ -266,9 +266,7 @@ def gradient_norms(
                 scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
                 summed = nll.masked_fill(~valid.to(nll.device), 0).sum()
                 if not bool(torch.isfinite(summed)):
-                    raise LNSError(
-                        "the loss is not finite: run `olmo-lns analyze variance` to see which block is first"
-                    )
+                    raise LNSError("the loss is not finite: `olmo-lns analyze variance` shows which block is first")
                 if count:
                     (summed / scale).backward()
                 total, tokens = total + float(summed.detach()), tokens + count

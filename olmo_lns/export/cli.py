@@ -96,9 +96,7 @@ def run(args: argparse.Namespace) -> list[str]:
         drop_optimizer=args.drop_optimizer,
     )
     if args.tokenizer not in (None, "none") and options.format != HF:
-        raise LNSConfigError(
-            f"--tokenizer is of --format hf; --format {options.format} has no place for it: leave it out"
-        )
+        raise LNSConfigError(f"--tokenizer is of --format hf; --format {options.format} has no place for it: omit it")
     if args.unfold and options.dtype is not None:
         raise LNSConfigError("--unfold keeps the dtype of the checkpoint: training continues from it")
     rounding = options.rounding

@@ -86,9 +86,7 @@ def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
     """
     shape = x.shape[-1:]
     if not shape or not x.is_floating_point():
-        raise LNSConfigError(
-            f"a norm needs a floating-point input of shape (..., width), got {tuple(x.shape)} {x.dtype}"
-        )
+        raise LNSConfigError(f"a norm needs floating-point input of shape (..., width), got {tuple(x.shape)} {x.dtype}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.shape != shape:
             raise LNSConfigError(

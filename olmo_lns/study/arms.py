@@ -78,14 +78,7 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     ("preln_full_megatron", "Pre-LN, OLMo's full_megatron init", PRE_LN, "upstream", "", "full_megatron"),
     ("preln_mitchell", "Pre-LN, OLMo's mitchell init", PRE_LN, "upstream", "", "mitchell"),
     ("lns_scaled_init", "Pre-LN + LNS + scaled init", LNS, "scaled", "", ""),
-    (
-        "preln_depth_scaled_init",
-        "Pre-LN + depth-scaled init",
-        PRE_LN,
-        "depth_scaled",
-        "depth-scaled initialization",
-        "",
-    ),
+    ("preln_depth_scaled_init", "Pre-LN + depth-scaled init", PRE_LN, "depth_scaled", "depth-scaled init", ""),
     # Under a scheme the depth factor of full_megatron is taken out: what is left is the head at 1/sqrt(d).
     ("preln_head", "Pre-LN, head at 1/sqrt(d)", Scheme.of("lns", exponent=0), "plain", "the head", "full_megatron"),
     ("lns_head", "Pre-LN + LNS, head at 1/sqrt(d)", LNS, "plain", "", "full_megatron"),
@@ -150,6 +143,4 @@ def check_environment() -> None:
     """:raises LNSConfigError: a variable that would change an arm into another under the same name."""
     for name in (environment.SCHEME, environment.INITIALIZATION):
         if value := environment.read(name):
-            raise LNSConfigError(
-                f"{name}={value}: an arm says itself which scheme and initialization it has. Unset it."
-            )
+            raise LNSConfigError(f"{name}={value}: an arm says itself which scheme and initialization it has: unset it")

@@ -150,9 +150,7 @@ def pack_copy(name: str, out: Path) -> Path:
     :param out: a folder that exists, or the new name.
     :raises LNSConfigError: no such file in the pack, or there is one at the target already.
     """
-    source = next(
-        (path for path in (pack_folder() / name, pack_folder() / f"{name}.yaml") if path.exists()), pack_folder() / name
-    )
+    source = path if (path := pack_folder() / name).exists() else pack_folder() / f"{name}.yaml"
     if not source.exists() or not source.resolve().is_relative_to(pack_folder().resolve()):
         known = pack_names() + sorted({str(Path(path).parent) for path in pack_names()})
         raise LNSConfigError(f"the pack has no {name!r}{did_you_mean(name, known)}: `olmo-lns config list` shows it")

@@ -185,9 +185,7 @@ def mtp_layer(original: Init) -> Init:
             depth = self.config.num_layers + self.layer_number
             inner = layers_of(self)
             if len(inner) != 1 or attach_layer(inner[0], settings, depth=depth) != 2:
-                raise LNSConfigError(
-                    f"MTP layer {self.layer_number} holds {len(inner)} transformer layers, expected 1."
-                )
+                raise LNSConfigError(f"MTP layer {self.layer_number} holds {len(inner)} transformer layers, expected 1")
             say(f"MTP layer {self.layer_number}: 2 sites, s as block {depth}")
 
     return __init__

@@ -346,9 +346,7 @@ def attach(block: OLMoBlock, asked: Record) -> None:
         return
     _check_upstream()
     if type(block) not in _CLASSES:
-        raise TypeError(
-            f"no scheme for a {type(block).__name__}; expected OLMo's OLMoSequentialBlock or OLMoLlamaBlock"
-        )
+        raise TypeError(f"no scheme for a {type(block).__name__}; expected OLMoSequentialBlock or OLMoLlamaBlock")
     norm_sites.attach(block, *sites)
     for site in sites:
         plan, sub_layer = site.plan, site.sub_layer

@@ -145,9 +145,7 @@ def attach_model(model: Any, record: Record) -> None:
         norm_sites.check(model, record.scheme, n_layers)
         return
     if getattr(model.config, "add_cross_attention", False):
-        raise LNSConfigError(
-            f"{type(model).__name__} with cross-attention has a third sub-layer, which no scheme names"
-        )
+        raise LNSConfigError(f"{type(model).__name__} with cross-attention has a third sub-layer that no scheme names")
     for sub_layer, place in family.sub_layers.items():
         plans = [plan for _, name, plan in record.scheme.plans(n_layers) if name == sub_layer]
         on_branch = not family.form.pre or any(plan.branch_scale != 1.0 for plan in plans)

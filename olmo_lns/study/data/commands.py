@@ -233,8 +233,6 @@ def to_megatron(memmap: Path, out: Path, eos: int) -> tuple[Path, int]:
 
     :returns: Megatron's prefix, and the tokens.
     """
-    import numpy as np
-
     tokens = np.memmap(memmap, dtype=DOLMA.dtype, mode="r")
     step = REQUEST // WIDTH
     ends = [np.flatnonzero(tokens[i : i + step] == eos) + i + 1 for i in range(0, len(tokens), step)]
@@ -354,16 +352,12 @@ def _report(results: Sequence[Data], budget: float, rows: int, sequence: int) ->
     if len(kinds) > 1:
         print(f"PROBLEM: more than one dtype: {', '.join(sorted(kinds))}; a config names one")
         bad += 1
-    print(
-        f"{len(results)} files, {usable:,} tokens to train on in {sequences:,} sequences of {sequence}, {bad} problems"
-    )
+    trained_on = f"{usable:,} tokens to train on in {sequences:,} sequences of {sequence}"
+    print(f"{len(results)} files, {trained_on}, {bad} problems")
     for wanted, found, what in ((budget, usable, "tokens"), (rows, sequences, "sequences")):
         if wanted:
-            word = (
-                "enough"
-                if found >= wanted
-                else f"short: the run would read the data {wanted / max(1, found):.3g} times"
-            )
+            short = f"short: the run would read the data {wanted / max(1, found):.3g} times"
+            word = "enough" if found >= wanted else short
             print(f"wanted {wanted:,.0f} {what}: {word if found else 'there are none'}")
             bad += found < wanted
     return int(bad > 0)

@@ -234,9 +234,7 @@ def _write(layout: Layout, part: list[list[int]], out: Path, state: Written) -> 
 
     highest = max(map(max, part))
     if highest > np.iinfo(layout.dtype).max:
-        raise LNSConfigError(
-            f"token {highest:,} does not fit {layout.dtype}: --dtype uint32, and data.memmap_dtype too"
-        )
+        raise LNSConfigError(f"token {highest:,} does not fit {layout.dtype}: --dtype uint32 and data.memmap_dtype too")
     name = f"{layout.name}-{state.shards:05d}"
     if layout.kind == "rows":
         rows = np.full((len(part), layout.sequence), layout.pad, dtype=layout.dtype)

@@ -230,9 +230,7 @@ def _steps(duration: Any, tokens_per_step: int) -> int:
     """OLMo's ``max_duration``: steps, or tokens as ``"20e9T"``."""
     text = str(duration).strip()
     if text.endswith("ep"):
-        raise LNSConfigError(
-            f"max_duration={duration!r} is in epochs: give steps or tokens ('20e9T'), so that it is equal"
-        )
+        raise LNSConfigError(f"max_duration={duration!r} is in epochs: give steps or tokens ('20e9T')")
     if text.endswith("T"):
         return -(-int(float(text[:-1])) // tokens_per_step)
     return int(float(text))

@@ -94,9 +94,7 @@ def write(
     :raises LNSConfigError: the study's data are built on one machine.
     """
     if study.data in BUILT:
-        raise LNSConfigError(
-            f"{study.path}: data: {study.data} is for one machine; name the folder of your data, or none"
-        )
+        raise LNSConfigError(f"{study.path}: data: {study.data} is for one machine; name your data's folder, or none")
     check(study, runs, out, slurm=True)
     make_folder(out)
     make_folder(folder)
