@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import runpy
 import sys
 import warnings
@@ -133,10 +134,10 @@ def tree_of(module: str) -> Path | None:
 
 def transformers_row() -> Finding:
     """The row of transformers, judged by its version: the integration replaces none of its functions' sources."""
-    try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
+    if (tree := tree_of("transformers")) is None:
         return Finding("transformers", "-", "absent", extras.advice("hf"))
+    source = (tree / "transformers" / "__init__.py").read_text(encoding="utf-8")
+    version = re.findall(r'^__version__ = "(.+)"', source, re.MULTILINE)[0]
     from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, VERIFIED
 
     types = ", ".join(f"{PREFIX}{kind}" for kind, family in FAMILIES.items() if family.sub_layers)

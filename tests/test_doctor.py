@@ -114,13 +114,15 @@ def test_what_is_required_and_absent_fails(capsys, monkeypatch):
     assert doctor.main([]) == 0
 
 
-def test_transformers_by_its_version(monkeypatch):
+def test_transformers_by_its_version(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     row = doctor.transformers_row()
     assert (row.found, row.state) == (transformers.__version__, "ok") and "lns_llama" in row.detail
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "4.40.0")
+    (tmp_path / "transformers").mkdir()  # a checkout on the path, without metadata
+    (tmp_path / "transformers" / "__init__.py").write_text('__version__ = "4.40.0"\n')
+    monkeypatch.setattr(doctor, "tree_of", lambda module: tmp_path)
     assert doctor.transformers_row().state == "note"
-    monkeypatch.setattr(doctor.importlib.metadata, "version", no_metadata)
+    monkeypatch.setattr(doctor, "tree_of", lambda module: None)
     assert doctor.transformers_row().detail == "pip install 'olmo-lns[hf]'"
 
 

@@ -319,9 +319,7 @@ def architecture(args: Any, embeddings: int, source: object, scheme: Scheme = PR
     if (channels := getattr(args, "kv_channels", None)) not in (None, args.hidden_size // max(heads, 1)):
         problems.append(f"kv_channels={channels}")
     if problems:
-        raise LNSConfigError(
-            f"{source}: no stock transformers class computes exactly this model: {', '.join(problems)}"
-        )
+        raise LNSConfigError(f"{source}: no stock transformers class computes this model: {', '.join(problems)}")
     base = "rms" if norm == "RMSNorm" else "default"
     groups = getattr(args, "num_query_groups", None) if getattr(args, "group_query_attention", True) else None
     return Architecture(

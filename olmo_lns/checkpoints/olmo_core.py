@@ -161,9 +161,7 @@ class OLMoCoreCheckpoint:
                 names = [f"blocks.{index}.{norm}.{part}" for part in ("weight", "bias")]
                 found = [name for name in names if name in self.tensors]
                 if not found:
-                    raise LNSConfigError(
-                        f"{self.folder}: {names[0]} does not exist: a norm without gain cannot be folded"
-                    )
+                    raise LNSConfigError(f"{self.folder}: {names[0]} is missing: a norm without gain cannot be folded")
                 result.update(dict.fromkeys(found, factor))
         return result
 

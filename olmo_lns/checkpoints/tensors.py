@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -179,7 +180,9 @@ def loading(source: object) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, pickle.UnpicklingError, ValueError, KeyError, EOFError, AssertionError) as error:
-        raise LNSConfigError(f"{source} cannot be loaded safely (weights_only=True): {one_line(error)}") from None
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's own advice is to load it all the same
+        why = f"it holds {found[1]}" if found else one_line(error)
+        raise LNSConfigError(f"{source} cannot be loaded safely (weights_only=True): {why}") from None
 
 
 @contextmanager
@@ -206,19 +209,24 @@ def write_safetensors(folder: Path, tensors: Mapping[str, LazyTensor], max_bytes
 
     :raises OSError: a file cannot be written.
     """
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    shards = split_state_dict_into_shards_factory(
-        dict(tensors),
-        get_storage_size=lambda tensor: max(tensor.nbytes, tensor.memory),
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_bytes,
-    )
-    for file, names in shards.filename_to_tensors.items():
-        _write_shard(folder / file, {name: tensors[name] for name in names})
-    if shards.is_sharded:
-        total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
-        write_json(folder / INDEX, {"metadata": total, "weight_map": shards.tensor_to_filename})
+    groups: list[dict[str, LazyTensor]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and held + max(tensor.nbytes, tensor.memory) > max_bytes:
+            groups.append({})
+            held = 0
+        groups[-1][name] = tensor
+        held += tensor.nbytes
+    if len(groups) == 1:
+        _write_shard(folder / _SINGLE, groups[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        _write_shard(folder / file, group)
+        weight_map |= dict.fromkeys(group, file)
+    total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
 
 
 def _write_shard(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
@@ -239,7 +247,9 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
     if not index.is_file():
         single = folder / _SINGLE
         return read_state(old) if old.is_file() and not single.is_file() else _read_shard(single)
-    weight_map: dict[str, str] = read_json(index).get("weight_map") or {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise LNSConfigError(f"{index} is not an index of shards: no 'weight_map'")
     found = {
         key: value for name in sorted(set(weight_map.values())) for key, value in _read_shard(folder / name).items()
     }

@@ -192,7 +192,9 @@ def _content(document: Any, text_field: str) -> Any:
         return document
     fields = document if isinstance(document, Mapping) else {}
     found = next((fields[field] for field in TOKEN_FIELDS if field in fields), None)
-    if found is None and not isinstance(found := fields.get(text_field), str):
+    if found is not None:
+        return _ids(found)
+    if not isinstance(found := fields.get(text_field), str):
         raise LNSError(
             f"--data: found a record with {sorted(fields) or type(document).__name__}, expected text in "
             f"{text_field!r} (see --text-field) or ids in {' or '.join(map(repr, TOKEN_FIELDS))}"

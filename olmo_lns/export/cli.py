@@ -395,10 +395,13 @@ def _lns_config(config: Any, args: argparse.Namespace) -> Any:
 
 def _copy_tokenizer(source: str, folder: Path) -> str:
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     from olmo_lns.integrations.transformers.families import FAMILIES
 
-    if source in FAMILIES:
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if source in FAMILIES or not any(cached_file(source, name, **quiet) for name in names):
         return f"no tokenizer: {source} has none"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)

@@ -69,7 +69,8 @@ class StockOLMo:
                 [sys.executable, "-c", program, place], env=environment, capture_output=True, text=True
             )
             if done.returncode:
-                said = done.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {done.returncode}"
+                last = done.stderr.strip().rpartition("\n")[2] if done.returncode == 1 else ""
+                said = last or f"it ended with exit code {done.returncode}"
                 raise LNSConfigError(f"{self.folder}: stock OLMo cannot run it: {said}")
             found: list[tuple[torch.Tensor, str | None]] = torch.load(Path(place, "answer"), weights_only=True)
         return found
@@ -84,17 +85,20 @@ def in_stock_olmo() -> None:
 
 
 def _answer(place: Path) -> None:
-    from olmo.config import LayerNormType, ModelConfig
+    from olmo.config import CheckpointType, LayerNormType, ModelConfig
     from olmo.model import OLMo
 
     if "lns_rms" in LayerNormType.__members__:
         raise RuntimeError("this OLMo has the lns types although the plugin is switched off: it is not stock OLMo")
     folder, dtype, batches = torch.load(place / "asked", weights_only=True)
-    config = ModelConfig.load(Path(folder, "config.yaml"), key="model", validate_paths=False)
-    config.init_device = "cpu"
-    model = OLMo(config, init_params=False)
-    state = {name: tensor.load() for name, tensor in OLMoCheckpoint.open(folder).tensors.items()}
-    model.load_state_dict(model._make_state_dict_compatible(state)[0])
+    if Path(folder, "model.pt").is_file():
+        model = OLMo.from_checkpoint(folder, device="cpu", checkpoint_type=CheckpointType.unsharded)
+    else:  # OLMo 0.6.0's own reader of sharded checkpoints cannot be made under torch >= 2.6
+        config = ModelConfig.load(Path(folder, "config.yaml"), key="model", validate_paths=False)
+        config.init_device = "cpu"
+        model = OLMo(config, init_params=False)
+        state = {name: tensor.load() for name, tensor in OLMoCheckpoint.open(folder).tensors.items()}
+        model.load_state_dict(model._make_state_dict_compatible(state)[0])
     model = model.to(dtype).eval()
     with torch.inference_mode():
         torch.save([_logits_of(model, ids) for ids in batches.split(1)], place / "answer")
@@ -171,7 +175,7 @@ def _open_transformers(folder: Path) -> Any:
     config = read_json(folder / "config.json")
     if (said := config.get("lns", "folded")) != "folded":
         raise LNSConfigError(f"{folder}/config.json says lns: {said!r}, which stock software drops: expected an export")
-    images = any(name.endswith("ForImageClassification") for name in config.get("architectures") or [])
+    images = any(str(name).endswith("ForImageClassification") for name in config.get("architectures") or [])
     kind = AutoModelForImageClassification if images else AutoModelForCausalLM
     try:
         model = kind.from_pretrained(folder, torch_dtype="auto", local_files_only=True, trust_remote_code=False)
@@ -240,9 +244,7 @@ def compare(source: Any, exported: Any, batches: torch.Tensor) -> Comparison:
         try:
             runs = {"checkpoint": _logits_of(source, ids), "export": answer}
         except IndexError:  # of the embedding
-            raise LNSConfigError(
-                f"the checkpoint has no token {int(ids.max())}: the export is of another model"
-            ) from None
+            raise LNSConfigError(f"the checkpoint has no token {int(ids.max())}: an export of another model") from None
         if low is not None:
             runs[f"checkpoint run in {dtype}"] = _logits_of(low, ids)
         for which, (_, first) in runs.items():
@@ -297,14 +299,14 @@ def differences(source: Source, checkpoint: Path, export: Path, exported: Record
         stored = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
         if said not in {None, *stored}:
             lines.append(f"config: dtype is {said}, the weights are {' and '.join(sorted(stored))}")
-    for problem, names in (
-        ("lacks", set(target.weights) - set(weights)),
-        ("has", set(weights) - set(target.weights)),
-    ):
+    expected = dict(target.weights)
+    if target.config.get("tie_word_embeddings") and "lm_head.weight" in weights:  # written a second time
+        expected.setdefault("lm_head.weight", expected["model.embed_tokens.weight"])
+    for problem, names in (("lacks", set(expected) - set(weights)), ("has", set(weights) - set(expected))):
         lines += [f"the export {problem} the weight {name}" for name in sorted(names)]
-    shared = [name for name in target.weights if name in weights]
+    shared = [name for name in expected if name in weights]
     for name in shared:
-        lines += _of_weights(name, target.weights[name], weights[name], 2 if unfolded else 1)
+        lines += _of_weights(name, expected[name], weights[name], 2 if unfolded else 1)
     return len(shared), lines
 
 

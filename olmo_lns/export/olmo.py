@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import zipfile
 from dataclasses import replace
 from pathlib import Path, PosixPath
 from typing import Any, Mapping
@@ -240,7 +242,8 @@ def mark(path: Path, record: Record) -> None:
     rebuild = numpy.zeros(0).__reduce__()[0]
     known: list[Any] = [PosixPath, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
     torch.serialization.add_safe_globals([needs_olmo_lns])  # again: safe_globals forgets what it was given
-    check_archive(path)
+    if zipfile.is_zipfile(path):
+        check_archive(path)
     advice = f"{path} (move it away to start with --reset_trainer_state)"
     with loading(advice), torch.serialization.safe_globals(known):
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -253,8 +256,14 @@ def mark(path: Path, record: Record) -> None:
 
 
 def write_config(path: Path, checkpoint: OLMoCheckpoint, changes: Mapping[str, str], record: Record) -> None:
-    """Write the checkpoint's config.yaml with other values in its section ``model``, and a note of the record."""
+    """Write config.yaml with other values in its section ``model`` and a note of the record; keep the other text."""
+    text = (checkpoint.folder / "config.yaml").read_text(encoding="utf-8")
+    for name, value in changes.items():
+        text = re.sub(rf"(?m)^(\s+{name}:[ \t]*)\S+[ \t]*$", rf"\g<1>{value}", text)
     config = dict(checkpoint.config, model=checkpoint.config["model"] | dict(changes))
+    if yaml.safe_load(text) != config:  # an unusual spelling: its comments are lost, its content is not
+        text = yaml.safe_dump(config, sort_keys=False)
     state = "is folded into the weights" if record.folded else "is active"
     note = "" if record.scheme.is_pre_ln else f"# LayerNorm Scaling ({record.scheme}) {state}; see {RECORD_FILE}.\n"
-    path.write_text(note + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    kept = [line for line in text.splitlines(keepends=True) if not line.startswith("# LayerNorm Scaling")]
+    path.write_text(note + "".join(kept), encoding="utf-8")

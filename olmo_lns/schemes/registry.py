@@ -92,9 +92,7 @@ def definition(name: str) -> Definition:
     :raises LNSConfigError: an unknown scheme, with the nearest known one.
     """
     if name not in _table:
-        raise LNSConfigError(
-            f"unknown scheme {name!r}{did_you_mean(name, _table)}: expected one of {', '.join(_table)}"
-        )
+        raise LNSConfigError(f"unknown scheme {name!r}{did_you_mean(name, _table)}: expected {', '.join(_table)}")
     return _table[name]
 
 

@@ -169,7 +169,7 @@ def test_bad_input():
         gradient_norms(model, None, [ids(2, 1)])
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(LNSError, match="the loss is not finite: run `olmo-lns analyze variance`"):
+    with pytest.raises(LNSError, match="the loss is not finite: `olmo-lns analyze variance`"):
         gradient_norms(model, None, [ids()])
 
 

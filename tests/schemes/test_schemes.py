@@ -47,7 +47,7 @@ def test_defaults_are_left_out_of_the_spelling():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lsn", "unknown scheme 'lsn' .did you mean 'lns'.*expected one of preln, lns, postln"),
+        ("lsn", "unknown scheme 'lsn' .did you mean 'lns'.*expected preln, lns, postln"),
         ("", "unknown scheme ''"),
         ("lns:0.25", "found '0.25', expected name:key=value"),
         ("lns:exponent=", "found 'exponent=', expected"),

@@ -62,6 +62,8 @@ class Settings:
         :raises LNSConfigError: an unknown scheme, or two schemes.
         """
         found = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
+        if (exponent := found["layernorm_scaling_exponent"]) is not None:
+            found["layernorm_scaling_exponent"] = float(exponent)  # printed arguments are text
         return cls(**{name: value for name, value in found.items() if value is not None})._with_one_spelling()
 
     @classmethod
