@@ -163,8 +163,8 @@ def _settings() -> Finding:
 def _torch() -> Finding:
     try:
         import torch
-    except ImportError as error:
-        return Finding("torch", "-", "unsupported", f"not installed: pip install torch ({error})")
+    except (ImportError, OSError) as error:
+        return Finding("torch", "-", "unsupported", f"cannot be imported: pip install torch ({error})")
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("torch", torch.__version__, "ok", f"CUDA: {', '.join(devices) or 'no device'}")
 

@@ -232,12 +232,14 @@ def require_match(saved: Record | None, running: Record, *, source: object, file
     if saved is not None:
         for name in check_match(saved, running, source=source, remedy=remedy):
             log.warning("loading %s although it differs (%s), as %s says", source, name, environment.ALLOW_MISMATCH)
-    elif running.active and not {"missing-record", f"preln-to-{running.running}"} & accepted():
-        raise CheckpointMismatchError(
-            f"{source} has neither {files}: what its weights were trained with is unknown, and this run has {running}. "
-            f"Copy the missing file from the run that saved it, or set {environment.ALLOW_MISMATCH}=missing-record if "
-            "its weights were trained so, or are to be from here on."
-        )
+    elif running.active:
+        if not {"missing-record", f"preln-to-{running.running}"} & accepted():
+            raise CheckpointMismatchError(
+                f"{source} has neither {files}: what its weights were trained with is unknown, and this run has "
+                f"{running}. Copy the missing file from the run that saved it, or set {environment.ALLOW_MISMATCH}="
+                "missing-record if its weights were trained so, or are to be from here on."
+            )
+        log.warning("loading %s without a record, as %s says", source, environment.ALLOW_MISMATCH)
 
 
 def accepted(text: str | None = None) -> set[str]:

@@ -78,13 +78,14 @@ def norm(kind: str, shape: tuple[int, int], device: torch.device) -> Work:
     """Forward and backward passes of the norm in front of block 7's attention, stock or scaled."""
     from olmo.model import LayerNormBase
 
-    from olmo_lns.integrations.norm_sites import Site
-    from olmo_lns.integrations.olmo.block import attach_norm
+    from olmo_lns.integrations.norm_sites import Site, attach
+    from olmo_lns.integrations.olmo.block import scale_norm
     from olmo_lns.schemes import LNS
 
     module = LayerNormBase.build(config(kind.removeprefix("lns_"), "small", device), size=shape[1])
     if kind.startswith("lns_"):
-        attach_norm(module, Site(LNS, 7, 12, "attn"))
+        attach(module, site := Site(LNS, 7, 12, "attn"))
+        scale_norm(module, site.plan.norm_scale)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     with autocast(device):

@@ -142,7 +142,7 @@ def test_a_name_of_the_pack_in_an_empty_folder(tmp_path: Path, monkeypatch: pyte
         ({"horizons": [8, 16]}, "runs of Megatron cannot be branched here"),
         ({"horizons": [8], "decay": 1}, "decay 1: expected a share"),
         ({"decay": 0.1}, "decay belongs to horizons"),
-        ({"published": "lns-0"}, "published 'lns-0'.*expected one of"),
+        ({"published": "lns-0"}, "published 'lns-0'.*expected "),
         ({"launch": {"gpus": 3}}, "launch: unknown keys gpus; known: args, command, nodes"),
         ({"launch": {"nproc": "two"}}, "launch: nproc 'two': expected a number of processes"),
         ({"launch": {"nodes": {"B": 4}}}, "launch: nodes names B, which is not among the sizes: "),

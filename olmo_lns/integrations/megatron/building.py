@@ -215,7 +215,9 @@ def say_left_out(tower: Any, config: Any, settings: Settings) -> None:
 
 
 def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return kwargs.get("config") or kwargs.get("transformer_config") or args[0]
+    return next(
+        (kwargs[name] for name in ("config", "transformer_config") if name in kwargs), args[0] if args else None
+    )
 
 
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:

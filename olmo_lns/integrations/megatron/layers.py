@@ -46,14 +46,12 @@ def _partial_graph(found: Any) -> bool:
 _PAST = "it reads the norm's parameters past its forward"
 _NO_STREAM = "with hyper-connections there is no single residual stream to scale in"
 _NO_DEPTH = "heterogeneous blocks have no common depth"
-_NO_PLACE = (
-    "the list of modules under a graph of parts of a layer has no place for the parameters of a residual addition"
-)
+_NO_PLACE = "a graph of parts of a layer has no place for an addition's parameters: capture whole layers, or none"
 #: Attribute of the config -> whether its value is refused, and why.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_transformer_engine_op_fuser": (bool, _PAST),
     "inference_fuse_tp_communication": (bool, _PAST),
-    "transformer_impl": ("inference_optimized".__eq__, _PAST),
+    "transformer_impl": (lambda found: found == "inference_optimized", _PAST),
     "enable_mhc_connections": (bool, _NO_STREAM),
     "enable_hyper_connections": (bool, _NO_STREAM),
     "heterogeneous_block_specs": (bool, _NO_DEPTH),

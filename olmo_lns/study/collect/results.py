@@ -182,7 +182,7 @@ def collect(study: Study, out: Path, *, allow_missing: bool = False) -> list[Res
             continue
         if curve is None:
             if not allow_missing:
-                raise LNSConfigError(f"run {run.name} is missing: nothing in {folder}: launch it or --allow-missing")
+                raise LNSConfigError(f"run {run.name} is missing: nothing in {folder}: launch it, or --allow-missing")
             curve = Curve({}, None, "no log")
         elif curve.losses and (identity := _used(run, folder)) is not None:  # no loss, nothing to compare
             identities[run.name] = identity

@@ -44,9 +44,7 @@ def check(raw: Mapping[str, Any], path: Path) -> None:
     _compare(raw, KEYS, f"{path}: ")
     _compare(raw.get("launch", {}), LAUNCH, f"{path}: launch: ")
     if (name := raw.get("published")) is not None and name not in (tables := published()["tables"]):
-        raise LNSConfigError(
-            f"{path}: published {name!r}{did_you_mean(name, tables)}: expected one of {', '.join(tables)}"
-        )
+        raise LNSConfigError(f"{path}: published {name!r}{did_you_mean(name, tables)}: expected {', '.join(tables)}")
 
 
 def _printable(value: Any, where: str) -> None:
