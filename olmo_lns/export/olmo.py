@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from dataclasses import replace
 from pathlib import Path, PosixPath
 from typing import Any, Mapping
@@ -242,8 +241,9 @@ def mark(path: Path, record: Record) -> None:
     rebuild = numpy.zeros(0).__reduce__()[0]
     known: list[Any] = [PosixPath, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), rebuild]
     torch.serialization.add_safe_globals([needs_olmo_lns])  # again: safe_globals forgets what it was given
-    if zipfile.is_zipfile(path):
-        check_archive(path)
+    with path.open("rb") as file:
+        if file.read(1) != b"\x80":  # torch's older form is a plain pickle
+            check_archive(path)
     advice = f"{path} (move it away to start with --reset_trainer_state)"
     with loading(advice), torch.serialization.safe_globals(known):
         state = torch.load(path, map_location="cpu", weights_only=True)
