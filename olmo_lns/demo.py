@@ -29,7 +29,7 @@ from olmo_lns.extras import require
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, check_environment
 from olmo_lns.study.collect.folder import attempts, merge, read
-from olmo_lns.study.collect.results import Result, write_results
+from olmo_lns.study.collect.gather import Result, write_results
 from olmo_lns.study.launch.start import environment, run_here
 from olmo_lns.study.plan.spec import Run, Study
 
@@ -161,7 +161,7 @@ def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
     """Collected as every study's; the variances by ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
     from olmo_lns.diagnostics.results import Report
-    from olmo_lns.study.collect.results import collect
+    from olmo_lns.study.collect.gather import collect
 
     results = collect(study, out)
     write_results(results, out / "results.csv")

@@ -223,17 +223,20 @@ def check_match(
     return found
 
 
-def require_match(saved: Record | None, running: Record, *, source: object, files: str = "", remedy: str = "") -> None:
+def require_match(
+    saved: Record | None, running: Record, *, source: object, files: str = "", remedy: str = "", or_allowed: str = ""
+) -> None:
     """Before an integration loads weights: :func:`check_match`, and a log line for each difference that was allowed.
 
     :param saved: None where the checkpoint says nothing. :param files: where it would say it, for the message.
+    :param or_allowed: a difference that is allowed like ``missing-record``, where it says nothing.
     :raises CheckpointMismatchError: a difference that was not allowed, or a scheme over weights of unknown training.
     """
     if saved is not None:
         for name in check_match(saved, running, source=source, remedy=remedy):
             log.warning("loading %s although it differs (%s), as %s says", source, name, environment.ALLOW_MISMATCH)
     elif running.active:
-        if not {"missing-record", f"preln-to-{running.running}"} & accepted():
+        if not {"missing-record", or_allowed} & accepted():
             raise CheckpointMismatchError(
                 f"{source} has neither {files}: what its weights were trained with is unknown, and this run has "
                 f"{running}. Copy the missing file from the run that saved it, or set {environment.ALLOW_MISMATCH}="

@@ -120,7 +120,7 @@ class OLMoCoreCheckpoint:
         raise LNSConfigError(
             f"{self.folder} was trained with block.name={DEFAULT_SCALED}, whose factors are buffers that OLMo-core's "
             f"init_weights overwrites: found {found}, expected {', '.join(f'{value:.3g}' for value in wanted)}. It was "
-            f"not trained with LayerNorm Scaling (1 in each: Pre-LN; others: whatever stood there). Train it again "
+            f"not trained with LayerNorm Scaling (1 in each is Pre-LN). Train it again "
             f"with {CLASS}."
         )
 

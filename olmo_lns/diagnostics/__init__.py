@@ -41,25 +41,23 @@ class Measure:
 
 MEASURES = {
     "variance": Measure(
-        *("Output variance of every block", "variance", "block_output_variance", "VarianceResult"),
-        *("variance", "output variance", 262_144),
-        pools=True,
+        "Output variance of every block", "variance", "block_output_variance", "VarianceResult",
+        "variance", "output variance", 262_144, pools=True,
     ),
     "angular": Measure(
-        *("Angular distance between all pairs of layers", "angular", "angular_distance", "AngularResult"),
-        *("adjacent", "angular distance d(l, l+1), fraction of pi", 262_144),
-        pools=True,
+        "Angular distance between all pairs of layers", "angular", "angular_distance", "AngularResult",
+        "adjacent", "angular distance d(l, l+1), fraction of pi", 262_144, pools=True,
     ),
     "layer-drop": Measure(
-        *("Performance drop of removing each block", "layer_drop", "drop_layers", "LayerDropResult"),
-        *("increase", "loss increase without the block, nats/token"),
+        "Performance drop of removing each block", "layer_drop", "drop_layers", "LayerDropResult",
+        "increase", "loss increase without the block, nats/token",
     ),
     "jacobian": Measure(
-        *("Token-averaged Jacobian of every block", "gradients", "block_jacobians", "JacobianResult"),
-        *("identity_distance", "distance of the Jacobian to the identity", None, 64),
+        "Token-averaged Jacobian of every block", "gradients", "block_jacobians", "JacobianResult",
+        "identity_distance", "distance of the Jacobian to the identity", None, 64,
     ),
     "gradnorm": Measure(
-        *("Gradient norm per layer and parameter kind", "gradients", "gradient_norms", "GradNormResult"),
-        *("total", "gradient norm"),
+        "Gradient norm per layer and parameter kind", "gradients", "gradient_norms", "GradNormResult",
+        "total", "gradient norm",
     ),
-}
+}  # fmt: skip

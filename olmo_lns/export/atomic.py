@@ -104,9 +104,7 @@ def verify_checksums(folder: str | os.PathLike[str]) -> int:
     try:
         lines = listing.read_text(encoding="utf-8").splitlines()
     except ValueError as error:
-        raise LNSConfigError(
-            f"{listing} is no text ({one_line(error)}): expected a digest and a file in each line"
-        ) from None
+        raise LNSConfigError(f"{listing} is no text ({one_line(error)}): expected a digest and a file a line") from None
     for line in lines:
         digest, _, name = line.partition("  ")
         if not re.fullmatch("[0-9a-f]{64}", digest) or ".." in Path(name).parts or os.path.isabs(name) or not name:

@@ -245,9 +245,7 @@ def moments(
         if known not in scales:
             continue
         if kind not in MOMENT_POWERS:
-            raise LNSConfigError(
-                f"{source} holds optimizer state {kind!r}, whose scaling is unknown: give --drop-optimizer"
-            )
+            raise LNSConfigError(f"{source} holds optimizer state {kind!r} of unknown scaling: give --drop-optimizer")
         if power := MOMENT_POWERS[kind]:
             made[key] = scales[known] ** power
     expected = _OF_EVERY_PARAMETER & {kind for kinds in found.values() for kind in kinds}

@@ -236,7 +236,7 @@ def _shape(block: Mapping[str, Any], attention: Mapping[str, Any]) -> tuple[str,
     if kind != "default":
         return "LlamaForCausalLM", [f"block type {kind}"]
     if qk and not per_head:
-        return "Qwen3ForCausalLM", ["QK-norm over all heads behind a norm of the stream (Qwen3's is per head)"]
+        return "Qwen3ForCausalLM", ["QK-norm over all heads (Qwen3's is per head)"]
     return ("Qwen3ForCausalLM" if qk else "LlamaForCausalLM"), []
 
 

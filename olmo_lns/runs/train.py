@@ -165,9 +165,7 @@ def prepare(cfg: Any, device: torch.device) -> None:
         )
     check_sizes(cfg.model)
     if cfg.precision not in PRECISIONS:
-        raise LNSConfigError(
-            f"precision: expected {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}, got {cfg.precision!r}"
-        )
+        raise LNSConfigError(f"precision {cfg.precision!r}: expected {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
     length = cfg.model.max_sequence_length
     _check_data(cfg.data, "data", length, cfg.global_train_batch_size)
     for evaluator in cfg.evaluators:

@@ -13,7 +13,7 @@ from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import check_environment
 from olmo_lns.study.collect.folder import stamp
-from olmo_lns.study.collect.results import Finished, collect, read_results, write_results
+from olmo_lns.study.collect.gather import Finished, collect, read_results, write_results
 from olmo_lns.study.engines.base import GPUS
 from olmo_lns.study.launch import slurm, start
 from olmo_lns.study.plan import cost

@@ -17,7 +17,7 @@ from olmo_lns import cli, demo
 from olmo_lns.diagnostics.results import Report
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS
-from olmo_lns.study.collect.results import COMPLETE, read_results
+from olmo_lns.study.collect.gather import COMPLETE, read_results
 from olmo_lns.study.plan.spec import Study
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")

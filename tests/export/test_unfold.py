@@ -141,7 +141,7 @@ def of_lost(state: dict[str, Any]) -> Any:
         ),
         (
             lambda s: of_lost(s).update(hessian=torch.ones(1)),
-            "'hessian', whose scaling is unknown: give --drop-optimizer",
+            "'hessian' of unknown scaling: give --drop-optimizer",
         ),
     ],
 )

@@ -152,7 +152,7 @@ def test_weights_that_cannot_be_restored_are_one_line(size, changes, words, unin
         ("--steps=0", "steps: Key 'steps' not in 'TrainConfig'"),
         ("0", "expected overrides as --key=value, got '0'"),
         ("--run_name=null", "run_name is not set"),
-        ("--precision=fp8", "precision: expected amp_bf16, amp_fp16 or fp32, got 'fp8'"),
+        ("--precision=fp8", "precision 'fp8': expected amp_bf16, amp_fp16 or fp32"),
         ("--model.n_heads=3", "model.n_heads: expected a divisor of d_model"),
         ("--load_path=.", "load_path: . has no config.yaml, as every checkpoint of OLMo has: name a checkpoint folder"),
         ("--load_path=/nowhere/step3", "load_path: /nowhere/step3 does not exist"),

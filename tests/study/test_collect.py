@@ -11,7 +11,7 @@ from support.studies import REPOSITORY, Built, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.collect.results import collect, read_results, write_results
+from olmo_lns.study.collect.gather import collect, read_results, write_results
 from olmo_lns.study.plan.check import compare_planned
 from olmo_lns.study.plan.spec import Study
 

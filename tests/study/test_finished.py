@@ -13,8 +13,8 @@ from support.studies import Built
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
 from olmo_lns.study.collect import folder as logs
-from olmo_lns.study.collect import results as collect
-from olmo_lns.study.collect.results import Finished, identity
+from olmo_lns.study.collect import gather as collect
+from olmo_lns.study.collect.gather import Finished, identity
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.plan.spec import Study
 

@@ -9,7 +9,7 @@ from support.studies import REPOSITORY, Built
 
 from olmo_lns.study import cli
 from olmo_lns.study.collect import folder as logs
-from olmo_lns.study.collect.results import collect, identity
+from olmo_lns.study.collect.gather import collect, identity
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.launch.start import examine
 from olmo_lns.study.plan import cost as plan

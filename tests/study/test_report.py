@@ -18,7 +18,7 @@ from support.studies import REPOSITORY, Built
 from olmo_lns import schemes
 from olmo_lns.study import cli
 from olmo_lns.study.arms import ARMS
-from olmo_lns.study.collect.results import Result, collect
+from olmo_lns.study.collect.gather import Result, collect
 from olmo_lns.study.plan.spec import Study, published
 from olmo_lns.study.report import scaling as report
 from olmo_lns.study.report.scaling import best, complete, difference, summary

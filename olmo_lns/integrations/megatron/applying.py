@@ -172,9 +172,7 @@ class SchemeLayer:
         if inside_mtp.get() or count_sites(self):  # type: ignore[arg-type]
             return  # by the wrapped constructors, which found the settings on the config
         if kwargs.get("is_mtp_layer") or getattr(config, "mtp_num_layers", None):
-            raise LNSConfigError(
-                "MTP layers under a layer spec need the plugin, which numbers them: unset OLMO_LNS_DISABLE."
-            )
+            raise LNSConfigError("MTP layers under a layer spec need the plugin's numbers: unset OLMO_LNS_DISABLE.")
         attach_layer(self, lns_settings)
 
 

@@ -168,7 +168,7 @@ def _unpickled(mixin: type[_Scaled], base: type[nn.Module]) -> nn.Module:
 
 
 def _verify_fused(kind: type) -> None:
-    """Hiding the gain is right for Megatron's own forward, as far as that was read.
+    """Hiding the gain is right only for those forwards of Megatron's that were verified.
 
     :raises LNSConfigError: another forward. :raises UpstreamChangedError: Megatron's, but none that was verified.
     """

@@ -75,16 +75,16 @@ def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
     A checkpoint without a record (``unshard.py`` and averaging copy config.yaml only) is what its config.yaml says:
     the type holds every parameter. None where there is neither.
 
-    :raises CheckpointMismatchError: the record is there and is none.
+    :raises CheckpointMismatchError: lns.json is no record, or cannot be read although config.yaml names a scheme.
     """
-    why = f"there is no {RECORD_FILE}"
+    refused = ""
     try:
         if (path := _resource(folder, RECORD_FILE, local_cache)) is not None:
             return Record.from_json(path)
     except CheckpointMismatchError:
         raise
     except Exception as error:  # each store's client raises its own, also for a file that is only not there
-        why = f"{RECORD_FILE} cannot be read: {one_line(error)}"
+        refused = f"{RECORD_FILE} cannot be read: {one_line(error)}"
     if (path := _resource(folder, "config.yaml", local_cache)) is None:
         return None
     from omegaconf import OmegaConf
@@ -92,8 +92,14 @@ def saved_record(folder: Any, *, local_cache: Any = None) -> Record | None:
     model = OmegaConf.select(OmegaConf.load(str(path)), "model", default={})
     name = model.get("layer_norm_type")
     record = types.written_record(name, model.get("init_fn"))
-    if record.active or "read" in why:
-        log.warning("%s: %s; its config.yaml says layer_norm_type %s", folder, why, name)
+    if refused and record.active:
+        raise CheckpointMismatchError(
+            f"{folder}: config.yaml names layer_norm_type {name}, and {refused}. Give this process access to it, or "
+            "load a local copy of the checkpoint."
+        )
+    if refused or record.active:
+        level, why = (logging.WARNING, refused) if refused else (logging.INFO, f"there is no {RECORD_FILE}")
+        log.log(level, "%s: %s; its config.yaml says layer_norm_type %s", folder, why, name)
     return record
 
 

@@ -98,7 +98,8 @@ def check(folder: Any, parts: list[Any], *, group: Any = None) -> None:
 
 def _compare(saved: Record | None, running: Record, source: Any) -> None:
     remedy = f"--model.block._CLASS_={CLASS} --model.block.scheme={saved.scheme}" if saved and saved.active else ""
-    require_match(saved, running, source=source, files=f"{RECORD_FILE} nor {CONFIG_FILE}", remedy=remedy)
+    files, allowed = f"{RECORD_FILE} nor {CONFIG_FILE}", f"preln-to-{running.running}"
+    require_match(saved, running, source=source, files=files, remedy=remedy, or_allowed=allowed)
 
 
 def _require_routers(folder: Any, saved: dict[int, bool], running: dict[int, bool]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Iterator, Sequence
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study import files
 from olmo_lns.study.collect.folder import attempts, prepare_data, read, record, stamp
-from olmo_lns.study.collect.results import Finished
+from olmo_lns.study.collect.gather import Finished
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.engines.base import ANSI
 from olmo_lns.study.plan.cost import duration

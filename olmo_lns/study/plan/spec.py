@@ -239,7 +239,7 @@ class Study:
 
     :param final_fraction: a run's loss is the mean over this last part of its steps.
 
-    :param finished: a committed table of finished runs (:class:`olmo_lns.study.collect.results.Finished`).
+    :param finished: a committed table of finished runs (:class:`olmo_lns.study.collect.gather.Finished`).
     :param published: the name of the papers' table that it is to be set beside.
     """
 

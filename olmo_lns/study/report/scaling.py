@@ -10,7 +10,7 @@ from typing import Any, Callable, Sequence
 import pandas as pd
 
 from olmo_lns.study.arms import ARMS, BASELINE
-from olmo_lns.study.collect.results import COMPLETE, Result
+from olmo_lns.study.collect.gather import COMPLETE, Result
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.plan.spec import Study, published
 

@@ -276,7 +276,7 @@ def test_a_lost_record_is_what_the_config_says(tmp_path):
 
 
 def test_a_store_that_refuses_the_record(tmp_path, caplog):
-    """It answers 403, as one does that hides what is not there: the checkpoint is what its config says."""
+    """It answers 403, as one does that hides what is not there: a stock checkpoint goes on, one with a scheme stops."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):
@@ -285,12 +285,17 @@ def test_a_store_that_refuses_the_record(tmp_path, caplog):
         def send_head(self):
             return self.send_error(403) if self.path.endswith("lns.json") else super().send_head()
 
-    (tmp_path / "config.yaml").write_text("model:\n  layer_norm_type: lns_rms\n")
+    for kind in ("rms", "lns_rms"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.yaml").write_text(f"model:\n  layer_norm_type: {kind}\n")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert saved_record(f"http://127.0.0.1:{server.server_port}") == LNS
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert saved_record(f"{url}/rms") == Record()
+        assert "lns.json cannot be read" in caplog.text and "403" in caplog.text
+        with pytest.raises(CheckpointMismatchError, match=r"lns\.json cannot be read: .*403"):
+            saved_record(f"{url}/lns_rms")
         server.shutdown()
-    assert "lns.json cannot be read: " in caplog.text and "403" in caplog.text and "says layer_norm_type" in caplog.text
 
 
 STOCK_KEYS = [name for name in names() if name != "preln" and parse(name).stock_keys(TINY["n_layers"])]

@@ -21,7 +21,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.collect import folder as logs
-from olmo_lns.study.collect.results import collect, read_results
+from olmo_lns.study.collect.gather import collect, read_results
 from olmo_lns.study.launch import slurm
 from olmo_lns.study.launch import start as launch
 from olmo_lns.study.plan import cost as plan
