@@ -111,6 +111,7 @@ BAD = {
     "list.jsonl": (b'{"input_ids": [4.7, 5.2]}', "expected one list of integers"),
     "nested.jsonl": (b'{"input_ids": [[4, 5], [6]]}', "expected one list of integers"),
     "words.jsonl": (b'{"input_ids": ["w4"]}', "expected one list of integers"),
+    "text.jsonl": (b'{"input_ids": "4 5", "text": "ab"}', "expected one list of integers"),
 }
 
 

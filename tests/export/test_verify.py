@@ -164,6 +164,35 @@ def test_changes_fail(
         assert off <= allowed
 
 
+def test_names_that_stock_olmo_does_not_read_fail(
+    checkpoint: Path, folded: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    copy = shutil.copytree(folded, tmp_path / "copy")
+    (copy / "SHA256SUMS").unlink()
+    in_weights("olmo", lambda s: [s.update({f"model.{name}": s.pop(name)}) for name in list(s)])(copy)
+    assert verify(checkpoint, copy) == 1
+    assert "stock OLMo cannot run it: RuntimeError" in capsys.readouterr().err
+
+
+def test_a_tied_head_that_is_written_twice(tmp_path: Path) -> None:
+    lns, out = tmp_path / "lns", tmp_path / "hf"
+    save_olmo(lns, layer_norm_type="lns_rms", weight_tying=True)
+    assert export(lns, out, "--format", "hf", "--tokenizer", "none") == 0
+    weights = load_file(out / "model.safetensors")
+    for factor, problems in ((1.0, 0), (1.5, 1)):
+        head = weights["model.embed_tokens.weight"] * factor
+        save_file({**weights, "lm_head.weight": head}, out / "model.safetensors", metadata={"format": "pt"})
+        assert len(differences(source_of(lns), lns, out, record_in(out))[1]) == problems
+
+
+def test_config_yaml_keeps_its_text(checkpoint: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    added = "# ours\nwandb_name: '4e12'  # quoted: a float without\n"
+    (copy / "config.yaml").write_text(added + (copy / "config.yaml").read_text())
+    assert export(copy, tmp_path / "out", "--format", "olmo") == 0
+    assert added in (tmp_path / "out" / "config.yaml").read_text()
+
+
 def test_nan_fails() -> None:
     class Constant(torch.nn.Module):
         def __init__(self, value: float) -> None:

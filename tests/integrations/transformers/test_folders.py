@@ -141,6 +141,7 @@ def test_init_from_a_model_type_and_from_a_folder(tmp_path, capsys):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
     stock("gpt2").config.save_pretrained(tmp_path / "stock")
     assert main(["hf", "init", str(tmp_path / "stock"), "-o", str(tmp_path / "two"), "--seed", "1"]) == 0
+    assert "no tokenizer: " in capsys.readouterr().out and not list((tmp_path / "two").glob("tokenizer*"))
     gpt2 = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
     blocks = gpt2.transformer.h
     assert blocks[2].ln_1.lns_scale == 3**-0.5
