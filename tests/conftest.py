@@ -1,7 +1,5 @@
 """For every file: what is imported for good is taken out of the garbage collector's sight, what was read is forgotten."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

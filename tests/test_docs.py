@@ -1,7 +1,5 @@
 """The shell lines of README and docs: each ``olmo-lns`` line parses; those that need no cluster run as printed."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

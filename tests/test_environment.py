@@ -1,7 +1,5 @@
 """Settings and numbers that are wrong are said first; one list of environment variables; the group of a command."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

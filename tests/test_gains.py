@@ -1,7 +1,5 @@
 """LNS is a start of the gains and their learning rate: the two forms side by side, and what is a departure."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any, Callable, Iterable, Iterator

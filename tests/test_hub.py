@@ -1,7 +1,5 @@
 """A hub that cannot be reached is found out at once; what is in the cache is used all the same."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Any module of the package may be the first that a process imports, with the plugins loading as in a launch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

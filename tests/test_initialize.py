@@ -1,7 +1,5 @@
 """``olmo_lns.plain_initialization`` on real configs of both frameworks: the drawn weights, and what contradicts it."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

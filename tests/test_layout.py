@@ -1,7 +1,5 @@
 """The map of CONTRIBUTING.md: imports run downwards only, modules and functions stay small."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path

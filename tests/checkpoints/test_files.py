@@ -1,7 +1,5 @@
 """The files that checkpoints are read from and written to: torch.save's archives, safetensors, distributed checkpoints."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every file of configs/olmo: what is committed renders, loads in OLMo, and differs from its neighbours in the arm only."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

@@ -1,7 +1,5 @@
 """The demo's data: the same bytes every time, split by document, readable by OLMo."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The demo end to end on a tiny model, its description, and what it says where it cannot run."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os

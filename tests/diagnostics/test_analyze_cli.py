@@ -1,7 +1,5 @@
 """`olmo-lns analyze` on real checkpoints: files, tables, figures, the page, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

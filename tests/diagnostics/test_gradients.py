@@ -1,7 +1,5 @@
 """Jacobians and gradient norms against fp64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

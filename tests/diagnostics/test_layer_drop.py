@@ -1,7 +1,5 @@
 """What removing a block costs: the loss against fp64, a local task of lm-evaluation-harness against the logits."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

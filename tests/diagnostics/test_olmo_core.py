@@ -1,7 +1,5 @@
 """Diagnostics of an OLMo-core checkpoint, as its checkpointer writes it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

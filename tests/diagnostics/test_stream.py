@@ -1,7 +1,5 @@
 """Output variance and angular distance against NumPy in fp64."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

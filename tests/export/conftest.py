@@ -1,7 +1,5 @@
 """One checkpoint of each OLMo format, with LayerNorm Scaling, and what is folded of it; tests that change one copy it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

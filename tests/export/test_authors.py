@@ -1,7 +1,5 @@
 """LLaMA checkpoints in the layout of the paper's authors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damaged, foreign and contradictory checkpoints: one line, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The point of the package: the export in stock code computes what the LNS model computes."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

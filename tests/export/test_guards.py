@@ -1,7 +1,5 @@
 """OLMo's own converters must not lose the factor. The converters themselves are run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

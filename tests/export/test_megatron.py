@@ -1,7 +1,5 @@
 """Megatron's distributed checkpoints, written by Megatron Core itself, folded, converted and refused; every scheme."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path

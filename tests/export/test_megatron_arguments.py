@@ -1,7 +1,5 @@
 """Every argument that the exporter reads, as each supported Megatron's own parser saves it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Exports of real OLMo-core checkpoints, run by OLMo-core and by stock transformers classes."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """What an export is asked for and writes beside the weights: formats, exponents, configs, cards, tokenizers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Kills, full disks, folders in the way: one line, and nothing left behind; and what an export holds in memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Folding: its arithmetic, and every other scheme, folded where that is exact, kept or refused where it is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

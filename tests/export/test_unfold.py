@@ -1,7 +1,5 @@
 """The inverse: same function under LNS, and the same next step of Adam."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``olmo-lns verify``: what it prints, and that it fails when it should."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

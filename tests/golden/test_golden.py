@@ -3,8 +3,6 @@
 The tolerance is for other processors.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

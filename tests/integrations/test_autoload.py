@@ -1,7 +1,5 @@
 """The start-up hook, in interpreters of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Replacing functions of an upstream: only those that were verified, once, and by name where they are not."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """The choice of backend: what is chosen, why, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import types

@@ -1,7 +1,5 @@
 """torch.compile: whole graph, the same values, and no graph for each layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import norm_reference as reference

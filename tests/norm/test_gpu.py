@@ -1,7 +1,5 @@
 """The real kernels on a CUDA device against fp64: what the CPU tests over the stand-in cannot show."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import norm_reference as reference

@@ -1,7 +1,5 @@
 """The benchmark and GPU scripts, as far as a machine without a GPU can run them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Transformer Engine operators over a strict CPU stand-in: wiring, dtypes and gradients, not the real kernels."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

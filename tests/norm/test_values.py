@@ -1,7 +1,5 @@
 """Values, gradients, dtypes and shapes of the PyTorch backend, against a definition in fp64 and OLMo's norms."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The fine-tuning recipe of docs/recipes.md: its data, `trl`, and the seven tasks by `lm_eval`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

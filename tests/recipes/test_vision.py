@@ -1,7 +1,5 @@
 """The vision recipes: what each arm is, the views and mixtures of images, and the scripts as the guide calls them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """``olmo-lns train``: OLMo's Trainer from the pip package, on CPU, resumable to the bit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

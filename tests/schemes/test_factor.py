@@ -1,7 +1,5 @@
 """The factor, in rational arithmetic and by logarithms, and what is not a layer number or an exponent."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """What growth costs: the toy scheme, arm and integration of CONTRIBUTING.md, and everything that then knows them."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

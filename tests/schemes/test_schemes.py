@@ -1,7 +1,5 @@
 """Schemes as values: one spelling, and the rows of the table against the sources' formulas, written out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The one table of arms: what frameworks are told, and an arm that is added at run time, everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

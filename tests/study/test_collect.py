@@ -1,7 +1,5 @@
 """Collecting a study: incomplete runs never averaged, incomparable runs refused with the difference named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Callable

@@ -1,7 +1,5 @@
 """`olmo-lns config check`: the shipped files pass; each kind of wrong file is named and fails."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tokenised data: good files pass, each kind of bad file is named."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

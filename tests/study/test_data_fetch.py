@@ -1,7 +1,5 @@
 """The public corpus over a local server: what is fetched, what OLMo reads without a copy, what Megatron reads of it."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Text to OLMo's memmaps: what OLMo's own data set reads, resumed after a kill, and what its evaluator makes of padding."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

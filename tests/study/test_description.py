@@ -1,7 +1,5 @@
 """What people write in a description: schemes as arms, rates, names of the pack, and text that must stay text."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import MISSING, fields

@@ -1,7 +1,5 @@
 """docs/evidence/analysis.py on the committed tables: what it prints, the page and the figure."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """Runs taken from a committed table: what is finished elsewhere is not made again, and nothing else is taken for it."""
 
-from __future__ import annotations
-
 import resource
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scripts/gpu/evidence.py on a CPU with a tiny shape: packed, run where there is torch and numpy alone, and in slices."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Several budgets from one run: a trunk at a constant rate and branches with a falling one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands, stamps, Slurm scripts; and real runs: the same seed gives the same losses, a killed study goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

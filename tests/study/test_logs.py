@@ -1,7 +1,5 @@
 """Loss curves from real formats, and every kind of damage named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

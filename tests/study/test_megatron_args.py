@@ -1,7 +1,5 @@
 """The expansion of Megatron configs, and a real Megatron parser on every committed file."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

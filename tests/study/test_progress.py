@@ -1,7 +1,5 @@
 """What a launch checks first, what it says of failures, and ``study status``; the logs are real programs'."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

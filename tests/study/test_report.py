@@ -1,7 +1,5 @@
 """A report's numbers against an independent computation, and the papers' tables beside a study's own."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parameters and FLOPs in closed form against OLMo's own model and counter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The written array scripts under a real Slurm: a controller, a node and munge of this test's own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

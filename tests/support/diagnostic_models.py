@@ -1,7 +1,5 @@
 """Models for the diagnostics: every architecture of the table built offline, and toys with closed forms."""
 
-from __future__ import annotations
-
 from typing import Any, Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checkpoints to export: small OLMo models saved as OLMo saves them, and the CLI in this process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

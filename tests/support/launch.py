@@ -1,7 +1,5 @@
 """Launching OLMo the way a user does: processes of their own, fresh environments, tiny configs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -91,7 +89,7 @@ class Result:
     def last_line(self) -> str:
         return self.text.strip().splitlines()[-1] if self.text.strip() else ""
 
-    def ok(self) -> Result:
+    def ok(self) -> "Result":
         assert self.code == 0, self.text[-4000:]
         return self
 

@@ -1,7 +1,5 @@
 """Megatron's distributed checkpoints of a tiny model, written and read by Megatron Core itself."""
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import shutil

@@ -4,8 +4,6 @@ Only what Megatron asks of ``torch.cuda`` is answered; no arithmetic is replaced
 GPU nothing is touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any, Iterator

@@ -1,7 +1,5 @@
 """For ``--spec support.megatron_hybrid hybrid_stack_spec``: attention and MLP layers of a hybrid model without TE."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

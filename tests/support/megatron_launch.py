@@ -1,7 +1,5 @@
 """Launch a checkout's unmodified pretrain_gpt.py on the CPU (see megatron_site)."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -12,8 +12,6 @@ of Megatron's DDP; ``ddp``: fields of DistributedDataParallelConfig.
 is computed. ``allow``: what ``OLMO_LNS_ALLOW_MISMATCH`` accepts while it is loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

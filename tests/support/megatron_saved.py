@@ -4,8 +4,6 @@
 compared with the checkout that MEGATRON_LM_SRC names.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

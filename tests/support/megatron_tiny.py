@@ -4,8 +4,6 @@ The reference is the stock model with a forward hook on each norm in front of at
 that multiplies its output: slow, and right because autograd differentiates the product.
 """
 
-from __future__ import annotations
-
 from typing import Any, Callable
 
 import torch

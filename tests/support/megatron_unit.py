@@ -1,7 +1,5 @@
 """A pytest plugin (``-p support.megatron_unit``): unit tests in Megatron's own style, on a CPU over gloo."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types

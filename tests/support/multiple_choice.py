@@ -1,7 +1,5 @@
 """The score of a multiple-choice task by hand, to compare the harness's with."""
 
-from __future__ import annotations
-
 from typing import Any, Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The norms by their definition, in fp64, by a route that shares nothing with the package."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Small OLMo-core models for the tests of its integration, on every version that is verified."""
 
-from __future__ import annotations
-
 import copy
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """What each of several gloo ranks does; one start of the processes for all checks."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

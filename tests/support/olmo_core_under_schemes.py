@@ -6,8 +6,6 @@ The processes that a test starts get the scheme as well, by the sitecustomize in
 were saved without config or record, which the guard takes for Pre-LN: here that is allowed.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path

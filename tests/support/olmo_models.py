@@ -1,7 +1,5 @@
 """Small OLMo models, and an independent fp64 re-computation of them from the state dict."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every scheme written out in fp64 torch, from the state dict and the papers' formulas; nothing of ours is used."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Callable
 

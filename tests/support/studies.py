@@ -1,7 +1,5 @@
 """A small synthetic study: a description and, for each run, the config and log that OLMo would leave."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ This proves wiring and gradients, not the numerics of the kernels.
 Call :func:`install` in a fresh process before Megatron is imported.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib.machinery
 import importlib.util

@@ -6,8 +6,6 @@ that is not contiguous). Its parameter lists are compared with those parsed from
 proves wiring and gradients; it says nothing about the numerics of the real kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import sys

@@ -1,7 +1,5 @@
 """One tiny model of every family that the transformers integration knows, stock, and stock with hooks that multiply."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

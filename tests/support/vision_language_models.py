@@ -1,7 +1,5 @@
 """A tiny LLaVA with random weights, whose processor needs no torchvision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

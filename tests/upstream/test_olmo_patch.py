@@ -1,7 +1,5 @@
 """patches/olmo on real trees: applies, loads the plugin once, is harmless beside the start-up hook, and reverts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

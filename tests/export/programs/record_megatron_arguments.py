@@ -6,8 +6,6 @@ version has no such flag. ``--write`` puts it into ``tests/support/megatron_argu
 whole namespace of the first case as Megatron does.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

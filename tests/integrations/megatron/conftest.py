@@ -1,7 +1,5 @@
 """One gloo process with Megatron's parallel state for the tests of each module in this folder, and gone before the next."""
 
-from __future__ import annotations
-
 from typing import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Hybrid stacks, unmarked configs, MuP: the constructors' other ways."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """On a GPU with the real Transformer Engine: kernels against fp32 torch, CUDA graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

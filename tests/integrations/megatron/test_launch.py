@@ -1,7 +1,5 @@
 """The real, unmodified programs of the checkout named by MEGATRON_LM_SRC."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The factor on the layers of a tiny GPT of the local spec, and on one norm at a time: values, gradients, refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

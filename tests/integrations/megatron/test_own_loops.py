@@ -1,7 +1,5 @@
 """Models that are built, saved and loaded without Megatron's launcher: the layer spec, the config, the record."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io

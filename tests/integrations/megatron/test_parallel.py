@@ -1,7 +1,5 @@
 """Two ranks: the factor goes by the global number, and training is that of the hooked reference."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

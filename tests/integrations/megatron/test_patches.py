@@ -3,8 +3,6 @@
 The one for upstream has the method itself, with a test in upstream's style, and knows nothing of this package.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Every scheme on a tiny GPT: the papers' equations, keys, start-up line, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

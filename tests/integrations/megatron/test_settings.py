@@ -1,7 +1,5 @@
 """Flags, their way through args and config, and what a checkpoint restores."""
 
-from __future__ import annotations
-
 import argparse
 from types import SimpleNamespace
 from typing import Any

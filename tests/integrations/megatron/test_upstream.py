@@ -1,7 +1,5 @@
 """The guards: which Megatron is known, and what happens with another one."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import subprocess

@@ -1,7 +1,5 @@
 """Vision-language models: the language decoder is scaled, the vision tower is Megatron's own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """OLMo's blocks under every scheme: values, gradients, initial weights, what is counted and read back, what is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

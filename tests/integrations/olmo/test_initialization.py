@@ -1,7 +1,5 @@
 """Standard deviations at initialization, for every matrix, against OLMo's published formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

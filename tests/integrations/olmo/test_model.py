@@ -1,7 +1,5 @@
 """The real OLMo under LNS, against formulas that share no code with the package."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

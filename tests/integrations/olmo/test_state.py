@@ -1,7 +1,5 @@
 """What an OLMo checkpoint says of its model, in its record and in the trainer's state; every way of losing LNS."""
 
-from __future__ import annotations
-
 import copy
 import http.server
 import pickle

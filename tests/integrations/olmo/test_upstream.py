@@ -1,7 +1,5 @@
 """The table of verified OLMo functions, the script that makes its lines, and what an OLMo beside them does."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OLMo-core's own functions that save and load under the guards: what is written, refused, and let through."""
 
-from __future__ import annotations
-
 import copy
 import json
 

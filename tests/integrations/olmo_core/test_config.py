@@ -1,7 +1,5 @@
 """Selecting a scheme: flags, Python, JSON, and everything that must not pass in silence."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

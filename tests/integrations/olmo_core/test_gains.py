@@ -1,7 +1,5 @@
 """LNS without the plugin in OLMo-core: its own group overrides carry the rates (docs/without-a-plugin.md)."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")

@@ -3,8 +3,6 @@
 The script comes from the checkout, the package is the one that is installed here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

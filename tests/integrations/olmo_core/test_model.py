@@ -1,7 +1,5 @@
 """What a built model is: keys, weights, sites, the start-up line, and what OLMo-core does to it afterwards."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """What the blocks compute: an independent formula in fp64, and stock models with folded gains."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """configs/olmo_core: every size and arm loads and builds, and two arms differ in the block only."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

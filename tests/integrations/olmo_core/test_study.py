@@ -1,7 +1,5 @@
 """A study in OLMo-core: what it plans, what it launches, what it reads; and a real one on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Every family under a scheme, against stock models whose norms or branches are multiplied from outside."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

@@ -1,7 +1,5 @@
 """Out of transformers folded, and in from OLMo unfolded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.exports import save_olmo

@@ -1,7 +1,5 @@
 """Folders that carry a scheme: with the package, without it, with trust_remote_code, and under a stock class."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model of ours under torch's ``fully_shard``, in two processes of their own."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

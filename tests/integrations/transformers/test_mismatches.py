@@ -1,7 +1,5 @@
 """A model, its config and its folder that say different things: refused where they meet."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

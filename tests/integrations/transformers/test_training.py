@@ -1,7 +1,5 @@
 """The tools people train with, on a model of ours: Trainer, PEFT, checkpointing, torch.compile."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -5,8 +5,6 @@
 ``python megatron_parse.py check FILE…`` is ``olmo-lns config check``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.abc
 import importlib.util

@@ -6,8 +6,6 @@ MEGATRON_PROBE=1 rank 0 also prints the standard deviation of the residual outpu
 MEGATRON_NO_HOOK=1 the start-up hook of olmo-lns is taken out again, as if there were none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

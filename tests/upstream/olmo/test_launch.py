@@ -4,8 +4,6 @@ The second needs a checkout in ``OLMO_SRC``; of OLMo's main branch on CPU, since
 It trains, is resumed, dies and starts again, and refuses what does not fit.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

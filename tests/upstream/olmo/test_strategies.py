@@ -3,8 +3,6 @@
 Loss, gradients and initial weights are those of one process; sharded checkpointers keep what a scheme adds.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
