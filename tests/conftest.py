@@ -8,7 +8,7 @@ _frozen = ""
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """Before the first test of every file.
 
     torch, transformers, OLMo and Megatron are some million objects. OLMo's trainer collects by hand, several times at

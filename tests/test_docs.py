@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 
@@ -20,14 +19,14 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 ELSEWHERE = re.compile(r"…|<|Qwen/|allenai/|--tasks|folded-run|lm_eval|hf init|hf import|qwen-lns")
 
 
-def shell_lines(page: Path) -> list[str]:
+def shell_lines(page):
     """The lines of the page's shell blocks, without comments, continued lines joined."""
     blocks = re.findall(r"```(?:bash|console|sh)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     joined = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in (re.sub(r"(^|\s)#.*", "", text).rstrip() for text in joined) if line]
 
 
-def commands() -> list[tuple[str, str]]:
+def commands():
     """(page, words) of every line that calls us; inside a loop the loop's variables stand as they are."""
     found = [
         (page.name, words.strip())
@@ -44,13 +43,13 @@ class _Parsed(Exception):
 
 
 @pytest.mark.parametrize(("page", "words"), commands())
-def test_every_line_parses(page: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line_parses(page, words, monkeypatch):
     """By the command's own parser; a renamed option or command fails here."""
     if words.startswith("train"):
         pytest.skip("OLMo's own options: read when the config is loaded")
     plain = argparse.ArgumentParser.parse_args
 
-    def parse(self: argparse.ArgumentParser, *arguments: object, **options: object) -> None:
+    def parse(self, *arguments, **options):
         plain(self, *arguments, **options)  # type: ignore[call-overload]
         raise _Parsed
 
@@ -64,7 +63,7 @@ def test_every_line_parses(page: str, words: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A folder as the guides assume it: runs/lns/step1000 and its unsharded twin, held-out tokens, a clone's configs."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     work = tmp_path_factory.mktemp("guide")
@@ -92,7 +91,7 @@ RUN = {
 }
 
 
-def runnable() -> Iterator[tuple[str, str]]:
+def runnable():
     for page, beginnings in RUN.items():
         lines = [line for line in shell_lines(REPOSITORY / "docs" / page) if not ELSEWHERE.search(line)]
         for beginning in beginnings:
@@ -101,7 +100,7 @@ def runnable() -> Iterator[tuple[str, str]]:
             yield page, found[0]
 
 
-def test_the_python_of_the_readme_runs_as_printed() -> None:
+def test_the_python_of_the_readme_runs_as_printed():
     pytest.importorskip("transformers", reason="needs transformers")
     (code,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -111,7 +110,7 @@ def test_the_python_of_the_readme_runs_as_printed() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_lines_run_as_printed(trained: Path) -> None:
+def test_lines_run_as_printed(trained):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for page, line in runnable():
@@ -119,7 +118,7 @@ def test_lines_run_as_printed(trained: Path) -> None:
         assert done.returncode == 0, (page, line, done.stdout[-2000:], done.stderr[-2000:])
 
 
-def test_the_compatibility_page_is_what_the_registries_say() -> None:
+def test_the_compatibility_page_is_what_the_registries_say():
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "scripts" / "compatibility.py"), "--check"], capture_output=True, text=True
     )

@@ -68,10 +68,7 @@ def test_the_list_is_what_the_package_names_and_the_usage_shows(capsys):
     assert all(name in usage and text in usage for name, text in environment.VARIABLES.items())
 
 
-ENTRIES = {
-    "olmo-lns train": ["-m", "olmo_lns", "train", "config.yaml"],
-    "launcher": ["-m", "olmo_lns", __file__],
-}
+ENTRIES = {"olmo-lns train": ["-m", "olmo_lns", "train", "config.yaml"], "launcher": ["-m", "olmo_lns", __file__]}
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -157,7 +154,7 @@ def test_commands_that_train_under_the_plugin_refuse_where_it_is_switched_off(co
     assert [path.name for path in tmp_path.iterdir()] == ["cfg.yaml"]
 
 
-def test_numbers() -> None:
+def test_numbers():
     assert [at_least(1)("+1"), at_least(0)(" 0 "), at_least(2)("100_000")] == [1, 0, 100_000]
     assert [above_zero("1e-3"), above_zero("20e9"), seed(str(2**63 - 1))] == [1e-3, 2e10, 2**63 - 1]
     for parse, text, said in (
@@ -183,7 +180,7 @@ verify a b --seed=9223372036854775808"""
 
 
 @pytest.mark.parametrize("command", COMMANDS.splitlines())
-def test_every_command_refuses_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_refuses_them(command, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(command.split())
     flag, _, value = command.rpartition(" ")[2].partition("=")

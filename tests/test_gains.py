@@ -2,7 +2,6 @@
 
 import copy
 from types import SimpleNamespace
-from typing import Any, Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -19,18 +18,18 @@ class Norm(nn.LayerNorm):
 
     factor = 1.0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.factor * super().forward(x)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = Norm(WIDTH), Norm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(self.first(x)).split(WIDTH, -1)
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
         gate, up = self.up(self.second(x)).chunk(2, -1)
@@ -38,7 +37,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, lns: bool) -> None:
+    def __init__(self, lns):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -48,14 +47,14 @@ class Model(nn.Module):
         for number, block in enumerate(self.blocks, 1):
             block.first.factor = block.second.factor = number**-0.5 if lns else 1.0
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def pair() -> tuple[Model, Model, dict[str, int]]:
+def pair():
     """LNS, stock Pre-LN with scaled gains, and the gains."""
     lns, stock = Model(lns=True), Model(lns=False)
     gains = block_gains(stock, *PATTERNS)
@@ -63,19 +62,19 @@ def pair() -> tuple[Model, Model, dict[str, int]]:
     return lns, stock, gains
 
 
-def adamw(model: nn.Module, gains: dict[str, int], decay: float = 0.1, eps: float = 1e-8) -> torch.optim.AdamW:
+def adamw(model, gains, decay=0.1, eps=1e-8):
     groups = param_groups(model, gains, lr=1e-2, weight_decay=0.1, eps=eps, vector_decay=decay)
     return torch.optim.AdamW(groups)
 
 
-def batches(steps: range) -> Iterator[torch.Tensor]:
+def batches(steps):
     """Of sorted numbers: something that can be learned."""
     for step in steps:
         ids = torch.randint(0, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(step))
         yield ids.sort(-1).values
 
 
-def train(model: Any, optimizer: Any, data: Iterable[torch.Tensor], clip: float = 0.0) -> list[float]:
+def train(model, optimizer, data, clip=0.0):
     losses = []
     for ids in data:
         logits = model(ids[:, :-1])
@@ -89,7 +88,7 @@ def train(model: Any, optimizer: Any, data: Iterable[torch.Tensor], clip: float 
     return losses
 
 
-def gap(first: list[float], second: list[float]) -> float:
+def gap(first, second):
     return max(abs(one - other) for one, other in zip(first, second, strict=True))
 
 
@@ -103,7 +102,7 @@ def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
     assert losses[-1] < losses[0] - 0.3, "nothing was learned"
 
 
-def fold_in_the_middle(rescale: bool) -> float:
+def fold_in_the_middle(rescale):
     """The largest difference of the loss to the run that is not folded after half of its 200 steps."""
     model, _, gains = pair()
     whole = train(twin := copy.deepcopy(model), adamw(twin, {}), batches(range(200)))
@@ -153,11 +152,11 @@ def test_muon_trains_the_matrices_and_the_gains_stay_with_adam():
     assert gap(*runs) < 1e-10 and runs[0][-1] < runs[0][0] - 0.3
 
 
-def each(optimizers: Iterable[Any], name: str) -> Callable[[], object]:
+def each(optimizers, name):
     return lambda: [getattr(optimizer, name)() for optimizer in optimizers]
 
 
-def departure(name: str) -> float:
+def departure(name):
     """The difference of the loss over 100 steps when one part of the recipe is left out."""
     lns, stock, gains = pair()
     clip, decay, eps = 0.5 if name == "clipping" else 0.0, 0.1, 1e-4 if name == "eps" else 1e-8
@@ -231,20 +230,20 @@ def test_the_trainer_of_transformers(tmp_path):
     assert rates == {1e-3, 0.000707, 0.000577, 5e-4}
 
 
-def gemma() -> nn.Module:
+def gemma():
     from transformers import GemmaConfig, GemmaForCausalLM
 
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     return GemmaForCausalLM(GemmaConfig(**sizes, num_key_value_heads=2, head_dim=8))
 
 
-def without(model: Any, name: str) -> Any:
+def without(model, name):
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, None)
     return model
 
 
-def stock() -> Model:
+def stock():
     return Model(lns=False)
 
 

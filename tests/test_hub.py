@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 from support.exports import export, save_olmo
@@ -14,7 +13,7 @@ constants = pytest.importorskip("huggingface_hub.constants", reason="the hub's c
 
 
 @pytest.fixture(autouse=True)
-def unreachable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def unreachable(monkeypatch, tmp_path):
     """A port that nobody listens on, and a cache with one model in it."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -31,7 +30,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_cached_is_loaded_without_asking() -> None:
+def test_what_is_cached_is_loaded_without_asking():
     import huggingface_hub
 
     if huggingface_hub.try_to_load_from_cache("somebody/model", "config.json") is None:
@@ -41,7 +40,7 @@ def test_what_is_cached_is_loaded_without_asking() -> None:
         hub.cached_only("somebody/model", "tokenizer.json")
 
 
-def test_what_is_nowhere_is_one_line_at_once() -> None:
+def test_what_is_nowhere_is_one_line_at_once():
     start = time.monotonic()
     for name in ("gpt2", "a/b/c", "--"):
         with pytest.raises(LNSError, match=r"the hub cannot be reached \(http://127.0.0.1:9\)"):
@@ -49,8 +48,8 @@ def test_what_is_nowhere_is_one_line_at_once() -> None:
     assert time.monotonic() - start < 2 * hub.PATIENCE
 
 
-def test_a_host_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hanging(*args: object, **kwargs: object) -> None:
+def test_a_host_that_never_answers_is_not_waited_for(monkeypatch):
+    def hanging(*args, **kwargs):
         time.sleep(20)
         raise TimeoutError
 
@@ -60,12 +59,12 @@ def test_a_host_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyP
     assert not hub.reachable() and time.monotonic() - start < 15
 
 
-def test_a_proxy_is_asked_by_the_client_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_is_asked_by_the_client_itself(monkeypatch):
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     assert hub.reachable()
 
 
-def test_commands_say_so_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_so_at_once(tmp_path, capsys):
     """The client of the hub retries for half a minute; so would OLMo's default tokenizer, gpt2."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
@@ -85,7 +84,7 @@ def test_commands_say_so_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert time.monotonic() - start < 25
 
 
-def test_evaluators_in_a_training_need_their_tokenizer() -> None:
+def test_evaluators_in_a_training_need_their_tokenizer():
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo_lns.runs.train import _check_tokenizer
 

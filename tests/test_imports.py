@@ -34,7 +34,7 @@ sys.exit(failed)
 MODULES = [f"olmo_lns.{name}".removesuffix(".__init__") for name in SOURCES if not name.endswith("__main__")]
 
 
-def first_imports(*modules: str) -> str:
+def first_imports(*modules):
     done = subprocess.run([sys.executable, "-c", PROGRAM, *modules], capture_output=True, text=True)
     assert bool(done.returncode) == bool(done.stdout), done.stderr
     return done.stdout

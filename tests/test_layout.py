@@ -3,7 +3,6 @@
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Iterator
 
 import olmo_lns
 
@@ -38,7 +37,7 @@ LEVEL = {package: level for level, packages in enumerate(ORDER) for package in p
 LINES_OF_MODULE, LINES_OF_FUNCTION = 500, 80
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported(tree):
     """Dotted names of ours that a module imports, at the top, inside a function, or by ``import_module``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -50,13 +49,13 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (str(word.value) for word in node.args if isinstance(word, ast.Constant))
 
 
-def arrows(tree: ast.AST) -> set[str]:
+def arrows(tree):
     """The packages and modules of ours that ``tree`` imports: ``"integrations.olmo.types"``."""
     ours = {name.removeprefix("olmo_lns.") for name in imported(tree) if name.startswith("olmo_lns.")}
     return {name for name in ours if name.split(".")[0] in LEVEL}
 
 
-def upwards(module: str, tree: ast.AST) -> set[tuple[str, str]]:
+def upwards(module, tree):
     package = module.split(".")[0]
     if package == PACKAGE:
         return set()

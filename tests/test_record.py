@@ -8,7 +8,7 @@ from olmo_lns.record import RECORD_FILE, Record, check_match
 from olmo_lns.schemes import parse
 
 
-def lns(parameters: str = "", norm: str = "rms", scaled_init: str = "plain", **more) -> Record:
+def lns(parameters="", norm="rms", scaled_init="plain", **more):
     return Record(parse(f"lns:{parameters}" if parameters else "lns"), norm, scaled_init, **more)
 
 

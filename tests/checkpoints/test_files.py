@@ -1,7 +1,6 @@
 """The files that checkpoints are read from and written to: torch.save's archives, safetensors, distributed checkpoints."""
 
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from olmo_lns.checkpoints.tensors import read_archive, read_weights
 from olmo_lns.errors import LNSConfigError
 
 
-def test_no_changed_byte_is_taken_for_another_tensor(tmp_path: Path) -> None:
+def test_no_changed_byte_is_taken_for_another_tensor(tmp_path):
     """Of a whole file: either it is found, in one line, or the values are the same."""
     torch.save(torch.arange(3.0), tmp_path / "a.pt")
     content = bytearray((tmp_path / "a.pt").read_bytes())
@@ -28,7 +27,7 @@ def test_no_changed_byte_is_taken_for_another_tensor(tmp_path: Path) -> None:
         content[place] ^= flip
 
 
-def test_compressed_and_old_files_are_refused(tmp_path: Path) -> None:
+def test_compressed_and_old_files_are_refused(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as records, zipfile.ZipFile(tmp_path / "b.pt", "w") as smaller:
         for info in records.infolist():
@@ -39,7 +38,7 @@ def test_compressed_and_old_files_are_refused(tmp_path: Path) -> None:
             read_archive(tmp_path / name)
 
 
-def test_safetensors_damage(tmp_path: Path) -> None:
+def test_safetensors_damage(tmp_path):
     save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:-8])
@@ -54,7 +53,7 @@ def test_safetensors_damage(tmp_path: Path) -> None:
         read_weights(tmp_path)
 
 
-def test_a_damaged_chunk_is_found_when_it_is_read(tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_found_when_it_is_read(tmp_path):
     state = {"model.w": torch.arange(24.0).view(4, 2, 3), "model.b": torch.ones(300).bfloat16(), "rng": [1, 2]}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     found = DistributedCheckpoint(tmp_path)

@@ -6,8 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,12 +32,12 @@ FAMILY = {
 
 
 @pytest.fixture(scope="module")
-def loaded() -> dict[str, Any]:
+def loaded():
     return {path.stem: load(path) for path in FILES}
 
 
 @pytest.fixture(scope="module")
-def renderer() -> ModuleType:
+def renderer():
     spec = importlib.util.spec_from_file_location("render_configs", REPOSITORY / "scripts" / "render_configs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,11 +46,11 @@ def renderer() -> ModuleType:
     return module
 
 
-def test_the_pack_is_complete() -> None:
+def test_the_pack_is_complete():
     assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in FAMILY for arm in ARM_NAMES}
 
 
-def test_what_is_committed_is_what_renders(tmp_path: Path) -> None:
+def test_what_is_committed_is_what_renders(tmp_path):
     import shutil
 
     shutil.copytree(REPOSITORY / "scripts", tmp_path / "scripts")
@@ -65,7 +64,7 @@ def test_what_is_committed_is_what_renders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_values_follow_the_family(path: Path, loaded: dict[str, Any]) -> None:
+def test_values_follow_the_family(path, loaded):
     from olmo.train import Trainer
 
     size, _, arm = path.stem.partition("-")
@@ -88,7 +87,7 @@ def test_values_follow_the_family(path: Path, loaded: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", FAMILY)
-def test_arms_of_a_size_differ_in_the_arm_only(size: str, loaded: dict[str, Any]) -> None:
+def test_arms_of_a_size_differ_in_the_arm_only(size, loaded):
     flat = {arm: files.flatten(loaded[f"{size}-{arm}"]) for arm in ARM_NAMES}
     for arm in ARM_NAMES:
         changed = {key for key in flat[arm] if flat[arm][key] != flat["preln"][key]}
@@ -98,9 +97,7 @@ def test_arms_of_a_size_differ_in_the_arm_only(size: str, loaded: dict[str, Any]
         assert changed - {"run_name", "save_folder"} == expected
 
 
-def test_folders_come_from_the_environment_and_held_out_text_is_trained_on_by_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_come_from_the_environment_and_held_out_text_is_trained_on_by_none(tmp_path, monkeypatch):
     """Every file of the pack has one evaluator, over a folder that the pattern of the training data leaves out."""
     from olmo.config import TrainConfig
     from olmo.exceptions import OLMoConfigurationError
@@ -120,7 +117,7 @@ def test_folders_come_from_the_environment_and_held_out_text_is_trained_on_by_no
         assert cfg.data.paths == [str(tmp_path / "a.npy")] and cfg.save_folder == f"{tmp_path}/{path.stem}"
 
 
-def test_whose_each_value_is(renderer: ModuleType) -> None:
+def test_whose_each_value_is(renderer):
     """Against OLMo's own files: 1B's warm-up is OLMo's, 7B's clipping warm-up is dropped."""
     import os
 
@@ -136,7 +133,7 @@ def test_whose_each_value_is(renderer: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_nothing_of_a_site_and_a_useful_header(path: Path) -> None:
+def test_nothing_of_a_site_and_a_useful_header(path):
     text = path.read_text()
     assert not any(word in text for word in ("s3://", "gs://", "https://", "/net/", "ai2-llm"))
     assert 90 <= len(text.splitlines()) <= 130
@@ -145,7 +142,7 @@ def test_nothing_of_a_site_and_a_useful_header(path: Path) -> None:
     assert "Override:" in header and "Our choice" in header and "Paper:" in header
 
 
-def test_an_arm_of_ours_needs_the_plugin_and_says_so() -> None:
+def test_an_arm_of_ours_needs_the_plugin_and_says_so():
     """In an OLMo without the plugin the file is refused, never trained as another arm."""
     code = """
 import os, sys
@@ -170,7 +167,7 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("arm", ARM_NAMES)
-def test_initialization_and_factors_are_the_arm(arm: str) -> None:
+def test_initialization_and_factors_are_the_arm(arm):
     """On a narrow copy: std of the residual output projections, and the factor of every block norm."""
     import torch
     from olmo.model import OLMo
@@ -211,9 +208,7 @@ def test_initialization_and_factors_are_the_arm(arm: str) -> None:
         ("7B", 32, 4096, 11008, 32, 6738.4, 150_000, 15_000, 5e-4),
     ],
 )
-def test_llama_on_c4(
-    size: str, layers: int, width: int, inner: int, heads: int, millions: float, steps: int, warmup: int, rate: float
-) -> None:
+def test_llama_on_c4(size, layers, width, inner, heads, millions, steps, warmup, rate):
     """The papers' shapes and recipe, loaded by OLMo; the data are padded rows with label masks."""
     path = REPOSITORY / "configs" / "olmo" / "llama-c4" / f"{size}.yaml"
     cfg = load(path)

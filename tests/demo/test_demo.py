@@ -16,7 +16,6 @@ from olmo_lns.diagnostics.results import Report
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS
 from olmo_lns.study.collect.gather import COMPLETE, read_results
-from olmo_lns.study.plan.spec import Study
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
@@ -32,18 +31,18 @@ def _own_environment():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished(tmp_path_factory):
     out, printed = tmp_path_factory.mktemp("demo"), io.StringIO()
     with mock.patch.dict(os.environ), mock.patch.object(sys, "stdout", printed):
         assert cli.main([*TINY, str(out)]) == 0
     return out, printed.getvalue()
 
 
-def described(out: Path, *words: str) -> Study:
+def described(out, *words):
     return demo.describe(demo.parser().parse_args([*words, "--out", str(out)]))
 
 
-def test_it_names_lns_with_its_proof_and_says_what_it_shows(finished: tuple[Path, str]) -> None:
+def test_it_names_lns_with_its_proof_and_says_what_it_shows(finished):
     out, text = finished
     lines = text.splitlines()
     assert lines[0].startswith(f"3 runs of 6 steps in {out}")
@@ -63,7 +62,7 @@ def test_it_names_lns_with_its_proof_and_says_what_it_shows(finished: tuple[Path
     assert Record.read(out / "rate0.01-lns-s1" / "step6-unsharded") == Record(LNS, "rms", "plain")
 
 
-def test_the_bar_counts_start_evaluation_and_measurement(finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_bar_counts_start_evaluation_and_measurement(finished, tmp_path):
     study = described(tmp_path, "--steps", "6", "--layers", "4")
     display = demo._Display(Console(file=io.StringIO()), study, finished[0])
     display.measured = 2 * len(study.runs)
@@ -71,7 +70,7 @@ def test_the_bar_counts_start_evaluation_and_measurement(finished: tuple[Path, s
     assert display.total == 3 * (demo.START + 6 + 16 + 2 * demo.MEASURE)
 
 
-def test_again_nothing_is_trained_and_other_settings_are_refused(finished: tuple[Path, str], capsys) -> None:
+def test_again_nothing_is_trained_and_other_settings_are_refused(finished, capsys):
     out = finished[0]
     before = sorted(out.glob("*/attempt-*"))
     assert cli.main([*TINY, str(out)]) == 0
@@ -85,7 +84,7 @@ def test_again_nothing_is_trained_and_other_settings_are_refused(finished: tuple
 
 
 @pytest.mark.parametrize(("end", "code", "said"), [(KeyboardInterrupt, 130, "To go on: "), (1, 1, "")])
-def test_an_interrupt_says_how_to_go_on_and_a_failure_is_told(end, code, said, tmp_path, monkeypatch, capsys) -> None:
+def test_an_interrupt_says_how_to_go_on_and_a_failure_is_told(end, code, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "run_here", mock.Mock(side_effect=[end] if isinstance(end, int) else end))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert cli.main([*TINY, str(tmp_path)]) == code
@@ -95,7 +94,7 @@ def test_an_interrupt_says_how_to_go_on_and_a_failure_is_told(end, code, said, t
 
 
 @pytest.mark.parametrize(("words", "tokens"), [((), 425_984), (("--long",), 6_815_744)])
-def test_each_arm_has_the_best_rate_of_the_evidence(words: tuple[str, ...], tokens: int, tmp_path: Path) -> None:
+def test_each_arm_has_the_best_rate_of_the_evidence(words, tokens, tmp_path):
     with (REPOSITORY / "docs" / "evidence" / "runs.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if (row["layers"], row["width"]) == ("24", "32")]
     rows = [row for row in rows if int(row["tokens"]) == tokens and row["seed"] == "1" and row["heldout"]]
@@ -104,7 +103,7 @@ def test_each_arm_has_the_best_rate_of_the_evidence(words: tuple[str, ...], toke
         assert float(best["learning_rate"]) == run.overrides["optimizer.learning_rate"]
 
 
-def test_what_is_asked_for_is_trained(tmp_path: Path) -> None:
+def test_what_is_asked_for_is_trained(tmp_path):
     runs = described(tmp_path, "--arms", "lns,preln", "--steps", "9", "--layers", "3").runs
     assert {(run.arm, run.seed) for run in runs} == {("lns", 1), ("preln", 1)}
     asked = {"optimizer.learning_rate": 0.01, "max_duration": 9, "model.n_layers": 3}
@@ -120,14 +119,14 @@ def test_what_is_asked_for_is_trained(tmp_path: Path) -> None:
         ("lns", "OLMO_LNS_INITIALIZATION=upstream", "OLMO_LNS_INITIALIZATION=upstream"),
     ],
 )
-def test_what_it_cannot_run_is_named_first(arms: str, setting: str, said: str, tmp_path, monkeypatch, capsys) -> None:
+def test_what_it_cannot_run_is_named_first(arms, setting, said, tmp_path, monkeypatch, capsys):
     if setting:
         monkeypatch.setenv(*setting.split("="))
     assert cli.main(["demo", "--out", str(tmp_path / "out"), "--arms", arms]) == 1
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_the_first_line_comes_before_a_framework_is_loaded(tmp_path: Path) -> None:
+def test_the_first_line_comes_before_a_framework_is_loaded(tmp_path):
     code = "import sys; from olmo_lns import demo; demo.describe(demo.parser().parse_args(['--out', sys.argv[1]])); "
     code += "print([name for name in ('torch', 'olmo', 'matplotlib') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -75,11 +75,7 @@ def task_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     rng = np.random.default_rng(0)
     documents = [
-        {
-            "question": " ".join(f"w{i}" for i in rng.integers(4, 97, 6)),
-            "choices": [f"w{a}", f"w{b}"],
-            "answer": int(c),
-        }
+        {"question": " ".join(f"w{i}" for i in rng.integers(4, 97, 6)), "choices": [f"w{a}", f"w{b}"], "answer": int(c)}
         for a, b, c in zip(rng.integers(4, 50, 24), rng.integers(50, 97, 24), rng.integers(0, 2, 24), strict=True)
     ]
     (folder / "words.jsonl").write_text("\n".join(map(json.dumps, documents)))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pandas
@@ -304,9 +303,7 @@ def test_bert_with_its_mask_token(bert_folder, token_file, tmp_path, capsys):
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["unsharded", "sharded"])
 @pytest.mark.parametrize("selected", [None, "lns:exponent=0.5"])
-def test_analyze_and_verify_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool, selected: str | None
-) -> None:
+def test_analyze_and_verify_agree(tmp_path, monkeypatch, sharded, selected):
     """The exponent stands in the record alone; the environment names none, or another."""
     monkeypatch.delenv("OLMO_LNS_SCHEME", raising=False)
     save_olmo(tmp_path / "quarter", sharded=sharded, exponent=0.25, layer_norm_type="lns_rms")

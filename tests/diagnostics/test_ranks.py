@@ -50,10 +50,7 @@ def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, 
 
 @pytest.mark.parametrize(
     ("what", "where"),
-    [
-        ("variance", "block 1 is the first whose output"),
-        ("angular", "the input of block 1 (the embedding)"),
-    ],
+    [("variance", "block 1 is the first whose output"), ("angular", "the input of block 1 (the embedding)")],
 )
 @pytest.mark.exhaustive
 def test_what_one_rank_finds_all_report(what, where, olmo_folder, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ CONFIG: dict[str, Any] = json.loads("""{
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor, Any]:
+def checkpoint(tmp_path_factory):
     """(folder as their script saves it, logits with the factor, the model with the factor).
 
     The factor is applied as in their modeling_llama: the norm's output times 1/sqrt(index + 1).
@@ -53,7 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Te
     return folder, logits(model, IDS), model
 
 
-def test_folded_llama(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path, capsys: Any) -> None:
+def test_folded_llama(checkpoint, tmp_path, capsys):
     folder, expected, model = checkpoint
     out = tmp_path / "out"
     assert export(folder, out, "--format", "hf", "--source", "authors") == 0
@@ -67,9 +66,7 @@ def test_folded_llama(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path
     assert main(["verify", str(folder), str(out), "--source", "authors", "--length", "16"]) == 0
 
 
-def test_safetensors_of_a_newer_transformers_with_another_exponent(
-    checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path
-) -> None:
+def test_safetensors_of_a_newer_transformers_with_another_exponent(checkpoint, tmp_path):
     """What only the command says is in the export's record, and verified with it."""
     from safetensors.torch import load_file, save_file
 
@@ -94,9 +91,7 @@ def test_safetensors_of_a_newer_transformers_with_another_exponent(
         ({"lns": "folded"}, "the factor is inside the weights already"),
     ],
 )
-def test_wrong_configs(
-    checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path, capsys: Any, change: dict[str, Any], reason: str
-) -> None:
+def test_wrong_configs(checkpoint, tmp_path, capsys, change, reason):
     copy = shutil.copytree(checkpoint[0], tmp_path / "copy")
     (copy / "config.json").write_text(json.dumps(CONFIG | change))
     assert export(copy, tmp_path / "out", "--format", "hf", "--source", "authors") == 1
@@ -104,7 +99,7 @@ def test_wrong_configs(
     assert not (tmp_path / "out").exists()
 
 
-def test_it_must_be_said(checkpoint: tuple[Path, torch.Tensor, Any], tmp_path: Path, capsys: Any) -> None:
+def test_it_must_be_said(checkpoint, tmp_path, capsys):
     assert export(checkpoint[0], tmp_path / "out", "--format", "hf") == 1
     assert "say --source authors" in capsys.readouterr().err
     assert export(checkpoint[0], tmp_path / "out", "--source", "authors", "--format", "olmo") == 1

@@ -15,8 +15,8 @@ from support.exports import Hostile, refused
 Capture = pytest.CaptureFixture[str]
 
 
-def state_change(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
+def state_change(change):
+    def damage(folder):
         state = torch.load(folder / "model.pt", weights_only=True)
         change(state)
         torch.save(state, folder / "model.pt")
@@ -24,15 +24,15 @@ def state_change(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], No
     return damage
 
 
-def flip(path: Path, start: int = 200, step: int = 400) -> None:
+def flip(path, start=200, step=400):
     data = bytearray(path.read_bytes())
     for position in range(start, len(data), step):
         data[position] ^= 1
     path.write_bytes(data)
 
 
-def as_if(name: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
+def as_if(name):
+    def damage(folder):
         (folder / "model.pt").unlink()
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
@@ -40,13 +40,13 @@ def as_if(name: str) -> Callable[[Path], None]:
     return damage
 
 
-def relink(path: Path, target: str) -> None:
+def relink(path, target):
     path.unlink()
     path.symlink_to(target)
 
 
-def edit(old: str, new: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
+def edit(old, new):
+    def damage(folder):
         text = (folder / "config.yaml").read_text()
         assert old in text
         (folder / "config.yaml").write_text(text.replace(old, new))
@@ -54,8 +54,8 @@ def edit(old: str, new: str) -> Callable[[Path], None]:
     return damage
 
 
-def record(**changes: Any) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
+def record(**changes):
+    def damage(folder):
         values = json.loads((folder / "lns.json").read_text())
         (folder / "lns.json").write_text(json.dumps(values | changes))
 
@@ -117,7 +117,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_checkpoint(checkpoint: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_damaged_checkpoint(checkpoint, tmp_path, capsys, name):
     damage, reason = DAMAGE[name]
     copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     damage(copy)
@@ -125,14 +125,14 @@ def test_damaged_checkpoint(checkpoint: Path, tmp_path: Path, capsys: Capture, n
     assert reason in line
 
 
-def shards_of(folder: Path) -> list[Path]:
+def shards_of(folder):
     return sorted((folder / "model_and_optim").glob("*.distcp"))
 
 
-def rewritten(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def rewritten(change):
     """The shards read and written again by torch, their state changed."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         place = folder / "model_and_optim"
         stored: Any = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
         state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
@@ -144,7 +144,7 @@ def rewritten(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]
     return damage
 
 
-def outside(folder: Path) -> None:
+def outside(folder):
     path = folder / "model_and_optim" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     for info in metadata.storage_data.values():
@@ -178,7 +178,7 @@ SHARD_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SHARD_DAMAGE)
-def test_damaged_shards(sharded: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_damaged_shards(sharded, tmp_path, capsys, name):
     damage, reason = SHARD_DAMAGE[name]
     copy = shutil.copytree(sharded, tmp_path / "checkpoint")
     damage(copy)
@@ -186,7 +186,7 @@ def test_damaged_shards(sharded: Path, tmp_path: Path, capsys: Capture, name: st
         assert reason in refused(capsys, copy, tmp_path / "out", "--format", form, "--tokenizer", "none")
 
 
-def test_the_folder_of_a_run_names_its_checkpoints(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_folder_of_a_run_names_its_checkpoints(checkpoint, tmp_path, capsys):
     run = tmp_path / "run"
     for name in ("step9", "step10-unsharded", "stepwise"):
         shutil.copytree(checkpoint, run / name)
@@ -199,7 +199,7 @@ def test_the_folder_of_a_run_names_its_checkpoints(checkpoint: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("place", ["train.pt", "train/rank0.pt", "train/more/rank1.pt", "train"])
-def test_links_are_not_followed(checkpoint: Path, sharded: Path, tmp_path: Path, capsys: Capture, place: str) -> None:
+def test_links_are_not_followed(checkpoint, sharded, tmp_path, capsys, place):
     """Exports are given away: what lies outside the checkpoint must not get into one."""
     secret = tmp_path / "secret"
     copy = shutil.copytree(checkpoint if place == "train.pt" else sharded, tmp_path / "checkpoint")

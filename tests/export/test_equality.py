@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ BEYOND_NUMPY = ("rms_gqa", "rms_multi_query", "default_no_gain_tied_clipped", "d
 
 
 @pytest.fixture(scope="module", params=CHANGES)
-def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
+def case(request, tmp_path_factory):
     """(model, which is compared with the paper's formula in fp64 NumPy, its checkpoint, class of its HF export)."""
     folder, name = tmp_path_factory.mktemp(request.param) / "checkpoint", request.param
     base = next(base for base in ("rms", "default", "low_precision") if name.startswith(base))
@@ -49,7 +48,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, P
     return model, folder, f"{'Llama' if base == 'rms' else like}ForCausalLM"
 
 
-def test_stock_software_computes_the_same(case: tuple[Any, Path, str]) -> None:
+def test_stock_software_computes_the_same(case):
     model, folder, class_name = case
     expected, continued = logits(model, IDS), greedy(model, IDS[:, :4])
     assert export(folder, folder.with_name("olmo"), "--format", "olmo") == 0
@@ -69,14 +68,14 @@ def test_stock_software_computes_the_same(case: tuple[Any, Path, str]) -> None:
     assert relative(logits(olmo, IDS), expected) > 1e-2, "the factor makes no difference: no test"
 
 
-def test_another_exponent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_exponent(tmp_path, monkeypatch):
     monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
     model = save_olmo(tmp_path / "checkpoint", layer_norm_type="lns_rms", exponent=0.25)
     assert export(tmp_path / "checkpoint", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     assert relative(logits(load_hf(tmp_path / "hf"), IDS), logits(model, IDS)) <= 1e-5
 
 
-def test_sharded_checkpoint(tmp_path: Path) -> None:
+def test_sharded_checkpoint(tmp_path):
     model = save_olmo(tmp_path / "checkpoint", sharded=True, optimizer=True, layer_norm_type="lns_rms")
     for form in ("olmo", "olmo-unsharded", "hf"):
         assert export(tmp_path / "checkpoint", tmp_path / form, "--format", form, "--tokenizer", "none") == 0
@@ -93,7 +92,7 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     same_weights(tmp_path / "bf16", stock.state_dict(), torch.bfloat16)
 
 
-def same_weights(folder: Path, expected: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
+def same_weights(folder, expected, dtype=torch.float32):
     """What torch's own loader reads: OLMo 0.6.0's is broken under torch 2.6 and newer."""
     state = {f"model.{name}": torch.full_like(value, torch.nan, dtype=dtype) for name, value in expected.items()}
     dcp.load(state, checkpoint_id=folder / "model_and_optim", no_dist=True)
@@ -103,7 +102,7 @@ def same_weights(folder: Path, expected: dict[str, torch.Tensor], dtype: torch.d
         torch.testing.assert_close(state[f"model.{name}"].float(), value, rtol=rtol, atol=0)
 
 
-def write_on_rank(rank: int, folder: str, weights: str) -> None:
+def write_on_rank(rank, folder, weights):
     """One rank: wrap the model in FSDP, take an optimizer step's state, save as OLMo does."""
     import torch.distributed as dist
     from olmo.checkpoint import save_fsdp_model_and_optim_state
@@ -134,7 +133,7 @@ def write_on_rank(rank: int, folder: str, weights: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks(tmp_path):
     folder = tmp_path / "lns"
     model = save_olmo(folder, layer_norm_type="lns_rms", layer_norm_with_affine=False)
     weights = (folder / "model.pt").rename(tmp_path / "weights.pt")

@@ -40,7 +40,7 @@ sys.modules[{GONE!r}].GPTNeoXTokenizerFast = None
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("guards")
     save_olmo(folder / "lns", layer_norm_type="lns_rms")
     nonparametric = dict(layer_norm_with_affine=False, layer_norm_eps=1e-5)
@@ -51,13 +51,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_script(path: Path, *args: str, allow: str = "", prologue: str = "") -> subprocess.CompletedProcess[str]:
+def run_script(path, *args, allow="", prologue=""):
     command = [sys.executable, "-W", "ignore", "-c", prologue + AS_SCRIPT, str(path), *args]
     environment = {**os.environ, "OLMO_LNS_ALLOW_MISMATCH": allow, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def convert(folder: Path, out: Path, **kwargs: str) -> subprocess.CompletedProcess[str]:
+def convert(folder, out, **kwargs):
     script = Path(OLMO_SRC, "scripts", "convert_olmo_to_hf_new.py")
     args = ("--input_dir", str(folder), "--output_dir", str(out), "--no_tokenizer")
     return run_script(script, *args, prologue=NO_FAST_TOKENIZER, **kwargs)
@@ -65,7 +65,7 @@ def convert(folder: Path, out: Path, **kwargs: str) -> subprocess.CompletedProce
 
 @needs_source
 @pytest.mark.parametrize("name", ["lns", "lns_folded"])
-def test_script_that_drops_lns_is_stopped(checkpoints: Path, tmp_path: Path, name: str) -> None:
+def test_script_that_drops_lns_is_stopped(checkpoints, tmp_path, name):
     """Also the folded one: its factor is in gains, which this converter does not write."""
     done = convert(checkpoints / name, tmp_path / "hf")
     assert done.returncode != 0
@@ -76,7 +76,7 @@ def test_script_that_drops_lns_is_stopped(checkpoints: Path, tmp_path: Path, nam
 
 @needs_source
 @pytest.mark.slow
-def test_script_converts_what_it_may(checkpoints: Path, tmp_path: Path) -> None:
+def test_script_converts_what_it_may(checkpoints, tmp_path):
     """Pre-LN, and the factor folded into projections; or knowingly."""
     for name, allow in (("preln", ""), ("lns_no_gain_folded", ""), ("lns", "lns-to-preln")):
         done = convert(checkpoints / name, tmp_path / name, allow=allow)
@@ -86,7 +86,7 @@ def test_script_converts_what_it_may(checkpoints: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_is_known_by_its_name(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_script_is_known_by_its_name(checkpoints, tmp_path):
     """A folder without a config is the converter's own business."""
     for name, folder, code in (
         ("something_else", checkpoints / "lns", 0),
@@ -99,7 +99,7 @@ def test_a_script_is_known_by_its_name(checkpoints: Path, tmp_path: Path) -> Non
         assert (done.returncode, done.stdout.strip()) == (code, "" if code else "ran"), done.stderr
 
 
-def test_guards_watch_no_file_and_import_no_framework() -> None:
+def test_guards_watch_no_file_and_import_no_framework():
     """Whoever reads a checkpoint and saves a model of transformers' own is left alone, and so is every ``open()``."""
     code = """if True:
         import sys
@@ -121,7 +121,7 @@ def test_guards_watch_no_file_and_import_no_framework() -> None:
 
 
 @needs_source
-def test_imported_function_is_guarded(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_function_is_guarded(checkpoints, tmp_path, monkeypatch):
     stub: Any = types.ModuleType(GONE)
     stub.GPTNeoXTokenizerFast = None
     monkeypatch.setitem(sys.modules, GONE, stub)
@@ -135,9 +135,7 @@ def test_imported_function_is_guarded(checkpoints: Path, tmp_path: Path, monkeyp
     monkeypatch.delitem(sys.modules, "convert_olmo_to_hf_new")
 
 
-def test_hf_olmo_is_stopped_and_converts_the_rest(
-    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hf_olmo_is_stopped_and_converts_the_rest(checkpoints, tmp_path, monkeypatch):
     """The package's own function, on copies because it writes into the checkpoint."""
     pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
     guards.install()
@@ -157,7 +155,7 @@ def test_hf_olmo_is_stopped_and_converts_the_rest(
         assert (copy / "config.json").exists()
 
 
-def test_hf_olmo_builds_no_model_that_it_could_not_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_olmo_builds_no_model_that_it_could_not_save(tmp_path, monkeypatch):
     """Also one whose exponent stands in the environment only, which its config never holds."""
     pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
     guards.install()

@@ -2,8 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
+def one_process():
     register()
     with single_process():
         yield
@@ -54,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any, torch.Tensor]:
+def case(request, tmp_path_factory):
     """(checkpoint, the same folded, config, logits of the model with its factor, by hooks)."""
     changes, stacked, newer = CASES[request.param]
     config = tiny.config(**changes)
@@ -67,7 +66,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return root, folded, config, run(tiny.hook_reference(model))
 
 
-def test_folded_for_stock_megatron_and_unfolded_again(case: tuple[Path, Path, Any, torch.Tensor]) -> None:
+def test_folded_for_stock_megatron_and_unfolded_again(case):
     root, folded, config, expected = case
     assert relative(run(load(folded, tiny.build(config))), expected) <= 1e-5
     with pytest.raises(CheckpointMismatchError, match="was saved with lns"):
@@ -85,7 +84,7 @@ def test_folded_for_stock_megatron_and_unfolded_again(case: tuple[Path, Path, An
     assert args.layernorm_scaling and not args.layernorm_scaling_folded
 
 
-def test_transformers(case: tuple[Path, Path, Any, torch.Tensor], capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers(case, capsys):
     """A stock Llama of the fold; our class, to train on, of what was trained and of the fold unfolded."""
     root, folded, _, expected = case
     assert export(root, root.with_name("hf"), "--format", "hf") == 0
@@ -105,12 +104,12 @@ def test_transformers(case: tuple[Path, Path, Any, torch.Tensor], capsys: pytest
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory):
     config = tiny.config()
     return save(tmp_path_factory.mktemp("plain") / "run", perturbed(config), arguments(config))
 
 
-def test_a_mixture_of_experts_is_folded_as_a_megatron_checkpoint(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_folded_as_a_megatron_checkpoint(tmp_path):
     config = tiny.config(num_moe_experts=4)
     model = perturbed(config)
     root = save(tmp_path / "run", model, arguments(config, num_experts=4), stacked=False)
@@ -121,7 +120,7 @@ def test_a_mixture_of_experts_is_folded_as_a_megatron_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.parametrize("version", ["0.15", "0.16", "0.20"])
-def test_zero_centred_gains_become_plain(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_centred_gains_become_plain(tmp_path, version, monkeypatch):
     """The file holds gain - 1; the export holds s·gain, and the argument is switched off, whatever it is called."""
     config = tiny.config()
     plain = perturbed(config)
@@ -156,7 +155,7 @@ def test_zero_centred_gains_become_plain(tmp_path: Path, version: str, monkeypat
             load(tmp_path / folder, model)
 
 
-def argument(**changes: Any) -> Any:
+def argument(**changes):
     return lambda common: vars(common["args"]).update(changes)
 
 
@@ -171,14 +170,14 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(run_folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused(run_folder, tmp_path, name, capsys):
     change, form, reason = REFUSED[name]
     assert reason in refused(
         capsys, copy_with(run_folder, tmp_path / "run", change), tmp_path / "out", "--format", form
     )
 
 
-def test_a_value_of_an_absent_megatron_is_not_written(run_folder: Path, tmp_path: Path) -> None:
+def test_a_value_of_an_absent_megatron_is_not_written(run_folder, tmp_path):
     """Where Megatron Core is not installed, a stand-in of ours takes the place of its values."""
     checkpoint = MegatronCheckpoint.open(run_folder)
     checkpoint.args.attention_backend = Absent(5)
@@ -187,7 +186,7 @@ def test_a_value_of_an_absent_megatron_is_not_written(run_folder: Path, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_megatron_wrote_is_where_it_is_looked_for(case: tuple[Path, Path, Any, torch.Tensor]) -> None:
+def test_what_megatron_wrote_is_where_it_is_looked_for(case):
     """The layout that ``as_core_0_19`` makes is read by a Megatron Core that writes it."""
     from megatron.core.dist_checkpointing import serialization
 
@@ -198,7 +197,7 @@ def test_what_megatron_wrote_is_where_it_is_looked_for(case: tuple[Path, Path, A
     assert serialization.load_common_state_dict(str(folder))["args"].num_layers == tiny.LAYERS
 
 
-def test_fsdp_dtensor_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fsdp_dtensor_is_named(tmp_path, capsys):
     """Megatron writes that format, and torch_dcp, with torch's own writer."""
     from torch.distributed import checkpoint as dcp
 
@@ -222,7 +221,7 @@ STOCK_KEYS = [
 ]
 
 
-def under_scheme(folder: Path, scheme: str) -> tuple[Path, Any, torch.Tensor]:
+def under_scheme(folder, scheme):
     """(checkpoint, stock config, logits of the model under its scheme)."""
     config = tiny.config()
     apply(config, scheme=scheme)
@@ -232,9 +231,7 @@ def under_scheme(folder: Path, scheme: str) -> tuple[Path, Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scheme", FOLDED)
-def test_constants_and_gates_fold_into_stock_megatron_and_llama(
-    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_constants_and_gates_fold_into_stock_megatron_and_llama(scheme, tmp_path, capsys):
     root, config, expected = under_scheme(tmp_path, scheme)
     out, hf = tmp_path / "folded", tmp_path / "hf"
     assert export(root, out, "--format", "megatron") == 0
@@ -267,7 +264,7 @@ def test_constants_and_gates_fold_into_stock_megatron_and_llama(
 
 
 @pytest.mark.parametrize("scheme", ["sandwich", "sandwich_depth"])
-def test_sandwich_is_a_stock_gemma_2(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sandwich_is_a_stock_gemma_2(scheme, tmp_path, capsys):
     root, _, expected = under_scheme(tmp_path, scheme)
     assert export(root, tmp_path / "hf", "--format", "hf") == 0
     model = load_hf(tmp_path / "hf")
@@ -281,7 +278,7 @@ def test_sandwich_is_a_stock_gemma_2(scheme: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("scheme", STOCK_KEYS)
-def test_stock_names_do_not_pass_for_pre_ln(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stock_names_do_not_pass_for_pre_ln(scheme, tmp_path, capsys):
     """Only the saved arguments tell these weights from a Pre-LN model's."""
     config = tiny.config()
     args = arguments(config, layernorm_scaling=False, norm_scheme=scheme)
@@ -294,7 +291,7 @@ def test_stock_names_do_not_pass_for_pre_ln(scheme: str, tmp_path: Path, capsys:
             assert code != 0 and f"({scheme}) cannot be folded" in capsys.readouterr().err
 
 
-def test_a_mixture_of_experts_is_not_folded_under_another_scheme(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_not_folded_under_another_scheme(tmp_path):
     config = tiny.config(num_moe_experts=4)
     apply(config, scheme="lnsafterbranch")
     args = arguments(config, "experts", layernorm_scaling=False, norm_scheme="lnsafterbranch")

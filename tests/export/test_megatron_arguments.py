@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 import pytest
 from support.megatron_saved import RECORDED, names_read, saved_arguments
@@ -31,12 +31,12 @@ READ: dict[str, dict[str, Any]] = {
 REFUSED = sorted(set(RECORDED["0.16"]) - set(READ))
 
 
-def known(cases: Iterable[str]) -> list[tuple[str, str]]:
+def known(cases):
     """(version, case) of those whose flag the version has."""
     return [(version, case) for version in VERSIONS for case in cases if RECORDED[version][case] is not None]
 
 
-def understood(args: Any) -> dict[str, Any]:
+def understood(args):
     record = Settings.of(args).record(args)
     found = vars(architecture(args, 128, "saved")) | {"shift": gain_shift(args, "saved")}
     return found | {
@@ -46,14 +46,14 @@ def understood(args: Any) -> dict[str, Any]:
     }
 
 
-def arguments(version: str, case: str) -> Any:
+def arguments(version, case):
     args = saved_arguments(version, case)
     assert args is not None
     return args
 
 
 @pytest.mark.parametrize(("version", "case"), known(READ))
-def test_what_is_saved_is_understood(version: str, case: str) -> None:
+def test_what_is_saved_is_understood(version, case):
     expected = understood(arguments(version, "base")) | READ[case]
     assert understood(arguments(version, case)) == expected
     assert expected["active"] and expected["layer_norm_eps"] == READ[case].get("layer_norm_eps", 1e-5)
@@ -61,7 +61,7 @@ def test_what_is_saved_is_understood(version: str, case: str) -> None:
 
 
 @pytest.mark.parametrize(("version", "case"), known(REFUSED))
-def test_what_no_stock_class_computes_is_refused(version: str, case: str) -> None:
+def test_what_no_stock_class_computes_is_refused(version, case):
     args = arguments(version, case)
     with pytest.raises(LNSConfigError) as refusal:
         architecture(args, 128, "saved")
@@ -69,7 +69,7 @@ def test_what_no_stock_class_computes_is_refused(version: str, case: str) -> Non
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_recorded_is_what_is_read(version: str) -> None:
+def test_recorded_is_what_is_read(version):
     """An argument that is read anew must be recorded anew: it may be called otherwise in another version."""
     recorded = {name for found in RECORDED.values() for case in ("base", "gqa") for name in found[case]}
     never_saved = {"layernorm_scaling_folded"}  # written by the exporter itself
@@ -77,7 +77,7 @@ def test_recorded_is_what_is_read(version: str) -> None:
         assert names_read(arguments(version, case)) - recorded <= never_saved
 
 
-def test_an_unknown_name_of_an_argument_is_not_taken_for_its_default() -> None:
+def test_an_unknown_name_of_an_argument_is_not_taken_for_its_default():
     args = arguments("0.16", "zero_centred")
     del args.layernorm_zero_centered_gamma
     with pytest.raises(LNSConfigError, match="neither apply_layernorm_1p nor layernorm_zero_centered_gamma"):
@@ -87,7 +87,7 @@ def test_an_unknown_name_of_an_argument_is_not_taken_for_its_default() -> None:
         architecture(args, 128, "saved")
 
 
-def test_installed_core_names_the_argument_so() -> None:
+def test_installed_core_names_the_argument_so():
     """From 0.16 on the parser takes an argument's name from the field that declares its flag."""
     config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
     from megatron.core import __version__
@@ -99,7 +99,7 @@ def test_installed_core_names_the_argument_so() -> None:
 
 
 @pytest.mark.slow
-def test_recording_is_the_checkouts(tmp_path: Path) -> None:
+def test_recording_is_the_checkouts(tmp_path):
     """The parser of MEGATRON_LM_SRC; and the whole of what it saves is read without running anything."""
     if not (source := os.environ.get("MEGATRON_LM_SRC")):
         pytest.skip("MEGATRON_LM_SRC names no Megatron-LM checkout")

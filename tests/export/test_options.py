@@ -23,7 +23,7 @@ HF = ("--format", "hf", "--tokenizer", "none")
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def model_section(folder: Path) -> dict[str, Any]:
+def model_section(folder):
     section: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     return section
 
@@ -36,7 +36,7 @@ def model_section(folder: Path) -> dict[str, Any]:
         ("rms", "normal_scaled", False),
     ],
 )
-def test_an_init_fn_of_ours_is_not_stocks(tmp_path: Path, kind: str, init: str, sharded: bool) -> None:
+def test_an_init_fn_of_ours_is_not_stocks(tmp_path, kind, init, sharded):
     trained, stock, again = (tmp_path / name for name in ("trained", "stock-unsharded", "again-unsharded"))
     save_olmo(trained, sharded=sharded, layer_norm_type=kind, init_fn=init)
     if kind == "rms":  # OLMo's unshard.py copies config.yaml only
@@ -61,9 +61,7 @@ def test_an_init_fn_of_ours_is_not_stocks(tmp_path: Path, kind: str, init: str, 
         (("--format", "megatron", "--unfold"), "is an OLMo checkpoint, which is unfolded into olmo"),
     ],
 )
-def test_options_that_do_not_fit(
-    checkpoint: Path, folded: Path, tmp_path: Path, capsys: Capture, options: tuple[str, ...], reason: str
-) -> None:
+def test_options_that_do_not_fit(checkpoint, folded, tmp_path, capsys, options, reason):
     source = folded if "--unfold" in options else checkpoint
     assert reason in refused(capsys, source, tmp_path / "out", *options)
 
@@ -71,17 +69,17 @@ def test_options_that_do_not_fit(
 @pytest.mark.parametrize(
     "words", ["--exponent=nan", "--exponent=-1", "--exponent=1e9", "--max-shard-size=5TB", "--max-shard-size=0.5B"]
 )
-def test_wrong_numbers(checkpoint: Path, tmp_path: Path, words: str) -> None:
+def test_wrong_numbers(checkpoint, tmp_path, words):
     with pytest.raises(SystemExit, match="2"):
         export(checkpoint, tmp_path / "out", words)
 
 
-def test_sizes_are_powers_of_a_thousand() -> None:
+def test_sizes_are_powers_of_a_thousand():
     found = [byte_size(text) for text in ("5GB", "1.5 MB", "60kb", "512")]
     assert found == [5_000_000_000, 1_500_000, 60_000, 512]
 
 
-def test_a_lost_record_is_in_the_config(tmp_path: Path, capsys: Capture) -> None:
+def test_a_lost_record_is_in_the_config(tmp_path, capsys):
     """As for a resume and for analyze: the type holds every parameter; a bare one may be given another exponent."""
     for kind, words, exponent in (
         ("lns_rms", (), 0.5),
@@ -103,7 +101,7 @@ def test_a_lost_record_is_in_the_config(tmp_path: Path, capsys: Capture) -> None
         assert found is not None and found.scheme.parameters == {"exponent": exponent}
 
 
-def test_config_yaml_changes_one_value(checkpoint: Path, folded: Path) -> None:
+def test_config_yaml_changes_one_value(checkpoint, folded):
     expected = yaml.safe_load((checkpoint / "config.yaml").read_text())
     expected["model"]["layer_norm_type"] = "rms"
     text = (folded / "config.yaml").read_text()
@@ -112,7 +110,7 @@ def test_config_yaml_changes_one_value(checkpoint: Path, folded: Path) -> None:
     assert json.loads((folded / "lns.json").read_text())["folded"] is True
 
 
-def test_there_is_nothing_to_fold(folded: Path, hf: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_there_is_nothing_to_fold(folded, hf, tmp_path, capsys):
     save_olmo(tmp_path / "preln", layer_norm_type="rms")
     assert "is Pre-LN: there is nothing to fold" in refused(capsys, tmp_path / "preln", tmp_path / "out")
     assert export(tmp_path / "preln", tmp_path / "hf", *HF) == 0
@@ -123,7 +121,7 @@ def test_there_is_nothing_to_fold(folded: Path, hf: Path, tmp_path: Path, capsys
     assert all(torch.equal(once[name], direct[name]) for name in direct)
 
 
-def test_record_survives_transformers(hf: Path, tmp_path: Path) -> None:
+def test_record_survives_transformers(hf, tmp_path):
     """Stock code keeps the mark when it loads and saves the model."""
     load_hf(hf).save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -134,7 +132,7 @@ def test_record_survives_transformers(hf: Path, tmp_path: Path) -> None:
 # --- what a folder says of its model, whatever wrote it ----------------------------------------------
 
 
-def test_records_of_olmo_and_its_exports(tmp_path: Path) -> None:
+def test_records_of_olmo_and_its_exports(tmp_path):
     quarter = Scheme.of("lns", exponent=0.25)
     save_olmo(tmp_path / "quarter", exponent=0.25, layer_norm_type="lns_rms")
     assert record_in(tmp_path / "quarter") == Record(quarter, "rms", "plain")
@@ -148,7 +146,7 @@ def test_records_of_olmo_and_its_exports(tmp_path: Path) -> None:
     assert lost is not None and str(lost.scheme) == "lns" and lost.norm == "rms"
 
 
-def test_records_of_transformers_folders(tmp_path: Path) -> None:
+def test_records_of_transformers_folders(tmp_path):
     arguments = ["hf", "init", "llama", "--set", "num_hidden_layers=2", "--no-weights", "-o", str(tmp_path / "ours")]
     assert main([*arguments, "--scheme", "lns:exponent=0.25"]) == 0
     found = record_in(tmp_path / "ours")
@@ -162,7 +160,7 @@ def test_records_of_transformers_folders(tmp_path: Path) -> None:
 # --- tokenizers ----------------------------------------------------------------------------------
 
 
-def test_use_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_use_with_transformers(tmp_path, monkeypatch, capsys):
     """The tokenizer that the config names goes with the export, which docs/export.md's Python block then uses."""
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -199,7 +197,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokenizers_that_are_refused(checkpoint: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_tokenizers_that_are_refused(checkpoint, tmp_path, capsys, name):
     files, reason = TOKENIZERS[name]
     (folder := tmp_path / "tokenizer").mkdir()
     for file, content in files.items():
@@ -217,7 +215,7 @@ def test_tokenizers_that_are_refused(checkpoint: Path, tmp_path: Path, capsys: C
 # --- docs/export.md ------------------------------------------------------------------------------
 
 
-def test_overrides_exist() -> None:
+def test_overrides_exist():
     """The one table of differences, in docs/olmo.md."""
     text = (DOCS / "olmo.md").read_text(encoding="utf-8")
     table = text.split("| checkpoint → run |", 1)[1].split("\n\n", 1)[0]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ KILLED = textwrap.dedent(
 )
 
 
-def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: int, stop: str = "SIGKILL") -> int:
+def run_killed(checkpoint, out, module, function, call, stop="SIGKILL"):
     package = "checkpoints" if module == "tensors" else "export"
     code = KILLED.format(package=package, module=module, function=function, call=call, signal=stop)
     command = [sys.executable, "-c", code, str(checkpoint), str(out), "--format", "hf", "--tokenizer", "none"]
@@ -60,7 +59,7 @@ def run_killed(checkpoint: Path, out: Path, module: str, function: str, call: in
     ],
 )
 @pytest.mark.slow
-def test_kill_9_leaves_no_export(checkpoint: Path, tmp_path: Path, module: str, function: str, call: int) -> None:
+def test_kill_9_leaves_no_export(checkpoint, tmp_path, module, function, call):
     out = tmp_path / "out"
     assert run_killed(checkpoint, out, module, function, call) == -signal.SIGKILL
     assert not out.exists()
@@ -76,17 +75,17 @@ def test_kill_9_leaves_no_export(checkpoint: Path, tmp_path: Path, module: str, 
 
 
 @pytest.mark.slow
-def test_sigterm_cleans_up(checkpoint: Path, tmp_path: Path) -> None:
+def test_sigterm_cleans_up(checkpoint, tmp_path):
     assert run_killed(checkpoint, tmp_path / "out", "tensors", "_write_shard", 3, "SIGTERM") == 130
     assert list(tmp_path.iterdir()) == []
 
 
-def test_running_export_is_not_cleared(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_running_export_is_not_cleared(checkpoint, tmp_path, capsys):
     with atomic_folder(tmp_path / "out"):
         assert "another export" in refused(capsys, checkpoint, tmp_path / "out")
 
 
-def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path: Path) -> None:
+def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path):
     """A folder, file, link and pipe of a user's that have the name of a hidden folder of ours."""
     ours = [tmp_path / f".out.{name}.partial" for name in ("folder", "file", "link", "pipe", "other")]
     ours[0].mkdir()
@@ -107,7 +106,7 @@ def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["olmo", "olmo-unsharded", "hf"])
-def test_file_size_limit(sharded: Path, tmp_path: Path, capsys: Capture, form: str) -> None:
+def test_file_size_limit(sharded, tmp_path, capsys, form):
     """RLIMIT_FSIZE: the write fails in the middle of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
@@ -118,14 +117,14 @@ def test_file_size_limit(sharded: Path, tmp_path: Path, capsys: Capture, form: s
     assert "File too large" in line and "nothing was left behind" in line
 
 
-def test_no_overwriting_and_no_folders_made(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_no_overwriting_and_no_folders_made(checkpoint, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert "never overwrite" in refused(capsys, checkpoint, tmp_path / "out")
     with pytest.raises(LNSConfigError, match="create it first"), atomic_folder(tmp_path / "absent" / "out"):
         pass
 
 
-def test_somebody_else_made_the_folder_meanwhile(tmp_path: Path) -> None:
+def test_somebody_else_made_the_folder_meanwhile(tmp_path):
     with pytest.raises(ExportError, match="not empty"), atomic_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("ours")
         (tmp_path / "out").mkdir()
@@ -133,7 +132,7 @@ def test_somebody_else_made_the_folder_meanwhile(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "b"]
 
 
-def test_checksums(checkpoint: Path, tmp_path: Path) -> None:
+def test_checksums(checkpoint, tmp_path):
     out = tmp_path / "out"
     assert export(checkpoint, out) == 0
     done = subprocess.run(["sha256sum", "--check", "--strict", CHECKSUMS], cwd=out, capture_output=True, text=True)
@@ -156,7 +155,7 @@ ZERO = b"0" * 64
     "content",
     [b"\xff\xfe\x00", b"no list", b"0  SHA256SUMS", ZERO + b"  ", ZERO + b"  ../other", ZERO + b"  /etc/hostname"],
 )
-def test_a_list_of_checksums_that_is_none(tmp_path: Path, content: bytes) -> None:
+def test_a_list_of_checksums_that_is_none(tmp_path, content):
     (tmp_path / CHECKSUMS).write_bytes(content)
     with pytest.raises(LNSConfigError, match="is no text|is not a SHA-256 digest"):
         verify_checksums(tmp_path)
@@ -179,7 +178,7 @@ print("MORE", peaks[1] - peaks[0])
 """
 
 
-def save(folder: Path, width: int, layers: int) -> None:
+def save(folder, width, layers):
     """A sharded OLMo checkpoint, as torch's own writer leaves it: one file, however large."""
     from torch.distributed import checkpoint
 
@@ -195,7 +194,7 @@ def save(folder: Path, width: int, layers: int) -> None:
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("hf", "bf16"), ("hf", "keep"), ("olmo", "bf16"), ("olmo", "keep")])
-def test_no_more_than_a_shard(tmp_path: Path, form: str, dtype: str) -> None:
+def test_no_more_than_a_shard(tmp_path, form, dtype):
     save(tmp_path / "small", 64, 2)
     save(tmp_path / "large", 640, 8)
     words = ["--format", form, "--dtype", dtype, "--max-shard-size", f"{LIMIT // 1_000_000}MB", "--tokenizer", "none"]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def saved(folder: Path, name: str, **changes: Any) -> Any:
+def saved(folder, name, **changes):
     return save_olmo(folder / "checkpoint", layer_norm_type=name, **changes), folder / "checkpoint"
 
 
@@ -145,7 +144,7 @@ def test_unfolding_is_for_what_only_scales_norms(tmp_path, capsys):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), number=st.integers(1, 64))
-def test_the_result_is_the_nearest_number(source: torch.dtype, dtype: torch.dtype, seed: int, number: int) -> None:
+def test_the_result_is_the_nearest_number(source, dtype, seed, number):
     """Of every dtype that weights may have; ``number`` 1 only changes the dtype."""
     weight = torch.randn(500, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(source)
     rounding = Rounding()
@@ -163,7 +162,7 @@ def test_the_result_is_the_nearest_number(source: torch.dtype, dtype: torch.dtyp
         assert rounding.worst <= info.eps / 2 * (1 + 1e-4)
 
 
-def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_make_no_difference(monkeypatch):
     """Of any factor: one number, one for each row, one for each row of each layer."""
     weight = torch.randn(3, 7, 13)
     for factor in (0.3, torch.rand(3).double(), torch.rand(3, 7).double()):
@@ -178,7 +177,7 @@ def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(torch.cat(pieces), exact[:, 2:5].float())
 
 
-def test_zeros_zero_centred_gains_and_overflow() -> None:
+def test_zeros_zero_centred_gains_and_overflow():
     rounding = Rounding()
     assert torch.equal(rounding.scale("z", torch.zeros(3), 0.5, torch.float32), torch.zeros(3))
     assert rounding.worst == 0
@@ -187,7 +186,7 @@ def test_zeros_zero_centred_gains_and_overflow() -> None:
         rounding.scale("w", torch.tensor([1e6]), 1.0, torch.float16)
 
 
-def test_architecture_knows_olmos_settings_and_defaults() -> None:
+def test_architecture_knows_olmos_settings_and_defaults():
     from olmo.config import ModelConfig
 
     theirs = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
@@ -208,7 +207,7 @@ def test_architecture_knows_olmos_settings_and_defaults() -> None:
         {"rope": False, "embedding_layer_norm": True, "activation_type": "gelu"},
     ],
 )
-def test_shapes_are_those_of_olmos_model(changes: dict[str, Any]) -> None:
+def test_shapes_are_those_of_olmos_model(changes):
     model = build(layer_norm_type="default", **changes)
     config = {k: str(v) if isinstance(v, str) else v for k, v in model.config.asdict().items()}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -239,7 +238,7 @@ LAYER_NORM_BIASES = {"layer_norm_type": "lns_default", "include_bias": True, "we
         ({"layer_norm_type": "exotic"}, "layer norm type exotic"),
     ],
 )
-def test_what_no_class_computes_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_what_no_class_computes_is_refused(changes, reason):
     with pytest.raises(LNSConfigError, match="no stock transformers class") as caught:
         choose_class(dataclasses.replace(RMS, **changes))
     assert reason in str(caught.value) and "\n" not in str(caught.value)

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ IDS = tokens(batch=2, length=16)
         {"layer_norm_type": "lns_default", "layer_norm_with_affine": False, "layer_norm_eps": 1e-5},
     ],
 )
-def test_fold_and_unfold(tmp_path: Path, changes: dict[str, Any], capsys: Capture) -> None:
+def test_fold_and_unfold(tmp_path, changes, capsys):
     model = save_olmo(tmp_path / "lns", **changes)
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
     assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 0
@@ -39,7 +37,7 @@ def test_fold_and_unfold(tmp_path: Path, changes: dict[str, Any], capsys: Captur
     assert record["folded"] is False and record["parameters"] == {"exponent": 0.5}
 
 
-def test_adams_next_step_is_the_same_function_of_the_gradient(checkpoint: Path, folded: Path, tmp_path: Path) -> None:
+def test_adams_next_step_is_the_same_function_of_the_gradient(checkpoint, folded, tmp_path):
     """Moments m, v of the folded gain g = s·w become s·m, s²·v: checked against autograd.
 
     The state is the true one of the folded model after one backward pass; the rescaled state must
@@ -58,7 +56,7 @@ def test_adams_next_step_is_the_same_function_of_the_gradient(checkpoint: Path, 
             assert error < 1e-4, (expected["param_groups"][0]["param_names"][index], moment)
 
 
-def first_moments(model: Any) -> dict[str, Any]:
+def first_moments(model):
     """Adam's state after one step from zero: m = (1-β₁)·grad, v = (1-β₂)·grad²."""
     state = adam_state(model)
     model.zero_grad()
@@ -69,7 +67,7 @@ def first_moments(model: Any) -> dict[str, Any]:
     return state
 
 
-def _under_ddp(config: Any) -> tuple[Any, Any]:
+def _under_ddp(config):
     from olmo.config import OptimizerType
     from olmo.model import OLMo
     from olmo.optim import build_optimizer
@@ -80,7 +78,7 @@ def _under_ddp(config: Any) -> tuple[Any, Any]:
     return wrapped, build_optimizer(config, wrapped)
 
 
-def test_a_ddp_run_goes_on_under_lns(folded: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_ddp_run_goes_on_under_lns(folded, tmp_path, capsys):
     """One step of OLMo's own optimizer, which names its parameters ``module.…``; saved and restored by OLMo itself."""
     import torch.distributed as dist
     from olmo.checkpoint import FullCheckpointer
@@ -113,19 +111,19 @@ def test_a_ddp_run_goes_on_under_lns(folded: Path, tmp_path: Path, capsys: Captu
         dist.destroy_process_group()
 
 
-def factor_of(name: str) -> float:
+def factor_of(name):
     return (int(name.split(".")[2]) + 1) ** -0.5 if ".blocks." in name and "norm" in name else 1.0
 
 
 LOST = "transformer.blocks.2.ff_norm.weight"
 
 
-def rename_one(state: dict[str, Any]) -> None:
+def rename_one(state):
     names = state["param_groups"][0]["param_names"]
     names[names.index(LOST)] = "elsewhere.ff_norm.weight"
 
 
-def of_lost(state: dict[str, Any]) -> Any:
+def of_lost(state):
     return state["state"][state["param_groups"][0]["param_names"].index(LOST)]
 
 
@@ -137,15 +135,10 @@ def of_lost(state: dict[str, Any]) -> Any:
             lambda s: of_lost(s).pop("exp_avg_sq"),
             f"the moments of 7 of the 8 parameters to rescale, none or not all of {LOST}'s",
         ),
-        (
-            lambda s: of_lost(s).update(hessian=torch.ones(1)),
-            "'hessian' of unknown scaling: give --drop-optimizer",
-        ),
+        (lambda s: of_lost(s).update(hessian=torch.ones(1)), "'hessian' of unknown scaling: give --drop-optimizer"),
     ],
 )
-def test_moments_that_cannot_follow_stop(
-    folded: Path, tmp_path: Path, capsys: Capture, change: Any, reason: str
-) -> None:
+def test_moments_that_cannot_follow_stop(folded, tmp_path, capsys, change, reason):
     copy = shutil.copytree(folded, tmp_path / "folded")
     state = adam_state(load_olmo(copy))
     change(state)
@@ -156,7 +149,7 @@ def test_moments_that_cannot_follow_stop(
     assert not (tmp_path / "again-unsharded" / "optim.pt").exists()
 
 
-def test_moments_of_a_sharded_checkpoint(sharded: Path, tmp_path: Path) -> None:
+def test_moments_of_a_sharded_checkpoint(sharded, tmp_path):
     assert export(sharded, tmp_path / "folded") == 0
     # Training went on with the folded model: its checkpoint has an optimizer again.
     model = build(layer_norm_type="lns_rms")
@@ -171,7 +164,7 @@ def test_moments_of_a_sharded_checkpoint(sharded: Path, tmp_path: Path) -> None:
             assert torch.allclose(found.tensor(f"optim.state.{name}.{moment}").load(), expected, rtol=1e-6), name
 
 
-def test_the_name_is_one_that_load_path_takes(folded: Path, sharded: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_name_is_one_that_load_path_takes(folded, sharded, tmp_path, capsys):
     """OLMo's Trainer tells the layout by the name of the folder."""
     assert export(sharded, tmp_path / "folded-sharded") == 0
     for source, name, better in (
@@ -181,7 +174,7 @@ def test_the_name_is_one_that_load_path_takes(folded: Path, sharded: Path, tmp_p
         assert f"call it {better}\n" in refused(capsys, source, tmp_path / name, "--unfold")
 
 
-def test_what_is_not_folded_is_refused(checkpoint: Path, folded: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_not_folded_is_refused(checkpoint, folded, tmp_path, capsys):
     """Nor is a Pre-LN model made an LNS model by a new label."""
     save_olmo(tmp_path / "preln", layer_norm_type="rms")
     for source, options, reason in (

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Callable
+from typing import Callable
 
 import pytest
 import torch
@@ -22,22 +22,22 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def bf16(checkpoint: Path) -> Path:
+def bf16(checkpoint):
     assert export(checkpoint, checkpoint.with_name("bf16"), "--format", "hf", "--dtype", "bf16") == 0
     return checkpoint.with_name("bf16")
 
 
 @pytest.fixture
-def exports(checkpoint: Path, folded: Path, hf: Path, bf16: Path) -> dict[str, Path]:
+def exports(checkpoint, folded, hf, bf16):
     return {"olmo": folded, "hf": hf, "bf16": bf16}
 
 
-def verify(*args: Any) -> int:
+def verify(*args):
     return main(["verify", *map(str, args), "--length", "16"])
 
 
 @pytest.mark.parametrize("form", ["olmo", "hf", "bf16"])
-def test_report(checkpoint: Path, exports: dict[str, Path], tmp_path: Path, capsys: Capture, form: str) -> None:
+def test_report(checkpoint, exports, tmp_path, capsys, form):
     """Of random tokens; of a text where there is a tokenizer."""
     (tmp_path / "text").write_text("THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG. " * 3)
     for words in ([], ["--text", tmp_path / "text"]) if form == "hf" else ([],):
@@ -55,7 +55,7 @@ def test_report(checkpoint: Path, exports: dict[str, Path], tmp_path: Path, caps
     assert "has 5 tokens" in capsys.readouterr().err
 
 
-def test_a_model_with_a_short_context(tmp_path: Path, capsys: Capture) -> None:
+def test_a_model_with_a_short_context(tmp_path, capsys):
     save_olmo(tmp_path / "lns", layer_norm_type="lns_rms", max_sequence_length=12)
     assert export(tmp_path / "lns", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     assert main(["verify", str(tmp_path / "lns"), str(tmp_path / "hf"), "--prompts", "2"]) == 0
@@ -65,14 +65,14 @@ def test_a_model_with_a_short_context(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("option", ["--seed=9223372036854775808", "--seed=-1", "--prompts=0"])
-def test_wrong_numbers(checkpoint: Path, hf: Path, capsys: Capture, option: str) -> None:
+def test_wrong_numbers(checkpoint, hf, capsys, option):
     with pytest.raises(SystemExit, match="2"):
         verify(checkpoint, hf, option)
     assert "expected a whole number" in capsys.readouterr().err
 
 
-def in_weights(form: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def tamper(folder: Path) -> None:
+def in_weights(form, change):
+    def tamper(folder):
         path = folder / ("model.pt" if form == "olmo" else "model.safetensors")
         state = torch.load(path) if form == "olmo" else load_file(path)
         change(state)
@@ -81,8 +81,8 @@ def in_weights(form: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> C
     return tamper
 
 
-def in_config(name: str = "config.json", **changes: Any) -> Callable[[Path], None]:
-    def tamper(folder: Path) -> None:
+def in_config(name="config.json", **changes):
+    def tamper(folder):
         text, stock = (folder / name).read_text(), name == "config.json"
         values = json.loads(text) if stock else yaml.safe_load(text)  # YAML 1.1 reads 1e-06 as text
         (values if stock else values["model"]).update(changes)
@@ -91,7 +91,7 @@ def in_config(name: str = "config.json", **changes: Any) -> Callable[[Path], Non
     return tamper
 
 
-def without_the_factor(state: dict[str, torch.Tensor]) -> None:
+def without_the_factor(state):
     for index in range(4):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             state[f"model.layers.{index}.{norm}.weight"] *= (index + 1) ** 0.5
@@ -120,9 +120,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", TAMPERED)
-def test_a_changed_export_without_its_checksums_fails(
-    checkpoint: Path, exports: dict[str, Path], tmp_path: Path, name: str
-) -> None:
+def test_a_changed_export_without_its_checksums_fails(checkpoint, exports, tmp_path, name):
     """Of these most pass by their logits."""
     form, tamper, expected = TAMPERED[name]
     copy = shutil.copytree(exports[form], tmp_path / form)
@@ -140,15 +138,7 @@ def test_a_changed_export_without_its_checksums_fails(
         ("hf", TAMPERED["a head's NaN"][1], "export: NaN or infinite from model.layers.1.mlp.down_proj on\nFAIL"),
     ],
 )
-def test_changes_fail(
-    checkpoint: Path,
-    exports: dict[str, Path],
-    tmp_path: Path,
-    capsys: Capture,
-    form: str,
-    tamper: Callable[[Path], None],
-    found: str,
-) -> None:
+def test_changes_fail(checkpoint, exports, tmp_path, capsys, form, tamper, found):
     copy = shutil.copytree(exports[form], tmp_path / form)
     tamper(copy)
     assert verify(checkpoint, copy) == 1
@@ -162,9 +152,7 @@ def test_changes_fail(
         assert off <= allowed
 
 
-def test_names_that_stock_olmo_does_not_read_fail(
-    checkpoint: Path, folded: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_names_that_stock_olmo_does_not_read_fail(checkpoint, folded, tmp_path, capsys):
     copy = shutil.copytree(folded, tmp_path / "copy")
     (copy / "SHA256SUMS").unlink()
     in_weights("olmo", lambda s: [s.update({f"model.{name}": s.pop(name)}) for name in list(s)])(copy)
@@ -172,7 +160,7 @@ def test_names_that_stock_olmo_does_not_read_fail(
     assert "stock OLMo cannot run it: RuntimeError" in capsys.readouterr().err
 
 
-def test_a_tied_head_that_is_written_twice(tmp_path: Path) -> None:
+def test_a_tied_head_that_is_written_twice(tmp_path):
     lns, out = tmp_path / "lns", tmp_path / "hf"
     save_olmo(lns, layer_norm_type="lns_rms", weight_tying=True)
     assert export(lns, out, "--format", "hf", "--tokenizer", "none") == 0
@@ -183,7 +171,7 @@ def test_a_tied_head_that_is_written_twice(tmp_path: Path) -> None:
         assert len(differences(source_of(lns), lns, out, record_in(out))[1]) == problems
 
 
-def test_config_yaml_keeps_its_text(checkpoint: Path, tmp_path: Path) -> None:
+def test_config_yaml_keeps_its_text(checkpoint, tmp_path):
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     added = "# ours\nwandb_name: '4e12'  # quoted: a float without\n"
     (copy / "config.yaml").write_text(added + (copy / "config.yaml").read_text())
@@ -191,13 +179,13 @@ def test_config_yaml_keeps_its_text(checkpoint: Path, tmp_path: Path) -> None:
     assert added in (tmp_path / "out" / "config.yaml").read_text()
 
 
-def test_nan_fails() -> None:
+def test_nan_fails():
     class Constant(torch.nn.Module):
-        def __init__(self, value: float) -> None:
+        def __init__(self, value):
             super().__init__()
             self.value = torch.nn.Parameter(torch.tensor(value))
 
-        def forward(self, ids: torch.Tensor) -> Any:
+        def forward(self, ids):
             logits = torch.arange(5.0).expand(*ids.shape, 5) * self.value
             return type("Output", (), {"logits": logits})
 
@@ -215,7 +203,7 @@ def test_nan_fails() -> None:
         pytest.param("olmo", "transformer.blocks.2", id="olmo", marks=(pytest.mark.slow, pytest.mark.exhaustive)),
     ],
 )
-def test_overflow_fails(tmp_path: Path, capsys: Capture, form: str, layer: str) -> None:
+def test_overflow_fails(tmp_path, capsys, form, layer):
     """The feed-forward layer of block 3 overflows fp16 and not fp32."""
     state = save_olmo(tmp_path / "lns", layer_norm_type="lns_rms").state_dict()
     state["transformer.blocks.2.ff_proj.weight"] *= 3000.0
@@ -231,14 +219,14 @@ def test_overflow_fails(tmp_path: Path, capsys: Capture, form: str, layer: str) 
 
 
 @pytest.mark.slow
-def test_stock_olmo_runs_without_the_plugin(checkpoint: Path) -> None:
+def test_stock_olmo_runs_without_the_plugin(checkpoint):
     """The process that runs an OLMo export does not know the lns types."""
     with pytest.raises(LNSConfigError, match="stock OLMo cannot run it: .*lns_rms"):
         StockOLMo(checkpoint, torch.float32).run(torch.arange(8)[None])
 
 
-def changed(**values: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def changed(**values):
+    def change(folder):
         (folder / "SHA256SUMS").unlink()
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | values))
@@ -256,9 +244,7 @@ def changed(**values: Any) -> Callable[[Path], None]:
         ("absent", None, "is not a folder"),
     ],
 )
-def test_what_is_no_export(
-    checkpoint: Path, hf: Path, tmp_path: Path, capsys: Capture, of: str, change: Any, reason: str
-) -> None:
+def test_what_is_no_export(checkpoint, hf, tmp_path, capsys, of, change, reason):
     if of == "nothing":
         (tmp_path / "copy").mkdir()
     elif of != "absent":
@@ -272,7 +258,7 @@ def test_what_is_no_export(
 @pytest.mark.parametrize(
     "changes", [{"vocab_size": 96, "embedding_size": 96}, {"vocab_size": 4096, "embedding_size": 4096}]
 )
-def test_an_export_of_another_model(checkpoint: Path, tmp_path: Path, capsys: Capture, changes: dict[str, int]) -> None:
+def test_an_export_of_another_model(checkpoint, tmp_path, capsys, changes):
     save_olmo(tmp_path / "other", layer_norm_type="lns_rms", **changes)
     assert export(tmp_path / "other", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     capsys.readouterr()
@@ -281,7 +267,7 @@ def test_an_export_of_another_model(checkpoint: Path, tmp_path: Path, capsys: Ca
     assert "of another model" in captured.err and "PASS" not in captured.out
 
 
-def test_what_is_no_checkpoint(checkpoint: Path, hf: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_no_checkpoint(checkpoint, hf, tmp_path, capsys):
     for command, reason in (
         (("verify", checkpoint, checkpoint), "is the checkpoint itself"),
         (("verify", tmp_path, hf), "not a checkpoint (the paper's LLaMA: say --source authors)"),

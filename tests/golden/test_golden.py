@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "golden.py"
 
 
 @pytest.mark.slow
-def test_every_figure_is_what_it_was() -> None:
+def test_every_figure_is_what_it_was():
     with np.load(GOLDEN) as file:
         made_with, count = json.loads(file["versions"].tobytes()), len(file["statistics"])
     for name, version in made_with.items():

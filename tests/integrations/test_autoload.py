@@ -13,7 +13,7 @@ import olmo_lns
 HOOK = Path(olmo_lns.__file__).parent / "integrations" / "olmo_lns_autoload.pth"
 
 
-def run(code: str, *, path: Path | None = None, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+def run(code, *, path=None, check=True, **environment):
     """``code`` in an interpreter that has executed the hook the way ``site`` does."""
     env = {**os.environ, **environment}
     if path is not None:
@@ -28,7 +28,7 @@ def run(code: str, *, path: Path | None = None, check: bool = True, **environmen
 def plugin(tmp_path):
     """A framework called ``olmo`` and a plugin for it, with real entry-point metadata."""
 
-    def make(body: str = "print('plugin ran')", framework: str = "class OLMo: pass\nclass TrainConfig: pass\n") -> Path:
+    def make(body="print('plugin ran')", framework="class OLMo: pass\nclass TrainConfig: pass\n"):
         (tmp_path / "olmo").mkdir()
         (tmp_path / "olmo" / "__init__.py").write_text(framework + "print('framework ran')\n")
         (tmp_path / "lns_test_plugin.py").write_text(f"def register():\n    {body}\n")

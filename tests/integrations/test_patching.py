@@ -1,7 +1,6 @@
 """Replacing functions of an upstream: only those that were verified, once, and by name where they are not."""
 
 import sys
-import types
 
 import pytest
 
@@ -40,7 +39,7 @@ def upstream(tmp_path, monkeypatch):
     del sys.modules["lns_fake_upstream"]
 
 
-def target(upstream: types.ModuleType, path: str) -> Target:
+def target(upstream, path):
     unverified = Target(f"lns_fake_upstream:{path}", {})
     owner, name, _ = unverified.locate()
     return Target(unverified.path, {fingerprint(getattr(owner, name)): "1.0"})

@@ -16,7 +16,7 @@ from olmo_lns.cli import main
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def examples(count: int = 24) -> list[dict[str, str]]:
+def examples(count=24):
     """In the form of LLM-Adapters' file."""
     return [
         {
@@ -29,7 +29,7 @@ def examples(count: int = 24) -> list[dict[str, str]]:
     ]
 
 
-def converted(tmp_path: Path, content: object) -> list[dict[str, str]]:
+def converted(tmp_path, content):
     """The recipe's script as the guide calls it."""
     (tmp_path / "commonsense_170k.json").write_text(json.dumps(content))
     script = REPOSITORY / "configs" / "sft" / "commonsense.py"
@@ -38,7 +38,7 @@ def converted(tmp_path: Path, content: object) -> list[dict[str, str]]:
     return [json.loads(line) for line in (tmp_path / "data" / "train.jsonl").open()]
 
 
-def offline(folder: Path) -> dict[str, str]:
+def offline(folder):
     return {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
 
 
@@ -61,7 +61,7 @@ def test_published_rows_are_over_seven_tasks():
         assert len(tasks) == 7 and sum(tasks) / 7 == pytest.approx(average, abs=0.008)
 
 
-def model_folder(folder: Path) -> Path:
+def model_folder(folder):
     """A tiny LNS model with a byte tokenizer, made by `olmo-lns hf init`."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -4,8 +4,6 @@ import os
 import shutil
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,15 +26,15 @@ MONITOR = "lns_variance.csv"
 class Watcher:
     """Keeps (step, loss); sends this process at ``signal_at``'s step a SIGINT."""
 
-    def __init__(self, signal_at: int | None = None) -> None:
+    def __init__(self, signal_at=None):
         self.losses: dict[int, float] = {}
         self.signal_at = signal_at
         self.first = -1
 
-    def watch(self, patched: pytest.MonkeyPatch) -> None:
+    def watch(self, patched):
         step = LocalTrainer.train_step
 
-        def train_step(trainer: LocalTrainer, *args: Any, **kwargs: Any) -> dict[str, float]:
+        def train_step(trainer, *args, **kwargs):
             self.first = trainer.global_step - 1 if self.first < 0 else self.first
             metrics = step(trainer, *args, **kwargs)
             self.losses[trainer.global_step] = trainer.cur_train_loss
@@ -47,13 +45,13 @@ class Watcher:
         patched.setattr(LocalTrainer, "train_step", train_step)
 
 
-def config_file(folder: Path, **changes: Any) -> Path:
+def config_file(folder, **changes):
     defaults = {"max_duration": DURATION, "stop_at": None, "save_overwrite": False, "save_interval": 2}
     defaults |= {"no_pre_train_checkpoint": True, "model.layer_norm_type": "lns_rms"}
     return write_config(folder, **(defaults | changes))
 
 
-def train(folder: Path, *overrides: str, watcher: Watcher | None = None, **changes: Any) -> tuple[RunResult, Watcher]:
+def train(folder, *overrides, watcher=None, **changes):
     watcher = watcher or Watcher()
     config = load_config(config_file(folder, **changes), overrides)
     with process_group() as device, pytest.MonkeyPatch.context() as patched:
@@ -63,7 +61,7 @@ def train(folder: Path, *overrides: str, watcher: Watcher | None = None, **chang
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watcher]:
+def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
     result, watcher = train(folder)
     assert result == RunResult(step=DURATION, complete=True)
@@ -72,11 +70,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch
     return folder, watcher
 
 
-def model_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+def model_state(folder, step):
     return torch.load(folder / "run" / f"step{step}-unsharded" / "model.pt", weights_only=True)
 
 
-def test_stop_and_resume_is_the_uninterrupted_run(uninterrupted: tuple[Path, Watcher], tmp_path: Path):
+def test_stop_and_resume_is_the_uninterrupted_run(uninterrupted, tmp_path):
     whole_folder, whole = uninterrupted
     first, before = train(tmp_path, "--stop_after=3")
     assert first.step == 3
@@ -88,7 +86,7 @@ def test_stop_and_resume_is_the_uninterrupted_run(uninterrupted: tuple[Path, Wat
         assert torch.equal(value, expected[name]), name
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(uninterrupted: tuple[Path, Watcher], tmp_path: Path):
+def test_ctrl_c_saves_and_the_run_goes_on(uninterrupted, tmp_path):
     handler = signal.getsignal(signal.SIGINT)
     stopped, before = train(tmp_path, watcher=Watcher(signal_at=3))
     assert stopped == RunResult(step=3, complete=False)
@@ -99,16 +97,14 @@ def test_ctrl_c_saves_and_the_run_goes_on(uninterrupted: tuple[Path, Watcher], t
     assert before.losses | after.losses == uninterrupted[1].losses
 
 
-def test_a_checkpoint_s_config_goes_on_though_its_load_path_is_gone(
-    uninterrupted: tuple[Path, Watcher], tmp_path: Path
-):
+def test_a_checkpoint_s_config_goes_on_though_its_load_path_is_gone(uninterrupted, tmp_path):
     """A resumed run saves the ``load_path`` that it found, and pruning removes that step."""
     shutil.copytree(uninterrupted[0] / "run", tmp_path / "run", symlinks=True)
     result, watcher = train(tmp_path, "--load_path=/nowhere/step3", "--try_load_latest_save", "--max_duration=7")
     assert result.complete and min(watcher.losses) == DURATION + 1
 
 
-def test_a_finished_run_is_not_trained_further_nor_resumed_without_the_factor(uninterrupted: tuple[Path, Watcher]):
+def test_a_finished_run_is_not_trained_further_nor_resumed_without_the_factor(uninterrupted):
     folder, _ = uninterrupted
     before = (folder / "run" / "step6-unsharded" / "model.pt").read_bytes()
     result, watcher = train(folder, "--try_load_latest_save")
@@ -128,7 +124,7 @@ def test_a_finished_run_is_not_trained_further_nor_resumed_without_the_factor(un
     ],
     ids=["empty", "cut", "width", "layers"],
 )
-def test_weights_that_cannot_be_restored_are_one_line(size, changes, words, uninterrupted, tmp_path: Path):
+def test_weights_that_cannot_be_restored_are_one_line(size, changes, words, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted[0] / "run", tmp_path / "run")
     weights = tmp_path / "run" / "step6-unsharded" / "model.pt"
     if size is not None:
@@ -162,13 +158,13 @@ def test_weights_that_cannot_be_restored_are_one_line(size, changes, words, unin
         ("--data.paths=${path.glob:/no/such/*.npy}", "data.paths: /no/such/*.npy does not match any files or dirs"),
     ],
 )
-def test_bad_input_is_one_line(override: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_bad_input_is_one_line(override, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)  # it takes over logging for good
     assert expected in refusal(capsys, config_file(tmp_path), *override.split(" "))
     assert not (tmp_path / "run").exists()
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def refusal(capsys, *words):
     assert cli.main(["train", *map(str, words)]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("olmo-lns train: ")
@@ -185,13 +181,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (None, "no such file, and none of the pack"),
     ],
 )
-def test_a_file_of_something_else_is_one_line(content: str | None, expected: str, tmp_path: Path, capsys):
+def test_a_file_of_something_else_is_one_line(content, expected, tmp_path, capsys):
     if content is not None:
         (tmp_path / "cfg.yaml").write_text(content)
     assert expected in refusal(capsys, tmp_path / "cfg.yaml")
 
 
-def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatch, capsys):
     monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)
     err = refusal(capsys, config_file(uninterrupted[0]))
     for part in (str(uninterrupted[0] / "run"), "--try_load_latest_save", "--save_overwrite", "--save_folder"):
@@ -200,7 +196,7 @@ def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatc
 
 
 @pytest.mark.parametrize(("stop_at", "said"), [(1, True), (3, True), (2, False)])
-def test_a_stop_at_other_than_max_duration_decides_and_is_said(stop_at, said: bool, tmp_path: Path, caplog):
+def test_a_stop_at_other_than_max_duration_decides_and_is_said(stop_at, said, tmp_path, caplog):
     result, _ = train(tmp_path, max_duration=2, stop_at=stop_at, save_interval=None)
     assert result == RunResult(step=stop_at or 2, complete=True)
     lines = [record.getMessage() for record in caplog.records if "stop_at" in record.getMessage()]
@@ -214,7 +210,7 @@ def test_a_missing_config_file_is_named(capsys):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted: tuple[Path, Watcher], tmp_path: Path, monkeypatch):
+def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted, tmp_path, monkeypatch):
     """Both watched by the monitor, which pools the ranks. The mean over ranks differs from one's by rounding alone."""
     folder, alone = tmp_path / "two", tmp_path / "one"
     command = ["-m", "olmo_lns", "train", config_file(folder), "--distributed_strategy=ddp", "--stop_after=3"]
@@ -233,9 +229,7 @@ def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted: tuple[Path, Wat
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_two_fsdp_ranks_train_and_save_and_say_what_cannot_be_resumed(
-    uninterrupted: tuple[Path, Watcher], tmp_path: Path
-):
+def test_two_fsdp_ranks_train_and_save_and_say_what_cannot_be_resumed(uninterrupted, tmp_path):
     """ai2-olmo 0.6.0 cannot read its own sharded checkpoints under the torch of the suite."""
     config = config_file(tmp_path, activation_checkpointing="whole_layer")
     command = ["-m", "olmo_lns", "train", config, "--distributed_strategy=fsdp", "--fsdp.precision=null"]
@@ -251,7 +245,7 @@ def test_two_fsdp_ranks_train_and_save_and_say_what_cannot_be_resumed(
     assert "this OLMo cannot read sharded checkpoints under torch" in second.text
 
 
-def test_a_token_outside_the_vocabulary_is_one_line(tmp_path: Path):
+def test_a_token_outside_the_vocabulary_is_one_line(tmp_path):
     from olmo_lns.runs.train import _one_line_errors
 
     sizes = {"model.vocab_size": 8, "model.embedding_size": 8, "model.eos_token_id": 0, "model.pad_token_id": 0}

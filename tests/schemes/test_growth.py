@@ -3,8 +3,6 @@
 import logging
 import re
 import sys
-from pathlib import Path
-from typing import Iterator
 
 import pytest
 import torch
@@ -14,10 +12,9 @@ from olmo_lns.integrations import norm_sites, patching
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, Scheme, registry, table
 from olmo_lns.study import arms, cli
-from olmo_lns.study.arms import Arm
 
 
-def code(section: str) -> str:
+def code(section):
     """The Python of a section of CONTRIBUTING.md."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (found,) = re.findall(r"```python\n(.*?)```", text.partition(f"## {section}\n")[2].partition("\n## ")[0], re.DOTALL)
@@ -25,7 +22,7 @@ def code(section: str) -> str:
 
 
 @pytest.fixture
-def arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arm]:
+def arm(monkeypatch):
     """The toy scheme and the toy arm, for the time of a test."""
     monkeypatch.setattr(registry, "_table", dict(registry._table))
     exec(code("Add a scheme"), dict(vars(table)))
@@ -35,7 +32,7 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arm]:
 
 
 @pytest.fixture
-def study(arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
+def study(arm, tmp_path, monkeypatch):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     monkeypatch.setenv("OLMO_DATA_DIR", str(tmp_path))
     monkeypatch.setenv("OLMO_SAVE_DIR", str(tmp_path / "out"))
@@ -48,7 +45,7 @@ def study(arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
     return built
 
 
-def test_plan_and_figure(study: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_and_figure(study, capsys, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib").Figure
     drawn, save = [], figure.savefig
     monkeypatch.setattr(figure, "savefig", lambda self, *args, **more: (drawn.append(self), save(self, *args, **more)))
@@ -63,7 +60,7 @@ def test_plan_and_figure(study: Built, capsys: pytest.CaptureFixture[str], monke
     assert [(line.get_color(), line.get_marker()) for line in lines] == [("#123456", "H")]
 
 
-def test_start_up_line_and_record(study: Built, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_up_line_and_record(study, caplog):
     from olmo.model import OLMo
 
     from olmo_lns.integrations.olmo.model import record_of
@@ -96,7 +93,7 @@ class Block(torch.nn.Module):
 """
 
 
-def test_an_integration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_integration(tmp_path, monkeypatch):
     (tmp_path / "toyframe.py").write_text(TOYFRAME)
     monkeypatch.syspath_prepend(tmp_path)
     import toyframe  # type: ignore[import-not-found]

@@ -1,12 +1,11 @@
 import os
-from pathlib import Path
 
 import pytest
 from support.studies import REPOSITORY, Built
 
 
 @pytest.fixture
-def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
+def built(tmp_path, monkeypatch):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     data = tmp_path / "data"
     data.mkdir()

@@ -1,11 +1,9 @@
 """The one table of arms: what frameworks are told, and an arm that is added at run time, everywhere."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from support.studies import REPOSITORY, Built
+from support.studies import REPOSITORY
 
 from olmo_lns import schemes
 from olmo_lns.record import Record
@@ -17,7 +15,7 @@ from olmo_lns.study.engines.olmo import load
 from olmo_lns.study.plan.check import arm_problems, init_problems
 
 
-def arm(scheme: Scheme, initialization: str, init_fn: str = "") -> Arm:
+def arm(scheme, initialization, init_fn=""):
     return Arm("x", "X", "black", "-", "o", scheme, initialization, "", init_fn)
 
 
@@ -38,23 +36,17 @@ QUARTER = Scheme.of("lns", exponent=0.25)
         (
             arm(QUARTER, "scaled"),
             ("lns_rms:exponent=0.25", "normal_scaled"),
-            {
-                "layernorm_scaling": True,
-                "layernorm_scaling_exponent": 0.25,
-                "layernorm_scaling_keep_scaled_init": True,
-            },
+            {"layernorm_scaling": True, "layernorm_scaling_exponent": 0.25, "layernorm_scaling_keep_scaled_init": True},
         ),
     ],
     ids=lambda value: f"{value.scheme} {value.initialization}" if isinstance(value, Arm) else "",
 )
-def test_what_a_framework_is_told_follows_from_scheme_and_initialization(
-    given: Arm, olmo: tuple[str, str] | None, megatron: dict[str, Any] | None
-) -> None:
+def test_what_a_framework_is_told_follows_from_scheme_and_initialization(given, olmo, megatron):
     assert OLMO.arm(given) == (olmo and {"model.layer_norm_type": olmo[0], "model.init_fn": olmo[1]})
     assert MEGATRON.arm(given) == megatron
 
 
-def test_the_shipped_arms() -> None:
+def test_the_shipped_arms():
     assert list(ARMS)[:3] == ["preln", "preln_scaled_init", "lns"]
     assert not {"preln_full_megatron", "preln_mitchell", "lns_scaled_init", "lns_head"} & {
         name for name, arm in ARMS.items() if arm.isolates
@@ -66,7 +58,7 @@ def test_the_shipped_arms() -> None:
     assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.colour for a in ARMS.values()}) == len(ARMS)
 
 
-def test_an_arm_asks_the_scheme() -> None:
+def test_an_arm_asks_the_scheme():
     folder = {"model.layer_norm_type": "lns_rms:exponent=0.25", "model.init_fn": "mitchell"}
     assert OLMO.scheme(folder) == QUARTER
     assert "layer_norm_type='lns_rms:exponent=0.25', but arm 'lns'" in arm_problems("lns", folder, OLMO)[0]
@@ -91,13 +83,13 @@ def test_an_arm_asks_the_scheme() -> None:
         ({"scheme": LNS, "initialization": "upstream", "init_fn": "mitchell"}, "'mitchell' is for Pre-LN"),
     ],
 )
-def test_an_arm_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
+def test_an_arm_that_cannot_be(wrong, message):
     with pytest.raises(ValueError, match=message):
         arms.define(replace(arm(PRE_LN, "plain"), **wrong))
 
 
 @pytest.fixture
-def added() -> Iterator[Arm]:
+def added():
     """A scheme and an arm, as they are added; taken away afterwards."""
     toy = Definition("toy", "Halved norms", "Pre-LN / 2", lambda *_: Plan(norm_scale=0.5), "no paper")
     schemes.define(toy)
@@ -105,9 +97,7 @@ def added() -> Iterator[Arm]:
     del ARMS["toy_arm"], registry._table["toy"]
 
 
-def test_an_added_arm_is_seen_everywhere(
-    added: Arm, built: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_added_arm_is_seen_everywhere(added, built, capsys, monkeypatch):
     built.description["arms"] = ["preln", "lns", added.name]
     built.save()
     assert cli.main(["plan", str(built.path)]) == 0
@@ -138,7 +128,7 @@ def test_an_added_arm_is_seen_everywhere(
 
 
 @pytest.mark.parametrize(("name", "factor"), [("preln_head", 1.0), ("lns_head", 3**-0.5)])
-def test_the_head_is_all_that_full_megatron_leaves_under_a_scheme(name: str, factor: float) -> None:
+def test_the_head_is_all_that_full_megatron_leaves_under_a_scheme(name, factor):
     """Built by OLMo: the head at 1/sqrt(d), every other matrix and the residual outputs at init_std."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")

@@ -1,11 +1,9 @@
 """Collecting a study: incomplete runs never averaged, incomparable runs refused with the difference named."""
 
 import json
-from pathlib import Path
-from typing import Callable
 
 import pytest
-from support.studies import REPOSITORY, Built, megatron_log, olmo_log
+from support.studies import REPOSITORY, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
@@ -16,13 +14,13 @@ from olmo_lns.study.plan.spec import Study
 RUNS = ("a-preln-s1", "a-lns-s1", "a-preln-s2", "a-lns-s2", "b-preln-s1", "b-lns-s1")
 
 
-def finish_all(built: Built) -> Study:
+def finish_all(built):
     for name, loss in zip(RUNS, (3.0, 2.9, 3.1, 2.96, 2.5, 2.3), strict=True):
         built.finish(name, loss)
     return built.study
 
 
-def test_a_complete_study(built: Built) -> None:
+def test_a_complete_study(built):
     study = finish_all(built)
     results = collect(study, built.out)
     assert [r.run for r in results] == list(RUNS) and {r.status for r in results} == {"complete"}
@@ -32,7 +30,7 @@ def test_a_complete_study(built: Built) -> None:
     assert read_results(built.out / "results.csv") == results
 
 
-def test_an_incomplete_run_is_shown_and_takes_no_part(built: Built) -> None:
+def test_an_incomplete_run_is_shown_and_takes_no_part(built):
     study = finish_all(built)
     built.finish("a-lns-s2", 1.0, until=19)
     results = {r.run: r for r in collect(study, built.out)}
@@ -40,7 +38,7 @@ def test_an_incomplete_run_is_shown_and_takes_no_part(built: Built) -> None:
     assert (cut.status, cut.step, cut.loss) == ("incomplete", 19, None) and cut.last_loss == pytest.approx(1.05)
 
 
-def test_a_missing_run_is_refused_or_reported(built: Built) -> None:
+def test_a_missing_run_is_refused_or_reported(built):
     for name in RUNS[:-1]:
         built.finish(name, 3.0)
     study = built.study
@@ -50,7 +48,7 @@ def test_a_missing_run_is_refused_or_reported(built: Built) -> None:
     assert (results[-1].run, results[-1].status, results[-1].loss) == ("b-lns-s1", "missing", None)
 
 
-def test_a_run_killed_in_its_first_seconds_is_shown_as_missing(built: Built) -> None:
+def test_a_run_killed_in_its_first_seconds_is_shown_as_missing(built):
     """It has the stamp of its plan, but not yet what OLMo made of that: nothing to compare with the other arm."""
     for name in RUNS:
         built.finish(name, 3.0, precision="amp_bf16")  # of OLMo's launcher; the description says nothing
@@ -61,11 +59,11 @@ def test_a_run_killed_in_its_first_seconds_is_shown_as_missing(built: Built) -> 
     assert (result.run, result.status, result.step, result.loss) == ("b-lns-s1", "missing", 0, None)
 
 
-def _log(built: Built, text: str) -> None:
+def _log(built, text):
     (built.out / "b-lns-s1" / "attempt-01.log").write_text(text)
 
 
-def again(built: Built, key: str, value: object) -> None:
+def again(built, key, value):
     """Another stamp of the last run."""
     path = built.out / "b-lns-s1" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
@@ -99,7 +97,7 @@ def again(built: Built, key: str, value: object) -> None:
     ],
     ids=["nan", "damaged", "length", "arm", "batch", "rate", "seed", "data", "environment"],
 )
-def test_what_cannot_be_compared_is_named(built: Built, change: Callable[[Built], object], message: str) -> None:
+def test_what_cannot_be_compared_is_named(built, change, message):
     study = finish_all(built)
     change(built)
     with pytest.raises(LNSConfigError, match=message):
@@ -109,9 +107,7 @@ def test_what_cannot_be_compared_is_named(built: Built, change: Callable[[Built]
 @pytest.mark.parametrize(
     ("name", "value"), [("OLMO_LNS_SCHEME", "lns:exponent=0.25"), ("OLMO_LNS_INITIALIZATION", "plain")]
 )
-def test_a_variable_that_would_change_an_arm_starts_nothing(
-    built: Built, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_a_variable_that_would_change_an_arm_starts_nothing(built, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     for command in (["launch", "--run"], ["stamp"]):
         with pytest.raises(LNSConfigError, match=f"{name}={value}: an arm says itself"):
@@ -119,7 +115,7 @@ def test_a_variable_that_would_change_an_arm_starts_nothing(
     assert not built.out.exists()
 
 
-def test_arms_started_from_different_checkpoints(built: Built) -> None:
+def test_arms_started_from_different_checkpoints(built):
     """A start elsewhere makes another run; one in a run's own folder is a restart."""
     study = finish_all(built)
     for name in RUNS:
@@ -136,7 +132,7 @@ def test_arms_started_from_different_checkpoints(built: Built) -> None:
         collect(study, built.out)
 
 
-def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: Built) -> None:
+def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built):
     built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
     built.save()
     study = built.study
@@ -147,7 +143,7 @@ def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built: 
             cli.main([command[0], str(built.path), *command[1:]])
 
 
-def test_arms_that_differ_under_a_later_seed_are_refused(built: Built) -> None:
+def test_arms_that_differ_under_a_later_seed_are_refused(built):
     built.description |= {"seeds": [], "more_seeds": {"a": {"preln": [1, 2], "lns": [2]}, "b": {"preln": [1]}}}
     built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
     built.save()
@@ -155,7 +151,7 @@ def test_arms_that_differ_under_a_later_seed_are_refused(built: Built) -> None:
         compare_planned(built.study.runs)
 
 
-def megatron_study(tmp_path: Path) -> tuple[Study, Path]:
+def megatron_study(tmp_path):
     path = tmp_path / "megatron.yaml"
     path.write_text(
         f"name: m\nframework: megatron\nconfig: {REPOSITORY}/configs/megatron/{{size}}-{{arm}}.yaml\n"
@@ -164,7 +160,7 @@ def megatron_study(tmp_path: Path) -> tuple[Study, Path]:
     return Study.load(path), tmp_path / "out"
 
 
-def megatron_run(out: Path, name: str, **arguments: object) -> None:
+def megatron_run(out, name, **arguments):
     shown = {"global_batch_size": 256, "seed": 6198, "save": f"/runs/{name}", "layernorm_scaling": "lns" in name}
     shown |= {"no_scaled_init": "lns" not in name, "data_path": "['/data/x']", "rank": 0} | arguments
     block = "".join(f"  {key} {'.' * (48 - len(key))} {value}\n" for key, value in sorted(shown.items()))
@@ -173,7 +169,7 @@ def megatron_run(out: Path, name: str, **arguments: object) -> None:
     (out / name / "attempt-01.log").write_text(head + megatron_log({10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}, total=40))
 
 
-def test_megatron_runs(tmp_path: Path) -> None:
+def test_megatron_runs(tmp_path):
     """Their losses, and arms on other data or from another checkpoint; a start in a run's own folder is a restart."""
     study, out = megatron_study(tmp_path)
     first, second = (run.name for run in study.runs)

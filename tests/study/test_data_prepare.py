@@ -2,8 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
-from typing import Any, Iterator
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exact
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     """JSON lines, and a byte-level tokenizer: an id is a byte, 256 the end."""
     corpora._write_tokenizer(tmp_path / "tokenizer.json")
     with gzip.open(tmp_path / "docs.jsonl.gz", "wt") as file:
@@ -27,18 +25,18 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words(source: Path, *more: str, layout: str = "rows", out: str = "out") -> list[str]:
+def words(source, *more, layout="rows", out="out"):
     return [
         "prepare", "jsonl", str(source / "docs.jsonl.gz"), "--out", str(source / out), "--layout", layout, "--sequence",
         "16", "--tokenizer", str(source / "tokenizer.json"), "--eos", "<|endoftext|>", "--pad", "0", *more,
     ]  # fmt: skip
 
 
-def expected(each: str) -> list[int]:
+def expected(each):
     return [*each.encode()[:15], 256]
 
 
-def test_rows_are_cut_padded_and_masked(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_cut_padded_and_masked(source, capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.data.memmap_dataset import MemMapDataset
 
@@ -61,17 +59,17 @@ def test_rows_are_cut_padded_and_masked(source: Path, capsys: pytest.CaptureFixt
     assert data_check.main(check) == 0
 
 
-def test_packed_documents_end_with_their_token(source: Path) -> None:
+def test_packed_documents_end_with_their_token(source):
     assert data_check.main(words(source, layout="packed")) == 0
     found = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16)
     assert found.tolist() == [token for each in TEXTS for token in (*each.encode(), 256)]
 
 
-def test_a_killed_preparation_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_preparation_goes_on(source, monkeypatch):
     assert data_check.main(words(source, "--shard", "2", out="whole")) == 0
     real = data_prepare.documents
 
-    def dies(*args: Any, **kwargs: Any) -> Iterator[str]:
+    def dies(*args, **kwargs):
         for number, each in enumerate(real(*args, **kwargs)):
             if number == 3:
                 raise KeyboardInterrupt
@@ -88,13 +86,13 @@ def test_a_killed_preparation_goes_on(source: Path, monkeypatch: pytest.MonkeyPa
         data_check.main(words(source, "--shard", "3"))
 
 
-def test_a_number_of_tokens_ends_it_and_more_continue(source: Path) -> None:
+def test_a_number_of_tokens_ends_it_and_more_continue(source):
     for limit, wanted in (("10", 2), ("10", 2), ("30", 4)):
         assert data_check.main(words(source, "--shard", "2", "--tokens", limit)) == 0
         assert json.loads((source / "out" / "train.json").read_text())["documents"] == wanted
 
 
-def test_the_end_token_of_a_tokenizer_is_not_doubled(source: Path) -> None:
+def test_the_end_token_of_a_tokenizer_is_not_doubled(source):
     """t5's own template ends a text with </s>; here the same on the byte tokenizer."""
     from tokenizers import Tokenizer, processors
 
@@ -120,15 +118,13 @@ def test_the_end_token_of_a_tokenizer_is_not_doubled(source: Path) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_wrong_is_named(
-    source: Path, change: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_named(source, change, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(LNSConfigError, match=message):
         data_check.main([*words(source), *(word for pair in change.items() for word in pair)])
 
 
-def test_olmos_evaluation_of_padded_rows_is_put_right(source: Path) -> None:
+def test_olmos_evaluation_of_padded_rows_is_put_right(source):
     """OLMo's own data set, labels and loss: its average times the factor is the mean over the tokens with a label."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
@@ -167,7 +163,7 @@ def test_olmos_evaluation_of_padded_rows_is_put_right(source: Path) -> None:
         OLMO.padding(settings)
 
 
-def test_what_is_not_the_same_when_called_again_is_refused(source: Path) -> None:
+def test_what_is_not_the_same_when_called_again_is_refused(source):
     from tokenizers import Tokenizer
 
     call = words(source, "--shard", "2", "--rows", "4")
@@ -195,7 +191,7 @@ def test_what_is_not_the_same_when_called_again_is_refused(source: Path) -> None
         data_check.main(call)
 
 
-def test_text_files_are_documents_in_order_and_padding_must_fit_the_dtype(source: Path) -> None:
+def test_text_files_are_documents_in_order_and_padding_must_fit_the_dtype(source):
     from tokenizers import Tokenizer, models
 
     for number, each in enumerate(TEXTS):
@@ -207,14 +203,14 @@ def test_text_files_are_documents_in_order_and_padding_must_fit_the_dtype(source
 
 
 @pytest.mark.parametrize("content", ["", "{}"])
-def test_a_file_that_is_no_tokenizer(content: str, source: Path) -> None:
+def test_a_file_that_is_no_tokenizer(content, source):
     (source / "tokenizer.json").write_text(content)
     with pytest.raises(LNSConfigError, match=r"--tokenizer \S+tokenizer.json: not a tokenizer.json \("):
         data_check.main(words(source))
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"layout": {}, "words": 3}', '{"layout": []}'])
-def test_a_record_of_something_else(content: str, source: Path) -> None:
+def test_a_record_of_something_else(content, source):
     (source / "out").mkdir()
     (source / "out" / "train.json").write_text(content)
     with pytest.raises(LNSConfigError, match=r"out/train.json: no record of this command \(.*use another --out"):
@@ -234,16 +230,16 @@ _LINE = b'{"text": "a"}\n'
         ("other.jsonl", b'{"body": "a"}\n', "line 1: expected a JSON object with text under 'text'"),
     ],
 )
-def test_lines_that_are_no_text(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_lines_that_are_no_text(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(LNSConfigError, match=f"{name}.*{message}"):
         list(documents("jsonl", [str(tmp_path / name)]))
 
 
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer(monkeypatch):
     datasets = pytest.importorskip("datasets")
 
-    def offline(*_: object, **__: object) -> None:
+    def offline(*_, **__):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)

@@ -3,8 +3,6 @@
 import re
 import subprocess
 from dataclasses import MISSING, fields
-from pathlib import Path
-from typing import Any, Iterator
 
 import pytest
 import yaml
@@ -23,7 +21,7 @@ CONFIGS = REPOSITORY / "configs"
 
 
 @pytest.fixture(autouse=True)
-def _arms() -> Iterator[None]:
+def _arms():
     """A spelled arm joins the table for the life of the process."""
     before = dict(ARMS)
     yield
@@ -31,7 +29,7 @@ def _arms() -> Iterator[None]:
         del ARMS[name]
 
 
-def load(folder: Path, **keys: Any) -> Study:
+def load(folder, **keys):
     raw = {"name": "mine", "config": f"{CONFIGS}/megatron/{{size}}-{{arm}}.yaml", "framework": "megatron"}
     raw |= {"sizes": ["60M"], "arms": ["preln", "lns"], "seeds": [1]} | keys
     path = folder / "mine.yaml"
@@ -39,7 +37,7 @@ def load(folder: Path, **keys: Any) -> Study:
     return Study.load(path)
 
 
-def test_an_arm_is_any_scheme_as_it_is_spelled(tmp_path: Path) -> None:
+def test_an_arm_is_any_scheme_as_it_is_spelled(tmp_path):
     """It has no file in the pack: Pre-LN's with the arm's keys."""
     study = load(tmp_path, arms=["preln", "lns:exponent=0.3", "lns:exponent=0.5"])
     assert study.arms == ["preln", "lns_exponent_0.3", "lns"]
@@ -50,7 +48,7 @@ def test_an_arm_is_any_scheme_as_it_is_spelled(tmp_path: Path) -> None:
     assert study.runs[2].config.name == "60M-lns.yaml"
 
 
-def test_in_olmo_too(tmp_path: Path) -> None:
+def test_in_olmo_too(tmp_path):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     arms = ["preln", "mixln:alpha=0.5", "mixln:alpha=0.3"]
     study = load(tmp_path, framework="olmo", config=f"{CONFIGS}/olmo/{{size}}-{{arm}}.yaml", arms=arms)
@@ -67,7 +65,7 @@ def test_in_olmo_too(tmp_path: Path) -> None:
         ("sandwich", "exists for OLMo only"),
     ],
 )
-def test_an_arm_that_is_none(tmp_path: Path, arm: str, message: str) -> None:
+def test_an_arm_that_is_none(tmp_path, arm, message):
     with pytest.raises(LNSConfigError, match=message):
         load(tmp_path, arms=["preln", arm])
 
@@ -81,7 +79,7 @@ def test_an_arm_that_is_none(tmp_path: Path, arm: str, message: str) -> None:
         ({"preln": ["1x"], "lns": ["2x", "0.5x"]}, ["60Mx0.0006-preln-s1", "60Mx0.0012-lns-s1", "60Mx0.0003-lns-s1"]),
     ],
 )
-def test_rates(tmp_path: Path, rates: Any, names: list[str]) -> None:
+def test_rates(tmp_path, rates, names):
     study = load(tmp_path, rates=rates)
     assert [run.name for run in study.runs] == names
     last = study.runs[-1]
@@ -92,7 +90,7 @@ def test_rates(tmp_path: Path, rates: Any, names: list[str]) -> None:
     compare_planned(study.runs)
 
 
-def test_arms_at_their_own_rates_differ_in_nothing_else_and_have_the_nodes_of_their_size(tmp_path: Path) -> None:
+def test_arms_at_their_own_rates_differ_in_nothing_else_and_have_the_nodes_of_their_size(tmp_path):
     keys = {"rates": {"preln": [6e-4], "lns": [1e-3]}, "launch": {"nodes": {"60M": 4}}}
     study = load(tmp_path, arms={"preln": {}, "lns": {"train-iters": 7}}, **keys)
     assert [study.launch.nodes_of(run.size) for run in study.runs] == [4, 4]
@@ -100,7 +98,7 @@ def test_arms_at_their_own_rates_differ_in_nothing_else_and_have_the_nodes_of_th
         compare_planned(study.runs)
 
 
-def test_a_name_of_the_pack_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_the_pack_in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATRON_DATA", "/data")
     monkeypatch.setenv("MEGATRON_SAVE_DIR", "/save")
@@ -150,12 +148,12 @@ def test_a_name_of_the_pack_in_an_empty_folder(tmp_path: Path, monkeypatch: pyte
     ],
     ids=str,
 )
-def test_a_wrong_description_is_named(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_a_wrong_description_is_named(tmp_path, keys, message):
     with pytest.raises(LNSConfigError, match=message):
         load(tmp_path, **keys)
 
 
-def test_more_seeds_of_one_arm(tmp_path: Path) -> None:
+def test_more_seeds_of_one_arm(tmp_path):
     study = load(tmp_path, sizes=["60M", "1B"], more_seeds={"60M": {"lns": [2, 3]}, "1B": [2]})
     assert [run.name for run in study.runs] == [
         *("60M-preln-s1", "60M-lns-s1", "60M-lns-s2", "60M-lns-s3"),
@@ -164,13 +162,13 @@ def test_more_seeds_of_one_arm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"name: [a", b"\xbc\xff"])
-def test_a_description_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
+def test_a_description_that_is_no_yaml(tmp_path, content):
     (tmp_path / "study.yaml").write_bytes(content)
     with pytest.raises(LNSConfigError, match=r"study\.yaml: not YAML: "):
         Study.load(tmp_path / "study.yaml")
 
 
-def test_no_word_of_a_description_runs_in_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_word_of_a_description_runs_in_a_script(tmp_path, monkeypatch):
     """bash expands the words of the command as the task does; none of them becomes a command."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain.py").touch()
@@ -186,7 +184,7 @@ def test_no_word_of_a_description_runs_in_a_script(tmp_path: Path, monkeypatch: 
         slurm.write(study, study.runs, tmp_path / "out", tmp_path / "jobs", site=slurm.Site(account="a\nb"))
 
 
-def test_the_page_is_the_schema() -> None:
+def test_the_page_is_the_schema():
     """Each key of docs/study.md, its default as the code has it, its example taken; and no key besides."""
     page = (REPOSITORY / "docs" / "study.md").read_text(encoding="utf-8").split("## Every key of a description")[1]
     rows = [[cell.strip() for cell in line.split(" | ")] for line in page.split("\n## ")[0].splitlines()]

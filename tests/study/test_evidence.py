@@ -6,8 +6,6 @@ import math
 import statistics
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from support.studies import REPOSITORY
@@ -18,7 +16,7 @@ FOLDER = REPOSITORY / "docs" / "evidence"
 
 
 @pytest.fixture(scope="module")
-def analysis() -> ModuleType:
+def analysis():
     spec = importlib.util.spec_from_file_location("analysis", FOLDER / "analysis.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,7 +24,7 @@ def analysis() -> ModuleType:
     return module
 
 
-def test_it_runs_on_the_committed_tables(tmp_path: Path) -> None:
+def test_it_runs_on_the_committed_tables(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     page, figure = tmp_path / "page.md", tmp_path / "figure.png"
     words = [sys.executable, str(FOLDER / "analysis.py"), "--page", str(page), "--figure", str(figure)]
@@ -37,7 +35,7 @@ def test_it_runs_on_the_committed_tables(tmp_path: Path) -> None:
     assert (REPOSITORY / "docs" / "evidence-runs.md").read_text(encoding="utf-8").startswith("# The runs behind")
 
 
-def test_the_main_contrast_by_hand(analysis: ModuleType) -> None:
+def test_the_main_contrast_by_hand(analysis):
     """LNS at 0.01 against Pre-LN at 0.003, seeds 2 to 5, at 16 tokens a parameter; 3.182 is t of 3 degrees of freedom."""
     with (FOLDER / "runs.csv").open(newline="") as file:
         loss = {(row["size"], row["arm"], row["seed"]): float(row["heldout"]) for row in csv.DictReader(file)}
@@ -50,20 +48,20 @@ def test_the_main_contrast_by_hand(analysis: ModuleType) -> None:
     assert (row.seeds, row.by, row.rates) == (4, "other seeds", "0.01, 0.003")
 
 
-def test_branches_of_a_trunk_are_one_trajectory(analysis: ModuleType) -> None:
+def test_branches_of_a_trunk_are_one_trajectory(analysis):
     runs = analysis.read(FOLDER)
     mine = runs[(runs.table == "runs") & (runs.source == "evidence-tokens") & (runs.arm == "lns") & (runs.seed == 1)]
     assert len(mine[mine.learning_rate == 0.01]) == 6 and mine[mine.learning_rate == 0.01].trajectory.nunique() == 1
     assert runs[runs.source == "evidence-cpu"].trajectory.is_unique
 
 
-def setting(**arms: dict[float, list[float]]) -> object:
+def setting(**arms):
     rows = [(arm, rate, seed, loss) for arm, by in arms.items() for rate, losses in by.items()
             for seed, loss in enumerate(losses, start=1)]  # fmt: skip
     return pd.DataFrame(rows, columns=["arm", "learning_rate", "seed", "nats"])
 
 
-def test_what_one_seed_chose_is_not_reported_on_it(analysis: ModuleType) -> None:
+def test_what_one_seed_chose_is_not_reported_on_it(analysis):
     runs = setting(preln={0.1: [2.0, 2.1], 0.2: [1.9, 2.2], 0.4: [2.3]}, lns={0.1: [2.1], 0.2: [1.8, 2.0], 0.4: [1.9]})
     seed, best = analysis.choose(runs)
     assert seed == 1 and best.rate.to_dict() == {"lns": 0.2, "preln": 0.2}
@@ -77,6 +75,6 @@ def test_what_one_seed_chose_is_not_reported_on_it(analysis: ModuleType) -> None
 
 
 @pytest.mark.slow
-def test_the_exact_statements_about_lns_hold() -> None:
+def test_the_exact_statements_about_lns_hold():
     done = subprocess.run([sys.executable, str(FOLDER / "equivalences.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,11 +2,8 @@
 
 import resource
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Iterator
 
 import pytest
-from support.studies import Built
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
@@ -18,7 +15,7 @@ from olmo_lns.study.plan.spec import Study
 
 
 @pytest.fixture
-def tabled(built: Built) -> Built:
+def tabled(built):
     """Every run of size b is finished and in the table; it has seen a held-out loss."""
     built.description["finished"] = "runs.csv"
     built.description["sizes"].pop("a")
@@ -32,9 +29,7 @@ def tabled(built: Built) -> Built:
     return built
 
 
-def test_what_the_table_has_is_neither_run_nor_missed(
-    tabled: Built, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_table_has_is_neither_run_nor_missed(tabled, tmp_path, capsys):
     study, there = tabled.study, tmp_path / "other_machine"
     assert launch.run_here(study, study.runs, there) == 0
     assert capsys.readouterr().out.count("finished, as ") == 2
@@ -48,7 +43,7 @@ def test_what_the_table_has_is_neither_run_nor_missed(
     assert (tmp_path / "runs.csv").read_text() == before
 
 
-def test_status_knows_what_the_table_has(tabled: Built, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_knows_what_the_table_has(tabled, tmp_path, capsys):
     there = tmp_path / "other_machine"
     capsys.readouterr()
     assert cli.main(["status", str(tabled.path), "--out", str(there)]) == 0
@@ -71,7 +66,7 @@ def test_status_knows_what_the_table_has(tabled: Built, tmp_path: Path, capsys: 
     assert "2 not started" in shown
 
 
-def test_a_run_is_known_by_what_its_result_follows_from(tabled: Built, tmp_path: Path) -> None:
+def test_a_run_is_known_by_what_its_result_follows_from(tabled, tmp_path):
     first = identity(tabled.study.runs[0])
     assert first != identity(tabled.study.runs[1])
     size = tabled.description["sizes"].pop("b")
@@ -89,16 +84,14 @@ def test_a_run_is_known_by_what_its_result_follows_from(tabled: Built, tmp_path:
     assert identity(tabled.study.runs[0]) != first
 
 
-def test_another_table_is_refused(tabled: Built, tmp_path: Path) -> None:
+def test_another_table_is_refused(tabled, tmp_path):
     (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
     with pytest.raises(LNSConfigError, match="not a table of finished runs: columns a, b"):
         Finished(Study.load(tabled.path))
 
 
 @pytest.mark.parametrize("command", [["launch", "--run"], ["collect", "--allow-missing"]], ids=" ".join)
-def test_a_table_that_is_not_there_is_named_and_not_made(
-    built: Built, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_that_is_not_there_is_named_and_not_made(built, command, capsys):
     built.description["finished"] = "../nothere/runs.csv"
     built.save()
     table = built.path.parent / "../nothere/runs.csv"
@@ -109,7 +102,7 @@ def test_a_table_that_is_not_there_is_named_and_not_made(
 
 
 @contextmanager
-def no_file_above(size: int) -> Iterator[None]:
+def no_file_above(size):
     """Writing beyond it fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -119,7 +112,7 @@ def no_file_above(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_stamp_is_whole_or_not_there(built: Built) -> None:
+def test_a_stamp_is_whole_or_not_there(built):
     run = built.study.runs[0]
     with pytest.raises(OSError, match="File too large"), no_file_above(100):
         logs.stamp(built.study, run, built.out)
@@ -128,7 +121,7 @@ def test_a_stamp_is_whole_or_not_there(built: Built) -> None:
     assert path.stat().st_size > 100 and list((built.out / run.name).iterdir()) == [path]
 
 
-def test_the_table_of_finished_runs_is_kept(built: Built) -> None:
+def test_the_table_of_finished_runs_is_kept(built):
     built.description["finished"] = "runs.csv"
     (built.path.parent / "runs.csv").touch()
     built.save()
@@ -153,9 +146,7 @@ def test_the_table_of_finished_runs_is_kept(built: Built) -> None:
     ],
     ids=["lacks settings", "empty", "list", "bytes"],
 )
-def test_a_broken_record_is_one_line_that_names_it(
-    built: Built, name: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_record_is_one_line_that_names_it(built, name, text, capsys):
     run = built.study.runs[0].name
     path = built.finish(run, 2.5, until=5 if name != "run.json" else None) / name
     path.write_text(text, errors="surrogateescape")

@@ -20,7 +20,7 @@ SMALL = (
 )
 
 
-def describe(folder: Path) -> Path:
+def describe(folder):
     """The shipped base at a tiny shape, at two rates."""
     sizes = [f"  3x{rate}: {{{SMALL}, optimizer.learning_rate: {rate}, max_duration: 30}}" for rate in (0.001, 0.01)]
     path = folder / "study.yaml"
@@ -32,7 +32,7 @@ def describe(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(tmp_path_factory):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     folder = tmp_path_factory.mktemp("gpu")
     command = [sys.executable, SCRIPT, "pack", folder, "--study", describe(folder), "--tokens", "200000"]
@@ -43,7 +43,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bare(folder: Path, out: Path) -> tuple[int, str]:
+def bare(folder, out):
     """In a Python that sees torch, numpy and what they need, by a folder of links, and nothing of this project."""
     import numpy
 
@@ -66,7 +66,7 @@ def bare(folder: Path, out: Path) -> tuple[int, str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_dry_run_without_olmo_installed_gives_a_report(packed: Path, tmp_path: Path) -> None:
+def test_a_dry_run_without_olmo_installed_gives_a_report(packed, tmp_path):
     out = tmp_path / "out"
     code, text = bare(packed, out)
     assert code == 0 and "all done" in text, text
@@ -79,13 +79,13 @@ def test_a_dry_run_without_olmo_installed_gives_a_report(packed: Path, tmp_path:
         assert [row["heldout"] for row in csv.DictReader(file)] == [str(each["heldout"]) for each in ordered(out)]
 
 
-def ordered(out: Path) -> list[dict[str, float]]:
+def ordered(out):
     """The results as the table has them."""
     runs = [row["run"] for row in csv.DictReader((out / "runs.csv").open())]
     return [json.loads((out / run / "result.json").read_text()) for run in runs]
 
 
-def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     """A signal after the fourth step of 30, and a second slice: the loss of a run in one piece."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
@@ -105,7 +105,7 @@ def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch:
     assert runs[0].train(tokens, tokens, torch.device("cpu"), forever)
     real = script.Run.batch
 
-    def stops(self: object, data: object, step: int) -> object:
+    def stops(self, data, step):
         if step == 3:
             script.STOPPED.append(15)
         return real(self, data, step)
@@ -124,7 +124,7 @@ def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch:
     assert rates == pytest.approx([scheduler.get_lr(0.01, step, 30) for step in (1, 2, 4, 30)])
 
 
-def test_the_shipped_description() -> None:
+def test_the_shipped_description():
     """154M parameters; the tokens of a run are among the packed hundred million."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo_lns.study.plan.spec import Study

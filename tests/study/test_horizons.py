@@ -1,9 +1,7 @@
 """Several budgets from one run: a trunk at a constant rate and branches with a falling one."""
 
-from pathlib import Path
-
 import pytest
-from support.studies import REPOSITORY, Built
+from support.studies import REPOSITORY
 
 from olmo_lns.study import cli
 from olmo_lns.study.collect import folder as logs
@@ -16,14 +14,14 @@ from olmo_lns.study.plan.spec import Study
 
 
 @pytest.fixture
-def branched(built: Built) -> Built:
+def branched(built):
     built.description |= {"sizes": {"a": built.description["sizes"]["a"]}, "horizons": [8, 16], "decay": 0.25}
     built.description.pop("more_seeds")
     built.save()
     return built
 
 
-def test_the_runs_of_a_branched_study(branched: Built) -> None:
+def test_the_runs_of_a_branched_study(branched):
     study = branched.study
     assert [run.name for run in study.runs[:3]] == ["a_trunk-preln-s1", "ato8-preln-s1", "ato16-preln-s1"]
     trunk, first, second = study.runs[:3]
@@ -38,7 +36,7 @@ def test_the_runs_of_a_branched_study(branched: Built) -> None:
     assert [arm_problems(run.arm, run.settings, run.engine) for run in study.runs] == [[]] * 6
 
 
-def test_the_rate_is_constant_and_falls_in_a_branch(branched: Built) -> None:
+def test_the_rate_is_constant_and_falls_in_a_branch(branched):
     """By OLMo's own schedulers: warm-up, the rate, and from the start of the branch a line to a tenth of it."""
     from olmo.optim import build_scheduler
 
@@ -48,7 +46,7 @@ def test_the_rate_is_constant_and_falls_in_a_branch(branched: Built) -> None:
     assert [after.get_lr(1e-3, step, 16) for step in (12, 14, 16)] == pytest.approx([1e-3, 5.5e-4, 1e-4])
 
 
-def test_a_branch_is_known_by_its_trunk_too(branched: Built) -> None:
+def test_a_branch_is_known_by_its_trunk_too(branched):
     known = [identity(run) for run in branched.study.runs]
     assert len(set(known)) == 6
     branched.description["sizes"]["a"]["scheduler.t_warmup"] = 3  # of the trunk alone
@@ -57,7 +55,7 @@ def test_a_branch_is_known_by_its_trunk_too(branched: Built) -> None:
     assert [old == new for old, new in zip(known, changed, strict=True)] == [False] * 6
 
 
-def test_a_branch_without_its_trunk_is_named(branched: Built, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_branch_without_its_trunk_is_named(branched, capsys):
     runs = [run for run in branched.study.runs if run.name == "ato8-lns-s1"]
     assert launch.run_here(branched.study, runs, branched.out) == 1
     assert "goes on from a_trunk-lns-s1/step6-unsharded, which is not in" in capsys.readouterr().err
@@ -65,7 +63,7 @@ def test_a_branch_without_its_trunk_is_named(branched: Built, capsys: pytest.Cap
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_branches_go_on_from_the_trunk(tmp_path: Path) -> None:
+def test_branches_go_on_from_the_trunk(tmp_path):
     """Real training: the same weights and batches as the trunk, and a rate that falls from the trunk's."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     path = tmp_path / "micro.yaml"

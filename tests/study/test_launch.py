@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from support.studies import REPOSITORY, Built
+from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study import cli
@@ -21,7 +20,7 @@ from olmo_lns.study.launch.start import only_one
 from olmo_lns.study.plan.spec import Study
 
 
-def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands(tmp_path, capsys):
     paper = Study.load(REPOSITORY / "configs" / "study" / "paper.yaml")
     words = launch.command(paper, paper.runs[2], tmp_path)
     assert paper.runs[2].name == "60M-lns-s6198"
@@ -39,7 +38,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--load {tmp_path}/7B-lns-s6198 --tensorboard-dir {tmp_path}/7B-lns-s6198/tensorboard" in text
 
 
-def test_a_plan_names_data_command_cost_and_what_was_published(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_names_data_command_cost_and_what_was_published(capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     pair = ["--only", "1B-preln-s6198", "1B-lns-s6198"]
     assert cli.main(["plan", "paper", *pair, "--gpus", "8", "--gpu", "H100", "--time", "12:00:00"]) == 0
@@ -57,7 +56,7 @@ def test_a_plan_names_data_command_cost_and_what_was_published(capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
+def test_slurm_scripts_run_each_run_once(built, tmp_path):
     """Executed by bash with stand-ins for srun and torchrun: every array task starts its own run, stamped."""
     built.description["launch"] = {"nproc": 2, "nodes": {"b": 2}, "sbatch": {"time": "1:00:00"}}
     built.save()
@@ -85,7 +84,7 @@ def test_slurm_scripts_run_each_run_once(built: Built, tmp_path: Path) -> None:
     assert refused.returncode != 0 and "OLMO_DATA_DIR" in refused.stderr
 
 
-def test_a_folder_of_another_run_is_refused(built: Built, tmp_path: Path) -> None:
+def test_a_folder_of_another_run_is_refused(built, tmp_path):
     run = built.study.runs[0]
     logs.stamp(built.study, run, built.out)
     logs.stamp(built.study, run, built.out)
@@ -98,19 +97,19 @@ def test_a_folder_of_another_run_is_refused(built: Built, tmp_path: Path) -> Non
         logs.stamp(built.study, built.study.runs[0], built.out)
 
 
-def test_missing_data_are_named(built: Built, tmp_path: Path) -> None:
+def test_missing_data_are_named(built, tmp_path):
     (tmp_path / "data" / "train.npy").unlink()
     with pytest.raises(LNSConfigError, match=r"train.npy does not exist: set OLMO_DATA_DIR"):
         launch.run_here(built.study, built.study.runs, built.out)
 
 
-def test_two_launches_of_one_study_exclude_each_other(built: Built) -> None:
+def test_two_launches_of_one_study_exclude_each_other(built):
     built.out.mkdir()
     with only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
         launch.run_here(built.study, built.study.runs, built.out)
 
 
-def test_printing_the_commands_runs_nothing(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printing_the_commands_runs_nothing(built, capsys):
     assert cli.main(["launch", str(built.path), "--out", str(built.out), "--only", "b-lns-s1"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "olmo_lns" in line]
     assert line.startswith("python -m olmo_lns train ") and "--model.layer_norm_type=lns_rms" in line
@@ -119,7 +118,7 @@ def test_printing_the_commands_runs_nothing(built: Built, capsys: pytest.Capture
         cli.main(["launch", str(built.path), "--out", str(built.out), "--only", "c"])
 
 
-def micro(tmp_path: Path, steps: int = 12) -> Path:
+def micro(tmp_path, steps=12):
     """The tiny study, smaller still."""
     path = tmp_path / "micro.yaml"
     sizes = f"{{s: {{model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: {steps}, "
@@ -131,11 +130,11 @@ def micro(tmp_path: Path, steps: int = 12) -> Path:
     return path
 
 
-def losses(out: Path, name: str) -> dict[int, float]:
+def losses(out, name):
     return logs.merge(logs.read(path) for path in logs.attempts(out / name)).losses
 
 
-def study(path: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+def study(path, out, *words):
     command = [sys.executable, "-m", "olmo_lns", "study", "launch", str(path), "--out", str(out), "--run", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -148,7 +147,7 @@ def study(path: Path, out: Path, *words: str) -> subprocess.Popen[str]:
         pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_killed_study_continues_to_the_same_losses(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_killed_study_continues_to_the_same_losses(tmp_path, number):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     path, steps = micro(tmp_path, steps=40), 40
     assert cli.main(["launch", str(path), "--out", str(tmp_path / "whole"), "--run", "--only", "s-lns-s1"]) == 0

@@ -1,7 +1,5 @@
 """Loss curves from real formats, and every kind of damage named."""
 
-from pathlib import Path
-
 import pytest
 from support.studies import megatron_log, olmo_log
 
@@ -11,12 +9,12 @@ from olmo_lns.study.collect.folder import attempts
 from olmo_lns.study.engines.megatron import printed_arguments
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.write_text(text)
     return path
 
 
-def test_megatron_console_log_and_its_arguments(tmp_path: Path) -> None:
+def test_megatron_console_log_and_its_arguments(tmp_path):
     head = "------------------------ arguments ------------------------\n"
     head += "  adam_beta2 ...................................... 0.95\n"
     head += "  layernorm_scaling ............................... True\n"
@@ -37,7 +35,7 @@ def test_megatron_console_log_and_its_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["olmo.log", "megatron.log", "table.csv"])
-def test_a_log_cut_by_a_kill_ends_before_its_last_number(tmp_path: Path, name: str) -> None:
+def test_a_log_cut_by_a_kill_ends_before_its_last_number(tmp_path, name):
     """2.9876 cut to 2 is no loss of that step."""
     whole = {"olmo.log": "\x1b[1mstart\x1b[0m\n" + olmo_log({9: "3.1", 10: "2.9876"}, total=10)}
     whole["megatron.log"] = megatron_log({9: "3.1", 10: "2.9876"}, total=10)
@@ -50,7 +48,7 @@ def test_a_log_cut_by_a_kill_ends_before_its_last_number(tmp_path: Path, name: s
     assert logs.read(write(tmp_path / "c.log", "Traceback\n")).losses == {}
 
 
-def test_the_hundredth_attempt_comes_after_the_others(tmp_path: Path) -> None:
+def test_the_hundredth_attempt_comes_after_the_others(tmp_path):
     for number in (2, 10, 99, 100, 101):
         write(tmp_path / f"attempt-{number:02d}.log", "")
     assert [path.stem for path in attempts(tmp_path)] == [f"attempt-{n}" for n in ("02", "10", "99", "100", "101")]
@@ -68,14 +66,14 @@ def test_the_hundredth_attempt_comes_after_the_others(tmp_path: Path) -> None:
         (olmo_log({1: 3.0}) + "\0\0\0", "NUL bytes"),
     ],
 )
-def test_damage_is_refused_and_named(tmp_path: Path, text: str, message: str) -> None:
+def test_damage_is_refused_and_named(tmp_path, text, message):
     with pytest.raises(LNSConfigError, match=message) as caught:
         logs.read(write(tmp_path / "bad.log", text))
     assert "bad.log" in str(caught.value)
 
 
-def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
-    def attempt(number: int, losses: dict[int, object], total: int = 10) -> logs.Curve:
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
+    def attempt(number, losses, total=10):
         return logs.read(write(tmp_path / f"attempt-0{number}.log", olmo_log(losses, total=total)))
 
     first, second = attempt(1, {1: 3.0, 2: 2.9, 3: 2.8}), attempt(2, {3: 2.81, 4: 2.7})
@@ -89,14 +87,14 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
         logs.read(tmp_path / "bad.log")
 
 
-def test_csv(tmp_path: Path) -> None:
+def test_csv(tmp_path):
     path = write(tmp_path / "a.csv", "step,train/CrossEntropyLoss\n1,3.0\n2,\n3,2.5\n")
     assert logs.read(path).losses == {1: 3.0, 3: 2.5}
     with pytest.raises(LNSConfigError, match="no step or loss column"):
         logs.read(write(tmp_path / "b.csv", "a,b\n1,2\n"))
 
 
-def test_final_loss_is_the_mean_of_the_last_part(tmp_path: Path) -> None:
+def test_final_loss_is_the_mean_of_the_last_part(tmp_path):
     curve = logs.read(write(tmp_path / "a.log", olmo_log({step: float(step) + 1 for step in range(1, 11)})))
     mean, std, count = curve.final(0.2, 10)
     assert (mean, count) == (10.5, 2) and std == pytest.approx(0.70710678)
@@ -104,10 +102,10 @@ def test_final_loss_is_the_mean_of_the_last_part(tmp_path: Path) -> None:
         logs.Curve({10: 3.0}, 1000, "a.log").final(0.01, 1000)
 
 
-def test_heldout_losses_of_all_attempts(tmp_path: Path) -> None:
+def test_heldout_losses_of_all_attempts(tmp_path):
     """OLMo prints them after the step at which it measured; a repeated step replaces its measurement."""
 
-    def evaluated(loss: float) -> str:
+    def evaluated(loss):
         return f"2026-01-01 10:00:00.000\thost:0\tolmo.train:967\tINFO\theldout\n    eval/heldout/CrossEntropyLoss={loss}\n"
 
     first = olmo_log({1: 3.0, 2: 2.9}, total=4) + evaluated(2.95) + olmo_log({3: 2.8}, total=4)

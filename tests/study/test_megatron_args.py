@@ -26,13 +26,13 @@ SIZES = ("60M", "150M", "300M", "1B", "7B")
 ARM_NAMES = ("preln", "preln_scaled_init", "lns")
 
 
-def config(tmp_path: Path, text: str) -> Path:
+def config(tmp_path, text):
     path = tmp_path / "m.yaml"
     path.write_text(text)
     return path
 
 
-def test_flags_of_every_kind_of_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_every_kind_of_value(tmp_path, monkeypatch):
     monkeypatch.setenv("WHERE", "0.3 /a 0.7 '/b c'")
     monkeypatch.delenv("NOT_SET", raising=False)
     text = "num-layers: 2\nbf16: true\nfp16: false\nload: null\nlr: 6.0e-4\ntags: [a, b]\ndata-path: ${oc.env:WHERE}\n"
@@ -47,7 +47,7 @@ def test_flags_of_every_kind_of_value(tmp_path: Path, monkeypatch: pytest.Monkey
         to_flags({"save": "${oc.env:NOT_SET}"})
 
 
-def test_explicit_flags_win_wherever_they_stand(tmp_path: Path) -> None:
+def test_explicit_flags_win_wherever_they_stand(tmp_path):
     path = config(tmp_path, "num-layers: 2\nmicro-batch-size: 8\nbf16: true\n")
     for argv in (
         ["--micro-batch-size", "4", "--lns-config", str(path), "--log-interval=5"],
@@ -70,12 +70,12 @@ def test_explicit_flags_win_wherever_they_stand(tmp_path: Path) -> None:
         ("a: [\n", "not YAML"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_file_is_named(tmp_path, text, message):
     with pytest.raises(LNSConfigError, match=message):
         read(config(tmp_path, text))
 
 
-def test_a_wrong_option(tmp_path: Path) -> None:
+def test_a_wrong_option(tmp_path):
     with pytest.raises(LNSConfigError, match="no such file, and"):
         expand(["--lns-config", str(tmp_path / "none.yaml")])
     for argv in (["--lns-config"], ["--lns-config", "--bf16"], ["--lns-config", "a", "--lns-config=b"]):
@@ -83,9 +83,7 @@ def test_a_wrong_option(tmp_path: Path) -> None:
             expand(argv)
 
 
-def test_the_command_prints_what_it_expands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_what_it_expands(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MEGATRON_DATA", "/data/pile_text_document")
     monkeypatch.setenv("MEGATRON_SAVE_DIR", "/runs")
     path = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
@@ -97,7 +95,7 @@ def test_the_command_prints_what_it_expands(
     assert "--hidden-size 4096\n" in capsys.readouterr().out
 
 
-def test_the_pack_is_complete_each_file_its_arm_and_nothing_else() -> None:
+def test_the_pack_is_complete_each_file_its_arm_and_nothing_else():
     assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in SIZES for arm in ARM_NAMES}
     for path in FILES:
         arm, own, stock = (
@@ -113,7 +111,7 @@ def test_the_pack_is_complete_each_file_its_arm_and_nothing_else() -> None:
 PROGRAM = REPOSITORY / "tests" / "study" / "programs" / "megatron_parse.py"
 
 
-def megatron(*words: object, launcher: bool = False) -> str:
+def megatron(*words, launcher=False):
     """What a program says that has a real Megatron-LM, as on a login node: no GPU, no variable beyond those it names."""
     if not os.environ.get("MEGATRON_LM_SRC"):
         pytest.skip("set MEGATRON_LM_SRC to a Megatron-LM checkout")
@@ -127,7 +125,7 @@ def megatron(*words: object, launcher: bool = False) -> str:
 
 
 @pytest.mark.parametrize("size", ["60M", "7B"])
-def test_megatron_starts_as_launched(size: str) -> None:
+def test_megatron_starts_as_launched(size):
     """On an A100 and an H100, in the environment that the header's command has."""
     text = megatron("--lns-config", REPOSITORY / "configs" / "megatron" / f"{size}-lns.yaml", launcher=True)
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -145,9 +143,7 @@ def test_megatron_starts_as_launched(size: str) -> None:
         (["--tensor-model-parallel-size", "2", "--use-torch-fsdp2"], None, None),
     ],
 )
-def test_one_connection_where_megatron_wants_it(
-    words: list[str], given: str | None, expected: str | None, tmp_path: Path
-) -> None:
+def test_one_connection_where_megatron_wants_it(words, given, expected, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))")
     env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
@@ -156,19 +152,19 @@ def test_one_connection_where_megatron_wants_it(
     assert subprocess.run(command, env=env, capture_output=True, text=True).stdout.strip() == str(expected)
 
 
-def test_config_check_asks_megatron() -> None:
+def test_config_check_asks_megatron():
     assert "3 files, 0 with problems" in megatron("check", *FILES[-3:])
 
 
 @pytest.fixture(scope="module")
-def parsed() -> dict[str, dict[str, Any]]:
+def parsed():
     """All files through the parser, the validation (A100, H100), the tokenizer and the model of a real Megatron-LM."""
     found: dict[str, dict[str, Any]] = json.loads(megatron(*FILES).splitlines()[-1])
     return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_megatron_trains_the_model_of_the_olmo_file(path: Path, parsed: dict[str, dict[str, Any]]) -> None:
+def test_megatron_trains_the_model_of_the_olmo_file(path, parsed):
     """Every value that Megatron ends up with, against the OLMo file of the same name, read as plain YAML."""
     args = parsed[path.name]
     olmo = yaml.safe_load((REPOSITORY / "configs" / "olmo" / path.name).read_text())
@@ -192,14 +188,14 @@ def test_megatron_trains_the_model_of_the_olmo_file(path: Path, parsed: dict[str
     assert (args["layernorm_scaling"], args["no_scaled_init"]) == (arm == "lns", arm == "preln")
 
 
-def test_parameter_counts_are_olmos(parsed: dict[str, dict[str, Any]]) -> None:
+def test_parameter_counts_are_olmos(parsed):
     counts = {"60M": 85_074_432, "150M": 190_532_352, "300M": 371_491_840, "1B": 1_279_854_592, "7B": 6_888_361_984}
     assert {name: found["parameters"] for name, found in parsed.items()} == {
         path.name: counts[path.stem.partition("-")[0]] for path in FILES
     }
 
 
-def _command(tmp_path: Path, overrides: dict[str, Any], file: Path | None = None) -> list[str]:
+def _command(tmp_path, overrides, file=None):
     shipped = REPOSITORY / "configs" / "study" / "paper-megatron.yaml"
     config = str(file or REPOSITORY / "configs" / "megatron" / "{size}-{arm}.yaml")
     description = yaml.safe_load(shipped.read_text()) | {"config": config, "sizes": {"60M": overrides}}
@@ -210,7 +206,7 @@ def _command(tmp_path: Path, overrides: dict[str, Any], file: Path | None = None
     return launch.command(study, study.runs[0], tmp_path)
 
 
-def test_values_become_the_words_that_a_file_of_flags_would(tmp_path: Path) -> None:
+def test_values_become_the_words_that_a_file_of_flags_would(tmp_path):
     words = _command(tmp_path, {"sequence-parallel": False, "exit-interval": None, "rope-scaling": [1, 2]})
     start = words.index("--lns-config") + 2
     assert words[start:][:5] == ["--rope-scaling", "1", "2", "--seed", "6198"]
@@ -218,7 +214,7 @@ def test_values_become_the_words_that_a_file_of_flags_would(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("time", "hours"), [("90:00", 1.5), ("1:30:00", 1.5), ("2-0", 48), ("1-12:30", 36.5)])
-def test_slurm_s_times(time: str, hours: float) -> None:
+def test_slurm_s_times(time, hours):
     assert cost.time_note("7B", hours * 0.99, time) is None
     said = cost.time_note("7B", hours * 1.99, time, "H100")
     assert said and f"h on H100s by the plan, --time is {time}: about 2 jobs one after" in said
@@ -226,9 +222,7 @@ def test_slurm_s_times(time: str, hours: float) -> None:
 
 
 @pytest.mark.parametrize("value", [False, None])
-def test_a_flag_of_the_file_that_cannot_be_taken_back_is_refused(
-    tmp_path: Path, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flag_of_the_file_that_cannot_be_taken_back_is_refused(tmp_path, value, monkeypatch):
     monkeypatch.setenv("MEGATRON_DATA", "/data/text_document")
     with pytest.raises(LNSConfigError, match=rf"60M-preln-s6198: bf16: {value} cannot be .* has bf16: True. Take the"):
         _command(tmp_path, {"bf16": value})
@@ -238,9 +232,7 @@ def test_a_flag_of_the_file_that_cannot_be_taken_back_is_refused(
     assert "--bf16" not in expand(words[words.index("--lns-config") :])
 
 
-def test_the_printed_command_and_the_slurm_script_set_what_megatron_asserts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_printed_command_and_the_slurm_script_set_what_megatron_asserts(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").touch()
     words = [

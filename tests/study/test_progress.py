@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.studies import REPOSITORY, Built, olmo_log
+from support.studies import REPOSITORY, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
@@ -17,7 +17,7 @@ from olmo_lns.study.launch.start import only_one
 from olmo_lns.study.plan.spec import Study
 
 
-def failing_log(tmp_path: Path, body: str, *, torchrun: bool = True) -> Path:
+def failing_log(tmp_path, body, *, torchrun=True):
     """The console of a program that ends badly, under the real torchrun with two processes."""
     script = tmp_path / "script.py"
     script.write_text(body)
@@ -29,7 +29,7 @@ def failing_log(tmp_path: Path, body: str, *, torchrun: bool = True) -> Path:
     return log
 
 
-def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path: Path) -> None:
+def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path):
     body = "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('vocab_size 7: expected 50280')\n"
     log = failing_log(tmp_path, body)
     assert "ChildFailedError" in log.read_text()
@@ -45,19 +45,19 @@ def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path: Path)
         ("import sys; sys.exit(3)", "the log is empty"),
     ],
 )
-def test_causes(tmp_path: Path, body: str, words: str) -> None:
+def test_causes(tmp_path, body, words):
     assert launch.cause(failing_log(tmp_path, body, torchrun=False)) == words
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_a_variable_that_is_not_set_stops_before_the_first_run(built: Built, monkeypatch, value) -> None:
+def test_a_variable_that_is_not_set_stops_before_the_first_run(built, monkeypatch, value):
     monkeypatch.delenv("OLMO_DATA_DIR") if value is None else monkeypatch.setenv("OLMO_DATA_DIR", value)
     with pytest.raises(LNSConfigError, match=r"reads OLMO_DATA_DIR, which is not set: export OLMO_DATA_DIR="):
         cli.main(["launch", str(built.path), "--out", str(built.out), "--run"])
     assert not built.out.exists()
 
 
-def test_a_run_of_several_nodes_stops_before_the_first_run(built: Built) -> None:
+def test_a_run_of_several_nodes_stops_before_the_first_run(built):
     built.description["launch"] = {"nodes": {"b": 4}}
     built.save()
     with pytest.raises(LNSConfigError, match="run b-preln-s1 asks for 4 nodes"):
@@ -65,13 +65,13 @@ def test_a_run_of_several_nodes_stops_before_the_first_run(built: Built) -> None
     assert not built.out.exists()
 
 
-def test_a_script_that_is_not_there_stops(built: Built, tmp_path: Path) -> None:
+def test_a_script_that_is_not_there_stops(built, tmp_path):
     megatron = Study.load(REPOSITORY / "configs" / "study" / "paper-megatron.yaml")
     with pytest.raises(LNSConfigError, match=r"'pretrain_gpt.py' is no file here"):
         slurm.write(megatron, megatron.runs, tmp_path / "out", tmp_path / "jobs")
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(built: Built, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_line(built, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LNSConfigError, match=r"file/jobs: cannot be made: Not a directory"):
         slurm.write(built.study, built.study.runs, built.out, tmp_path / "file" / "jobs")
@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(built: Built, tmp_path: Path) 
         launch.run_here(built.study, built.study.runs, tmp_path / "file" / "out")
 
 
-def test_paths_in_scripts_are_absolute_and_out_exists(built: Built, tmp_path: Path, monkeypatch) -> None:
+def test_paths_in_scripts_are_absolute_and_out_exists(built, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     built.description["config"] = str(
         Path("../" * len(tmp_path.parts[1:])) / str(built.description["config"]).lstrip("/")
@@ -94,7 +94,7 @@ def test_paths_in_scripts_are_absolute_and_out_exists(built: Built, tmp_path: Pa
         slurm.Site(activate="nowhere").lines()
 
 
-def test_status(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status(built, capsys):
     names = [run.name for run in built.study.runs]
     for name, steps, end in ((names[0], 20, 0), (names[1], 7, 1), (names[2], 5, None)):
         folder = built.out / name

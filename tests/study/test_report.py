@@ -1,7 +1,6 @@
 """A report's numbers against an independent computation, and the papers' tables beside a study's own."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ pytest.importorskip("scipy", reason="needs scipy")
 
 import numpy as np
 import yaml
-from support.studies import REPOSITORY, Built
+from support.studies import REPOSITORY
 
 from olmo_lns import schemes
 from olmo_lns.study import cli
@@ -22,7 +21,7 @@ from olmo_lns.study.report import scaling as report
 from olmo_lns.study.report.scaling import best, complete, difference, summary
 
 
-def results(study: Study, losses: dict[str, float | None]) -> list[Result]:
+def results(study, losses):
     return [
         Result(r.name, r.size, r.arm, r.seed, 100 if r.group == "a" else 200, "complete" if loss else "incomplete", 1, 1,
                1, loss, 0.0, 1, loss, None, "x")
@@ -30,7 +29,7 @@ def results(study: Study, losses: dict[str, float | None]) -> list[Result]:
     ]  # fmt: skip
 
 
-def test_seeds_are_summed_up_and_paired_and_the_unfinished_left_out(built: Built) -> None:
+def test_seeds_are_summed_up_and_paired_and_the_unfinished_left_out(built):
     built.description["more_seeds"] = {"a": [2, 3]}
     built.save()
     losses = {"a-preln-s1": 3.0, "a-preln-s2": 4.0, "a-lns-s1": 2.9, "a-lns-s2": 3.7, "a-lns-s3": 1.0, "b-lns-s1": None}
@@ -42,7 +41,7 @@ def test_seeds_are_summed_up_and_paired_and_the_unfinished_left_out(built: Built
     assert not len(difference(found, "b", "lns"))
 
 
-def test_each_arm_stands_at_its_best_rate(built: Built) -> None:
+def test_each_arm_stands_at_its_best_rate(built):
     """Of a study with rates: the lowest mean loss of an arm; the others are in a table of their own."""
     built.description |= {"rates": {"preln": [1e-3, 2e-3], "lns": [2e-3, 4e-3]}, "more_seeds": {}}
     built.save()
@@ -57,7 +56,7 @@ def test_each_arm_stands_at_its_best_rate(built: Built) -> None:
     assert "| a | 0.002 | 3.2000 (1 seed) | 3.1000 (1 seed) |" in text and "best of its learning rates" in text
 
 
-def test_the_report_says_what_is_missing(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_what_is_missing(built, capsys):
     for run, loss in zip(built.study.runs, (3.0, 2.9, 3.1, 2.96, 2.5, 2.3), strict=True):
         built.finish(run.name, loss, until=5 if run.name == "b-lns-s1" else None)
     assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
@@ -69,7 +68,7 @@ def test_the_report_says_what_is_missing(built: Built, capsys: pytest.CaptureFix
     assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_perplexity_stands_beside_the_published_one(built: Built) -> None:
+def test_perplexity_stands_beside_the_published_one(built):
     sizes = built.description["sizes"]
     built.description |= {"sizes": {"130M": sizes["a"], "1B": sizes["b"]}, "published": "lns-1", "more_seeds": {}}
     built.save()
@@ -86,7 +85,7 @@ def test_perplexity_stands_beside_the_published_one(built: Built) -> None:
     assert report.corrected("250M", 21.92) == pytest.approx(22.68, abs=0.01) and report.corrected("130M", 26.73) is None
 
 
-def test_the_published_numbers() -> None:
+def test_the_published_numbers():
     for table in published()["tables"].values():
         assert table["measure"] in ("perplexity", "loss") and table["title"] and table["notes"]
         for cells in table["cells"].values():
@@ -100,7 +99,7 @@ PAPERS = {path: name for path in sorted((REPOSITORY / "configs" / "study").glob(
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
-def test_a_shipped_study_runs_the_arms_of_its_table(path: Path) -> None:
+def test_a_shipped_study_runs_the_arms_of_its_table(path):
     study, cells = Study.load(path), published()["tables"][PAPERS[path]]["cells"]
     shared = set(study.groups) & set(cells)
     assert shared
@@ -110,7 +109,7 @@ def test_a_shipped_study_runs_the_arms_of_its_table(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-schemes", "evidence-controls"])
-def test_every_model_of_a_shipped_study_trains(name: str) -> None:
+def test_every_model_of_a_shipped_study_trains(name):
     """Each run's own config, fewer blocks: OLMo builds it, and its loss has a gradient in every parameter."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")

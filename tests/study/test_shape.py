@@ -1,7 +1,6 @@
 """Parameters and FLOPs in closed form against OLMo's own model and counter."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ SHAPE = Shape(
     ],
     ids=str,
 )
-def test_parameters_and_flops_agree_with_olmo(changed: dict[str, Any]) -> None:
+def test_parameters_and_flops_agree_with_olmo(changed):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo_lns.study.engines.olmo import load
 
@@ -43,13 +42,13 @@ def test_parameters_and_flops_agree_with_olmo(changed: dict[str, Any]) -> None:
     assert per_token * shape.tokens == pytest.approx(shape.flops + (untied + tied) * shape.tokens, rel=1e-12)
 
 
-def test_tokens_flops_and_disk() -> None:
+def test_tokens_flops_and_disk():
     assert SHAPE.tokens == 256 * 4096 * 19074 and SHAPE.parameters == 85_074_432
     by_hand = (6 * (85_074_432 - 50304 * 512) + 12 * 8 * 512 * 4096) * SHAPE.tokens
     assert SHAPE.flops == by_hand and SHAPE.checkpoint_bytes == 12 * 85_074_432
 
 
-def test_memory_by_hand() -> None:
+def test_memory_by_hand():
     """States, activations of 14 d + 4 inner bf16 numbers a token and block, logits in bf16 and twice in fp32."""
     tokens = 8 * 4096
     rest = 2 * tokens * (14 * 512 + 4 * 2048) * 8 + 10 * tokens * 50304
@@ -77,12 +76,12 @@ def test_memory_by_hand() -> None:
     ],
     ids=str,
 )
-def test_a_batch_and_its_gpus(machine: Machine, gpus: int, even: bool, said: str | None) -> None:
+def test_a_batch_and_its_gpus(machine, gpus, even, said):
     found = machine.problem(SHAPE, gpus, even=even)
     assert (found is None) if said is None else said in str(found)
 
 
-def test_durations() -> None:
+def test_durations():
     settings = {
         "model.d_model": 64, "model.n_heads": 4, "model.n_layers": 2, "model.mlp_ratio": 8, "model.vocab_size": 100,
         "model.max_sequence_length": 100, "model.weight_tying": False, "model.layer_norm_with_affine": True,

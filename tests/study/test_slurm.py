@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 from support.studies import REPOSITORY
@@ -17,7 +16,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
-def _why_not() -> str:
+def _why_not():
     missing = [name for name in PROGRAMS if shutil.which(name, path=SBIN) is None]
     if missing:
         return f"no {', '.join(missing)} here (apt-get install slurmctld slurmd slurm-client munge)"
@@ -27,13 +26,13 @@ def _why_not() -> str:
 REASON = _why_not()
 
 
-def _port() -> int:
+def _port():
     with socket.socket() as free:
         free.bind(("", 0))
         return int(free.getsockname()[1])
 
 
-def _configuration(folder: Path, munge: Path, nodes: int) -> str:
+def _configuration(folder, munge, nodes):
     """``nodes`` nodes on this machine, each with a slurmd of its own."""
     host = socket.gethostname().partition(".")[0]
     cpus = f"CPUs={os.cpu_count() if nodes == 1 else 1} State=UNKNOWN"
@@ -66,7 +65,7 @@ PartitionName=other Nodes=ALL Default=YES MaxTime=60 State=UP
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cluster(request, monkeypatch):
     # Not pytest's folder: the name of a socket in it may take 108 bytes.
     folder, nodes = Path(tempfile.mkdtemp(prefix="slurm-")), request.param
     for name in ("state", "munge", *(f"spool-node{n}" for n in range(nodes))):
@@ -100,14 +99,14 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         shutil.rmtree(folder)
 
 
-def _wait(ready, what: str, seconds: float = 60) -> None:
+def _wait(ready, what, seconds=60):
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
         time.sleep(0.2)
 
 
-def _study(work: Path, launch: str, more: str = "") -> Path:
+def _study(work, launch, more=""):
     """A description of two short runs whose training script says where it runs; and the script of its one size."""
     from olmo_lns.study.data import corpora
 
@@ -132,7 +131,7 @@ def _study(work: Path, launch: str, more: str = "") -> Path:
     return work / "jobs" / "s.sbatch"
 
 
-def _submit(script: Path, folder: Path) -> list[str]:
+def _submit(script, folder):
     """Wait for the tasks from a folder of no meaning, and have ``study status`` say that both are finished.
 
     :returns: the logs of the runs.
@@ -153,7 +152,7 @@ def _submit(script: Path, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize("cluster", [1], indirect=True)
-def test_real_slurm_runs_the_scripts_from_another_folder(cluster: Path, tmp_path: Path) -> None:
+def test_real_slurm_runs_the_scripts_from_another_folder(cluster, tmp_path):
     """As a user would: relative paths, out not made yet, jobs submitted from elsewhere; the log is in out."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     script = _study(tmp_path / "work", "sbatch: {gpus-per-node: null, cpus-per-task: 2}")
@@ -165,7 +164,7 @@ def test_real_slurm_runs_the_scripts_from_another_folder(cluster: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize("cluster", [2], indirect=True)
-def test_a_run_over_two_nodes(cluster: Path, tmp_path: Path) -> None:
+def test_a_run_over_two_nodes(cluster, tmp_path):
     """Two slurmd, a process on each: torchrun meets over the first node's name, the ranks share each batch."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     sbatch = "{gpus-per-node: null, cpus-per-task: 1}"

@@ -1,6 +1,6 @@
 """Models for the diagnostics: every architecture of the table built offline, and toys with closed forms."""
 
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def huggingface(kind: str, seed: int = 0, **changes: Any) -> Any:
+def huggingface(kind, seed=0, **changes):
     """A random model of ``kind`` with weights large enough that its blocks do something."""
     import transformers
 
@@ -48,7 +48,7 @@ def huggingface(kind: str, seed: int = 0, **changes: Any) -> Any:
     return grown(model)
 
 
-def grown(model: Any) -> Any:
+def grown(model):
     """Weights large enough that the blocks do something."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -57,36 +57,36 @@ def grown(model: Any) -> Any:
     return model.eval()
 
 
-def ids(batch: int = 3, length: int = 12, vocabulary: int = VOCABULARY, seed: int = 1) -> torch.Tensor:
+def ids(batch=3, length=12, vocabulary=VOCABULARY, seed=1):
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 class Identity(nn.Module):
     """A block that does nothing."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x
 
 
 class Linear(nn.Module):
     """x + x A^T: its Jacobian is I + A at every token."""
 
-    def __init__(self, matrix: torch.Tensor) -> None:
+    def __init__(self, matrix):
         super().__init__()
         self.proj = nn.Parameter(matrix)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, x):
         return x + x @ self.proj.T, None
 
 
 class Mixer(nn.Module):
     """x + tanh(cumulative mean of x over positions) A^T: not linear, and tokens see the past."""
 
-    def __init__(self, matrix: torch.Tensor) -> None:
+    def __init__(self, matrix):
         super().__init__()
         self.proj = nn.Parameter(matrix)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype).unsqueeze(1)
         return x + torch.tanh(x.cumsum(1) / count) @ self.proj.T
 
@@ -94,14 +94,14 @@ class Mixer(nn.Module):
 class Toy(nn.Module):
     """Embedding, a list of blocks, head: what is needed to be found by the generic fallback."""
 
-    def __init__(self, blocks: list[nn.Module], width: int = 8, vocabulary: int = VOCABULARY, seed: int = 0) -> None:
+    def __init__(self, blocks, width=8, vocabulary=VOCABULARY, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(vocabulary, width)
         self.stack = nn.ModuleList(blocks)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, tokens, attention_mask=None):
         x = self.embed(tokens)
         for block in self.stack:
             x = block(x)
@@ -109,13 +109,13 @@ class Toy(nn.Module):
         return self.head(x)
 
 
-def matrices(count: int, width: int = 8, seed: int = 0, size: float = 0.3) -> Iterator[torch.Tensor]:
+def matrices(count, width=8, seed=0, size=0.3):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         yield size * torch.randn(width, width, generator=generator)
 
 
-def numpy_states(model: Toy, tokens: torch.Tensor) -> list[np.ndarray]:
+def numpy_states(model, tokens):
     """fp64 states of a Toy of Linear or Mixer blocks: inputs of all blocks, then the last output."""
     x = model.embed.weight.detach().double().numpy()[tokens.numpy()]
     states = [x]

@@ -10,15 +10,7 @@ from olmo_lns.schemes import Scheme
 from support.olmo_models import build
 
 
-def save_olmo(
-    folder: Path,
-    *,
-    sharded: bool = False,
-    optimizer: bool = False,
-    exponent: float = 0.5,
-    tokenizer: Path | None = None,
-    **changes: Any,
-) -> Any:
+def save_olmo(folder, *, sharded=False, optimizer=False, exponent=0.5, tokenizer=None, **changes):
     """Save a perturbed model under ``folder`` as OLMo would; returns the model."""
     import torch
     from olmo.config import TrainConfig
@@ -52,7 +44,7 @@ def save_olmo(
     return model
 
 
-def save_distributed(folder: Path, model: Any, optim: Any = None) -> None:
+def save_distributed(folder, model, optim=None):
     """One process' distributed checkpoint, with OLMo's names."""
     import torch.distributed.checkpoint as dcp
 
@@ -63,7 +55,7 @@ def save_distributed(folder: Path, model: Any, optim: Any = None) -> None:
     dcp.save(state, checkpoint_id=folder)
 
 
-def adam_state(model: Any) -> dict[str, Any]:
+def adam_state(model):
     """The state of OLMo's AdamW after one step, in its form: numbers with names beside them."""
     import torch
 
@@ -81,26 +73,26 @@ def adam_state(model: Any) -> dict[str, Any]:
     return {"state": state, "param_groups": [group]}
 
 
-def export(*args: Any) -> int:
+def export(*args):
     """``olmo-lns export …`` in this process."""
     from olmo_lns.cli import main
 
     return main(["export", *map(str, args)])
 
 
-def logits(model: Any, ids: Any) -> Any:
+def logits(model, ids):
     import torch
 
     with torch.no_grad():
         return model(ids).logits.double()
 
 
-def relative(found: Any, expected: Any) -> float:
+def relative(found, expected):
     """Largest difference, relative to the largest expected value."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def greedy(model: Any, ids: Any, steps: int = 12) -> list[list[int]]:
+def greedy(model, ids, steps=12):
     """Greedy continuation by repeated full forward passes: the same for every class."""
     import torch
 
@@ -110,19 +102,19 @@ def greedy(model: Any, ids: Any, steps: int = 12) -> list[list[int]]:
     return ids.tolist()
 
 
-def load_hf(folder: Path, **kwargs: Any) -> Any:
+def load_hf(folder, **kwargs):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
 
 
-def load_olmo(folder: Path) -> Any:
+def load_olmo(folder):
     from olmo.model import OLMo
 
     return OLMo.from_checkpoint(str(folder))
 
 
-def byte_tokenizer(path: Path, size: int = 64) -> Path:
+def byte_tokenizer(path, size=64):
     """A tokenizer.json of ``size`` single-character tokens."""
     characters = [chr(32 + index) for index in range(size - 1)]
     vocabulary = {token: index for index, token in enumerate(["<eos>", *characters])}
@@ -141,11 +133,11 @@ def byte_tokenizer(path: Path, size: int = 64) -> Path:
 class Hostile:
     """Runs code where it is unpickled without care."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return print, ("this must never run",)
 
 
-def refused(capsys: Any, *args: Any) -> str:
+def refused(capsys, *args):
     """Run an export that must fail; returns its one line, having checked that nothing was written."""
     out = Path(args[1])
     before = sorted(out.parent.iterdir())

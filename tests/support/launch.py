@@ -8,7 +8,6 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
 
 import pytest
 import yaml
@@ -53,7 +52,7 @@ TINY = {
 }
 
 
-def write_config(folder: Path, **changes: Any) -> Path:
+def write_config(folder, **changes):
     """``config.yaml`` and its data in ``folder``; dotted names change nested keys (``**{"model.x": 1}``)."""
     import numpy as np
 
@@ -82,19 +81,19 @@ class Result:
     code: int
     text: str
 
-    def losses(self) -> list[float]:
+    def losses(self):
         """The losses of OLMo's console log, as printed (four digits), in order."""
         return [float(value) for value in re.findall(r"train/CrossEntropyLoss=([0-9.]+)", self.text)]
 
-    def last_line(self) -> str:
+    def last_line(self):
         return self.text.strip().splitlines()[-1] if self.text.strip() else ""
 
-    def ok(self) -> "Result":
+    def ok(self):
         assert self.code == 0, self.text[-4000:]
         return self
 
 
-def environment(**changes: str | None) -> dict[str, str]:
+def environment(**changes):
     """The tests' environment without our own variables; None removes a name."""
     values = {k: v for k, v in os.environ.items() if not k.startswith(("OLMO_LNS_", "PYTHONPATH"))}
     values.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
@@ -108,9 +107,7 @@ def environment(**changes: str | None) -> dict[str, str]:
     return values
 
 
-def run(
-    command: Sequence[str | os.PathLike[str]], *, cwd: Path, timeout: float = 900, env: dict[str, str] | None = None
-) -> Result:
+def run(command, *, cwd, timeout=900, env=None):
     """Run ``command`` in ``cwd`` (never the repository: it would put ``olmo_lns`` on the path)."""
     done = subprocess.run(
         [str(part) for part in command],
@@ -125,13 +122,13 @@ def run(
     return Result(done.returncode, done.stdout)
 
 
-def torchrun(python: str | os.PathLike[str], ranks: int, *command: str | os.PathLike[str], **kwargs: Any) -> Result:
+def torchrun(python, ranks, *command, **kwargs):
     """``torchrun --standalone`` on this machine; ``command`` starts with a script or ``-m module``."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return run([python, *launcher, *command], **kwargs)
 
 
-def build_wheel(folder: Path) -> Path:
+def build_wheel(folder):
     """The wheel of this repository, built without network."""
     for name in ("build", "hatchling"):
         pytest.importorskip(name, reason=f"{name} builds the wheel: pip install 'olmo-lns[dev]'")
@@ -139,7 +136,7 @@ def build_wheel(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def fresh_venv(folder: Path, *, packages: Sequence[str] = ()) -> Path:
+def fresh_venv(folder, *, packages=()):
     """A new environment that sees the installed torch and OLMo; returns its interpreter.
 
     The packages of the running environment are a plain line of a ``.pth`` file: ``site`` puts
@@ -155,18 +152,18 @@ def fresh_venv(folder: Path, *, packages: Sequence[str] = ()) -> Path:
     return python
 
 
-def site_packages(python: Path) -> Path:
+def site_packages(python):
     """``lib/pythonX.Y/site-packages`` of a :func:`fresh_venv`."""
     return next((python.parent.parent / "lib").glob("python*/site-packages"))
 
 
-def pip_install(python: Path, *arguments: str | os.PathLike[str]) -> None:
+def pip_install(python, *arguments):
     """``pip install`` into another environment; nothing there is ever removed for it."""
     flags = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--quiet"]
     run([sys.executable, "-m", "pip", "--python", python, "install", *flags, *arguments], cwd=python.parent).ok()
 
 
-def copy_of_olmo(folder: Path) -> Path:
+def copy_of_olmo(folder):
     """A copy of the installed ``olmo`` package (and its data) in ``folder``, to be changed."""
     import importlib.util
     import shutil
@@ -179,7 +176,7 @@ def copy_of_olmo(folder: Path) -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path) -> Path:
+def write_tokenizer(folder):
     """A tokenizer of the 256 bytes, so that OLMo's evaluators need no hub."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

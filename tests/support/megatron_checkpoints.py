@@ -4,8 +4,6 @@ import argparse
 import pickle
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +15,7 @@ from support.megatron_saved import saved_arguments
 TOKENS = tiny.batch()[:, :-1]
 
 
-def arguments(config: Any, case: str = "base", version: str | None = None, **changes: Any) -> argparse.Namespace:
+def arguments(config, case="base", version=None, **changes):
     """What Megatron saves beside a model: its command line, as its own parser read it.
 
     :param case: of ``megatron_arguments.json``. :param version: of Megatron Core; default: the installed one.
@@ -38,7 +36,7 @@ def arguments(config: Any, case: str = "base", version: str | None = None, **cha
     return argparse.Namespace(**vars(saved) | values | changes)
 
 
-def perturbed(config: Any) -> Any:
+def perturbed(config):
     model = tiny.build(config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -48,14 +46,14 @@ def perturbed(config: Any) -> Any:
     return model.eval()
 
 
-def under_lns(config: Any) -> Any:
+def under_lns(config):
     """A model of the same shape, built under LayerNorm Scaling."""
     own = replace(config)
     apply(own)
     return tiny.build(own)
 
 
-def save(root: Path, model: Any, args: Any, stacked: bool = True) -> Path:
+def save(root, model, args, stacked=True):
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -75,7 +73,7 @@ def save(root: Path, model: Any, args: Any, stacked: bool = True) -> Path:
     return root
 
 
-def as_core_0_19(root: Path) -> None:
+def as_core_0_19(root):
     """Move the arguments from the file into the checkpoint, where Megatron Core 0.19 and newer put them."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -93,7 +91,7 @@ def as_core_0_19(root: Path) -> None:
         pickle.dump(metadata, file)
 
 
-def load(root: Path, model: Any) -> Any:
+def load(root, model):
     """Load with Megatron Core's own loader."""
     from megatron.core import __version__, dist_checkpointing
 
@@ -113,12 +111,12 @@ def load(root: Path, model: Any) -> Any:
     return model
 
 
-def run(model: Any) -> torch.Tensor:
+def run(model):
     with torch.no_grad():
         return model(*tiny.inputs(tiny.batch())).double()
 
 
-def copy_with(root: Path, target: Path, change: Any) -> Path:
+def copy_with(root, target, change):
     """A copy of a checkpoint whose common state was changed (and is in common.pt, which is read first)."""
     shutil.copytree(root, target)
     common = MegatronCheckpoint.open(root).common
@@ -127,7 +125,7 @@ def copy_with(root: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def export_in_process(source: Path, out: Path, *options: str) -> None:
+def export_in_process(source, out, *options):
     from olmo_lns.export.cli import main as export_main
 
     export_main([str(source), str(out), "--format", "megatron", *options])

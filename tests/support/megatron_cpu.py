@@ -6,14 +6,14 @@ GPU nothing is touched.
 
 import contextlib
 import os
-from typing import Any, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 
-def on_cpu(device: Any) -> Any:
+def on_cpu(device):
     """``device`` with cuda replaced by cpu."""
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
@@ -25,7 +25,7 @@ def on_cpu(device: Any) -> Any:
 class CudaToCpu(TorchFunctionMode):
     """``device="cuda"`` literals become cpu, ``x.cuda()`` is x, ``x.type()`` names a cuda tensor."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
@@ -39,7 +39,7 @@ class CudaToCpu(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def cuda_answered() -> Iterator[None]:
+def cuda_answered():
     """The shims, for the length of a ``with``. Nothing happens where there is a GPU."""
     if torch.cuda.is_available():
         yield
@@ -60,7 +60,7 @@ def cuda_answered() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def single_process() -> Iterator[None]:
+def single_process():
     """Shims, one gloo process and Megatron's parallel state; everything is taken down again."""
     import torch.distributed as dist
 
@@ -75,7 +75,7 @@ def single_process() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def initialize(tp: int = 1, pp: int = 1, vpp: int | None = None, seed: int = 1234) -> None:
+def initialize(tp=1, pp=1, vpp=None, seed=1234):
     """Start gloo from RANK and WORLD_SIZE (one process by default) and Megatron's parallel state."""
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel

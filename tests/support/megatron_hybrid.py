@@ -1,17 +1,16 @@
 """For ``--spec support.megatron_hybrid hybrid_stack_spec``: attention and MLP layers of a hybrid model without TE."""
 
 import copy
-from typing import Any
 
 
 class NoMamba:
     """In place of what the tests' patterns do not name."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         raise NotImplementedError("this spec has attention and MLP layers only")
 
 
-def attention_and_mlp(layer: Any) -> tuple[Any, Any]:
+def attention_and_mlp(layer):
     """The two halves of a transformer layer's spec, each as a layer of its own."""
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -25,7 +24,7 @@ def attention_and_mlp(layer: Any) -> tuple[Any, Any]:
     return attention, mlp
 
 
-def _stack_spec() -> Any:
+def _stack_spec():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm

@@ -15,21 +15,21 @@ TESTS = Path(__file__).parents[1]
 SCRIPT = TESTS.parent / "scripts" / "upstream_megatron_matrix.sh"
 
 
-def checkout() -> Path:
+def checkout():
     """The tree named by MEGATRON_LM_SRC; skips where there is none or where it cannot start here."""
     if not (named := os.environ.get("MEGATRON_LM_SRC")):
         pytest.skip("MEGATRON_LM_SRC names no Megatron-LM checkout")
     return Path(named).resolve()
 
 
-def model_flags() -> list[str]:
+def model_flags():
     """The flags of the matrix, from its one place."""
     found = re.search(r'^model="(.*?)"', SCRIPT.read_text(), re.S | re.M)
     assert found is not None
     return found[1].split()
 
 
-def environment() -> dict[str, str]:
+def environment():
     paths = [str(TESTS / "support" / "megatron_site"), str(TESTS), str(TESTS.parent)]  # this tree, not an installed one
     return os.environ | {
         "MEGATRON_ON_CPU": "1",
@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def build_helpers(tree: Path) -> None:
+def build_helpers(tree):
     """Megatron's data helpers, as Megatron builds them itself."""
     for name in ("pybind11", "psutil"):
         if importlib.util.find_spec(name) is None:
@@ -55,7 +55,7 @@ def build_helpers(tree: Path) -> None:
     subprocess.run(command, env=environment(), check=True, capture_output=True)
 
 
-def pretrain(tree: Path, *flags: str, script: str = "pretrain_gpt.py") -> subprocess.CompletedProcess[str]:
+def pretrain(tree, *flags, script="pretrain_gpt.py"):
     """One rank of pretrain_gpt.py, or of another script, with the model of the matrix."""
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
@@ -64,5 +64,5 @@ def pretrain(tree: Path, *flags: str, script: str = "pretrain_gpt.py") -> subpro
     )  # fmt: skip
 
 
-def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+def losses(done):
     return [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]

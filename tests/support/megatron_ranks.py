@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import sys
-from typing import Any, Iterator
+from typing import Any
 from unittest import mock
 
 from support import megatron_cpu
@@ -24,7 +24,7 @@ from support import megatron_cpu
 Options = dict[str, Any]
 
 
-def build(options: Options) -> tuple[Any, list[Any]]:
+def build(options):
     """The config and this rank's chunks."""
     import torch
     from megatron.core.transformer.module import Float16Module
@@ -56,7 +56,7 @@ def build(options: Options) -> tuple[Any, list[Any]]:
     return cfg, [Float16Module(cfg, model) for model in models] if bf16 else models
 
 
-def optimizer_for(cfg: Any, models: list[Any], options: Options) -> tuple[Any, list[Any]]:
+def optimizer_for(cfg, models, options):
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -75,7 +75,7 @@ def optimizer_for(cfg: Any, models: list[Any], options: Options) -> tuple[Any, l
     return optimizer, models
 
 
-def wrapped(kind: str | None, cfg: Any, ddp: Any, model: Any) -> Any:
+def wrapped(kind, cfg, ddp, model):
     """In Megatron's DDP, its wrapper of PyTorch's FSDP2, or its own FSDP, which ask for CUDA devices by name."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
@@ -85,7 +85,7 @@ def wrapped(kind: str | None, cfg: Any, ddp: Any, model: Any) -> Any:
         return DistributedDataParallel(cfg, ddp, model)
     from_group = DeviceMesh.from_group
 
-    def on_cpu(group: Any, device_type: str, **kwargs: Any) -> Any:
+    def on_cpu(group, device_type, **kwargs):
         return from_group(group, megatron_cpu.on_cpu(device_type), **kwargs)
 
     with mock.patch.object(DeviceMesh, "from_group", on_cpu):
@@ -98,7 +98,7 @@ def wrapped(kind: str | None, cfg: Any, ddp: Any, model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def streams_stand_still() -> Iterator[None]:
+def streams_stand_still():
     """No streams, and a collective has ended when its call returns.
 
     Megatron-FSDP frees a bucket in the order of its streams. On a CPU nothing keeps that order: a gather of gloo still
@@ -110,7 +110,7 @@ def streams_stand_still() -> Iterator[None]:
 
     gather = dist.all_gather_into_tensor
 
-    def at_once(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def at_once(*args, async_op=False, **kwargs):
         gather(*args, **kwargs)
         return mock.MagicMock(name="an ended gather")
 
@@ -126,9 +126,8 @@ def streams_stand_still() -> Iterator[None]:
         yield
 
 
-def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float | None:
+def step(models, *, seed, forward_only=False):
     """Two micro-batches through Megatron's schedule; their mean loss on the last stage, else None."""
-    import torch
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -137,11 +136,11 @@ def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float |
     shard = parallel_state.get_data_parallel_rank()
     micro = [tiny.batch(seed=seed * 100 + 10 * shard + i) for i in range(2)]
 
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(output):
         value = output.float().mean()
         return value, {"loss": value.detach().clone()}
 
-    def forward(iterator: Any, model: Any) -> Any:
+    def forward(iterator, model):
         tokens = next(iterator)
         return model(*tiny.inputs(tokens), labels=tokens[:, 1:]), loss
 
@@ -158,7 +157,7 @@ def step(models: list[Any], *, seed: int, forward_only: bool = False) -> float |
     return sum(float(f["loss"]) for f in found) / len(found) if found else None
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options):
     """What this rank found: the losses of its stage (None in others), the last one after training, and its sites."""
     from megatron.core import dist_checkpointing
 
@@ -191,7 +190,7 @@ def run(options: Options) -> dict[str, Any]:
     return {"losses": losses, "sites": sites}
 
 
-def main() -> int:
+def main():
     import torch.distributed as dist
 
     found, before = [], None

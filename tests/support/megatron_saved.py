@@ -15,7 +15,7 @@ RECORDED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("megat
 FLAGS: dict[str, str] = RECORDED.pop("flags")
 
 
-def saved_arguments(version: str, case: str = "base") -> argparse.Namespace | None:
+def saved_arguments(version, case="base"):
     """What ``version`` (two numbers) saves for the flags of ``case``; None where it has no such flag."""
     changed = RECORDED[version][case]
     return None if changed is None else argparse.Namespace(**RECORDED[version]["base"] | changed)
@@ -24,13 +24,13 @@ def saved_arguments(version: str, case: str = "base") -> argparse.Namespace | No
 class _Reading(argparse.Namespace):
     """Notes which of its attributes are asked for."""
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         if not name.startswith("_"):
             object.__getattribute__(self, "__dict__").setdefault("_read", set()).add(name)
         return object.__getattribute__(self, name)
 
 
-def names_read(args: argparse.Namespace) -> set[str]:
+def names_read(args):
     """The arguments that the exporter asks for."""
     from olmo_lns.checkpoints.megatron import architecture, gain_shift
     from olmo_lns.integrations.megatron.settings import Settings

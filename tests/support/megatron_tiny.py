@@ -4,14 +4,14 @@ The reference is the stock model with a forward hook on each norm in front of at
 that multiplies its output: slow, and right because autograd differentiates the product.
 """
 
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 VOCAB, SEQUENCE, BATCH, LAYERS, HIDDEN = 128, 16, 2, 4, 32
 
 
-def config(kind: Any = None, **changes: Any) -> Any:
+def config(kind=None, **changes):
     """A ``TransformerConfig``, or one of another ``kind``."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -35,7 +35,7 @@ def config(kind: Any = None, **changes: Any) -> Any:
     return (kind or TransformerConfig)(**(values | changes))
 
 
-def under(scheme: str = "lns", *, kind: Any = None, keep_scaled_init: bool = False, **changes: Any) -> Any:
+def under(scheme="lns", *, kind=None, keep_scaled_init=False, **changes):
     """A config with ``scheme`` applied to it."""
     from olmo_lns.integrations.megatron import apply
 
@@ -44,17 +44,17 @@ def under(scheme: str = "lns", *, kind: Any = None, keep_scaled_init: bool = Fal
     return cfg
 
 
-def model_of(scheme: str = "lns", spec: Any = None, **changes: Any) -> Any:
+def model_of(scheme="lns", spec=None, **changes):
     return build(under(scheme, **changes), spec)
 
 
-def local_spec(cfg: Any, **kwargs: Any) -> Any:
+def local_spec(cfg, **kwargs):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return get_gpt_layer_local_spec(num_experts=cfg.num_moe_experts, normalization=cfg.normalization, **kwargs)
 
 
-def parts_of_mlp(spec: Any) -> Any:
+def parts_of_mlp(spec):
     """The submodules of a layer's MLP; newer specs name a function with them bound."""
     mlp = spec.submodules.mlp
     return mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
@@ -63,13 +63,13 @@ def parts_of_mlp(spec: Any) -> Any:
 class ParallelRMSNorm:
     """torch's RMSNorm with the mark that TE sets, which Megatron's own wrapper of torch refuses to set."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+    def __new__(cls, config, hidden_size, eps=1e-5, **kwargs):
         norm = torch.nn.RMSNorm(hidden_size, eps)
         norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
 
-def spec_with(cfg: Any, norm: Any = ParallelRMSNorm) -> Any:
+def spec_with(cfg, norm=ParallelRMSNorm):
     """The local spec of a block with another norm; by default one that allows sequence parallelism."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -78,7 +78,7 @@ def spec_with(cfg: Any, norm: Any = ParallelRMSNorm) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * cfg.num_layers, layer_norm=norm)
 
 
-def build(cfg: Any, spec: Any = None, *, vp_stage: int | None = None, seed: int = 1234, **kwargs: Any) -> Any:
+def build(cfg, spec=None, *, vp_stage=None, seed=1234, **kwargs):
     """A GPTModel of this rank's (and chunk's) layers."""
     from megatron.core import parallel_state as ps
     from megatron.core.enums import ModelType
@@ -102,33 +102,33 @@ def build(cfg: Any, spec: Any = None, *, vp_stage: int | None = None, seed: int 
     return model
 
 
-def batch(seed: int = 7, size: int = BATCH) -> torch.Tensor:
+def batch(seed=7, size=BATCH):
     return torch.randint(0, VOCAB, (size, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(tokens):
     """Tokens, positions and mask for a batch of :func:`batch`."""
     positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
     return tokens[:, :-1], positions, torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(model, tokens):
     return model(*inputs(tokens), labels=tokens[:, 1:]).float().mean()
 
 
-def hook_reference(model: Any, exponent: float = 0.5) -> Any:
+def hook_reference(model, exponent=0.5):
     """Turn a stock model with standalone norms into the reference."""
     for layer in model.decoder.layers:
         hook_layer(layer, float(layer.layer_number) ** -exponent)
     return model
 
 
-def hook_layer(layer: Any, factor: float) -> None:
+def hook_layer(layer, factor):
     for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
         norm.register_forward_hook(lambda module, inputs, output: output * factor)
 
 
-def equation(model: Any, scheme: str, learned: dict[str, torch.Tensor]) -> Any:
+def equation(model, scheme, learned):
     """Turn a stock model into one whose sub-layers are what ``scheme``'s equation says, in the model's dtype.
 
     :param learned: parameters of the scheme by name (``decoder.layers.0.self_attn_bda.gate``), leaves of the graph.
@@ -146,7 +146,7 @@ def equation(model: Any, scheme: str, learned: dict[str, torch.Tensor]) -> Any:
             scaled = name in ("lnsafterbranch", "sandwich_depth", of_sub_layer)
             factor = layer.layer_number**-0.5 if scaled else 1.0
 
-            def hook(module: Any, inputs: Any, output: Any, p: Any = p, factor: float = factor) -> Any:
+            def hook(module, inputs, output, p=p, factor=factor):
                 h, bias = output
                 h = h if bias is None else h + bias
                 if "norm.weight" in p:
@@ -159,7 +159,7 @@ def equation(model: Any, scheme: str, learned: dict[str, torch.Tensor]) -> Any:
     return model
 
 
-def gradients(model: Any, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(model, tokens):
     """Loss, and the gradient of every parameter."""
     model.zero_grad(set_to_none=True)
     loss = loss_of(model, tokens)
@@ -170,7 +170,7 @@ def gradients(model: Any, tokens: torch.Tensor) -> tuple[float, dict[str, torch.
     return float(loss.detach()), {name: p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
-def perturb(model: Any, seed: int = 3) -> Any:
+def perturb(model, seed=3):
     """Gains, gates and biases that are not all one or zero, so that a wrong gradient cannot hide."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -180,12 +180,12 @@ def perturb(model: Any, seed: int = 3) -> Any:
     return model
 
 
-def scaled_norms(model: torch.nn.Module) -> list[Any]:
+def scaled_norms(model):
     """All modules that carry a factor, in order."""
     return [module for module in model.modules() if hasattr(module, "lns_scale")]
 
 
-def assert_same_step(model: Any, expected: Any, learned: Any = (), rename: Callable[[str], str] = str) -> None:
+def assert_same_step(model, expected, learned=(), rename=str):
     """The same loss and gradients, each relative to its largest element, so that no small tensor is lost among others.
 
     :param learned: parameters of ``expected`` that its hooks hold. :param rename: what ``expected`` calls a parameter.
@@ -206,15 +206,7 @@ def assert_same_step(model: Any, expected: Any, learned: Any = (), rename: Calla
             raise AssertionError(f"{name}: gradient off by {error:.2e} of its largest element, expected < {rtol:g}")
 
 
-def assert_equation(
-    model: Any,
-    scheme: str,
-    *,
-    rename: Callable[[str], str] = str,
-    centered: bool = False,
-    dtype: torch.dtype = torch.float64,
-    **changes: Any,
-) -> None:
+def assert_equation(model, scheme, *, rename=str, centered=False, dtype=torch.float64, **changes):
     """``model`` does what the stock model of the local spec does in ``dtype`` with the scheme's equation in hooks.
 
     :param rename: what the local spec calls a parameter. :param centered: gains of ``model`` are stored minus one.

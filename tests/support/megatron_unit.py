@@ -27,11 +27,11 @@ class Utils:
     """In the place of ``tests.unit_tests.test_utilities.Utils``, which asks for NCCL."""
 
     @staticmethod
-    def initialize_model_parallel(tp: int = 1, pp: int = 1) -> None:
+    def initialize_model_parallel(tp=1, pp=1):
         megatron_cpu.initialize(tp, pp)
 
     @staticmethod
-    def destroy_model_parallel() -> None:
+    def destroy_model_parallel():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 import copy
 import types
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ SCHEMES = {
 TOKENS = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
-def config(block: str = "default", norm: dict[str, Any] | None = None, **kwargs: Any) -> TransformerConfig:
+def config(block="default", norm=None, **kwargs):
     """OLMo-core's own config of a Llama-like model; no scheme in it."""
     common = dict(d_model=WIDTH, vocab_size=VOCABULARY, n_layers=LAYERS, n_heads=HEADS)
     if block.startswith("moe"):
@@ -49,12 +48,12 @@ def config(block: str = "default", norm: dict[str, Any] | None = None, **kwargs:
     return made
 
 
-def with_scheme(made: TransformerConfig, **fields: Any) -> TransformerConfig:
+def with_scheme(made, **fields):
     """A copy of a config under the scheme that belongs to its block type."""
     return apply(copy.deepcopy(made), **{"scheme": SCHEMES[str(made.block.name)][0], **fields})
 
 
-def model(made: TransformerConfig, *, seed: int | None = 1) -> Any:
+def model(made, *, seed=1):
     """Built on meta and drawn, as OLMo-core's train modules do; gains and biases are then moved off 1 and 0."""
     built = made.build(init_device="meta")
     cpu = torch.device("cpu")
@@ -67,7 +66,7 @@ def model(made: TransformerConfig, *, seed: int | None = 1) -> Any:
     return built
 
 
-def fold(built: Any, block: str, exponent: float = 0.5) -> Any:
+def fold(built, block, exponent=0.5):
     """The factor multiplied into gain and bias of a stock model's norms, by a formula of its own."""
     for number, each in enumerate(built.blocks.values(), start=1):
         for name in SCHEMES[block][1]:
@@ -76,7 +75,7 @@ def fold(built: Any, block: str, exponent: float = 0.5) -> Any:
     return built
 
 
-def factor_of(name: str, block: str, exponent: float = 0.5) -> float:
+def factor_of(name, block, exponent=0.5):
     """What folding multiplied the parameter ``name`` by."""
     parts = name.split(".")
     if parts[0] == "blocks" and len(parts) == 4 and parts[2] in SCHEMES[block][1]:
@@ -84,11 +83,11 @@ def factor_of(name: str, block: str, exponent: float = 0.5) -> float:
     return 1.0
 
 
-def loss_of(logits: torch.Tensor) -> torch.Tensor:
+def loss_of(logits):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), TOKENS[:, 1:].flatten())
 
 
-def dense_experts(self: Any, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, sizes: Any) -> torch.Tensor:
+def dense_experts(self, x, weights, indices, sizes):
     """``ParallelMLPBase.forward`` in plain torch: OLMo-core has Triton kernels only."""
     mlp = self.mlp
     w1, w2, w3 = (w.view(mlp.num_experts, mlp.hidden_size, mlp.d_model) for w in (mlp.w1, mlp.w2, mlp.w3))
@@ -100,10 +99,10 @@ def dense_experts(self: Any, x: torch.Tensor, weights: torch.Tensor, indices: to
     return torch.einsum("...e,...ed->...d", chosen, out)
 
 
-def kernel_modules() -> dict[str, types.ModuleType]:
+def kernel_modules():
     """Stand-ins for flash-attn's and QuACK's RMSNorm kernels, with their signatures."""
 
-    def rms_norm(x: Any, weight: Any, bias: Any = None, residual: Any = None, *, eps: float = 1e-6) -> torch.Tensor:
+    def rms_norm(x, weight, bias=None, residual=None, *, eps=1e-6):
         y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight.float()
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
@@ -122,7 +121,7 @@ _NAMES = {
 }
 
 
-def reference_logits(weights: dict[str, torch.Tensor], made: TransformerConfig, exponent: float) -> torch.Tensor:
+def reference_logits(weights, made, exponent):
     """The model written out in the dtype of ``weights`` (fp64), by the formulas of its scheme."""
     found = {
         "transformer.wte.weight": weights["embeddings.weight"],

@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-from pathlib import Path
 from typing import Any, Callable
 
 import pytest
@@ -21,7 +20,7 @@ from olmo_lns.olmo_core import apply
 from support import olmo_core_models as small
 
 
-def everything(blocks: tuple[str, ...]) -> None:
+def everything(blocks):
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     for block in blocks:
@@ -37,11 +36,11 @@ def everything(blocks: tuple[str, ...]) -> None:
             dist.barrier()
 
 
-def _mesh(*shape: int, **names: Any) -> Any:
+def _mesh(*shape, **names):
     return init_device_mesh("cpu", shape, **names)
 
 
-def _tensor_parallel_and_fsdp(built: Any) -> None:
+def _tensor_parallel_and_fsdp(built):
     mesh = _mesh(2, 2, mesh_dim_names=("dp", "tp"))
     built.apply_tp(mesh["tp"])
     built.apply_fsdp(mesh["dp"])
@@ -58,7 +57,7 @@ WRAPPED: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _wrapped(name: str, made: Any, reference: Any) -> None:
+def _wrapped(name, made, reference):
     """Draws, logits, loss gradients: those of one process."""
     built = made.build(**({} if name == "ddp" else {"init_device": "meta"}))
     WRAPPED[name](built)
@@ -75,7 +74,7 @@ def _wrapped(name: str, made: Any, reference: Any) -> None:
         torch.testing.assert_close(grad, wanted[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _pipeline(made: Any, reference: Any) -> None:
+def _pipeline(made, reference):
     """Stages as OLMo-core splits them: a copy of the model with the other stages' blocks removed."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     part = copy.deepcopy(made.build(init_device="meta"))
@@ -102,7 +101,7 @@ def _pipeline(made: Any, reference: Any) -> None:
         torch.testing.assert_close(out, reference(small.TOKENS), rtol=1e-6, atol=1e-6)
 
 
-def _context_parallel(made: Any, reference: Any) -> None:
+def _context_parallel(made, reference):
     """Ulysses: each rank has a part of the sequence outside attention, and a part of the heads inside."""
     built = made.build(init_device="meta")
     built.apply_cp(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))["cp"], uly=UlyssesContextParallelStyle())
@@ -132,13 +131,13 @@ CHECKS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def guard(folder: Path) -> None:
+def guard(folder):
     """The guard of checkpoints on each of two ranks."""
     _unreadable()
     _groups_of_their_own(folder)
 
 
-def _unreadable() -> None:
+def _unreadable():
     """Only the first rank looks; both stop, with its words."""
     with pytest.raises(
         CheckpointMismatchError, match="nowhere://here: lns.json and .*NotImplementedError: file_exists"
@@ -146,7 +145,7 @@ def _unreadable() -> None:
         load_model_and_optim_state("nowhere://here", apply(small.config()).build())
 
 
-def _groups_of_their_own(folder: Path) -> None:
+def _groups_of_their_own(folder):
     """Each rank alone is a group, and loads another model from another checkpoint."""
     rank = dist.get_rank()
     group = [dist.new_group([0]), dist.new_group([1])][rank]

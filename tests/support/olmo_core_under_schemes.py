@@ -9,7 +9,6 @@ were saved without config or record, which the guard takes for Pre-LN: here that
 import copy
 import os
 from pathlib import Path
-from typing import Any
 
 from olmo_core.nn.transformer import TransformerConfig
 
@@ -26,7 +25,7 @@ _build = TransformerConfig.build
 built = 0
 
 
-def _scheme_of(config: TransformerConfig) -> str | None:
+def _scheme_of(config):
     names = {str(block.name) for block in config.resolved_block_configs}
     if len(names) != 1 or not names <= set(FORMS):
         return None
@@ -34,7 +33,7 @@ def _scheme_of(config: TransformerConfig) -> str | None:
     return "lns" if FORMS[name].field == "norm_scale" else "sandwich_depth" if name == "peri_norm" else "branchln_depth"
 
 
-def build(self: TransformerConfig, **kwargs: Any) -> Any:
+def build(self, **kwargs):
     global built
     scheme = _scheme_of(self)
     if scheme is None:
@@ -46,5 +45,5 @@ def build(self: TransformerConfig, **kwargs: Any) -> Any:
 TransformerConfig.build = build  # type: ignore[method-assign]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"{built} models were built under a scheme")

@@ -1,9 +1,5 @@
 """Small OLMo models, and an independent fp64 re-computation of them from the state dict."""
 
-from typing import Any
-
-import numpy as np
-
 TINY = dict(
     d_model=32,
     n_heads=4,
@@ -27,13 +23,13 @@ TINY = dict(
 )
 
 
-def model_config(**changes: Any) -> Any:
+def model_config(**changes):
     from olmo.config import ModelConfig
 
     return ModelConfig.new(**{**TINY, **changes})
 
 
-def build(seed: int = 0, perturb: bool = True, **changes: Any) -> Any:
+def build(seed=0, perturb=True, **changes):
     """An OLMo model with reproducible weights; ``perturb`` moves gains and biases off 1 and 0."""
     import torch
     from olmo.model import OLMo
@@ -50,13 +46,13 @@ def build(seed: int = 0, perturb: bool = True, **changes: Any) -> Any:
     return model.eval()
 
 
-def tokens(batch: int = 2, length: int = 12, vocabulary: int = 64, seed: int = 1) -> Any:
+def tokens(batch=2, length=12, vocabulary=64, seed=1):
     import torch
 
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def reference_logits(model: Any, ids: Any, *, lns: bool = True, exponent: float = 0.5) -> np.ndarray:
+def reference_logits(model, ids, *, lns=True, exponent=0.5):
     """fp64 logits of shape (batch, length, vocabulary), from the state dict and the paper's formulas only."""
     from support import scheme_reference as reference
 
@@ -64,12 +60,12 @@ def reference_logits(model: Any, ids: Any, *, lns: bool = True, exponent: float 
     return reference.logits_of(weights, model.config, states[-1], base).numpy()
 
 
-def reference_states(model: Any, ids: Any, *, lns: bool = True) -> list[np.ndarray]:
+def reference_states(model, ids, *, lns=True):
     """The fp64 stream before each block and after the last, as :func:`reference_logits` has it."""
     return [state.numpy() for state in _reference_states(model, ids, lns, 0.5)[0]]
 
 
-def _reference_states(model: Any, ids: Any, lns: bool, exponent: float) -> Any:
+def _reference_states(model, ids, lns, exponent):
     from support import scheme_reference as reference
 
     weights, config = reference.weights_of(model), model.config

@@ -1,7 +1,7 @@
 """Every scheme written out in fp64 torch, from the state dict and the papers' formulas; nothing of ours is used."""
 
 import math
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +17,7 @@ NAMES = (
 )
 
 
-def residual(
-    name: str,
-    x: Tensor,
-    f: Function,
-    n: Function,
-    m: Function,
-    p: dict[str, Tensor],
-    which: str,
-    number: int,
-    count: int,
-    exponent: float = 0.5,
-) -> Tensor:
+def residual(name, x, f, n, m, p, which, number, count, exponent=0.5):
     """The stream after one sub-layer. :param n: its first norm. :param m: its second. :param p: the block's weights."""
     root = number**exponent
     formulas: dict[str, Callable[[], Tensor]] = {
@@ -59,7 +48,7 @@ def residual(
     return formulas[name]()
 
 
-def loss_logits_gradients(model: Any, name: str, base: str, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_logits_gradients(model, name, base, ids):
     """Of an OLMo model's weights, whose own code is not run. :param base: ``rms``, ``default`` or ``low_precision``."""
     weights = {key: value.detach().double().requires_grad_() for key, value in model.state_dict().items()}
     logits = logits_of(weights, model.config, states_of(weights, model.config, name, base, ids)[-1], base)
@@ -68,16 +57,16 @@ def loss_logits_gradients(model: Any, name: str, base: str, ids: Tensor) -> tupl
     return loss.detach(), logits.detach(), {key: value.grad for key, value in weights.items()}
 
 
-def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+def loss_of(logits, ids):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
+def weights_of(model):
     return {key: value.detach().double() for key, value in model.state_dict().items()}
 
 
-def _norm(p: dict[str, Tensor], gain: str, config: Any, base: str, groups: int = 1) -> Function:
-    def function(h: Tensor) -> Tensor:
+def _norm(p, gain, config, base, groups=1):
+    def function(h):
         parts = h.unflatten(-1, (groups, -1))
         if base != "rms":
             parts = parts - parts.mean(-1, keepdim=True)
@@ -87,9 +76,7 @@ def _norm(p: dict[str, Tensor], gain: str, config: Any, base: str, groups: int =
     return function
 
 
-def states_of(
-    weights: dict[str, Tensor], config: Any, name: str, base: str, ids: Tensor, exponent: float = 0.5
-) -> list[Tensor]:
+def states_of(weights, config, name, base, ids, exponent=0.5):
     """The stream before each block and after the last, each of shape (batch, length, width)."""
     states = [weights["transformer.wte.weight"][ids]]
     for number in range(1, config.n_layers + 1):
@@ -98,9 +85,7 @@ def states_of(
     return states
 
 
-def block_of(
-    x: Tensor, p: dict[str, Tensor], config: Any, name: str, base: str, number: int, exponent: float = 0.5
-) -> Tensor:
+def block_of(x, p, config, name, base, number, exponent=0.5):
     """The stream after block ``number`` of the stream before it. :param p: the block's weights."""
     groups = 8 if name == "groupln" else 1
     for which, f in (("attn", lambda h: _attention(h, p, config)), ("ff", lambda h: _feed_forward(h, p))):
@@ -109,29 +94,29 @@ def block_of(
     return x
 
 
-def logits_of(weights: dict[str, Tensor], config: Any, last: Tensor, base: str) -> Tensor:
+def logits_of(weights, config, last, base):
     """Of the stream after the last block."""
     head = weights["transformer.wte.weight" if config.weight_tying else "transformer.ff_out.weight"]
     return _norm(weights, "transformer.ln_f", config, base)(last) @ head.T + weights.get("transformer.ff_out.bias", 0)
 
 
-def block_weights(weights: dict[str, Tensor], index: int, group: int) -> dict[str, Tensor]:
+def block_weights(weights, index, group):
     place = f"blocks.{index}" if group == 1 else f"block_groups.{index // group}.{index % group}"
     prefix = f"transformer.{place}."
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
 
 
-def _linear(h: Tensor, p: dict[str, Tensor], *names: str) -> Tensor:
+def _linear(h, p, *names):
     """The outputs of projections side by side."""
     return torch.cat([h @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0) for name in names], -1)
 
 
-def _feed_forward(h: Tensor, p: dict[str, Tensor]) -> Tensor:
+def _feed_forward(h, p):
     up, gate = _linear(h, p, "ff_proj").chunk(2, -1)
     return _linear(gate / (1 + torch.exp(-gate)) * up, p, "ff_out")
 
 
-def _attention(h: Tensor, p: dict[str, Tensor], config: Any) -> Tensor:
+def _attention(h, p, config):
     width, heads = config.d_model, config.n_heads
     size, kv = width // heads, config.effective_n_kv_heads
     fused = _linear(h, p, *(["att_proj"] if "att_proj.weight" in p else ["q_proj", "k_proj", "v_proj"]))
@@ -145,7 +130,7 @@ def _attention(h: Tensor, p: dict[str, Tensor], config: Any) -> Tensor:
     return _linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), p, "attn_out")
 
 
-def _rotated(t: Tensor, config: Any) -> Tensor:
+def _rotated(t, config):
     size = t.shape[-1]
     frequency = config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     angle = torch.arange(t.shape[-2], dtype=torch.float64)[:, None] * frequency

@@ -24,11 +24,11 @@ MEGATRON = (
 )
 
 
-def olmo_log(losses: dict[int, object], total: int = 10) -> str:
+def olmo_log(losses, total=10):
     return "".join(OLMO.format(step=step, total=total, loss=loss) for step, loss in losses.items())
 
 
-def megatron_log(losses: dict[int, object], total: int = 100) -> str:
+def megatron_log(losses, total=100):
     return "".join(MEGATRON.format(step=step, total=total, loss=loss) for step, loss in losses.items())
 
 
@@ -41,12 +41,12 @@ class Built:
     description: dict[str, Any]
     study: Study = field(init=False)
 
-    def save(self) -> Path:
+    def save(self):
         self.path.write_text(yaml.safe_dump(self.description, sort_keys=False))
         self.study = Study.load(self.path)  # its runs keep the settings that OLMo resolved
         return self.path
 
-    def finish(self, name: str, final: float, *, until: int | None = None, **changed: Any) -> Path:
+    def finish(self, name, final, *, until=None, **changed):
         """Leave a run: the config that OLMo saves, with some keys changed, and a log up to a step."""
         run = next(run for run in self.study.runs if run.name == name)
         stamp(self.study, run, self.out)

@@ -29,7 +29,7 @@ class Unavailable(Exception):
     """The wheel can be neither found nor downloaded; the message says why."""
 
 
-def tree() -> Path:
+def tree():
     """The unpacked wheel, downloaded once into the cache.
 
     :raises Unavailable: there is no network, or no such wheel.
@@ -58,18 +58,18 @@ def tree() -> Path:
 class _Names(type):
     """A class any attribute of which is a distinct integer, like a C++ enumeration."""
 
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
         value = enum.IntEnum(cls.__name__, {name: len(vars(cls)) + 100})[name]  # type: ignore[misc]
         setattr(cls, name, value)
         return value
 
-    def __iter__(cls) -> Any:
+    def __iter__(cls):
         return iter([value for value in vars(cls).values() if isinstance(value, enum.IntEnum)])
 
 
-def install() -> None:
+def install():
     """Make ``import transformer_engine.pytorch`` work, on CPU tensors."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     folder = tree()
@@ -93,14 +93,14 @@ def install() -> None:
     _take_cpu_tensors()
 
 
-def _install_tex() -> None:
+def _install_tex():
     from support import tex
 
     module = tex.module()
     if not hasattr(tex.DType, "kFloat4E2M1"):  # only named, as a default argument
         tex.DType.kFloat4E2M1 = 10  # type: ignore[attr-defined]
 
-    def missing(name: str) -> Any:
+    def missing(name):
         if name.startswith("__"):
             raise AttributeError(name)
         value = _Names(name, (), {"__init__": lambda self, *args, **kwargs: None})
@@ -112,7 +112,7 @@ def _install_tex() -> None:
     sys.modules["transformer_engine_torch"] = module
 
 
-def _install_package(folder: Path) -> None:
+def _install_package(folder):
     """The package without its ``__init__``, which looks for CUDA libraries."""
     import importlib.metadata as metadata
 
@@ -133,7 +133,7 @@ def _install_package(folder: Path) -> None:
     import transformer_engine.common.recipe  # noqa: F401
 
 
-def _take_cpu_tensors() -> None:
+def _take_cpu_tensors():
     import torch
 
     from olmo_lns.norm import transformer_engine as norm_op
@@ -151,7 +151,7 @@ def _take_cpu_tensors() -> None:
     from transformer_engine.pytorch.ops.basic import basic_linear
 
     class SaysCuda(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
                 return True
             return func(*args, **(kwargs or {}))
@@ -161,7 +161,7 @@ def _take_cpu_tensors() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
     init = base.TransformerEngineBaseModule.__init__
 
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+    def built(self, *args, **kwargs):
         with mock.patch.object(torch.cuda, "is_available", lambda: True):  # an error without, from 2.20 on
             init(self, *args, **kwargs)
 
@@ -176,22 +176,22 @@ _kept: list[Any] = []
 
 
 def _gemm(
-    A: Any,
-    B: Any,
-    out_dtype: Any = None,
-    quantization_params: Any = None,
-    gelu: bool = False,
-    gelu_in: Any = None,
-    alpha: float = 1.0,
-    beta: Any = None,
-    accumulate: bool = False,
-    layout: str = "TN",
-    out: Any = None,
-    bias: Any = None,
-    use_split_accumulator: bool = False,
-    grad: bool = False,
-    **kwargs: Any,
-) -> Any:
+    A,
+    B,
+    out_dtype=None,
+    quantization_params=None,
+    gelu=False,
+    gelu_in=None,
+    alpha=1.0,
+    beta=None,
+    accumulate=False,
+    layout="TN",
+    out=None,
+    bias=None,
+    use_split_accumulator=False,
+    grad=False,
+    **kwargs,
+):
     """TE's ``general_gemm``: B A^T, B A or B^T A, and the bias or its gradient."""
     a, b = A.reshape(-1, A.shape[-1]), B.reshape(-1, B.shape[-1])
     result = b @ a.t() if layout == "TN" else b @ a if layout == "NN" else b.t() @ a

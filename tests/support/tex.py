@@ -10,7 +10,6 @@ import contextlib
 import enum
 import sys
 import types
-from typing import Iterator
 
 import torch
 
@@ -122,7 +121,7 @@ def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma, /):
     return [dx.to(x.dtype), (wide_dz * unit).sum(0).to(gamma.dtype), wide_dz.sum(0).to(gamma.dtype)]
 
 
-def module() -> types.ModuleType:
+def module():
     """The stand-in as a module object named ``transformer_engine_torch``."""
     fake = types.ModuleType("transformer_engine_torch")
     fake.DType = DType  # type: ignore[attr-defined]
@@ -131,13 +130,13 @@ def module() -> types.ModuleType:
     return fake
 
 
-def _clear_caches() -> None:
+def _clear_caches():
     for cached in (te.status, backend._decide):
         cached.cache_clear()
 
 
 @contextlib.contextmanager
-def installed(version: str = "2.11.0") -> Iterator[types.ModuleType]:
+def installed(version="2.11.0"):
     """Transformer Engine ``version`` seems installed and takes CPU tensors; everything is as before afterwards."""
     package, framework = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
     package.__version__, package.pytorch, package.__path__ = version, framework, []  # type: ignore[attr-defined]

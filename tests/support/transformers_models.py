@@ -3,8 +3,6 @@
 import copy
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -55,17 +53,17 @@ if transformers.__version__.startswith("4."):
     OUTPUTS["dinov2"] = ("attention.output.dense", "mlp.fc2")
 
 
-def environment(**changes: str | None) -> dict[str, str]:
+def environment(**changes):
     """Of a process that loads models of ours: it finds the package that these tests found."""
     return launch.environment(PYTHONPATH=os.environ.get("PYTHONPATH"), **changes)
 
 
-def config(kind: str, **changes: Any) -> Any:
+def config(kind, **changes):
     _, name, arguments = MODELS[kind]
     return getattr(transformers, name)(**{**arguments, **changes})
 
 
-def stock(kind: str, seed: int = 0, large: bool = True, **changes: Any) -> Any:
+def stock(kind, seed=0, large=True, **changes):
     """A stock model in evaluation mode. :param large: gains and biases off their start, matrices large enough to act."""
     torch.manual_seed(seed)
     model = getattr(transformers, MODELS[kind][0])(config(kind, **changes))
@@ -76,21 +74,21 @@ def stock(kind: str, seed: int = 0, large: bool = True, **changes: Any) -> Any:
     return model.eval()
 
 
-def inputs(kind: str, batch: int = 2, length: int = 10) -> dict[str, torch.Tensor]:
+def inputs(kind, batch=2, length=10):
     generator = torch.Generator().manual_seed(1)
     if kind in ("vit", "dinov2"):
         return {"pixel_values": torch.randn(batch, 1, 8, 8, generator=generator)}
     return {"input_ids": torch.randint(2, VOCABULARY, (batch, length), generator=generator)}
 
 
-def blocks(kind: str, model: Any) -> list[Any]:
+def blocks(kind, model):
     base = model.base_model
     if kind == "gpt2":
         return list(base.h)
     return list(base.layers if hasattr(base, "layers") else base.encoder.layer)
 
 
-def hooked(kind: str, model: Any, scheme: str = "lns", exponent: float = 0.5) -> Any:
+def hooked(kind, model, scheme="lns", exponent=0.5):
     """A copy of a stock model whose norms (or branches) are multiplied by ``l ** -exponent`` from outside."""
     reference = copy.deepcopy(model)
     norms, outputs = NORMS.get(kind, LLAMA_NORMS), OUTPUTS.get(kind, LLAMA_OUTPUTS)
@@ -108,7 +106,7 @@ def hooked(kind: str, model: Any, scheme: str = "lns", exponent: float = 0.5) ->
     return reference
 
 
-def same(kind: str, left: Any, right: Any, tolerance: float = 1e-5) -> None:
+def same(kind, left, right, tolerance=1e-5):
     """Logits and the gradient of every parameter of two models agree."""
     results = []
     for model in (left, right):
@@ -123,24 +121,24 @@ def same(kind: str, left: Any, right: Any, tolerance: float = 1e-5) -> None:
         assert (gradient - wanted[name]).abs().max() <= tolerance * (wanted[name].abs().max() + 1e-3), name
 
 
-def _after(*scaled: str) -> Any:
-    def plan(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
+def _after(*scaled):
+    def plan(layer_number, n_layers, sub_layer, *, exponent):
         factor = lns_scale(layer_number, exponent=exponent)
         return Plan(branch_scale=factor) if sub_layer in scaled else Plan()
 
     return plan
 
 
-def _branch_norm(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
+def _branch_norm(layer_number, n_layers, sub_layer, *, exponent):
     return Plan(pre=False, branch=True, branch_scale=lns_scale(layer_number, exponent=exponent))
 
 
-def _post(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
+def _post(layer_number, n_layers, sub_layer):
     return Plan(pre=False, post=True)
 
 
 @pytest.fixture
-def schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+def schemes(monkeypatch):
     """Rows that the table may not have: factors after the branches, a scaled norm on the branch, Post-LN."""
     rows = {
         "lnsafterbranch": (_after("attn", "ff"), {"exponent": EXPONENT}),
@@ -155,14 +153,14 @@ def schemes(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(registry._table, name, row)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder):
     return json.loads((folder / "config.json").read_text())
 
 
 STEPS, RATE = 6, 1e-2
 
 
-def rows(count: int = 12, length: int = 8) -> list[dict[str, torch.Tensor]]:
+def rows(count=12, length=8):
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(2, 97, (count, length), generator=generator)
     labels = ids.clone()

@@ -1,8 +1,5 @@
 """A tiny LLaVA with random weights, whose processor needs no torchvision."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +11,7 @@ IMAGE, LANGUAGE_LAYERS, VISION_LAYERS = 90, LAYERS, 4
 _TEXT = {**LLAMA_LIKE, "max_position_embeddings": 128}
 
 
-def llava_folder(folder: Path) -> Path:
+def llava_folder(folder):
     """Model, tokenizer and processor, saved."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -50,6 +47,6 @@ def llava_folder(folder: Path) -> Path:
     return folder
 
 
-def _clip_processor(**options: Any) -> Any:
+def _clip_processor(**options):
     pillow = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     return pillow(**options)

@@ -19,13 +19,13 @@ PROBE = (
 NO_HOOK = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]; "
 
 
-def probe(tree: Path, before: str = "") -> str:
+def probe(tree, before=""):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run([sys.executable, "-c", before + PROBE], capture_output=True, text=True, env=env)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
-def apply(patch: Path, tree: Path, *flags: str) -> None:
+def apply(patch, tree, *flags):
     subprocess.run(["git", "apply", *flags, str(patch)], cwd=tree, check=True, capture_output=True)
 
 

@@ -6,7 +6,6 @@ version has no such flag. ``--write`` puts it into ``tests/support/megatron_argu
 whole namespace of the first case as Megatron does.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -32,7 +31,7 @@ BASE = (
 )
 
 
-def flags_of(case: str) -> list[str]:
+def flags_of(case):
     """``BASE`` with the flags of a case; ``-name`` takes one away again."""
     from support.megatron_saved import FLAGS
 
@@ -43,7 +42,7 @@ def flags_of(case: str) -> list[str]:
     return words + added
 
 
-def record() -> tuple[str, dict[str, Any], argparse.Namespace]:
+def record():
     """Megatron Core's version (two numbers), the cases, and the whole namespace of the first."""
     from support.megatron_saved import FLAGS, names_read
 
@@ -73,7 +72,7 @@ def record() -> tuple[str, dict[str, Any], argparse.Namespace]:
     return ".".join(core.__version__.split(".")[:2]), found, parsed["base"]
 
 
-def main() -> None:
+def main():
     sys.path.insert(0, str(RECORDED.parents[1]))
     with contextlib.redirect_stdout(io.StringIO()):
         version, found, namespace = record()

@@ -1,7 +1,5 @@
 """One gloo process with Megatron's parallel state for the tests of each module in this folder, and gone before the next."""
 
-from typing import Iterator
-
 import pytest
 from support.megatron_cpu import single_process
 
@@ -9,7 +7,7 @@ from olmo_lns.integrations.megatron import register
 
 
 @pytest.fixture(scope="module", autouse=True)
-def megatron() -> Iterator[None]:
+def megatron():
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     register()
     with single_process():
@@ -17,7 +15,7 @@ def megatron() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_messages() -> None:
+def fresh_messages():
     from olmo_lns.integrations.megatron import building
 
     building._said.clear()

@@ -3,7 +3,6 @@
 import inspect
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +18,12 @@ from olmo_lns.schemes import parse
 class Custom(torch.nn.Module):
     """A layer that is no transformer layer."""
 
-    def __init__(self, config: Any, layer_number: int, **kwargs: Any) -> None:
+    def __init__(self, config, layer_number, **kwargs):
         super().__init__()
         self.layer_number = layer_number
 
 
-def hybrid(pattern: str) -> Any:
+def hybrid(pattern):
     """A hybrid stack of the installed version, with Megatron's own attention and MLP layers."""
     pytest.importorskip("megatron.core.ssm.mamba_block")
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -44,7 +43,7 @@ def hybrid(pattern: str) -> Any:
     )
 
 
-def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block(capsys):
     stack = hybrid("*-*-*-")
     assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(stack)] == [1, 1, 2, 2, 3, 3]
     assert "LayerNorm Scaling on: 6 norms (RMSNorm), 6 in this process (blocks 1-3)" in capsys.readouterr().out
@@ -59,13 +58,13 @@ def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block(capsys: pytest
         ("*-*", "has 3 layers: attention without an MLP"),
     ],
 )
-def test_hybrid_patterns_that_are_refused(pattern: str, words: str) -> None:
+def test_hybrid_patterns_that_are_refused(pattern, words):
     with pytest.raises(LNSConfigError, match=words):
         hybrid(pattern)
 
 
 @pytest.fixture
-def arguments(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def arguments(monkeypatch):
     """What ``megatron.training``, which is not in the wheel, knows of the command line."""
     args = SimpleNamespace(layernorm_scaling=True)
     module = ModuleType("megatron.training.global_vars")
@@ -75,9 +74,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return args
 
 
-def test_a_config_that_did_not_come_from_the_arguments_is_refused(
-    arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_that_did_not_come_from_the_arguments_is_refused(arguments, monkeypatch):
     """Otherwise a script with a config of its own, or --yaml-cfg, would train Pre-LN under --layernorm-scaling."""
     with pytest.raises(LNSConfigError, match="was not made by core_transformer_config_from_args"):
         tiny.build(tiny.config())
@@ -89,7 +86,7 @@ def test_a_config_that_did_not_come_from_the_arguments_is_refused(
         tiny.build(tiny.config())
 
 
-def test_a_model_without_a_site_stops_the_run(arguments: SimpleNamespace) -> None:
+def test_a_model_without_a_site_stops_the_run(arguments):
     """As with --use-legacy-models, whose layers are others."""
     build = building.model_built(lambda model: model)
     layers = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
@@ -102,7 +99,7 @@ def test_a_model_without_a_site_stops_the_run(arguments: SimpleNamespace) -> Non
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_stage_without_a_layer_passes_and_names_what_was_applied(arguments: SimpleNamespace, given: bool) -> None:
+def test_a_stage_without_a_layer_passes_and_names_what_was_applied(arguments, given):
     arguments.layernorm_scaling = given
     chunks = [tiny.model_of()]
     del chunks[0].decoder.layers[:]  # a pipeline stage with the loss alone
@@ -111,14 +108,12 @@ def test_a_stage_without_a_layer_passes_and_names_what_was_applied(arguments: Si
 
 
 @pytest.mark.parametrize(("built", "keep"), [(False, False), (False, True), (True, False)])
-def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
-    arguments: SimpleNamespace, capsys: pytest.CaptureFixture[str], built: bool, keep: bool
-) -> None:
+def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(arguments, capsys, built, keep):
     """Otherwise the checkpoint would say Pre-LN, and a later launch without ``apply`` would load it as such."""
     arguments.layernorm_scaling = False
     scheme = "lnsafterbranch:exponent=0.25"
 
-    def provider() -> list[Any]:
+    def provider():
         if not built:
             return [tiny.model_of(scheme, keep_scaled_init=keep)]
         apply(model := tiny.build(tiny.config()), scheme=scheme)
@@ -130,7 +125,7 @@ def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
     assert f"--norm-scheme {scheme}: not given but applied to the model" in capsys.readouterr().out
 
 
-def test_two_schemes_in_one_model_and_another_than_the_arguments_say_are_refused(arguments: SimpleNamespace) -> None:
+def test_two_schemes_in_one_model_and_another_than_the_arguments_say_are_refused(arguments):
     chunks = [tiny.model_of(f"lns:exponent={exponent}") for exponent in (0.5, 0.25)]
     with pytest.raises(LNSConfigError, match="lns was asked for, but the model was built with lns:exponent=0.25"):
         building.model_built(lambda: chunks)()
@@ -139,7 +134,7 @@ def test_two_schemes_in_one_model_and_another_than_the_arguments_say_are_refused
         building.model_built(lambda: chunks)()
 
 
-def test_apply_after_the_build_or_twice_is_refused() -> None:
+def test_apply_after_the_build_or_twice_is_refused():
     model = tiny.build(cfg := tiny.config())
     with pytest.raises(LNSConfigError, match="a model was built from this TransformerConfig before"):
         apply(cfg)
@@ -154,7 +149,7 @@ def test_apply_after_the_build_or_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("keep", "std"), [(False, 0.02), (True, 0.02 / 8**0.5)])
-def test_the_output_projections_are_initialized_as_asked(keep: bool, std: float) -> None:
+def test_the_output_projections_are_initialized_as_asked(keep, std):
     """Bridge's way: the config is finished (``init_method`` set) only after ``apply``."""
     cfg = tiny.config(hidden_size=64, ffn_hidden_size=256)
     finished, cfg.init_method = cfg.init_method, None
@@ -165,7 +160,7 @@ def test_the_output_projections_are_initialized_as_asked(keep: bool, std: float)
         assert weight.std().item() == pytest.approx(std, rel=0.05)
 
 
-def test_mup_keeps_its_width_factor() -> None:
+def test_mup_keeps_its_width_factor():
     """``init_method`` carries 1/sqrt(width_mult) there; only the depth factor goes."""
     config = SimpleNamespace(use_mup=True, init_method="std/sqrt(m)", output_layer_init_method="std/sqrt(2Lm)")
     assert building.use_plain_initialization(config)

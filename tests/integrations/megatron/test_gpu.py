@@ -1,7 +1,5 @@
 """On a GPU with the real Transformer Engine: kernels against fp32 torch, CUDA graphs."""
 
-from typing import Any
-
 import pytest
 import torch
 from support import megatron_tiny as tiny
@@ -16,7 +14,7 @@ WIDTH, ROWS, EPS = 1024, 512, 1e-6
 
 
 @pytest.fixture(autouse=True)
-def te() -> Any:
+def te():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     te = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
@@ -25,7 +23,7 @@ def te() -> Any:
     return te
 
 
-def error(found: Any, expected: Any) -> float:
+def error(found, expected):
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -38,7 +36,7 @@ def error(found: Any, expected: Any) -> float:
         ("fused linear, FP8", torch.bfloat16, 0.1),
     ],
 )
-def test_against_fp32_torch(te: Any, kind: str, dtype: torch.dtype, limit: float) -> None:
+def test_against_fp32_torch(te, kind, dtype, limit):
     if "FP8" in kind and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
@@ -74,7 +72,7 @@ def test_against_fp32_torch(te: Any, kind: str, dtype: torch.dtype, limit: float
         assert error(found, expected) < limit
 
 
-def test_cuda_graph_replays_what_eager_computes(te: Any) -> None:
+def test_cuda_graph_replays_what_eager_computes(te):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     cfg = tiny.under(

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import megatron_launch
@@ -56,18 +55,18 @@ THREE_STEPS = ("--save-interval", "3", "--exit-interval", "3")
 
 
 @pytest.fixture(scope="module")
-def tree() -> Path:
+def tree():
     found = megatron_launch.checkout()
     megatron_launch.build_helpers(found)
     return found
 
 
-def flags_of(scheme: str) -> list[str]:
+def flags_of(scheme):
     return ["--layernorm-scaling"] if scheme == "lns" else ["--norm-scheme", scheme] if scheme else []
 
 
 @pytest.fixture(scope="module")
-def saved(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.CompletedProcess]]:
+def saved(tree, tmp_path_factory):
     """Scheme ("" is none) -> checkpoint of its third step, and the run."""
     found = {}
     for scheme in ("", *SCHEMES):
@@ -78,7 +77,7 @@ def saved(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     return found
 
 
-def run_program(tree: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run_program(tree, program, *words):
     variables = megatron_launch.environment()
     variables["PYTHONPATH"] = f"{tree}:{variables['PYTHONPATH']}"
     return subprocess.run(
@@ -87,12 +86,12 @@ def run_program(tree: Path, program: str, *words: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-def refused(done: subprocess.CompletedProcess[str], words: str) -> None:
+def refused(done, words):
     assert done.returncode != 0
     assert re.search(words, done.stderr + done.stdout, re.DOTALL), done.stderr[-3000:]
 
 
-def test_help_shows_the_flags() -> None:
+def test_help_shows_the_flags():
     program = "from megatron.training.arguments import parse_args; parse_args()"
     done = run_program(megatron_launch.checkout(), program, *megatron_launch.model_flags(), "--help")
     if "unsupported format character" in done.stderr:
@@ -104,7 +103,7 @@ def test_help_shows_the_flags() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_trains_saves_resumes_and_refuses(scheme: str, saved: dict, tree: Path) -> None:
+def test_trains_saves_resumes_and_refuses(scheme, saved, tree):
     (folder, first), other = saved[scheme], "lns" if scheme != "lns" else "lnsafterff"
     assert re.search(rf"olmo-lns: [\w -]+ on: {re.escape(SCHEMES[scheme])}", first.stdout), first.stdout
     proj, fc2, qkv = (
@@ -127,8 +126,8 @@ def test_trains_saves_resumes_and_refuses(scheme: str, saved: dict, tree: Path) 
 
 
 @pytest.mark.slow
-def test_modelopt_loads_are_compared_too(saved: dict, tree: Path) -> None:
-    def load(source: str, running: str) -> subprocess.CompletedProcess[str]:
+def test_modelopt_loads_are_compared_too(saved, tree):
+    def load(source, running):
         words = [*megatron_launch.model_flags(), "--load", str(saved[source][0]), *flags_of(running)]
         return run_program(tree, MODELOPT, *words)
 
@@ -140,9 +139,7 @@ def test_modelopt_loads_are_compared_too(saved: dict, tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_patched_megatron_has_the_guards_of_the_plugin(
-    saved: dict, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patched_megatron_has_the_guards_of_the_plugin(saved, tree, tmp_path, monkeypatch):
     """Without the start-up hook, so that only the patch can have loaded it."""
     patched = tmp_path / "Megatron-LM"
     shutil.copytree(tree, patched, ignore=shutil.ignore_patterns(".git", "__pycache__"))
@@ -158,7 +155,7 @@ def test_a_patched_megatron_has_the_guards_of_the_plugin(
 
 
 @pytest.mark.slow
-def test_a_converter_that_loses_a_schemes_parameters_is_refused(tree: Path, tmp_path: Path) -> None:
+def test_a_converter_that_loses_a_schemes_parameters_is_refused(tree, tmp_path):
     save = ["--save", str(tmp_path / "run"), "--save-interval", "1", "--exit-interval", "1", "--ckpt-format", "torch"]
     done = pretrain(tree, "--norm-scheme", "skipinit", *save)
     assert len(losses(done)) == 1, done.stderr[-3000:]
@@ -173,7 +170,7 @@ def test_a_converter_that_loses_a_schemes_parameters_is_refused(tree: Path, tmp_
 
 
 @pytest.mark.slow
-def test_legacy_models_have_no_site(tree: Path) -> None:
+def test_legacy_models_have_no_site(tree):
     """0.14.0 still builds them, of other layers; the run stops before its first step."""
     if "megatron.legacy.model.GPTModel" not in (tree / "pretrain_gpt.py").read_text():
         pytest.skip("the pretrain_gpt.py of this Megatron builds no legacy models itself")
@@ -183,7 +180,7 @@ def test_legacy_models_have_no_site(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hybrid_model_of_plain_blocks_is_the_gpt_model(tree: Path) -> None:
+def test_a_hybrid_model_of_plain_blocks_is_the_gpt_model(tree):
     """pretrain_hybrid.py (up to 0.17 pretrain_mamba.py): the same weights, the same factors, the same losses."""
     new = (tree / "pretrain_hybrid.py").is_file()
     script = "pretrain_hybrid.py" if new else "pretrain_mamba.py"
@@ -199,9 +196,7 @@ def test_a_hybrid_model_of_plain_blocks_is_the_gpt_model(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folded_checkpoint_runs_without_the_plugin(
-    saved: dict, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folded_checkpoint_runs_without_the_plugin(saved, tree, tmp_path, monkeypatch):
     """``olmo-lns export --format megatron``, then stock pretrain_gpt.py: the loss that the model has."""
     source, folded, flag = str(saved["lns"][0]), str(tmp_path / "folded"), "--layernorm-scaling"
     export = [sys.executable, "-m", "olmo_lns", "export", source, folded, "--format", "megatron"]

@@ -16,10 +16,10 @@ from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.schemes import LNS
 
 
-def test_multi_token_prediction_goes_on_after_the_last_block() -> None:
+def test_multi_token_prediction_goes_on_after_the_last_block():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    def model_of(cfg: Any) -> Any:
+    def model_of(cfg):
         spec = tiny.local_spec(cfg)
         return tiny.build(cfg, spec, mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=False))
 
@@ -35,7 +35,7 @@ def test_multi_token_prediction_goes_on_after_the_last_block() -> None:
     tiny.assert_same_step(model, stock)
 
 
-def test_multi_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multi_latent_attention(monkeypatch):
     """Only the layer's own two norms, not those of q and of the compressed keys and values.
 
     Megatron's local attention core does not take the arguments that MLA gives it, with or without LNS: ours drops them.
@@ -45,7 +45,7 @@ def test_multi_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Core(DotProductAttention):
-        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        def __init__(self, *args, k_channels=0, v_channels=0, **kwargs):
             super().__init__(*args, **kwargs)
 
     if not isinstance(getattr(multi_latent_attention, "TELinear", Core), type):  # 0.16 asks for what TE lacks
@@ -62,12 +62,12 @@ def test_multi_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.assert_same_step(model, tiny.hook_reference(stock))
 
 
-def keys_of(model: Any) -> list[Any]:
+def keys_of(model):
     keys = {k: v.key for k, v in model.sharded_state_dict().items() if hasattr(v, "key")}
     return [list(dict(model.named_parameters())), list(model.state_dict()), keys]
 
 
-def test_two_sites_a_layer_with_the_global_number_and_the_keys_of_stock() -> None:
+def test_two_sites_a_layer_with_the_global_number_and_the_keys_of_stock():
     model, stock = tiny.model_of(), tiny.build(tiny.config())
     sites = [(norm.lns_sites[0].layer_number, norm.lns_scale) for norm in tiny.scaled_norms(model)]
     assert sites == [(block, block**-0.5) for block in (1, 1, 2, 2, 3, 3, 4, 4)]
@@ -79,7 +79,7 @@ def test_two_sites_a_layer_with_the_global_number_and_the_keys_of_stock() -> Non
     assert stock.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
 
 
-def test_apply_to_a_built_model_or_layer_equals_apply_to_its_config() -> None:
+def test_apply_to_a_built_model_or_layer_equals_apply_to_its_config():
     model, other, stock = tiny.build(tiny.config()), tiny.model_of(), tiny.build(tiny.config())
     other.load_state_dict(model.state_dict())
     assert apply(model) == 2 * tiny.LAYERS
@@ -99,14 +99,14 @@ def test_apply_to_a_built_model_or_layer_equals_apply_to_its_config() -> None:
         ("batch_invariant_mode", True),
     ],
 )
-def test_settings_that_are_refused(name: str, value: Any) -> None:
+def test_settings_that_are_refused(name, value):
     setattr(cfg := tiny.under(), name, value)  # set late: not every version knows each of them
     for refuses in (apply, tiny.build)[: 1 if "batch" in name else 2]:  # which main builds with TE only
         with pytest.raises(LNSConfigError, match=f"{name}={value!r}"):
             refuses(cfg)
 
 
-def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused() -> None:
+def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused():
     from megatron.core.transformer.identity_op import IdentityOp
 
     spec = copy.deepcopy(tiny.local_spec(cfg := tiny.under()))
@@ -119,9 +119,9 @@ def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused() -> None:
         apply(layer)
 
 
-def test_an_unknown_norm_is_multiplied() -> None:
+def test_an_unknown_norm_is_multiplied():
     class Doubling(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, x):
             return 2 * x, x
 
     layer = tiny.build(tiny.config()).decoder.layers[3]
@@ -131,14 +131,14 @@ def test_an_unknown_norm_is_multiplied() -> None:
     assert "output multiplied" in layer.input_layernorm.lns_method
 
 
-def test_a_target_that_is_none_is_refused() -> None:
+def test_a_target_that_is_none_is_refused():
     with pytest.raises(LNSConfigError, match="cannot apply LayerNorm Scaling to dict"):
         apply({})
     with pytest.raises(LNSConfigError, match="holds no TransformerLayer"):
         apply(torch.nn.Linear(2, 2))
 
 
-def test_after_the_first_forward_nothing_stands_in_a_modules_way() -> None:
+def test_after_the_first_forward_nothing_stands_in_a_modules_way():
     model = tiny.model_of()
     copied = copy.deepcopy(model.decoder.layers[0].input_layernorm)
     for each, waiting in ((copied, 1), (model, 3 * tiny.LAYERS), (model, 0)):
@@ -147,7 +147,7 @@ def test_after_the_first_forward_nothing_stands_in_a_modules_way() -> None:
         assert not [m for m in each.modules() if "forward" in m.__dict__]
 
 
-def test_a_layer_that_does_not_run_its_norm_is_refused() -> None:
+def test_a_layer_that_does_not_run_its_norm_is_refused():
     """At the first forward; Megatron's own case, the op fuser, is in te_cases.py."""
     model = tiny.model_of()
     model.decoder.layers[1].pre_mlp_layernorm = torch.nn.RMSNorm(tiny.HIDDEN)
@@ -163,16 +163,14 @@ class PythonLayerNorm(torch.autograd.Function):
     """Apex's function by its signature: backward uses the gain it was given, and returns its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, shape: Any, eps: float, memory_efficient: bool = False
-    ) -> Any:
+    def forward(ctx, x, weight, bias, shape, eps, memory_efficient=False):
         rsigma = torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + eps)
         unit = (x - x.mean(-1, keepdim=True)) * rsigma
         ctx.save_for_backward(unit, weight, rsigma)
         return unit * weight + bias
 
     @staticmethod
-    def backward(ctx: Any, upstream: Any) -> Any:  # type: ignore[override]
+    def backward(ctx, upstream):  # type: ignore[override]
         unit, weight, rsigma = ctx.saved_tensors
         g = upstream * weight
         dx = rsigma * (g - g.mean(-1, keepdim=True) - unit * (g * unit).mean(-1, keepdim=True))
@@ -180,7 +178,7 @@ class PythonLayerNorm(torch.autograd.Function):
 
 
 @pytest.fixture
-def apex(monkeypatch: pytest.MonkeyPatch) -> Any:
+def apex(monkeypatch):
     """Megatron's wrapper of Apex, its CUDA function replaced; and the settings that it wants."""
     from megatron.core.fusions import fused_layer_norm
 
@@ -190,7 +188,7 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("centered", [False, True])
-def test_megatrons_wrapper_of_apex(centered: bool, apex: Any) -> None:
+def test_megatrons_wrapper_of_apex(centered, apex):
     kind, how = apex
     cfg = tiny.under(layernorm_zero_centered_gamma=centered, init_method_std=0.2, **how)
     model = tiny.perturb(tiny.build(cfg, tiny.spec_with(cfg, kind)))
@@ -203,9 +201,9 @@ def test_megatrons_wrapper_of_apex(centered: bool, apex: Any) -> None:
         assert norm.weight is norm._parameters["weight"] and norm.zero_centered_gamma is centered
 
 
-def test_a_norm_that_hands_the_residual_on() -> None:
+def test_a_norm_that_hands_the_residual_on():
     class TEFusedResidualRMSNorm(torch.nn.RMSNorm):
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, x):
             return super().forward(x), x
 
     norm: Any = TEFusedResidualRMSNorm(WIDTH, eps=EPS)
@@ -217,7 +215,7 @@ def test_a_norm_that_hands_the_residual_on() -> None:
     torch.testing.assert_close(y, plain * SCALE)
 
 
-def test_twice_is_refused_and_names_stay() -> None:
+def test_twice_is_refused_and_names_stay():
     norm: Any = torch.nn.RMSNorm(WIDTH)
     attach_norm(norm, SITE)
     assert norm.lns_scale == SCALE and isinstance(norm, torch.nn.RMSNorm)
@@ -226,7 +224,7 @@ def test_twice_is_refused_and_names_stay() -> None:
         attach_norm(norm, SITE)
 
 
-def test_a_fused_linear_that_is_not_megatrons_is_refused() -> None:
+def test_a_fused_linear_that_is_not_megatrons_is_refused():
     class LayerNormLinear(torch.nn.Linear):
         layer_norm_weight = torch.ones(WIDTH)
 
@@ -235,7 +233,7 @@ def test_a_fused_linear_that_is_not_megatrons_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "Apex"])
-def test_a_scaled_norm_is_saved_and_copied_whole(kind: str, apex: Any) -> None:
+def test_a_scaled_norm_is_saved_and_copied_whole(kind, apex):
     norm: Any = apex[0](tiny.config(**apex[1]), WIDTH) if kind == "Apex" else torch.nn.RMSNorm(WIDTH, eps=EPS)
     attach_norm(norm, SITE)
     file = io.BytesIO()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +22,11 @@ from olmo_lns.schemes import parse
 TESTS = Path(__file__).parents[2]
 
 
-def field_by_field(cfg: Any) -> Any:
+def field_by_field(cfg):
     return type(cfg)(**{each.name: getattr(cfg, each.name) for each in dataclasses.fields(cfg)})
 
 
-def pickled(cfg: Any) -> Any:
+def pickled(cfg):
     file = io.BytesIO()
     torch.save(cfg, file)
     file.seek(0)
@@ -43,7 +42,7 @@ def pickled(cfg: Any) -> Any:
         (pickled, {"keep_scaled_init": True}),
     ],
 )
-def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied: Any, how: Any) -> None:
+def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied, how):
     cfg = tiny.config()
     if copied is pickled:  # torch's functions alone: Megatron's initializers are closures
         cfg.init_method, cfg.output_layer_init_method = torch.nn.init.zeros_, torch.nn.init.ones_
@@ -55,7 +54,7 @@ def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied: Any, h
     norm_sites.check(tiny.build(other), parse(how.get("scheme", "lns")), tiny.LAYERS)
 
 
-def block_spec(cfg: Any) -> Any:
+def block_spec(cfg):
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -74,7 +73,7 @@ def block_spec(cfg: Any) -> Any:
     ],
     ids=["Megatron's own", "a layer", "a function", "a block", "a block's own spec", "another scheme"],
 )
-def test_the_layer_spec_is_apply(own: Any, how: dict[str, Any]) -> None:
+def test_the_layer_spec_is_apply(own, how):
     cfg, other = tiny.config(), tiny.under(**how)
     one, two = tiny.build(cfg, layer_spec(cfg, own(cfg), **how)), tiny.build(other)
     assert (cfg.output_layer_init_method is cfg.init_method) is not how.get("keep_scaled_init", False)
@@ -84,7 +83,7 @@ def test_the_layer_spec_is_apply(own: Any, how: dict[str, Any]) -> None:
     tiny.assert_same_step(one, two)  # drawn alike too
 
 
-def test_what_the_layer_spec_refuses_and_the_stage_that_it_hands_on() -> None:
+def test_what_the_layer_spec_refuses_and_the_stage_that_it_hands_on():
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     cfg = tiny.under("sandwich", keep_scaled_init=True)
@@ -126,7 +125,7 @@ with single_process():
 """
 
 
-def test_nothing_of_megatron_is_replaced_for_a_layer_spec() -> None:
+def test_nothing_of_megatron_is_replaced_for_a_layer_spec():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", UNPATCHED], cwd=TESTS, capture_output=True, text=True, timeout=300,
         env=os.environ | {"OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
@@ -134,7 +133,7 @@ def test_nothing_of_megatron_is_replaced_for_a_layer_spec() -> None:
     assert "EQUAL MTP layers under a layer spec need the plugin" in done.stdout, done.stderr[-3000:]
 
 
-def save(folder: Path, model: Any, **state: Any) -> str:
+def save(folder, model, **state):
     """A loop of one's own: Megatron Core's save of the model alone."""
     from megatron.core import dist_checkpointing
 
@@ -146,7 +145,7 @@ def save(folder: Path, model: Any, **state: Any) -> str:
     return str(folder)
 
 
-def load(folder: str, model: Any) -> dict[str, Any]:
+def load(folder, model):
     from megatron.core import dist_checkpointing
 
     loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
@@ -155,7 +154,7 @@ def load(folder: str, model: Any) -> dict[str, Any]:
     return loaded
 
 
-def record_in(folder: str) -> Record | None:
+def record_in(folder):
     from megatron.core import dist_checkpointing
 
     metadata = dist_checkpointing.load_content_metadata(folder)
@@ -163,7 +162,7 @@ def record_in(folder: str) -> Record | None:
 
 
 @pytest.mark.parametrize("scheme", ["lns:exponent=0.25", "lnsafterbranch", "sandwich"])
-def test_a_checkpoint_of_a_loop_keeps_its_record_and_is_compared(scheme: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_loop_keeps_its_record_and_is_compared(scheme, tmp_path):
     from megatron.core import dist_checkpointing
 
     folder = save(tmp_path / "run", tiny.model_of(scheme))
@@ -175,7 +174,7 @@ def test_a_checkpoint_of_a_loop_keeps_its_record_and_is_compared(scheme: str, tm
         dist_checkpointing.load({"model": one}, folder)
 
 
-def test_other_weights_are_refused_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_are_refused_with_a_name(tmp_path, monkeypatch):
     lns, stock = save(tmp_path / "lns", tiny.model_of()), save(tmp_path / "stock", tiny.build(tiny.config()))
     with pytest.raises(CheckpointMismatchError, match=r"lns was saved with lns:exponent=0.5 .*this run has Pre-LN"):
         load(lns, tiny.build(tiny.config()))
@@ -190,7 +189,7 @@ def test_other_weights_are_refused_with_a_name(tmp_path: Path, monkeypatch: pyte
     load(lns, tiny.build(tiny.config()))
 
 
-def test_the_record_is_that_of_the_built_model(tmp_path: Path) -> None:
+def test_the_record_is_that_of_the_built_model(tmp_path):
     """Not of a config that was changed later; a stage without a layer, which only embeds, has its config's."""
     from megatron.core import dist_checkpointing
 
@@ -210,7 +209,7 @@ def test_the_record_is_that_of_the_built_model(tmp_path: Path) -> None:
         dist_checkpointing.save(both, str(tmp_path))
 
 
-def test_the_arguments_of_a_launch_are_compared_and_no_second_record_is_written(tmp_path: Path) -> None:
+def test_the_arguments_of_a_launch_are_compared_and_no_second_record_is_written(tmp_path):
     """As Megatron Bridge reads a checkpoint of ``pretrain_gpt.py --layernorm-scaling``."""
     from megatron.core import dist_checkpointing
     from support.megatron_checkpoints import arguments
@@ -224,7 +223,7 @@ def test_the_arguments_of_a_launch_are_compared_and_no_second_record_is_written(
         load({"model": tiny.build(tiny.config()).sharded_state_dict()}, folder)
 
 
-def test_a_checkpoint_is_read_without_a_model(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_without_a_model(tmp_path):
     """Tools that convert or average weights name tensors, and build no model that could be compared."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor

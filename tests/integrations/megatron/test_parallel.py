@@ -45,7 +45,7 @@ SCHEMES = ("lnsafterbranch", "sandwich_depth", "layerscale:start=0.5", "skipinit
 FEW = ("TP2, sequence parallel", "PP2 x VPP2")
 
 
-def launch(ranks: int, runs: dict[tuple[str, str], dict[str, Any]]) -> Found:
+def launch(ranks, runs):
     """All runs in one launch, which costs more than their steps."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
@@ -59,17 +59,17 @@ def launch(ranks: int, runs: dict[tuple[str, str], dict[str, Any]]) -> Found:
     return dict(zip(runs, map(list, zip(*map(json.loads, lines), strict=True)), strict=True))
 
 
-def compared(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+def compared(name):
     return {(name, mode): LAYOUTS[name] | {"mode": mode} for mode in ("plugin", "hooks", "off")}
 
 
-def losses(ranks: list[dict[str, Any]]) -> list[float]:
+def losses(ranks):
     """Those of the last pipeline stage."""
     return next(rank["losses"] for rank in ranks if rank["losses"][0] is not None)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory):
     pytest.importorskip("einops", reason="Megatron-FSDP needs it: pip install 'olmo-lns[test]'")
     folders = {scheme: str(tmp_path_factory.mktemp(scheme.split(":")[0])) for scheme in ("lns", *SCHEMES)}
     starts = {scheme: {"scheme": scheme, "load": folders[scheme], "steps": 3} for scheme in SCHEMES}
@@ -88,7 +88,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LATER)) for name in LAYOUTS]
 )
-def test_training_follows_the_hooked_reference(name: str, request: pytest.FixtureRequest) -> None:
+def test_training_follows_the_hooked_reference(name, request):
     # PyTorch's FSDP2 in a second parallel state would meet the groups of the first: a process of its own.
     found = launch(2, compared(name)) if name in LATER else request.getfixturevalue("found")
     plugin, expected = found[name, "plugin"], losses(found[name, "hooks"])
@@ -103,7 +103,7 @@ def test_training_follows_the_hooked_reference(name: str, request: pytest.Fixtur
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", FEW)
-def test_schemes_train_alike(name: str, scheme: str, found: Found) -> None:
+def test_schemes_train_alike(name, scheme, found):
     """From one checkpoint, resharded: learned factors and norms are sharded, reduced, updated as in one process."""
     ranks, expected = found[name, scheme], losses(found["alone", scheme])
     assert losses(ranks) == pytest.approx(expected, rel=2e-5)
@@ -111,7 +111,7 @@ def test_schemes_train_alike(name: str, scheme: str, found: Found) -> None:
     assert {site[0] for rank in ranks for site in rank["sites"]} == set(range(1, BLOCKS + 1))
 
 
-def test_a_checkpoint_gives_the_same_loss_under_another_layout(found: Found) -> None:
+def test_a_checkpoint_gives_the_same_loss_under_another_layout(found):
     expected = losses(found["saved", "plugin"])[-1]
     for name in ("TP2", "PP2"):
         assert losses(found[f"loaded, {name}", "plugin"])[-1] == pytest.approx(expected, rel=1e-5)

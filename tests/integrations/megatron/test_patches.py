@@ -39,7 +39,7 @@ print("FOUND " + json.dumps([layer.__file__, wraps, *losses]))
 """
 
 
-def git_apply(tree: Path, patch: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def git_apply(tree, patch, *words):
     return subprocess.run(
         ["git", "apply", *words, str(patch)],
         cwd=tree,
@@ -49,7 +49,7 @@ def git_apply(tree: Path, patch: Path, *words: str) -> subprocess.CompletedProce
     )
 
 
-def python(tree: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(tree, *words, **variables):
     """Python in ``tree``, with this repository behind it."""
     variables |= {"PYTHONPATH": f"{tree}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", *words]
@@ -57,7 +57,7 @@ def python(tree: Path, *words: str, **variables: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("patch", sorted(FOLDER.glob("*.patch")), ids=lambda p: p.stem)
-def test_headers_and_one_implementation_of_the_method(patch: Path) -> None:
+def test_headers_and_one_implementation_of_the_method(patch):
     head, _, body = patch.read_text().partition("diff --git")
     assert all(word in head for word in ("Made for:  NVIDIA/Megatron-LM ", "Apply:", "Revert:", "License:"))
     assert patch.name in head and patch in (*LOADERS.values(), UPSTREAM)
@@ -66,7 +66,7 @@ def test_headers_and_one_implementation_of_the_method(patch: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def patched(tmp_path_factory):
     """A copy of the installed megatron-core 0.16.1 with its patch."""
     import megatron.core
 
@@ -82,7 +82,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("alone", marks=pytest.mark.exhaustive), "with the hook"])
-def test_the_patch_loads_the_plugin_once(patched: Path, mode: str) -> None:
+def test_the_patch_loads_the_plugin_once(patched, mode):
     losses = [float(tiny.loss_of(tiny.build(cfg), tiny.batch()).detach()) for cfg in (tiny.under(), tiny.config())]
     done = python(patched, "-c", PROGRAM, mode)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -92,14 +92,14 @@ def test_the_patch_loads_the_plugin_once(patched: Path, mode: str) -> None:
     assert done.stdout.count("LayerNorm Scaling on: 8 norms") == 1
 
 
-def checkout() -> tuple[Path, str]:
+def checkout():
     """The tree that MEGATRON_LM_SRC names, and its version."""
     tree = megatron_launch.checkout()
     scope = runpy.run_path(str(tree / "megatron/core/package_info.py"))
     return tree, f"{scope['MAJOR']}.{scope['MINOR']}.{scope['PATCH']}"
 
 
-def test_a_patch_fits_the_checkout() -> None:
+def test_a_patch_fits_the_checkout():
     tree, version = checkout()
     names = {"0.16.1": "core_v0.16.1", "0.19.0": "core_v0.19.0", "0.19.1": "core_v0.19.0", "0.20.0": "main"}
     if version not in names:
@@ -109,7 +109,7 @@ def test_a_patch_fits_the_checkout() -> None:
 
 
 @pytest.mark.slow
-def test_the_patch_for_upstream_passes_its_own_tests(tmp_path: Path) -> None:
+def test_the_patch_for_upstream_passes_its_own_tests(tmp_path):
     """On a copy of main; without the patch's code, the tests that it brings fail."""
     tree, version = checkout()
     if version != "0.20.0":

@@ -1,7 +1,5 @@
 """Every scheme on a tiny GPT: the papers' equations, keys, start-up line, refusals."""
 
-from typing import Any
-
 import pytest
 import torch
 from support import megatron_tiny as tiny
@@ -34,12 +32,12 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
         ("sandwich_depth", RECOMPUTE),
     ],
 )
-def test_loss_and_all_gradients_are_those_of_the_equation(scheme: str, changes: dict[str, Any]) -> None:
+def test_loss_and_all_gradients_are_those_of_the_equation(scheme, changes):
     model = tiny.perturb(tiny.model_of(scheme, init_method_std=0.2, **changes))
     tiny.assert_equation(model, scheme, **{k: v for k, v in changes.items() if "recompute" not in k})
 
 
-def test_dropout_is_drawn_as_stock_draws_it() -> None:
+def test_dropout_is_drawn_as_stock_draws_it():
     """On the branch, in front of the addition: with factor 1 and the same random numbers it is the same model."""
     losses = []
     for cfg in (
@@ -53,7 +51,7 @@ def test_dropout_is_drawn_as_stock_draws_it() -> None:
 
 
 @pytest.mark.parametrize("fp32_stream", [False, True])
-def test_the_addition_keeps_the_dtype_that_megatrons_own_keeps(fp32_stream: bool) -> None:
+def test_the_addition_keeps_the_dtype_that_megatrons_own_keeps(fp32_stream):
     """Up to 0.16 a bf16 branch makes an fp32 stream bf16; newer ones keep the stream's dtype."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
@@ -65,12 +63,12 @@ def test_the_addition_keeps_the_dtype_that_megatrons_own_keeps(fp32_stream: bool
     assert addition(True, False)((branch, None), stream, 0.0).dtype == stock.dtype
 
 
-def sharded(model: Any) -> dict[str, Any]:
+def sharded(model):
     return {value.key: value for value in model.sharded_state_dict().values() if hasattr(value, "global_shape")}
 
 
 @pytest.mark.parametrize("scheme", [*BUILT, "skipinit:start=0.001"])
-def test_keys_starts_and_plans_of_a_built_model(scheme: str) -> None:
+def test_keys_starts_and_plans_of_a_built_model(scheme):
     model, stock = tiny.model_of(scheme), tiny.build(tiny.config())
     norm_sites.check(model, parse(scheme), tiny.LAYERS)
     own = ADDED.get(scheme.split(":")[0])
@@ -109,13 +107,13 @@ def test_keys_starts_and_plans_of_a_built_model(scheme: str) -> None:
         ),
     ],
 )
-def test_the_start_up_line_is_read_back(scheme: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_up_line_is_read_back(scheme, line, capsys):
     tiny.model_of(scheme)
     assert capsys.readouterr().out.count(f"olmo-lns: {line}") == 1
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_megatron_has_no_slot_for_is_refused_by_name_with_the_reason(name: str) -> None:
+def test_what_megatron_has_no_slot_for_is_refused_by_name_with_the_reason(name):
     with pytest.raises(LNSConfigError) as refusal:
         apply(tiny.config(), scheme=name)
     text = str(refusal.value)
@@ -123,7 +121,7 @@ def test_what_megatron_has_no_slot_for_is_refused_by_name_with_the_reason(name: 
     assert f"Available are preln, lns, {', '.join(x for x in names() if x in BUILT)}" in text
 
 
-def test_apply_to_a_model_that_has_a_scheme_is_refused() -> None:
+def test_apply_to_a_model_that_has_a_scheme_is_refused():
     for first, second, title in (
         ("lnsafterff", "lns", "LNS after feed-forward"),
         ("lns", "sandwich", "LayerNorm Scaling"),
@@ -134,7 +132,7 @@ def test_apply_to_a_model_that_has_a_scheme_is_refused() -> None:
             apply(model, scheme=second)
 
 
-def test_lns_by_either_name_and_schemes_that_apply_refuses() -> None:
+def test_lns_by_either_name_and_schemes_that_apply_refuses():
     assert Settings.of(tiny.under()) == Settings.of(tiny.under("lns:exponent=0.5"))
     for words, message in (
         ({"scheme": "sandwich_depth", "exponent": 0.25}, "write it in the scheme"),
@@ -145,9 +143,7 @@ def test_lns_by_either_name_and_schemes_that_apply_refuses() -> None:
             apply(tiny.config(), **words)  # type: ignore[arg-type]
 
 
-def test_a_slot_that_holds_something_else_or_is_called_in_another_way_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_that_holds_something_else_or_is_called_in_another_way_is_refused(monkeypatch):
     from megatron.core.transformer.identity_op import IdentityFuncOp
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -161,7 +157,7 @@ def test_a_slot_that_holds_something_else_or_is_called_in_another_way_is_refused
         apply(tiny.build(tiny.config()), scheme="skipinit")
 
 
-def test_a_layer_that_names_no_norm_is_refused_without_te() -> None:
+def test_a_layer_that_names_no_norm_is_refused_without_te():
     """As in the stacks of hybrid models, whose norms are inside the linear layers behind them."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
@@ -176,7 +172,7 @@ def test_a_layer_that_names_no_norm_is_refused_without_te() -> None:
         tiny.build(cfg, spec)
 
 
-def test_a_graph_of_half_a_layer_is_refused_where_the_addition_has_parameters() -> None:
+def test_a_graph_of_half_a_layer_is_refused_where_the_addition_has_parameters():
     cfg = tiny.config()
     cfg.cuda_graph_modules = ["attn"]  # set late: not every version has it
     with pytest.raises(LNSConfigError, match=r"Sandwich-LN does not support cuda_graph_modules=\['attn'\]"):

@@ -2,7 +2,6 @@
 
 import argparse
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support import megatron_tiny as tiny
@@ -17,7 +16,7 @@ from olmo_lns.schemes import parse as parse_scheme
 LNS, EXPONENT, KEEP, PLAIN, SCHEME = FLAGS
 
 
-def parse(*words: str, **more: Any) -> argparse.Namespace:
+def parse(*words, **more):
     return add_flags(argparse.ArgumentParser()).parse_args(words, argparse.Namespace(**more))
 
 
@@ -35,7 +34,7 @@ def parse(*words: str, **more: Any) -> argparse.Namespace:
         ((SCHEME, "skipinit:start=0.001", KEEP), "skipinit:start=0.001"),
     ],
 )
-def test_flags_reach_the_config_and_choose_the_initialization(words: tuple[str, ...], scheme: str) -> None:
+def test_flags_reach_the_config_and_choose_the_initialization(words, scheme):
     args, config = parse(*words), tiny.config()
     make = building.config_from_args(lambda args, config_class=None: config)
     assert make(args) is config
@@ -66,17 +65,17 @@ def test_flags_reach_the_config_and_choose_the_initialization(words: tuple[str, 
         ((KEEP, PLAIN), "contradict each other"),
     ],
 )
-def test_flags_that_contradict_themselves(words: tuple[str, ...], message: str) -> None:
+def test_flags_that_contradict_themselves(words, message):
     with pytest.raises(LNSConfigError, match=message):
         Settings.of(parse(*words)).check()
 
 
-def restore(running: argparse.Namespace, saved: Any) -> argparse.Namespace:
+def restore(running, saved):
     checkpoint.load_args(lambda args, load_arg="load": (args, saved))(running)
     return running
 
 
-def test_use_checkpoint_args_restores_what_was_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_use_checkpoint_args_restores_what_was_not_given(capsys):
     saved = parse(LNS, EXPONENT, "0.75", KEEP)
     assert Settings.of(restore(parse(), saved)) == Settings(True, 0.75, True)
     assert "from the checkpoint's arguments: --layernorm-scaling --layernorm-scaling-exponent 0.75 " + KEEP in (
@@ -91,7 +90,7 @@ def test_use_checkpoint_args_restores_what_was_not_given(capsys: pytest.CaptureF
     assert checkpoint.load_args(lambda args, load_arg="load": args)(args) is args
 
 
-def load(running: Any, saved: Any, **state: Any) -> Any:
+def load(running, saved, **state):
     contents = {"args": saved, **state} if saved is not None else state
     base = checkpoint.load_base(lambda load_dir, args, rank0: (contents, "iter_7", False, None))
     return base("folder", running)
@@ -108,26 +107,26 @@ def load(running: Any, saved: Any, **state: Any) -> Any:
         ((SCHEME, "lnsafterbranch"), (), "saved with Pre-LN .* but this run has lnsafterbranch:exponent=0.5"),
     ],
 )
-def test_what_was_given_and_differs_is_refused(way: Any, running: Any, saved: Any, words: str) -> None:
+def test_what_was_given_and_differs_is_refused(way, running, saved, words):
     with pytest.raises(CheckpointMismatchError, match=f"(?s){words}"):
         way(parse(*running), parse(*saved))
 
 
 @pytest.mark.parametrize("name", [name for name in names() if parse_scheme(name).stock_keys(4) and name != "preln"])
-def test_weights_with_stock_names_are_refused(name: str) -> None:
+def test_weights_with_stock_names_are_refused(name):
     """Whose names and shapes are a Pre-LN model's. Megatron builds some of them, and may be given any."""
     for finetune in (False, True):
         with pytest.raises(CheckpointMismatchError, match=f"iter_7 was saved with {name}"):
             load(parse(finetune=finetune), SimpleNamespace(norm_scheme=name))
 
 
-def test_the_same_settings_load() -> None:
+def test_the_same_settings_load():
     for words in ((), (LNS,), (LNS, KEEP), (PLAIN,), (SCHEME, "sandwich")):
         assert load(parse(*words), parse(*words))[1] == "iter_7"
 
 
 @pytest.mark.parametrize("name", ZERO_CENTRED)
-def test_gains_of_a_scheme_are_read_as_they_were_stored(name: str) -> None:
+def test_gains_of_a_scheme_are_read_as_they_were_stored(name):
     plain, centred = (parse(LNS, **{name: value}) for value in (False, True))
     with pytest.raises(CheckpointMismatchError, match=r"holds plain gains, .*: drop --apply-layernorm-1p"):
         load(centred, plain)
@@ -136,9 +135,7 @@ def test_gains_of_a_scheme_are_read_as_they_were_stored(name: str) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"finetune": True}, {"skip_train": True}])
-def test_folded_weights_run_as_preln_and_are_not_scaled_again(
-    more: dict[str, bool], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folded_weights_run_as_preln_and_are_not_scaled_again(more, capsys):
     """What ``export`` tells its users to do."""
     folded = SimpleNamespace(layernorm_scaling=False, layernorm_scaling_exponent=0.5, layernorm_scaling_folded=True)
     assert load(parse(**more), folded)[1] == "iter_7"
@@ -148,9 +145,7 @@ def test_folded_weights_run_as_preln_and_are_not_scaled_again(
         load(parse(LNS, **more), folded)
 
 
-def test_what_is_allowed_or_cannot_be_compared_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_allowed_or_cannot_be_compared_is_said(monkeypatch, capsys):
     load(parse(LNS), None, model={})
     assert "holds no arguments" in capsys.readouterr().out
     monkeypatch.setenv(environment.ALLOW_MISMATCH, "lns-to-preln")

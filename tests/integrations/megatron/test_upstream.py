@@ -29,11 +29,11 @@ MAY_MISS = (
 )
 
 
-def versions(path: str) -> list[str]:
+def versions(path):
     return [version for text in TABLE[path].verified.values() for version in text.split(", ")]
 
 
-def test_every_version_has_every_symbol_once_and_the_wrapped_ones_are_there() -> None:
+def test_every_version_has_every_symbol_once_and_the_wrapped_ones_are_there():
     for path in TABLE:
         assert len(versions(path)) == len(set(versions(path)))
         assert set(versions(path)) <= set(upstream.VERSIONS)
@@ -46,7 +46,7 @@ def test_every_version_has_every_symbol_once_and_the_wrapped_ones_are_there() ->
     assert all(callable(registration.wrapper(name)) for name in registration.WRAPPERS.values())
 
 
-def test_the_installed_core_is_verified_symbol_by_symbol_in_memory_and_in_its_files() -> None:
+def test_the_installed_core_is_verified_symbol_by_symbol_in_memory_and_in_its_files():
     import megatron.core
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
@@ -63,7 +63,7 @@ def test_the_installed_core_is_verified_symbol_by_symbol_in_memory_and_in_its_fi
     assert found >= 13, f"megatron-core {version} is not in the table"
 
 
-def test_the_checkout_is_verified() -> None:
+def test_the_checkout_is_verified():
     tree = megatron_launch.checkout()
     texts = {path: patching.source_below(tree, path) for path in TABLE}
     found = {path: TABLE[path].verified.get(patching.digest(text), "unknown") for path, text in texts.items() if text}
@@ -71,7 +71,7 @@ def test_the_checkout_is_verified() -> None:
     assert set.intersection(*(set(versions.split(", ")) for versions in found.values())), found
 
 
-def test_registered_once_and_replaced_once_and_never_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_once_and_replaced_once_and_never_too_late(monkeypatch):
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     before = TransformerLayer.__init__
@@ -87,15 +87,15 @@ def test_registered_once_and_replaced_once_and_never_too_late(monkeypatch: pytes
 
 
 @pytest.fixture
-def unknown(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def unknown(monkeypatch):
     """Megatron's module of layers with a class that nobody verified, imported for the first time."""
     from megatron.core.transformer import transformer_layer
 
     class TransformerLayer:
-        def __init__(self, config: object) -> None:
+        def __init__(self, config):
             self.config = config
 
-        def sharded_state_dict(self) -> None: ...
+        def sharded_state_dict(self): ...
 
     monkeypatch.setattr(transformer_layer, "TransformerLayer", TransformerLayer)
     monkeypatch.setattr(patching, "_aside", {})
@@ -103,9 +103,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return transformer_layer
 
 
-def test_an_unknown_megatron_is_left_untouched_with_one_warning(
-    unknown: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_megatron_is_left_untouched_with_one_warning(unknown, caplog, monkeypatch):
     from megatron.core.transformer import transformer_block
 
     init = unknown.TransformerLayer.__init__
@@ -122,9 +120,7 @@ def test_an_unknown_megatron_is_left_untouched_with_one_warning(
 
 
 @pytest.mark.parametrize("word", ["--layernorm-scaling", "--norm-scheme=sandwich", "--no-scaled-init"])
-def test_an_unknown_megatron_is_refused_where_a_flag_asks_for_a_scheme(
-    unknown: ModuleType, monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
+def test_an_unknown_megatron_is_refused_where_a_flag_asks_for_a_scheme(unknown, monkeypatch, word):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", word])
     with pytest.raises(UpstreamChangedError) as caught:
         registration._extend(unknown)
@@ -133,9 +129,7 @@ def test_an_unknown_megatron_is_refused_where_a_flag_asks_for_a_scheme(
     assert "OLMO_LNS_ALLOW_UNVERIFIED=1" in message and "OLMO_LNS_DISABLE=1" in message
 
 
-def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(
-    unknown: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(unknown, monkeypatch):
     """By apply, by the arguments of a checkpoint, or by the record in one; its loaders are only looked at."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import serialization
@@ -164,7 +158,7 @@ def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(
         layer_spec(tiny.config(), tiny.local_spec)
 
 
-def test_a_bridge_without_a_function_is_an_error_where_a_scheme_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bridge_without_a_function_is_an_error_where_a_scheme_is_built(monkeypatch):
     monkeypatch.setattr(patching, "_aside", {})
     name = "megatron.bridge.training.mlm_compat.arguments"
     for part in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.mlm_compat", name):
@@ -176,7 +170,7 @@ def test_a_bridge_without_a_function_is_an_error_where_a_scheme_is_built(monkeyp
         tiny.build(cfg)
 
 
-def test_import_of_the_package_loads_no_framework() -> None:
+def test_import_of_the_package_loads_no_framework():
     code = (
         "import sys, olmo_lns.integrations.megatron as m; m.register(); print({'torch', 'megatron'} & {*sys.modules})"
     )

@@ -15,7 +15,7 @@ from olmo_lns.integrations.megatron import apply
 TOWER_BLOCKS = 2
 
 
-def llava(cfg: Any, tower: Any) -> Any:
+def llava(cfg, tower):
     """As pretrain_vlm.py builds it: CLIP in front of a GPT."""
     from megatron.core.models.multimodal import llava_model
     from megatron.core.models.multimodal.llava_model import LLaVAModel
@@ -40,7 +40,7 @@ def llava(cfg: Any, tower: Any) -> Any:
         return LLaVAModel(**options)
 
 
-def configs(*, scheme: bool) -> tuple[Any, Any]:
+def configs(*, scheme):
     """The tower's is a copy of the language model's, marks and all."""
     cfg = (tiny.under if scheme else tiny.config)(normalization="LayerNorm", init_method_std=0.1)
     tower = copy.deepcopy(cfg)
@@ -49,11 +49,11 @@ def configs(*, scheme: bool) -> tuple[Any, Any]:
     return cfg, tower
 
 
-def blocks(model: Any) -> list[int]:
+def blocks(model):
     return [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(model)]
 
 
-def test_the_language_decoder_only_the_tower_is_megatrons_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_language_decoder_only_the_tower_is_megatrons_own(capsys):
     model, stock = llava(*configs(scheme=True)), llava(*configs(scheme=False)).vision_model
     out = capsys.readouterr().out
     assert blocks(model.language_model) == [1, 1, 2, 2, 3, 3, 4, 4] and blocks(model.vision_model) == []
@@ -67,13 +67,13 @@ def test_the_language_decoder_only_the_tower_is_megatrons_own(capsys: pytest.Cap
     assert torch.equal(ours(image), stock(image))
 
 
-def test_the_tower_on_request() -> None:
+def test_the_tower_on_request():
     cfg, tower = configs(scheme=True)
     apply(tower, vision=True)
     assert blocks(llava(cfg, tower).vision_model) == [1, 1, 2, 2]
 
 
-def test_a_built_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_built_model(capsys):
     model = llava(*configs(scheme=False))
     assert apply(model) == 8
     assert blocks(model.vision_model) == []

@@ -20,7 +20,7 @@ D, FF, LAYERS, STD = 256, 1024, 4, 0.02
 TRUNCATED = math.sqrt(1 - 2 * 3 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))
 
 
-def expected_std(init_fn: str, matrix: str, block: int, *, depth_factor_on: bool) -> float:
+def expected_std(init_fn, matrix, block, *, depth_factor_on):
     fan_in = {"ff_out": FF // 2}.get(matrix, D)
     std = 1 / math.sqrt(fan_in) if init_fn == "mitchell" else STD
     if depth_factor_on and matrix in ("attn_out", "ff_out"):

@@ -9,7 +9,6 @@ import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import olmo.checkpoint
 import pytest
@@ -18,7 +17,7 @@ from olmo.checkpoint import Checkpointer, FullCheckpointer
 from olmo.config import LayerNormType, TrainConfig
 from olmo.model import OLMo, RMSLayerNorm
 from olmo.train import Trainer
-from support.launch import Result, environment, write_config
+from support.launch import environment, write_config
 from support.launch import run as launch
 from support.olmo_models import TINY, build, tokens
 from torch.nn.parallel import DistributedDataParallel
@@ -337,12 +336,12 @@ with process_group() as device:
 """
 
 
-def config_file(folder: Path, **changes: Any) -> Path:
+def config_file(folder, **changes):
     values = {"max_duration": 4, "stop_at": None, "save_interval": 2, "no_pre_train_checkpoint": True}
     return write_config(folder, **(values | {"model.layer_norm_type": "rms"} | changes))
 
 
-def train(folder: Path, *overrides: str) -> None:
+def train(folder, *overrides):
     """In this process, with the plugin."""
     config = load_config(config_file(folder), overrides)
     with process_group() as device:
@@ -350,13 +349,13 @@ def train(folder: Path, *overrides: str) -> None:
         run(config, device)
 
 
-def stock(folder: Path, *overrides: str) -> Result:
+def stock(folder, *overrides):
     command = [sys.executable, "-c", STOCK, config_file(folder), *overrides]
     return launch(command, cwd=folder, env=environment(OLMO_LNS_DISABLE="1"))
 
 
 @pytest.fixture(scope="module")
-def lns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lns(tmp_path_factory):
     """The checkpoint after two steps."""
     folder = tmp_path_factory.mktemp("lns")
     train(folder, "--model.layer_norm_type=lns", "--max_duration=2")
@@ -364,7 +363,7 @@ def lns(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_without_the_plugin_it_is_not_resumed_as_preln(lns: Path, tmp_path: Path) -> None:
+def test_without_the_plugin_it_is_not_resumed_as_preln(lns, tmp_path):
     """With it and the flag the losses go on: test_train.py."""
     result = stock(tmp_path, f"--load_path={lns}")
     assert result.code != 0 and not result.losses()
@@ -373,7 +372,7 @@ def test_without_the_plugin_it_is_not_resumed_as_preln(lns: Path, tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_folded_export_is_resumed_by_stock_olmo_and_an_unfolded_one_is_not(lns: Path, tmp_path: Path) -> None:
+def test_a_folded_export_is_resumed_by_stock_olmo_and_an_unfolded_one_is_not(lns, tmp_path):
     folded, again = tmp_path / "folded-unsharded", tmp_path / "again-unsharded"
     assert cli.main(["export", str(lns), str(folded)]) == 0
     resumed = stock(tmp_path / "stock", f"--load_path={folded}", "--reset_optimizer_state=true").ok()
@@ -389,7 +388,7 @@ def test_a_folded_export_is_resumed_by_stock_olmo_and_an_unfolded_one_is_not(lns
 
 
 @pytest.mark.slow
-def test_stock_checkpoints_have_no_mark_and_their_state_is_copied_bit_for_bit(tmp_path: Path) -> None:
+def test_stock_checkpoints_have_no_mark_and_their_state_is_copied_bit_for_bit(tmp_path):
     train(tmp_path, "--max_duration=2")
     path = tmp_path / "run" / "step2-unsharded" / "train.pt"
     with zipfile.ZipFile(path) as archive:
@@ -399,7 +398,7 @@ def test_stock_checkpoints_have_no_mark_and_their_state_is_copied_bit_for_bit(tm
     assert path.read_bytes() == before
 
 
-def test_the_mark_is_taken_out_put_in_and_saved_again(tmp_path: Path) -> None:
+def test_the_mark_is_taken_out_put_in_and_saved_again(tmp_path):
     path = tmp_path / "train.pt"
     path.write_bytes(b"opaque")
     with pytest.raises(LNSConfigError, match=r"train\.pt is truncated or not a file of torch\.save"):

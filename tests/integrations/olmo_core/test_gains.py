@@ -13,7 +13,7 @@ RATE, DECAY, EPS = 3e-3, 0.1, 1e-8
 NORMS = ("attention_norm", "feed_forward_norm")
 
 
-def overrides() -> list[OptimGroupOverride]:
+def overrides():
     """One group a block: rate s·η, decay λ/s, ε/s. OLMo-core decays its gains unless told otherwise."""
     return [
         OptimGroupOverride(
@@ -24,7 +24,7 @@ def overrides() -> list[OptimGroupOverride]:
     ]
 
 
-def losses(model, optimizer) -> list[float]:
+def losses(model, optimizer):
     found = []
     for _ in range(50):
         optimizer.zero_grad()

@@ -63,7 +63,7 @@ def launch(tmp_path_factory):
     data[:] = np.random.default_rng(0).integers(1, 512, 20_000)
     data.flush()
 
-    def start(save: Path, *flags: str, steps: int = 4, ranks: int = 1, **variables: str) -> subprocess.Popen:
+    def start(save, *flags, steps=4, ranks=1, **variables):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(SCRIPT), "tiny", *SMALL, f"--save-folder={save}", f"--work-dir={base}/work"]
         command += [
@@ -75,7 +75,7 @@ def launch(tmp_path_factory):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
-    def run(*arguments, **keywords) -> tuple[int, str]:
+    def run(*arguments, **keywords):
         process = start(*arguments, **keywords)
         output, _ = process.communicate(timeout=600)
         return process.returncode, output
@@ -84,7 +84,7 @@ def launch(tmp_path_factory):
     return run
 
 
-def _losses(output: str) -> list[float]:
+def _losses(output):
     return [float(value) for value in re.findall(r"train/CE loss=([\d.]+)", output)]
 
 

@@ -34,7 +34,7 @@ NORMS = {
 KNOWN_NORMS = [name for name, values in NORMS.items() if values["name"] in [str(t) for t in layer_norm.LayerNormType]]
 
 
-def _window() -> SlidingWindowAttentionConfig:
+def _window():
     return SlidingWindowAttentionConfig(pattern=[4, -1], force_full_attention_on_first_layer=False)
 
 

@@ -21,13 +21,7 @@ from olmo_lns.study.plan.spec import Study
 
 PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
 #: Of configs/olmo (tests/configs).
-PARAMETERS = {
-    "60M": 85_074_432,
-    "150M": 190_532_352,
-    "300M": 371_491_840,
-    "1B": 1_279_854_592,
-    "7B": 6_888_361_984,
-}
+PARAMETERS = {"60M": 85_074_432, "150M": 190_532_352, "300M": 371_491_840, "1B": 1_279_854_592, "7B": 6_888_361_984}
 ARMS = ("preln", "lns")
 
 

@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import launch
-from support.transformers_models import (  # noqa: F401
-    IN_FRONT,
-    MODELS,
-    environment,
-    inputs,
-    read_config,
-    same,
-    schemes,
-    stock,
-)
+from support.transformers_models import IN_FRONT, MODELS, environment, inputs, read_config, same, schemes, stock  # noqa: F401
 
 from olmo_lns.cli import main
 from olmo_lns.errors import CheckpointMismatchError
@@ -36,7 +27,7 @@ torch.save(model(**torch.load(file)).logits.detach(), file + ".out")
 """
 
 
-def run(folder: Path, kind: str, *, trust: bool = False, package: bool = True, auto: str = "") -> tuple[str, object]:
+def run(folder, kind, *, trust=False, package=True, auto=""):
     """Load in a new process; returns what it printed and the logits (None where it failed)."""
     file = folder.parent / f"{folder.name}-{trust}-{package}.pt"
     torch.save(inputs(kind), file)

@@ -16,11 +16,11 @@ transformers = pytest.importorskip("transformers")
 SFT = "pip install 'olmo-lns[sft]'"
 
 
-def losses(done) -> list[float]:
+def losses(done):
     return [line["loss"] for line in done.state.log_history if "loss" in line]
 
 
-def by_hand(model) -> list[float]:
+def by_hand(model):
     """The same training written out, on a stock model whose norms are multiplied by hooks."""
     optimizer, found, data = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, eps=1e-8), [], rows()
     model.train()

@@ -28,7 +28,7 @@ if not hasattr(typing, "override"):  # Megatron from 0.18 on declares Python 3.1
 class Module(types.ModuleType):
     __version__ = "3.0.0"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {"__init__": lambda *_, **__: None}) if name[0].isupper() else mock.MagicMock()
@@ -37,13 +37,13 @@ class Module(types.ModuleType):
 class Triton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stands in for triton, which Megatron imports from 0.16 on for kernels that no parser runs."""
 
-    def find_spec(self, name: str, *_: Any) -> Any:
+    def find_spec(self, name, *_):
         return importlib.util.spec_from_loader(name, self, is_package=True) if name.split(".")[0] == "triton" else None
 
-    def create_module(self, spec: Any) -> Any:
+    def create_module(self, spec):
         return Module(spec.name)
 
-    def exec_module(self, module: Any) -> None: ...
+    def exec_module(self, module): ...
 
 
 if importlib.util.find_spec("triton") is None:
@@ -59,7 +59,7 @@ KEYS = (
 )  # fmt: skip
 
 
-def padded(args: Any) -> dict[str, int]:
+def padded(args):
     """Megatron's own padded vocabulary of the file's tokenizer, for each tensor-parallel size."""
     try:  # up to 0.17
         from megatron.training.tokenizer import tokenizer as module
@@ -78,7 +78,7 @@ def padded(args: Any) -> dict[str, int]:
     return found
 
 
-def parameters(args: Any, vocabulary: int) -> int:
+def parameters(args, vocabulary):
     """Parameters of Megatron Core's GPTModel (local layers: no GPU needed), on the meta device."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -109,7 +109,7 @@ def parameters(args: Any, vocabulary: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def parsed(flags: list[str]) -> dict[str, Any]:
+def parsed(flags):
     from olmo_lns.study.engines.megatron import parse
 
     found = {}
@@ -122,13 +122,13 @@ def parsed(flags: list[str]) -> dict[str, Any]:
     return found
 
 
-def start(flags: list[str]) -> None:
+def start(flags):
     for name, args in parsed(flags).items():
         found = {key: getattr(args, key) for key in ("tensor_model_parallel_size", "sequence_parallel", "eval_iters")}
         print(json.dumps({"gpu": name, "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), **found}))
 
 
-def main(files: list[str]) -> None:
+def main(files):
     from olmo_lns.integrations.megatron.settings import variables
     from olmo_lns.study.engines.megatron import read, to_flags
 
@@ -157,7 +157,7 @@ def main(files: list[str]) -> None:
     print(json.dumps(found, default=str))
 
 
-def check(words: list[str]) -> None:
+def check(words):
     from olmo_lns import cli
 
     sys.exit(cli.main(["config", *words]))

@@ -21,13 +21,13 @@ _kept: list[Any] = []  # a context manager that is collected, ends
 class Stream(mock.MagicMock):
     """A CUDA stream or event on a machine that has none."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__()
         self.cuda_stream = self.priority = 0
         self.elapsed_time = lambda other: 0.0
 
 
-def answer_cuda() -> None:
+def answer_cuda():
     import torch
     import torch.utils.data
     from support.megatron_cpu import cuda_answered
@@ -56,24 +56,24 @@ def answer_cuda() -> None:
     loader = torch.utils.data.DataLoader
     init = loader.__init__
 
-    def unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
+    def unpinned(self, *args, **kwargs):
         init(self, *args, **(kwargs | {"pin_memory": False}))
 
     loader.__init__ = unpinned  # type: ignore[method-assign]
 
 
-def no_fused_kernels(module: Any) -> None:
+def no_fused_kernels(module):
     """Up to 0.16 ``load`` compiles with nvcc."""
     module.load = lambda args: None
 
 
-def probe(module: Any) -> None:
+def probe(module):
     import torch
 
     setup = module.setup_model_and_optimizer
 
     @functools.wraps(setup)  # olmo-lns looks at the source of what it replaces
-    def probed(*args: Any, **kwargs: Any) -> Any:
+    def probed(*args, **kwargs):
         result = setup(*args, **kwargs)
         if int(os.environ.get("RANK", 0)) == 0:
             for kind in ("linear_proj", "linear_fc2", "linear_qkv"):
@@ -85,7 +85,7 @@ def probe(module: Any) -> None:
     module.setup_model_and_optimizer = probed
 
 
-def start() -> None:
+def start():
     import typing
 
     import typing_extensions

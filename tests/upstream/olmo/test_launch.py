@@ -10,7 +10,6 @@ import os
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,13 +33,13 @@ print("types:", " ".join(str(m) for m in LayerNormType), sys.argv)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel of this repository, built once."""
     return launch.build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def installed(wheel, tmp_path_factory):
     """A fresh environment with the wheel in it."""
     folder = tmp_path_factory.mktemp("installed")
     python = launch.fresh_venv(folder / "venv")
@@ -48,7 +47,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNa
     return SimpleNamespace(folder=folder, python=python)
 
 
-def train_own(installed: Any, name: str, *arguments: str, disable: str | None = None) -> Any:
+def train_own(installed, name, *arguments, disable=None):
     """What is printed, the folder of the run, and what its two ranks saw."""
     config = launch.write_config(installed.folder / name)
     command = [launch.PROGRAMS / "launch.py", config, *arguments]
@@ -59,7 +58,7 @@ def train_own(installed: Any, name: str, *arguments: str, disable: str | None = 
 
 
 @pytest.fixture(scope="module")
-def on(installed: Any) -> Any:
+def on(installed):
     """LNS on, by one word on the command line."""
     return train_own(installed, "on", "--model.layer_norm_type=lns_rms")
 
@@ -89,7 +88,7 @@ def test_off_is_olmo_alone(installed, on):
     assert len(before) > 120 and before.keys() == after.keys() and not different, different
 
 
-def tensors(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+def tensors(state, prefix=""):
     """Every number and tensor of a nested state, by its place."""
     if isinstance(state, dict | list):
         items = state.items() if isinstance(state, dict) else enumerate(state)
@@ -110,7 +109,7 @@ def test_hook_and_launcher_module(installed, flags, hook):
 
 
 @pytest.fixture(scope="module")
-def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def checkout(wheel, tmp_path_factory):
     """A fresh environment with the wheel, where ``olmo`` is the checkout of ``OLMO_SRC``."""
     if not (value := os.environ.get(launch.OLMO_SRC)):
         pytest.skip(f"{launch.OLMO_SRC} is not set: needs an OLMo checkout")
@@ -122,14 +121,14 @@ def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNam
 
 
 @pytest.fixture(scope="module")
-def olmo(checkout: Any) -> Any:
+def olmo(checkout):
     """A checkout whose script runs on CPU."""
     if "SingleAccelerator" not in checkout.script.read_text():
         pytest.skip(f"{checkout.script} needs CUDA; on CPU only the main branch's runs")
     return checkout
 
 
-def config(olmo: Any, name: str, **changes: Any) -> Path:
+def config(olmo, name, **changes):
     """For OLMo's script: RMSNorm, no hub, every checkpoint kept."""
     (folder := olmo.folder / name).mkdir()
     values = {
@@ -140,21 +139,21 @@ def config(olmo: Any, name: str, **changes: Any) -> Path:
     return launch.write_config(folder, **{**values, **changes})
 
 
-def variables(**more: str) -> dict[str, str]:
+def variables(**more):
     """What torchrun or Slurm gives the only process of a run; at port 0 it listens wherever the system says."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "FS_LOCAL_RANK": "0"}
     return launch.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", **ranks, **more)
 
 
-def train(olmo: Any, path: Path, *arguments: str, **more: str) -> launch.Result:
+def train(olmo, path, *arguments, **more):
     return launch.run([olmo.python, olmo.script, path, *arguments], cwd=olmo.folder, env=variables(**more))
 
 
-def saved(folder: Path, step: int) -> Path:
+def saved(folder, step):
     return folder / "run" / f"step{step}-unsharded"
 
 
-def assert_same_end(folder: Path, reference: Path) -> None:
+def assert_same_end(folder, reference):
     found, expected = (torch.load(saved(of, STEPS) / "model.pt", weights_only=True) for of in (folder, reference))
     assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
@@ -162,7 +161,7 @@ def assert_same_end(folder: Path, reference: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(olmo: Any) -> Any:
+def uninterrupted(olmo):
     """30 steps under torchrun, LNS by one word on the command line."""
     path = config(olmo, "uninterrupted")
     result = launch.torchrun(olmo.python, 1, olmo.script, path, ON, cwd=olmo.folder).ok()
@@ -219,7 +218,7 @@ ON_CUDA: dict[str, list[str]] = {
     not torch.cuda.is_available(), reason="needs CUDA: OLMo's script forces `single` on CPU, its autocast is CUDA's"
 )
 @pytest.mark.parametrize("name", ON_CUDA)
-def test_unmodified_launch_on_cuda(checkout: Any, name: str) -> None:
+def test_unmodified_launch_on_cuda(checkout, name):
     path = config(checkout, name.replace(" ", "-").replace(",", ""), save_interval_unsharded=STEPS, save_interval=STEPS)
     arguments = [checkout.script, path, ON, *ON_CUDA[name]]
     result = launch.torchrun(checkout.python, 1, *arguments, cwd=checkout.folder).ok()

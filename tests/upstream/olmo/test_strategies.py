@@ -7,7 +7,7 @@ import functools
 import json
 import sys
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 from support import launch
@@ -24,11 +24,11 @@ KINDS = tuple(f"{name}_rms" for name in names() if name not in ("preln", "lns"))
 OF_EACH_FORM = tuple(f"{name}_rms" for name in ("mixln", "sandwich_depth", "layerscale", "admin", "deepnorm", "lnsafterbranch"))  # fmt: skip
 
 
-def fsdp(wrap: str | None = "by_block", *kinds: str, use_orig_params: bool = True, **more: Any) -> dict[str, Any]:
+def fsdp(wrap="by_block", *kinds, use_orig_params=True, **more):
     return {"strategy": "fsdp", "wrap": wrap, "use_orig_params": use_orig_params, "kinds": (*LNS, *kinds), **more}
 
 
-def ddp(*kinds: str, **more: Any) -> dict[str, Any]:
+def ddp(*kinds, **more):
     return {"strategy": "ddp", "kinds": (*LNS, *kinds), **more}
 
 
@@ -58,7 +58,7 @@ COMPARED: dict[str, dict[str, Any]] = {
 }
 
 
-def initialized(*kinds: str, **model: Any) -> dict[str, Any]:
+def initialized(*kinds, **model):
     return fsdp(
         "by_block", *kinds, what="initialize", model={"embedding_layer_norm": True, "init_fn": "normal", **model}
     )
@@ -93,11 +93,11 @@ FEW = (
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def results(tmp_path_factory):
     """Of a case on two ranks. The cases of FEW are one launch, the rest is another."""
 
     @functools.cache
-    def launched(few: bool) -> Any:
+    def launched(few):
         folder = tmp_path_factory.mktemp("strategies")
         cases, output = folder / "cases.json", folder / "results.json"
         cases.write_text(json.dumps({name: case for name, case in CASES.items() if (name in FEW) == few}))
@@ -108,7 +108,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return lambda name: launched(name in FEW)[name]
 
 
-def cases(table: dict[str, dict[str, Any]]) -> list[Any]:
+def cases(table):
     return [
         pytest.param(name, kind, marks=[] if name in FEW else pytest.mark.exhaustive)
         for name in table

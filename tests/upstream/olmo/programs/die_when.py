@@ -9,7 +9,7 @@ import signal
 import sys
 
 
-def install() -> None:
+def install():
     event, _, ending = os.environ["DIE_WHEN"].partition(":")
 
     def hook(name, arguments):
