@@ -60,7 +60,7 @@ def test_an_unverified_olmo_is_unsupported(monkeypatch):
 
 
 def test_an_unverified_transformer_engine_is_unsupported(monkeypatch):
-    monkeypatch.setattr(te, "status", lambda: te.Status("3.1", "Transformer Engine 3.1 is not supported"))
+    monkeypatch.setattr(te, "status", lambda: te.Availability("3.1", "Transformer Engine 3.1 is not supported"))
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     assert doctor._transformer_engine().state == "unsupported"
 

@@ -29,7 +29,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, MEGATRON, fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor
-from olmo_lns.export.sources import Options, Source, Stock, Target, nothing_to_fold
+from olmo_lns.export.sources import Options, PlannedExport, Source, Stock, nothing_to_fold
 from olmo_lns.integrations.megatron.settings import SLOTS, ZERO_CENTRED, Settings
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
@@ -53,7 +53,7 @@ class Megatron(Source):
         model, weights = checkpoint.as_olmo()
         return huggingface.stock_of(model, weights, record, options, None, folder, trained=trained)
 
-    def folded(self, checkpoint: MegatronCheckpoint, options: Options) -> Target:
+    def folded(self, checkpoint: MegatronCheckpoint, options: Options) -> PlannedExport:
         if options.dtype is not None:
             raise LNSConfigError("--dtype is for --format hf: Megatron loads weights in the dtype of its own flags")
         if not checkpoint.record.active:
@@ -76,9 +76,9 @@ class Megatron(Source):
                 lines.append("zero-centred gains were written as plain gains: run without --apply-layernorm-1p")
             return lines
 
-        return Target(write)
+        return PlannedExport(write)
 
-    def unfolded(self, checkpoint: MegatronCheckpoint, options: Options) -> Target:
+    def unfolded(self, checkpoint: MegatronCheckpoint, options: Options) -> PlannedExport:
         record = fold.unfolded_record(checkpoint.record, checkpoint.folder, int(checkpoint.args.num_layers))
         inverse: dict[str, Factor] = {name: 1 / by for name, by in _of_norms(checkpoint, record.scheme).items()}
         changes: dict[str, Any] = {"layernorm_scaling": True, "layernorm_scaling_folded": False}
@@ -91,7 +91,7 @@ class Megatron(Source):
                 "warning: the optimizer's moments were dropped: load with --finetune and --layernorm-scaling",
             ]
 
-        return Target(write)
+        return PlannedExport(write)
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         checkpoint = MegatronCheckpoint.open(folder)

@@ -20,7 +20,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.export import HF, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import NONE, Options, Source, Stock, Target, export_target, set_dtype, write_tokenizer
+from olmo_lns.export.sources import NONE, Options, PlannedExport, Source, Stock, plan_export, set_dtype, write_tokenizer
 from olmo_lns.record import Record
 from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, Scheme
 
@@ -41,7 +41,7 @@ class ModelFolder(Source):
     formats = (HF,)
     recognises = staticmethod(is_ours)
 
-    def fold(self, folder: Path, options: Options) -> Target:
+    def fold(self, folder: Path, options: Options) -> PlannedExport:
         from olmo_lns.integrations.transformers import fold, fold_factors
         from olmo_lns.integrations.transformers.models import record_of
 
@@ -70,9 +70,9 @@ class ModelFolder(Source):
             config.save_pretrained(out)
             return lines
 
-        return Target(write, folded, config.to_dict())
+        return PlannedExport(write, folded, config.to_dict())
 
-    def train(self, folder: Path, options: Options) -> Target:
+    def train(self, folder: Path, options: Options) -> PlannedExport:
         raise LNSConfigError(
             f"{folder} is a transformers folder of ours already: train on it as it is, and verify its folded export"
         )
@@ -138,7 +138,7 @@ class Authors(Source):
     formats = (HF,)
     recognises = staticmethod(lambda folder: False)
 
-    def fold(self, folder: Path, options: Options) -> Target:
+    def fold(self, folder: Path, options: Options) -> PlannedExport:
         config, model, weights = _opened(folder)
         exponent = DEFAULT_EXPONENT if options.exponent is None else options.exponent
         scheme = Scheme.of("lns", exponent=exponent)
@@ -158,7 +158,7 @@ class Authors(Source):
             folder,
         )
         record = Record(scheme, "rms", "plain", folded=True)
-        return export_target(stock, record, options)
+        return plan_export(stock, record, options)
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         _, model, weights = _opened(folder)

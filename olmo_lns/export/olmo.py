@@ -20,7 +20,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, OLMO_UNSHARDED, fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import Options, Source, Stock, Target, about_moments, nothing_to_fold
+from olmo_lns.export.sources import Options, PlannedExport, Source, Stock, about_moments, nothing_to_fold
 from olmo_lns.integrations.olmo import types
 from olmo_lns.integrations.olmo.state import KEY, Mark, needs_olmo_lns
 from olmo_lns.record import RECORD_FILE, Record
@@ -45,7 +45,7 @@ class OLMo(Source):
             model, checkpoint.tensors, record, options, own, folder, trained=trained, otherwise=otherwise
         )
 
-    def folded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
+    def folded(self, checkpoint: OLMoCheckpoint, options: Options) -> PlannedExport:
         record, model, active = fold.fold_record(checkpoint.record), checkpoint.architecture, checkpoint.record.active
         if not active and model.init_fn not in types.INIT_FNS:
             note = ", and stock OLMo runs it as it is"
@@ -66,7 +66,7 @@ class OLMo(Source):
         factors = fold.factors(model, record.scheme, checkpoint.tensors) if active else {}
         return _target(checkpoint, record, layout, options, factors, _in_words(checkpoint, layout))
 
-    def unfolded(self, checkpoint: OLMoCheckpoint, options: Options) -> Target:
+    def unfolded(self, checkpoint: OLMoCheckpoint, options: Options) -> PlannedExport:
         model = checkpoint.architecture
         record = fold.unfolded_record(checkpoint.record, checkpoint.folder, model.n_layers)
         name, unsharded = os.path.basename(os.path.normpath(options.output)), checkpoint.layout == "unsharded"
@@ -158,7 +158,7 @@ def _target(
     lines: list[str],
     moments: Mapping[str, Edit] | None = None,
     optimizer: Any = None,
-) -> Target:
+) -> PlannedExport:
     """What is made of a checkpoint, in OLMo's format.
 
     :param record: of the weights written. :param layout: a sharded one needs a sharded source.
@@ -206,7 +206,7 @@ def _target(
         missing = "; no trainer state either: also --reset_trainer_state" if unfolded and not found else ""
         return [*lines[:-1], lines[-1] + missing]
 
-    return Target(write, weights, checkpoint.config["model"] | changes)
+    return PlannedExport(write, weights, checkpoint.config["model"] | changes)
 
 
 def copy_trainer_state(checkpoint: OLMoCheckpoint, out: Path, layout: str, record: Record) -> bool:

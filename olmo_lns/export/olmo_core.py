@@ -34,7 +34,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, fold, huggingface
 from olmo_lns.export.atomic import copy_unread
 from olmo_lns.export.fold import Factor, scaled
-from olmo_lns.export.sources import Options, Source, Stock, Target, about_moments, nothing_to_fold
+from olmo_lns.export.sources import Options, PlannedExport, Source, Stock, about_moments, nothing_to_fold
 from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE
 from olmo_lns.record import Record
 
@@ -88,7 +88,7 @@ class OLMoCore(Source):
         config = transformers_config(checkpoint)
         return Stock(config, weights, "its blocks are this model's", own, checkpoint.folder)
 
-    def folded(self, checkpoint: OLMoCoreCheckpoint, options: Options) -> Target:
+    def folded(self, checkpoint: OLMoCoreCheckpoint, options: Options) -> PlannedExport:
         record, factors = fold.fold_record(checkpoint.record), checkpoint.factors()
         if not checkpoint.record.active:
             note = ", and stock OLMo-core runs it as it is"
@@ -107,12 +107,12 @@ class OLMoCore(Source):
             ]
 
         weights = scaled(checkpoint.tensors, factors, options.rounding, options.dtype)
-        return Target(write, weights, config["model"])
+        return PlannedExport(write, weights, config["model"])
 
-    def unfolded(self, checkpoint: OLMoCoreCheckpoint, options: Options) -> Target:
+    def unfolded(self, checkpoint: OLMoCoreCheckpoint, options: Options) -> PlannedExport:
         """``default_scaled`` blocks whose factors were right become ours; their weights stay as they are."""
         if checkpoint.default_scaled:
-            return Target(lambda out: _mended(checkpoint, out, options))
+            return PlannedExport(lambda out: _mended(checkpoint, out, options))
         record = fold.unfolded_record(checkpoint.record, checkpoint.folder)
         scales = checkpoint.factors_of(record.scheme)
 
@@ -127,7 +127,7 @@ class OLMoCore(Source):
                 note += f"; no trainer state either: {_start_from(options)} --trainer.load_trainer_state=false"
             return [f"{record}: the factor is outside again", note]
 
-        return Target(write)
+        return PlannedExport(write)
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         from olmo_lns.models.loading import open_olmo_core

@@ -104,7 +104,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Target:
+class PlannedExport:
     """An export that can be made: what it is made of was read and checked, and nothing is written yet.
 
     :param write: writes it into an empty folder; returns the lines of the report.
@@ -117,7 +117,7 @@ class Target:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def export_target(stock: Stock, record: Record, options: Options) -> Target:
+def plan_export(stock: Stock, record: Record, options: Options) -> PlannedExport:
     """The folder that stock software runs, its factors folded in."""
     # What tells later readers of a config that the factor is inside; stock code keeps and ignores it.
     said: dict[str, Any] = {"lns": "folded", "lns_record": record.as_dict()} if record.folded else {}
@@ -128,10 +128,10 @@ def export_target(stock: Stock, record: Record, options: Options) -> Target:
         stock.write(out, options.shard_bytes, said)
         return lines
 
-    return Target(write, stock.weights, stock.config)
+    return PlannedExport(write, stock.weights, stock.config)
 
 
-def train_target(stock: Stock, saved: Record, options: Options) -> Target:
+def plan_training(stock: Stock, saved: Record, options: Options) -> PlannedExport:
     """A model folder of ours to train on in transformers, its factors outside the weights.
 
     :param saved: of the checkpoint, from which ``stock`` was unfolded where it was folded.
@@ -161,7 +161,7 @@ def train_target(stock: Stock, saved: Record, options: Options) -> Target:
         state = "unfolded: the factors are outside again" if saved.folded else "as trained, factors outside the weights"
         return [f"{made.model_type}: {record}", state, note]
 
-    return Target(write, stock.weights, made.to_dict())
+    return PlannedExport(write, stock.weights, made.to_dict())
 
 
 class Source:
@@ -189,11 +189,11 @@ class Source:
         """The model for transformers, folded; ``trained``: as it was trained, its factors outside the weights."""
         raise NotImplementedError
 
-    def folded(self, checkpoint: Any, options: Options) -> Target:
+    def folded(self, checkpoint: Any, options: Options) -> PlannedExport:
         """The checkpoint in its own format with its factors inside the weights."""
         raise NotImplementedError
 
-    def unfolded(self, checkpoint: Any, options: Options) -> Target:
+    def unfolded(self, checkpoint: Any, options: Options) -> PlannedExport:
         """A folded checkpoint in its own format with its factors outside again."""
         raise NotImplementedError
 
@@ -204,15 +204,15 @@ class Source:
         """
         raise NotImplementedError
 
-    def fold(self, folder: Path, options: Options) -> Target:
+    def fold(self, folder: Path, options: Options) -> PlannedExport:
         """The export in ``options.format``."""
         checkpoint = self.open(folder, options.exponent)
         options.require_exponent(checkpoint.record, folder)
         if options.format == HF:
-            return export_target(self.stock(checkpoint, options), fold_record(checkpoint.record), options)
+            return plan_export(self.stock(checkpoint, options), fold_record(checkpoint.record), options)
         return self.folded(checkpoint, options)
 
-    def unfold(self, folder: Path, options: Options) -> Target:
+    def unfold(self, folder: Path, options: Options) -> PlannedExport:
         """A checkpoint to train on in the framework that wrote it."""
         if self.formats == (HF,):
             raise LNSConfigError(f"--unfold reads OLMo, OLMo-core and Megatron checkpoints, not --source {self.name}")
@@ -220,12 +220,12 @@ class Source:
         options.require_exponent(checkpoint.record, folder)
         return self.unfolded(checkpoint, options)
 
-    def train(self, folder: Path, options: Options) -> Target:
+    def train(self, folder: Path, options: Options) -> PlannedExport:
         """A model folder of ours for transformers, to train on."""
         if self.formats == (HF,):
             raise LNSConfigError(f"hf import reads OLMo, OLMo-core and Megatron checkpoints, not {self.kind}")
         checkpoint = self.open(folder)
-        return train_target(self.stock(checkpoint, options, trained=True), checkpoint.record, options)
+        return plan_training(self.stock(checkpoint, options, trained=True), checkpoint.record, options)
 
 
 def nothing_to_fold(record: Record, folder: Path, otherwise: str = "Pre-LN", note: str = "") -> LNSConfigError:

@@ -27,7 +27,7 @@ _KERNEL_DTYPES = {torch.float32: "kFloat32", torch.bfloat16: "kBFloat16", torch.
 
 
 @dataclass(frozen=True)
-class Status:
+class Availability:
     """What importing Transformer Engine gave: its version, and why it cannot be used (None if it can)."""
 
     version: str | None
@@ -35,23 +35,23 @@ class Status:
 
 
 @functools.cache
-def status() -> Status:
+def status() -> Availability:
     """Import Transformer Engine once and say whether its norm kernels can be called."""
     version = None
     try:
         version = str(importlib.import_module("transformer_engine").__version__)
         if problem := _unsupported(version):
-            return Status(version, problem)
+            return Availability(version, problem)
         importlib.import_module("transformer_engine.pytorch")
         tex = importlib.import_module("transformer_engine_torch")
     except Exception as error:  # its failures are of many kinds: OSError, RuntimeError, AssertionError, ...
         if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
-            return Status(None, "Transformer Engine is not installed (No module named 'transformer_engine')")
+            return Availability(None, "Transformer Engine is not installed (No module named 'transformer_engine')")
         failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return Status(version, f"importing Transformer Engine failed with {failure}")
+        return Availability(version, f"importing Transformer Engine failed with {failure}")
     needed = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
     missing = ", ".join(name for name in needed if not hasattr(tex, name))
-    return Status(version, f"transformer_engine_torch {version} has no {missing}" if missing else None)
+    return Availability(version, f"transformer_engine_torch {version} has no {missing}" if missing else None)
 
 
 def _unsupported(version: str) -> str | None:

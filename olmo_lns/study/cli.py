@@ -122,8 +122,8 @@ def _launch(study: Study, args: argparse.Namespace) -> int:
     if args.run:
         return min(1, start.run_here(study, runs, args.out, workers=args.workers))
     if args.slurm:
-        site = slurm.Site(args.activate, tuple(args.modules), args.partition, args.account, args.time, args.gpu)
-        for path in slurm.write(study, runs, args.out, args.slurm, site=site):
+        job = slurm.Job(args.activate, tuple(args.modules), args.partition, args.account, args.time, args.gpu)
+        for path in slurm.write(study, runs, args.out, args.slurm, job=job):
             print(f"wrote {path}; submit with: sbatch {path}")
         return 0
     lines = [f"export {name}={shlex.quote(value)}" for name, value in start.environment(study, args.out).items()]

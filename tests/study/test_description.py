@@ -181,7 +181,7 @@ def test_no_word_of_a_description_runs_in_a_script(tmp_path, monkeypatch):
     shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.splitlines()
     assert shown[-len(words) :] == words and not (tmp_path / "ran").exists()
     with pytest.raises(LNSConfigError, match="no line breaks"):
-        slurm.write(study, study.runs, tmp_path / "out", tmp_path / "jobs", site=slurm.Site(account="a\nb"))
+        slurm.write(study, study.runs, tmp_path / "out", tmp_path / "jobs", job=slurm.Job(account="a\nb"))
 
 
 def test_the_page_is_the_schema():

@@ -86,12 +86,12 @@ def test_paths_in_scripts_are_absolute_and_out_exists(built, tmp_path, monkeypat
     )
     built.save()
     study = Study.load("study.yaml")
-    (script, _) = slurm.write(study, study.runs, Path("runs"), Path("jobs"), site=slurm.Site(modules=("cuda", "nccl")))
+    (script, _) = slurm.write(study, study.runs, Path("runs"), Path("jobs"), job=slurm.Job(modules=("cuda", "nccl")))
     text = script.read_text()
     assert (tmp_path / "runs").is_dir() and "module load cuda nccl || exit 1" in text
     assert f"{REPOSITORY}/configs/study/tiny-base.yaml" in text and "../" not in text
     with pytest.raises(LNSConfigError, match="--activate nowhere: .*nowhere does not exist"):
-        slurm.Site(activate="nowhere").lines()
+        slurm.Job(activate="nowhere").lines()
 
 
 def test_status(built, capsys):

@@ -28,7 +28,7 @@ from olmo_lns.norm.dtypes import fold
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-class _Scaled(Scaled):
+class _MegatronNorm(Scaled):
     """What every scaled norm of Megatron's has."""
 
     lns_method: str
@@ -42,7 +42,7 @@ class _Scaled(Scaled):
         return (_unpickled, kind.__bases__, *reduced[2:])
 
 
-class FoldedParameters(_Scaled):
+class FoldedParameters(_MegatronNorm):
     """The module's own forward, over scaled parameters."""
 
     lns_method = "folded into the fused kernel's gain"
@@ -75,7 +75,7 @@ class FoldedStandalone(FoldedParameters):
     _gain, _bias = "weight", "bias"
 
 
-class FoldedOp(_Scaled):
+class FoldedOp(_MegatronNorm):
     """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
 
     # Set by _scaled_class; TE's RMSNorm may hand the residual on (fused_residual_rmsnorm).
@@ -105,7 +105,7 @@ class FoldedOp(_Scaled):
         return (y.to(dtype), x) if self._returns_residual else y.to(dtype)
 
 
-class MultipliedOutput(_Scaled, ScaledOutput):
+class MultipliedOutput(_MegatronNorm, ScaledOutput):
     """Any other norm: one multiplication after it."""
 
     lns_method = "output multiplied"
@@ -131,7 +131,7 @@ def is_fused_linear(module: object) -> bool:
     return getattr(module, "layer_norm_weight", None) is not None
 
 
-def _mixin_for(module: nn.Module) -> type[_Scaled]:
+def _mixin_for(module: nn.Module) -> type[_MegatronNorm]:
     kind = type(module)
     names = {base.__name__ for base in kind.__mro__}
     if is_fused_linear(module):
@@ -146,7 +146,7 @@ def _mixin_for(module: nn.Module) -> type[_Scaled]:
     return MultipliedOutput
 
 
-def _scaled_class(mixin: type[_Scaled], base: type[nn.Module]) -> type[nn.Module]:
+def _scaled_class(mixin: type[_MegatronNorm], base: type[nn.Module]) -> type[nn.Module]:
     if (mixin, base) not in _classes:
         # What users and Megatron's class-name rules look at is the base's: name, module, docstring.
         body: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -161,7 +161,7 @@ def _scaled_class(mixin: type[_Scaled], base: type[nn.Module]) -> type[nn.Module
     return _classes[mixin, base]
 
 
-def _unpickled(mixin: type[_Scaled], base: type[nn.Module]) -> nn.Module:
+def _unpickled(mixin: type[_MegatronNorm], base: type[nn.Module]) -> nn.Module:
     """A module without its state, for pickle and copy."""
     kind = _scaled_class(mixin, base)
     return kind.__new__(kind)

@@ -18,7 +18,7 @@ from olmo_lns.norm.dtypes import fold
 from olmo_lns.schemes import Plan
 
 
-class _Scaled(Scaled):
+class _OLMoCoreNorm(Scaled):
     """What every scaled norm of OLMo-core's has."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,19 +30,19 @@ class _Scaled(Scaled):
         raise NotImplementedError
 
 
-class LNSLayerNorm(_Scaled, stock.LayerNorm):
+class LNSLayerNorm(_OLMoCoreNorm, stock.LayerNorm):
     def _scaled(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         y: torch.Tensor = self.lns_backend.layer_norm(x, weight, bias, self.eps, self.lns_factor)
         return y.to(x.dtype)
 
 
-class LNSRMSNorm(_Scaled, stock.RMSNorm):
+class LNSRMSNorm(_OLMoCoreNorm, stock.RMSNorm):
     def _scaled(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         y: torch.Tensor = self.lns_backend.rms_norm(x, weight, self.eps, self.lns_factor, bias=bias)
         return y.to(x.dtype)
 
 
-class _RoundedBeforeGain(_Scaled):
+class _RoundedBeforeGain(_OLMoCoreNorm):
     """Norms that round to the dtype of x before the gain, as some Hugging Face models do."""
 
     def _scaled(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
@@ -52,7 +52,7 @@ class _RoundedBeforeGain(_Scaled):
         return y if bias is None else y + fold(bias, self.lns_factor, dtype=x.dtype)
 
 
-class _InKernel(_Scaled):
+class _InKernel(_OLMoCoreNorm):
     """Norms with a kernel of their own, which gets the factor in gain and bias."""
 
     _rms_norm_fn: Callable[..., torch.Tensor]
@@ -74,7 +74,7 @@ class LNSCuTeRMSNorm(_InKernel, stock.CuTeRMSNorm):
         return self._kernel(x, weight, bias).to(x.dtype)
 
 
-class LNSL2Norm(_Scaled, stock.L2Norm):
+class LNSL2Norm(_OLMoCoreNorm, stock.L2Norm):
     def _scaled(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         return stock.l2_normalize(x) * self.lns_factor  # nothing to fold into: it has no gain
 

@@ -56,8 +56,8 @@ CORES = 8
 
 
 @dataclass(frozen=True)
-class Site:
-    """What a cluster and a user's environment need in the scripts.
+class Job:
+    """The settings of a Slurm job, and the environment that it begins in.
 
     :param activate: a virtual environment's folder, or a file to source. :param modules: for ``module load``.
     :param gpu: a job's time is planned for it.
@@ -82,7 +82,7 @@ class Site:
 
 
 def write(
-    study: Study, runs: Sequence[Run], out: Path, folder: Path, *, python: str = "python", site: Site | None = None
+    study: Study, runs: Sequence[Run], out: Path, folder: Path, *, python: str = "python", job: Job | None = None
 ) -> list[Path]:
     """Write ``<folder>/<size>.sbatch`` for every size, and make ``out``, where Slurm writes the tasks' output.
 
@@ -102,13 +102,13 @@ def write(
     for size in dict.fromkeys(run.size for run in runs):
         path = folder / f"{size}.sbatch"
         mine = [run for run in runs if run.size == size]
-        path.write_text(_script(study, size, mine, out.resolve(), path.resolve(), python, site or Site()))
+        path.write_text(_script(study, size, mine, out.resolve(), path.resolve(), python, job or Job()))
         path.chmod(0o755)
         written.append(path)
     return written
 
 
-def _options(study: Study, size: str, hours: float, out: Path, site: Site) -> str:
+def _options(study: Study, size: str, hours: float, out: Path, job: Job) -> str:
     options: dict[str, Any] = {
         "nodes": study.launch.nodes_of(size),
         "ntasks-per-node": 1,
@@ -123,14 +123,14 @@ def _options(study: Study, size: str, hours: float, out: Path, site: Site) -> st
         "open-mode": "append",
         **study.launch.sbatch,
     }
-    options |= {key: value for key in ("partition", "account", "time") if (value := getattr(site, key)) is not None}
-    if note := time_note(size, hours, options["time"], site.gpu):
+    options |= {key: value for key in ("partition", "account", "time") if (value := getattr(job, key)) is not None}
+    if note := time_note(size, hours, options["time"], job.gpu):
         print(note)
     kept = {key: value for key, value in options.items() if value is not None and value is not False}
     return "\n".join(f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in kept.items())
 
 
-def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path, python: str, site: Site) -> str:
+def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path, python: str, job: Job) -> str:
     needed = study.engine.data_variable
     exports = environment(study, out)
     for run in runs:
@@ -141,8 +141,8 @@ def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path,
         # Two words of ours are the shell's to expand; everything else is quoted.
         quoted = " ".join(f'"{word}"' if word in (JOB, ENDPOINT) else shlex.quote(word) for word in words)
         cases.append(f"{run.name}) COMMAND=({quoted}) ;;")
-    hours = max(planned_hours(study, run, site.gpu) for run in runs)
-    options = _options(study, size, hours, out, site)
+    hours = max(planned_hours(study, run, job.gpu) for run in runs)
+    options = _options(study, size, hours, out, job)
     if len(options.splitlines()) != options.count("#SBATCH --") or len(study.name.splitlines()) > 1:
         raise LNSConfigError(f"{study.path}: name and launch.sbatch: expected no line breaks in them")
     return TEMPLATE.format(
@@ -151,7 +151,7 @@ def _script(study: Study, size: str, runs: Sequence[Run], out: Path, path: Path,
         file=shlex.quote(str(path)),
         last=len(runs) - 1,
         options=options,
-        setup=site.lines(),
+        setup=job.lines(),
         out=shlex.quote(str(out)),
         checks="".join(f"export {name}={shlex.quote(value)}\n" for name, value in exports.items())
         + f': "${{{needed}:?set it to your tokenised data, see docs/data.md}}"',
