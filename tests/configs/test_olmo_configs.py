@@ -1,8 +1,6 @@
 """Every file of configs/olmo: what is committed renders, loads in OLMo, and differs from its neighbours in the arm only."""
 
-import importlib.util
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,31 +34,13 @@ def loaded():
     return {path.stem: load(path) for path in FILES}
 
 
-@pytest.fixture(scope="module")
-def renderer():
-    spec = importlib.util.spec_from_file_location("render_configs", REPOSITORY / "scripts" / "render_configs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_pack_is_complete():
     assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in FAMILY for arm in ARM_NAMES}
 
 
-def test_what_is_committed_is_what_renders(tmp_path):
-    import shutil
-
-    shutil.copytree(REPOSITORY / "scripts", tmp_path / "scripts")
-    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+def test_what_is_committed_is_what_renders():
     command = [sys.executable, "scripts/render_configs.py", "--check"]
-    assert subprocess.run(command, cwd=tmp_path).returncode == 0 and len(LLAMA) == 7
-    edited = tmp_path / "configs" / "olmo" / "1B-lns.yaml"
-    edited.write_text(edited.read_text().replace("4.0e-4", "4.1e-4"))
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1 and "configs/olmo/1B-lns.yaml" in result.stderr
+    assert subprocess.run(command, cwd=REPOSITORY).returncode == 0 and len(LLAMA) == 7
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -115,31 +95,6 @@ def test_folders_come_from_the_environment_and_held_out_text_is_trained_on_by_no
         (evaluator,) = cfg.evaluators
         assert (evaluator.label, evaluator.data.paths) == ("heldout", [str(tmp_path / "heldout" / "b.npy")])
         assert cfg.data.paths == [str(tmp_path / "a.npy")] and cfg.save_folder == f"{tmp_path}/{path.stem}"
-
-
-def test_whose_each_value_is(renderer):
-    """Against OLMo's own files: 1B's warm-up is OLMo's, 7B's clipping warm-up is dropped."""
-    import os
-
-    source = Path(os.environ.get("OLMO_SRC", ""))
-    if not (source / "configs" / "official-0724").is_dir():
-        pytest.skip("set OLMO_SRC to an OLMo checkout")
-    found = {(size, key): whose for size, key, _, _, whose in renderer.compare(source)}
-    assert found["1B", "scheduler.t_warmup"] == found["60M", "optimizer.eps"] == "OLMo's"
-    assert found["7B", "scheduler.t_warmup"] == found["1B", "optimizer.eps"] == "ours"
-    assert found["1B", "optimizer.decay_embeddings"] == found["7B", "global_train_batch_size"] == "ours"
-    assert found["7B", "scheduler.grad_clip_warmup_steps"] == "dropped"
-    assert all(found[size, "model.d_model"] == found[size, "optimizer.learning_rate"] == "OLMo's" for size in FAMILY)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_nothing_of_a_site_and_a_useful_header(path):
-    text = path.read_text()
-    assert not any(word in text for word in ("s3://", "gs://", "https://", "/net/", "ai2-llm"))
-    assert 90 <= len(text.splitlines()) <= 130
-    header = text.split("\nrun_name")[0]
-    assert f"scripts/train.py configs/olmo/{path.name}" in header and "--try_load_latest_save" in header
-    assert "Override:" in header and "Our choice" in header and "Paper:" in header
 
 
 def test_an_arm_of_ours_needs_the_plugin_and_says_so():
@@ -223,7 +178,3 @@ def test_llama_on_c4(size, layers, width, inner, heads, millions, steps, warmup,
     )  # fmt: skip
     assert cfg.global_train_batch_size * model.max_sequence_length == 131_072
     assert cfg.scheduler.warmup_min_lr == 0 and cfg.optimizer.betas == (0.9, 0.999) and cfg.optimizer.eps == 1e-8
-    # Every value says where it is from.
-    body = path.read_text().split("\nmodel:")[1].split("\ndistributed_strategy")[0]
-    unsaid = [line for line in body.splitlines() if re.match(r"  \w+: \S", line) and "#" not in line]
-    assert unsaid == []

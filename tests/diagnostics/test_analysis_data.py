@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from olmo_lns.diagnostics.data import DataOptions, read_batches, track
+from olmo_lns.diagnostics.data import DataOptions, read_batches
 from olmo_lns.errors import LNSError
 
 
@@ -94,14 +94,12 @@ def test_hugging_face_data_set(tmp_path, monkeypatch):
         read(tmp_path / "nothing", 8)
 
 
-NUMBERS = {"ids": [1, 100, 3], "wide": [1, 70_000, 3], "negative": [1, -1, 3], "float": [0.0, 1.0], "none": []}
+NUMBERS = {"ids": [1, 100, 3], "negative": [1, -1, 3], "float": [0.0, 1.0], "none": []}
 BAD = {
     "raw.npy": (b"", "holds no token"),
-    "empty.txt": (b"", "holds no token"),
     "empty.jsonl": (b"\n", "holds no token"),
     "none.npy": (None, "expected integer token ids"),
     "ids.npy": (None, r"found token id 100, expected 0..99: the data was tokenised with another"),
-    "wide.npy": (None, "found token id 70000"),
     "negative.npy": (None, "found token id -1"),
     "float.npy": (None, "expected integer token ids"),
     "odd.npy": (b"abc", "not a multiple of the data-type size"),
@@ -110,7 +108,6 @@ BAD = {
     "binary.txt": (b"\xff\xfe\x00", "not UTF-8 text"),
     "list.jsonl": (b'{"input_ids": [4.7, 5.2]}', "expected one list of integers"),
     "nested.jsonl": (b'{"input_ids": [[4, 5], [6]]}', "expected one list of integers"),
-    "words.jsonl": (b'{"input_ids": ["w4"]}', "expected one list of integers"),
     "text.jsonl": (b'{"input_ids": "4 5", "text": "ab"}', "expected one list of integers"),
 }
 
@@ -124,22 +121,3 @@ def test_bad_files(tmp_path, name):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(LNSError, match=message):
         read(tmp_path / name, 8, vocabulary=100)
-
-
-def test_progress_passes_batches_through_and_says_what_is_left(tmp_path, capsys):
-    np.save(tmp_path / "x.npy", np.arange(20))
-    batches = read_batches(str(tmp_path / "x.npy"), DataOptions(4, 1), vocabulary=99, tokenizer=refuse)
-    assert len(list(track(batches, "variance", 100))) == 5
-    shown = capsys.readouterr().err
-    assert "variance" in shown and "20 tokens" in shown
-
-
-def test_a_data_set_without_its_package_is_found_before_the_model_is_loaded(monkeypatch, tmp_path):
-    from olmo_lns.diagnostics import data
-
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LNSError, match="pip install datasets"):
-        data.check_source("allenai/c4,en:validation")
-    text = tmp_path / "text"
-    text.write_text("words")
-    data.check_source(str(text))

@@ -7,7 +7,7 @@ from support import olmo_models
 from support import scheme_reference as reference
 from support.diagnostic_models import Linear, Mixer, Toy, huggingface, ids, matrices, numpy_states
 
-from olmo_lns.diagnostics.gradients import _coordinates, block_jacobians, gradient_norms, kind_of
+from olmo_lns.diagnostics.gradients import block_jacobians, gradient_norms, kind_of
 from olmo_lns.errors import LNSError
 
 
@@ -74,12 +74,6 @@ def test_projected_distance_is_unbiased():
     assert len(draws) == len(pairs), "every pair of rows was drawn"
     exact = float((matrix.double() ** 2).sum()) / 8
     assert np.mean([distance**2 for distance in draws.values()]) == pytest.approx(exact, rel=1e-5)
-
-
-def test_wide_models_are_projected_by_default():
-    generator = torch.Generator().manual_seed(0)
-    assert len(_coordinates(256, None, generator)) == 256
-    assert len(_coordinates(4096, None, generator)) == 128
 
 
 def test_padding_is_never_chosen():

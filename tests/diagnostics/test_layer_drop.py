@@ -1,6 +1,5 @@
 """What removing a block costs: the loss against fp64, a local task of lm-evaluation-harness against the logits."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -160,13 +159,6 @@ def test_scores_with_each_block_removed(folder, task_folder, request):
     assert len({scores.baseline, *scores.without}) > 1, "removing a block must be seen"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow  # indexes the harness's own tasks
-def test_unknown_task(task_folder):
-    with pytest.raises(LNSError, match="lm-eval knows no task nothing_like_it"):
-        score_tasks(None, [], ["nothing_like_it"], include_path=str(task_folder))
-
-
 def test_unknown_metric_and_no_document_end(llama_folder, task_folder, tokenizer_file):
     loaded = load_model(str(llama_folder), device="cpu")
     with pytest.raises(LNSError, match="end-of-text token: found none"):
@@ -174,17 +166,6 @@ def test_unknown_metric_and_no_document_end(llama_folder, task_folder, tokenizer
     lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name), 8)
     with pytest.raises(LNSError, match="task local_words reports acc,none, expected f1"):
         score_tasks(lm, [], ["local_words"], include_path=str(task_folder), metric="f1", limit=2)
-
-
-def test_without_the_harness_the_model_is_not_loaded(monkeypatch, tmp_path, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "lm_eval" else find(name, *more)
-    )
-    (tmp_path / "text.txt").write_text("words")
-    words = ["analyze", "layer-drop", "--model", "nowhere", "--data", str(tmp_path / "text.txt"), "--tasks", "a"]
-    assert cli.main([*words, "-o", str(tmp_path / "out.json")]) == 1
-    assert "needs lm_eval, which is not installed: " in capsys.readouterr().err
 
 
 def test_data_that_cannot_be_had_is_said_before_the_losses(

@@ -48,12 +48,8 @@ def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, 
         np.testing.assert_allclose(other, value, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("what", "where"),
-    [("variance", "block 1 is the first whose output"), ("angular", "the input of block 1 (the embedding)")],
-)
 @pytest.mark.exhaustive
-def test_what_one_rank_finds_all_report(what, where, olmo_folder, tmp_path):
+def test_what_one_rank_finds_all_report(olmo_folder, tmp_path):
     """Token 5, whose embedding is NaN, comes in the second batch only."""
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -63,14 +59,6 @@ def test_what_one_rank_finds_all_report(what, where, olmo_folder, tmp_path):
     weights["transformer.wte.weight"][5] = float("nan")
     torch.save(weights, broken / "model.pt")
     np.repeat([7, 5], 32).astype(np.uint16).tofile(tmp_path / "tokens.npy")
-    result = torchrun(tmp_path, what, *options(broken, "tokens.npy", 2))
-    assert result.code != 0 and f"{where} holds NaN or infinity" in result.text
+    result = torchrun(tmp_path, "variance", *options(broken, "tokens.npy", 2))
+    assert result.code != 0 and "block 1 is the first whose output holds NaN or infinity" in result.text
     assert "Connection closed by peer" not in result.text
-
-
-@pytest.mark.parametrize("world", ["two", "0", "-1"])
-def test_a_world_size_that_is_no_number_is_refused(world, llama_folder, token_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", world)
-    words = ["analyze", "variance", "--model", str(llama_folder), "--data", str(token_file)]
-    assert cli.main([*words, "-o", str(tmp_path / "out.json")]) == 1
-    assert f"WORLD_SIZE={world}: expected a whole number >= 1" in capsys.readouterr().err

@@ -52,15 +52,6 @@ def test_every_example_is_one_line(tmp_path):
         assert row["completion"] == example["output"]
 
 
-def test_published_rows_are_over_seven_tasks():
-    text = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| 250M ", "| 1B "))]
-    assert len(rows) == 11
-    for _, *values in rows:
-        *tasks, average = map(float, values)
-        assert len(tasks) == 7 and sum(tasks) / 7 == pytest.approx(average, abs=0.008)
-
-
 def model_folder(folder):
     """A tiny LNS model with a byte tokenizer, made by `olmo-lns hf init`."""
     transformers = pytest.importorskip("transformers")
@@ -122,25 +113,21 @@ def test_trl_saves_an_lns_model(command, config, tmp_path):
         (tmp_path / "data").mkdir()
         rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(24)]
         (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        str(shutil.which("trl", path=str(Path(sys.executable).parent))),
-        command,
-        "--model_name_or_path",
-        str(model),
-    ]
-    words += ["--config", str(REPOSITORY / "configs" / config), "--dataset_name", "data", "--output_dir", "out"]
+    program = str(shutil.which("trl", path=str(Path(sys.executable).parent)))
+    words = [program, command, "--model_name_or_path", str(model), "--config", str(REPOSITORY / "configs" / config)]
     words += [
+        "--dataset_name",
+        "data",
+        "--output_dir",
+        "out",
         "--use_cpu",
         "true",
         "--bf16",
         "false",
         "--logging_steps",
         "1",
-        "--per_device_train_batch_size",
-        "2",
-        "--max_steps",
-        "3",
     ]
+    words += ["--per_device_train_batch_size", "2", "--max_steps", "3"]
     done = subprocess.run(words, cwd=tmp_path, env=offline(tmp_path), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in done.stdout + done.stderr

@@ -160,18 +160,8 @@ generation_kwargs: {{until: ["w96"], do_sample: false, max_gen_toks: 4}},
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]}}
 """
     )
-    options = [
-        "--tasks",
-        "pictures",
-        "--task-path",
-        tasks,
-        "--no-chat-template",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
-    words = [model, "--blocks", blocks, *options, "-o", tmp_path / "out.csv"]
+    options = ["--tasks", "pictures", "--no-chat-template", "--device", "cpu", "--dtype", "float32"]
+    words = [model, "--blocks", blocks, "--task-path", tasks, *options, "-o", tmp_path / "out.csv"]
     done = script(*words, folder=tmp_path, name="removal.py")
     assert done.returncode == 0, done.stderr[-3000:]
     table = pandas.read_csv(tmp_path / "out.csv")
