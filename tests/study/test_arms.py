@@ -55,7 +55,6 @@ def test_the_shipped_arms():
     assert {name for name, found in ARMS.items() if name == found.scheme.name and found.initialization == "plain"} == {
         *schemes.names()
     }
-    assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.colour for a in ARMS.values()}) == len(ARMS)
 
 
 def test_an_arm_asks_the_scheme():
@@ -97,27 +96,19 @@ def added():
     del ARMS["toy_arm"], registry._table["toy"]
 
 
-def test_an_added_arm_is_seen_everywhere(added, built, capsys, monkeypatch):
+def test_an_added_arm_is_seen_everywhere(added, built, capsys):
     built.description["arms"] = ["preln", "lns", added.name]
     built.save()
     assert cli.main(["plan", str(built.path)]) == 0
     assert "All 9 runs (Pre-LN, Pre-LN + LNS, Halved)" in " ".join(capsys.readouterr().out.split())
 
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    from matplotlib.figure import Figure
-
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     for run in built.study.runs:
         built.finish(run.name, 2.0 + run.seed / 10)
     assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
     assert cli.main(["report", str(built.path), "--out", str(built.out)]) == 0
-    assert (
-        "| Halved | 2.1750 ± 0.0707 (2 seeds); +0.0000 ± 0.0000 (2 seeds) |"
-        in (built.out / "report" / "report.md").read_text()
-    )
-    (line,) = [each for each in drawn[0].axes[0].lines if each.get_label() == "Halved"]
-    assert (line.get_color(), line.get_marker(), len(line.get_xdata())) == ("#123456", "*", 2)
+    page = (built.out / "report" / "report.md").read_text()
+    assert "| Halved | 2.1750 ± 0.0707 (2 seeds); +0.0000 ± 0.0000 (2 seeds) |" in page
 
     from olmo.model import OLMo
 

@@ -72,8 +72,6 @@ def again(built, key, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: _log(b, olmo_log({1: 3.0, 2: "nan"}, total=20)), "b-lns-s1/attempt-01.log: loss is nan at step 2"),
-        (lambda b: _log(b, olmo_log({1: 3.0}, total=20) + "\0" * 64), "b-lns-s1/attempt-01.log: damaged: NUL bytes"),
         (lambda b: _log(b, olmo_log({1: 3.0}, total=999)), "counts to 999 steps, the study's config to 20"),
         (
             lambda b: b.finish("b-lns-s1", 2.3, **{"model.layer_norm_type": "rms"}),
@@ -83,11 +81,7 @@ def again(built, key, value):
             lambda b: b.finish("a-lns-s1", 2.9, global_train_batch_size=16),
             "a-preln-s1 and a-lns-s1 differ in more than the arm: global_train_batch_size is 8 and 16",
         ),
-        (
-            lambda b: b.finish("a-lns-s1", 2.9, **{"optimizer.learning_rate": 2e-3}),
-            "optimizer.learning_rate is 0.001 and 0.002",
-        ),
-        (lambda b: b.finish("a-lns-s1", 2.9, seed=7), "seed is 1 and 7"),
+        (lambda b: b.finish("a-lns-s1", 2.9, **{"optimizer.learning_rate": 2e-3}), "rate is 0.001 and 0.002"),
         # The same path and size, other content; and a variable that changes what is trained.
         (lambda b: again(b, "data", [{"sha256": "0"}]), "b-preln-s1 and b-lns-s1 differ .*: data is .*train.npy"),
         (
@@ -95,7 +89,7 @@ def again(built, key, value):
             "environment is {} and {'OLMO_LNS_SCHEME': 'lns'}",
         ),
     ],
-    ids=["nan", "damaged", "length", "arm", "batch", "rate", "seed", "data", "environment"],
+    ids=["length", "arm", "batch", "rate", "data", "environment"],
 )
 def test_what_cannot_be_compared_is_named(built, change, message):
     study = finish_all(built)
@@ -135,9 +129,6 @@ def test_arms_started_from_different_checkpoints(built):
 def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built):
     built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
     built.save()
-    study = built.study
-    with pytest.raises(LNSConfigError, match="differ in more than the arm: global_train_batch_size is 8 and 16"):
-        compare_planned(study.runs)
     for command in (["plan"], ["launch", "--out", str(built.out)]):
         with pytest.raises(LNSConfigError, match="differ in more than the arm"):
             cli.main([command[0], str(built.path), *command[1:]])

@@ -1,16 +1,10 @@
 """Tokenised data: good files pass, each kind of bad file is named."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import commands as data_check
 
 EOS = 50279
@@ -103,30 +97,3 @@ def test_megatrons_own_files_are_read(tmp_path, capsys):
     assert "does not start with Megatron's index header" in check(path, capsys=capsys)[1]
     index.unlink()
     assert "has no x.idx beside x.bin" in check(path, capsys=capsys)[1]
-
-
-def test_nothing_found(tmp_path):
-    for path, message in ((tmp_path, f"no data found in {tmp_path}: expected"), (tmp_path / "none", "no such file or")):
-        with pytest.raises(LNSConfigError, match=message):
-            data_check.main(["check", str(path)])
-
-
-@pytest.mark.parametrize("text", ["", " "])
-def test_an_empty_path_is_not_the_present_folder(text, capsys):
-    with pytest.raises(SystemExit) as stop:
-        data_check.main(["check", text])
-    assert stop.value.code == 2 and "the path is empty: is the variable" in capsys.readouterr().err
-
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_dolma_tokens.sh"
-DOLMA = os.environ.get("DOLMA") or shutil.which("dolma")
-
-
-@pytest.mark.skipif(DOLMA is None, reason="no dolma: install it in an environment of its own and set DOLMA to it")
-def test_dolma_writes_what_the_check_and_olmo_expect():
-    pytest.importorskip("olmo_data", reason="needs ai2-olmo")
-    result = subprocess.run(
-        ["bash", str(SCRIPT), str(DOLMA)], env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "0 problems" in result.stdout and "the same ids as the tokenizer's" in result.stdout

@@ -110,11 +110,8 @@ def test_the_end_token_of_a_tokenizer_is_not_doubled(source):
     ("change", "message"),
     [
         ({"--pad": "70000", "--dtype": "uint32"}, "--pad 70000: the ids of this tokenizer end at 256"),
-        ({"--eos": "</s>"}, "--eos '</s>': neither an id nor a token"),
-        ({"--tokenizer": "./none.json"}, "--tokenizer ./none.json: no such file"),
         ({"--eos": "257", "--dtype": "uint32"}, "--eos 257: the ids of this tokenizer end at 256: give a token"),
         ({"--name": "../x"}, "--name ../x: expected letters"),
-        ({"--field": "body"}, "line 1: expected a JSON object with text under 'body'"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -202,13 +199,6 @@ def test_text_files_are_documents_in_order_and_padding_must_fit_the_dtype(source
         data_check.main([*words(source), "--eos", "</s>", "--pad", "<pad>"])
 
 
-@pytest.mark.parametrize("content", ["", "{}"])
-def test_a_file_that_is_no_tokenizer(content, source):
-    (source / "tokenizer.json").write_text(content)
-    with pytest.raises(LNSConfigError, match=r"--tokenizer \S+tokenizer.json: not a tokenizer.json \("):
-        data_check.main(words(source))
-
-
 @pytest.mark.parametrize("content", ["", "[1]", '{"layout": {}, "words": 3}', '{"layout": []}'])
 def test_a_record_of_something_else(content, source):
     (source / "out").mkdir()
@@ -224,9 +214,7 @@ _LINE = b'{"text": "a"}\n'
     ("name", "content", "message"),
     [
         ("short.jsonl.gz", gzip.compress(_LINE * 5000)[:-20], "after line .*cannot be read"),
-        ("plain.jsonl.gz", _LINE, "after line 0: cannot be read: .*gzip"),
         ("latin.jsonl", _LINE + b'{"text": "\xe9"}\n', "cannot be read: .*utf-8"),
-        ("null.jsonl", b'{"text": null}\n', "line 1: .*: 'text' is NoneType"),
         ("other.jsonl", b'{"body": "a"}\n', "line 1: expected a JSON object with text under 'text'"),
     ],
 )
@@ -234,14 +222,3 @@ def test_lines_that_are_no_text(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(LNSConfigError, match=f"{name}.*{message}"):
         list(documents("jsonl", [str(tmp_path / name)]))
-
-
-def test_a_hub_that_does_not_answer(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def offline(*_, **__):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(LNSConfigError, match="allenai/c4 cannot be read from the hub: no network"):
-        list(documents("c4", ["train"]))

@@ -48,26 +48,9 @@ def test_an_arm_is_any_scheme_as_it_is_spelled(tmp_path):
     assert study.runs[2].config.name == "60M-lns.yaml"
 
 
-def test_in_olmo_too(tmp_path):
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    arms = ["preln", "mixln:alpha=0.5", "mixln:alpha=0.3"]
-    study = load(tmp_path, framework="olmo", config=f"{CONFIGS}/olmo/{{size}}-{{arm}}.yaml", arms=arms)
-    assert study.arms == ["preln", "mixln_50", "mixln_alpha_0.3"]
-    compare_planned(study.runs)
-    assert study.runs[2].settings["model.layer_norm_type"] == "mixln_rms:alpha=0.3"
-
-
-@pytest.mark.parametrize(
-    ("arm", "message"),
-    [
-        ("lnss", "unknown arm 'lnss'.*did you mean 'lns'.*expected a scheme, such as lns:exponent=0.3"),
-        ("lns:exponnt=0.3", "unknown parameter 'exponnt'"),
-        ("sandwich", "exists for OLMo only"),
-    ],
-)
-def test_an_arm_that_is_none(tmp_path, arm, message):
-    with pytest.raises(LNSConfigError, match=message):
-        load(tmp_path, arms=["preln", arm])
+def test_an_arm_that_is_none(tmp_path):
+    with pytest.raises(LNSConfigError, match="unknown arm 'lnss'.*did you mean 'lns'"):
+        load(tmp_path, arms=["preln", "lnss"])
 
 
 @pytest.mark.parametrize(
@@ -116,33 +99,18 @@ def test_a_name_of_the_pack_in_an_empty_folder(tmp_path, monkeypatch):
     ("keys", "message"),
     [
         ({"size": ["a"]}, "unknown keys size"),
-        ({"framework": "jax"}, "framework 'jax'"),
         ({"name": "a\ntouch /tmp/x"}, "expected text without line breaks"),
-        ({"name": "a b"}, "name 'a b': expected letters"),
         ({"config": "{Size}.yaml"}, "config '{Size}.yaml': expected a path"),
         ({"sizes": "ab"}, "sizes 'ab': expected a list of names, or for each name its settings"),
         ({"sizes": ["a/b"]}, "size 'a/b'"),
-        ({"arms": {"preln": ["x"]}}, "arms .*: expected a list of names"),
         ({"rates": [0]}, "rates .*expected a list of learning rates above 0"),
-        ({"rates": ["xx"]}, "rates .*expected a list of learning rates above 0"),
         ({"rates": {"deepnorm": [1e-3]}}, "rates names deepnorm, which is not among the arms"),
         ({"seeds": [2**32]}, "seeds .4294967296.: expected a list of whole numbers from 0"),
         ({"more_seeds": {"60M": [1]}}, "a seed is listed twice"),
-        ({"more_seeds": {"60M": {"lns": ["x"]}}}, "more_seeds .*: expected for a size"),
-        ({"more_seeds": {"1B": [2]}}, "more_seeds names 1B"),
-        ({"only": {"60M": "lns"}}, "only .*: expected for a size a list of arms"),
-        ({"only": {"60M": ["mixln"]}}, "only names mixln, which is not among the arms"),
-        ({"final_fraction": 0}, "final_fraction 0: expected a number in"),
-        ({"horizons": 100}, "horizons 100: expected rising numbers of steps"),
         ({"horizons": [16, 8]}, r"horizons \[16, 8\]: expected rising"),
         ({"horizons": [8, 16]}, "runs of Megatron cannot be branched here"),
-        ({"horizons": [8], "decay": 1}, "decay 1: expected a share"),
         ({"decay": 0.1}, "decay belongs to horizons"),
-        ({"published": "lns-0"}, "published 'lns-0'.*expected "),
-        ({"launch": {"gpus": 3}}, "launch: unknown keys gpus; known: args, command, nodes"),
-        ({"launch": {"nproc": "two"}}, "launch: nproc 'two': expected a number of processes"),
         ({"launch": {"nodes": {"B": 4}}}, "launch: nodes names B, which is not among the sizes: "),
-        ({"launch": {"args": ["a\nb"]}}, "launch: args: 'a.nb'"),
         ({"launch": {"sbatch": {"qos": "long\ntouch x"}}}, "launch: sbatch: qos: .* without line breaks"),
         ({"launch": {"sbatch": {"q os": 1}}}, "expected a mapping of #SBATCH options"),
     ],
@@ -159,13 +127,6 @@ def test_more_seeds_of_one_arm(tmp_path):
         *("60M-preln-s1", "60M-lns-s1", "60M-lns-s2", "60M-lns-s3"),
         *("1B-preln-s1", "1B-lns-s1", "1B-preln-s2", "1B-lns-s2"),
     ]
-
-
-@pytest.mark.parametrize("content", [b"name: [a", b"\xbc\xff"])
-def test_a_description_that_is_no_yaml(tmp_path, content):
-    (tmp_path / "study.yaml").write_bytes(content)
-    with pytest.raises(LNSConfigError, match=r"study\.yaml: not YAML: "):
-        Study.load(tmp_path / "study.yaml")
 
 
 def test_no_word_of_a_description_runs_in_a_script(tmp_path, monkeypatch):
