@@ -58,8 +58,6 @@ def test_flags_reach_the_config_and_choose_the_initialization(words, scheme):
         ((LNS, EXPONENT, "0.3", SCHEME, "lns"), "exponent is 0.3, but --norm-scheme lns has exponent 0.5"),
         ((EXPONENT, "0.3"), "without --layernorm-scaling"),
         ((LNS, EXPONENT, "-1"), "finite number >= 0"),
-        ((LNS, EXPONENT, "nan"), "finite number >= 0"),
-        ((SCHEME, "sandwhich"), "--norm-scheme: unknown scheme 'sandwhich'"),
         ((SCHEME, "lns:exponent=-1"), "--norm-scheme: scheme 'lns': exponent"),
         ((SCHEME, "preln", KEEP), "without --layernorm-scaling or --norm-scheme"),
         ((KEEP, PLAIN), "contradict each other"),
