@@ -131,15 +131,6 @@ def test_an_unknown_norm_is_multiplied():
     assert "output multiplied" in layer.input_layernorm.lns_method
 
 
-def test_after_the_first_forward_nothing_stands_in_a_modules_way():
-    model = tiny.model_of()
-    copied = copy.deepcopy(model.decoder.layers[0].input_layernorm)
-    for each, waiting in ((copied, 1), (model, 3 * tiny.LAYERS), (model, 0)):
-        assert len([m for m in each.modules() if "forward" in m.__dict__]) == waiting
-        each(torch.ones(tiny.HIDDEN)) if each is copied else tiny.loss_of(each, tiny.batch())
-        assert not [m for m in each.modules() if "forward" in m.__dict__]
-
-
 def test_a_layer_that_does_not_run_its_norm_is_refused():
     """At the first forward; Megatron's own case, the op fuser, is in te_cases.py."""
     model = tiny.model_of()

@@ -126,21 +126,6 @@ def test_a_slot_that_holds_something_else_or_is_called_in_another_way_is_refused
         apply(tiny.build(tiny.config()), scheme="skipinit")
 
 
-def test_a_layer_that_names_no_norm_is_refused_without_te():
-    """As in the stacks of hybrid models, whose norms are inside the linear layers behind them."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    class Fused(ColumnParallelLinear):
-        layer_norm_weight = torch.ones(tiny.HIDDEN)
-
-    spec = tiny.local_spec(cfg := tiny.under("sandwich"))
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
-    spec.submodules.self_attention.submodules.linear_qkv = tiny.parts_of_mlp(spec).linear_fc1 = Fused
-    with pytest.raises(LNSConfigError, match="TransformerLayer 1 has both norms of its spec inside other modules"):
-        tiny.build(cfg, spec)
-
-
 def test_a_graph_of_half_a_layer_is_refused_where_the_addition_has_parameters():
     cfg = tiny.config()
     cfg.cuda_graph_modules = ["attn"]  # set late: not every version has it
