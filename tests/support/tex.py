@@ -37,7 +37,7 @@ class DType(enum.IntEnum):
 
 _TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-#: As the libraries of 2.11.0 and 2.20.2 answered, asked without a GPU; forward: x, gamma, y; backward: dz, x, gamma.
+#: What the libraries of 2.11.0 and 2.20.2 alike take; forward: x, gamma, y; backward: dz, x, gamma.
 _KERNELS = json.loads(Path(__file__).with_name("te_kernels.json").read_text())["2.20.2"]
 _FORWARD, _BACKWARD = (
     {tuple(_DTYPES[name] for name in line.split()) for line in _KERNELS[f"rmsnorm_{way}"]} for way in ("fwd", "bwd")
