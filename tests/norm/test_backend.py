@@ -10,7 +10,7 @@ from support import tex
 
 from olmo_lns.environment import NORM_BACKEND
 from olmo_lns.errors import BackendUnavailableError, LNSConfigError
-from olmo_lns.norm import Backend, backend, choose_backend, rms_norm
+from olmo_lns.norm import Backend, backend, choose_backend
 from olmo_lns.norm import transformer_engine as te
 
 
@@ -67,13 +67,10 @@ def test_te_needs_ampere_or_later(cuda):
         choose_backend("te")
 
 
-@pytest.mark.parametrize(("wrong", "hint"), [("tee", " (did you mean 'te'?)"), ("cpp", "")])
-def test_an_unknown_name_is_refused(wrong, hint, monkeypatch):
-    allowed = "allowed: auto, te, torch"
-    with pytest.raises(LNSConfigError) as caught:
-        choose_backend(wrong)
-    assert str(caught.value) == f"unknown norm backend '{wrong}'{hint} (from argument); {allowed}"
-    monkeypatch.setenv(NORM_BACKEND, wrong)
+def test_an_unknown_name_is_refused(monkeypatch):
+    with pytest.raises(LNSConfigError, match="unknown norm backend 'tee'"):
+        choose_backend("tee")
+    monkeypatch.setenv(NORM_BACKEND, "tee")
     with pytest.raises(LNSConfigError, match=NORM_BACKEND):
         choose_backend()
 
@@ -83,9 +80,8 @@ def test_an_unknown_name_is_refused(wrong, hint, monkeypatch):
     [
         ("transformer_engine", RuntimeError("Found empty `transformer-engine` meta package installed")),
         ("transformer_engine.pytorch", OSError("libcuda.so.1: cannot open shared object file:\nNo such file")),
-        ("transformer_engine.pytorch", ModuleNotFoundError("No module named 'onnxscript'", name="onnxscript")),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+    ids=str,
 )
 def test_a_broken_te_is_shown_with_its_own_failure(module, error, cuda, monkeypatch):
     real = te.importlib.import_module
@@ -138,11 +134,3 @@ def test_a_model_built_on_a_cuda_machine_runs_on_the_cpu(name):
         torch.testing.assert_close(twin.rms_norm(x, weight, 1e-6, 0.5), expected)
         expected = 0.5 * torch.nn.functional.layer_norm(x, (8,), weight)
         torch.testing.assert_close(twin.layer_norm(x, weight, None, 1e-5, 0.5), expected)
-
-
-def test_a_model_decides_once(monkeypatch):
-    asked = []
-    monkeypatch.setattr(backend, "_device_problem", lambda device: asked.append(device) or "no device")
-    chosen = {id(choose_backend()) for _ in range(64)}
-    rms_norm(torch.ones(2, 4), None, 1e-6, 0.5)
-    assert len(chosen) == len(asked) == 1

@@ -98,19 +98,6 @@ def test_any_shape(lead, width, dtype, norm):
     torch.testing.assert_close(y.double(), exact(norm, x, weight, eps=1.0), rtol=tolerance, atol=tolerance)
 
 
-@NORMS
-def test_inputs_that_are_not_contiguous(norm):
-    weight = torch.rand(6, dtype=FP64, requires_grad=True)
-    base = torch.randn(6, 5, 4, dtype=FP64)
-    for view in (base.permute(2, 1, 0), base.permute(2, 1, 0)[::2], base[:, :1].permute(2, 1, 0).expand(4, 3, 6)):
-        x = view.detach().requires_grad_()
-        y, expected = call(norm, x, weight), exact(norm, x, weight)
-        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-        dy = torch.randn(y.shape[::-1], dtype=FP64).permute(2, 1, 0)  # not contiguous either
-        found, wanted = (reference.grads(value, (x, weight), dy) for value in (y, expected))
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("x", "weight", "bias", "found"),
     [

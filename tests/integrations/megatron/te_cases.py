@@ -85,14 +85,11 @@ def test_loss_and_all_gradients_are_those_of_the_equation(scheme, changes):
         assert [site[2] for site in sites[:2]] == [FUSED, "olmo_lns.norm (te)"]
 
 
-def test_checkpoint_keys_are_those_of_stock_and_initialization_is_plain():
+def test_checkpoint_keys_are_those_of_stock():
     lns, stock = (tiny.build(cfg, te_spec(cfg)) for cfg in (tiny.under(), tiny.config()))
     assert list(lns.state_dict()) == list(stock.state_dict())
     keys = [{k: getattr(v, "key", "") for k, v in model.sharded_state_dict().items()} for model in (lns, stock)]
     assert keys[0] == keys[1]
-    for model, std in ((stock, 0.02 / 8**0.5), (lns, 0.02)):
-        weights = torch.cat([layer.mlp.linear_fc2.weight.flatten() for layer in model.decoder.layers])
-        assert float(weights.std()) == pytest.approx(std, rel=0.05)
 
 
 def test_mtp_layers_go_on_after_the_last_block():

@@ -91,16 +91,6 @@ def refused(done, words):
     assert re.search(words, done.stderr + done.stdout, re.DOTALL), done.stderr[-3000:]
 
 
-def test_help_shows_the_flags():
-    program = "from megatron.training.arguments import parse_args; parse_args()"
-    done = run_program(megatron_launch.checkout(), program, *megatron_launch.model_flags(), "--help")
-    if "unsupported format character" in done.stderr:
-        pytest.skip("--help of this Megatron fails by itself: a bare % in one of its own help texts")
-    assert done.returncode == 0, done.stderr[-2000:]
-    for flag in ("--layernorm-scaling ", "--layernorm-scaling-exponent", "--no-scaled-init", "--norm-scheme"):
-        assert flag in done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_trains_saves_resumes_and_refuses(scheme, saved, tree):
@@ -167,16 +157,6 @@ def test_a_converter_that_loses_a_schemes_parameters_is_refused(tree, tmp_path):
     if "missing 1 required positional argument: 'model_builder'" in done.stderr:
         pytest.skip("tools/checkpoint/convert.py of this Megatron (0.16 and newer) builds no model by itself")
     refused(done, words)
-
-
-@pytest.mark.slow
-def test_legacy_models_have_no_site(tree):
-    """0.14.0 still builds them, of other layers; the run stops before its first step."""
-    if "megatron.legacy.model.GPTModel" not in (tree / "pretrain_gpt.py").read_text():
-        pytest.skip("the pretrain_gpt.py of this Megatron builds no legacy models itself")
-    done = pretrain(tree, "--use-legacy-models", "--layernorm-scaling", "--ckpt-format", "torch")
-    assert losses(done) == []
-    refused(done, "gpt_model.GPTModel was built without it in a single block")
 
 
 @pytest.mark.slow
