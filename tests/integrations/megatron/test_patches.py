@@ -1,5 +1,6 @@
 """The patches apply. Those that load the plugin do alone what the hook does, and beside it nothing more."""
 
+import importlib.util
 import inspect
 import json
 import os
@@ -40,10 +41,15 @@ print("FOUND " + json.dumps([layer.__file__, wraps, *losses]))
 """
 
 
-def run(tree, *command, **variables):
+def run(tree, *command, codes=(0,), **variables):
     done = subprocess.run(command, cwd=tree, env=os.environ | variables, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode in codes, done.stderr[-2000:]
     return done.stdout
+
+
+def path_of(tree):
+    """Its Megatron before the installed one, and this repository."""
+    return f"{tree}:{ROOT}:{ROOT / 'tests'}"
 
 
 def git_apply(tree, name, word):
@@ -69,19 +75,46 @@ def patched(tmp_path_factory):
 @pytest.mark.parametrize("mode", [pytest.param("alone", marks=pytest.mark.exhaustive), "with the hook"])
 def test_the_patch_loads_the_plugin_once(patched, mode):
     losses = [float(tiny.loss_of(tiny.build(cfg), tiny.batch()).detach()) for cfg in (tiny.under(), tiny.config())]
-    path = f"{patched}:{ROOT}:{ROOT / 'tests'}"
-    out = run(patched, sys.executable, "-W", "ignore", "-c", PROGRAM, mode, PYTHONPATH=path, OMP_NUM_THREADS="1")
+    variables = {"PYTHONPATH": path_of(patched), "OMP_NUM_THREADS": "1"}
+    out = run(patched, sys.executable, "-W", "ignore", "-c", PROGRAM, mode, **variables)
     file, wraps, *found = json.loads(out.partition("FOUND ")[2])
     assert file.startswith(str(patched)) and wraps == 1
     assert found == pytest.approx(losses, rel=1e-6) and losses[0] != pytest.approx(losses[1], rel=1e-4)
     assert out.count("LayerNorm Scaling on: 8 norms") == 1
 
 
-def test_the_patches_fit_the_checkout():
+@pytest.fixture(scope="module")
+def checkout():
+    """The tree that MEGATRON_LM_SRC names, and its version."""
     tree = megatron_launch.checkout()
     scope = runpy.run_path(str(tree / "megatron/core/package_info.py"))
-    version = f"{scope['MAJOR']}.{scope['MINOR']}.{scope['PATCH']}"
+    return tree, f"{scope['MAJOR']}.{scope['MINOR']}.{scope['PATCH']}"
+
+
+def test_the_patches_fit_the_checkout(checkout):
+    tree, version = checkout
     if version not in PATCHES:
         pytest.skip(f"there is no patch for {version}")
     for name in PATCHES[version]:
         git_apply(tree, name, "--check")
+
+
+@pytest.mark.slow
+def test_the_patch_for_upstream_passes_its_own_tests(checkout, tmp_path):
+    """On a copy of main; without the patch's code, the tests that it brings fail."""
+    tree, version = checkout
+    if version != "0.20.0":
+        pytest.skip(f"the patch is for main (0.20.0), the checkout is {version}")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Megatron main imports triton, which is not installed")
+    last = {}
+    for part in ("*", "tests/*"):
+        copy = tmp_path / str(len(last))
+        shutil.copytree(tree / "megatron", copy / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+        git_apply(copy, "layernorm-by-depth-main", f"--include={part}")
+        words = ["-p", "no:cacheprovider", "-p", "support.megatron_unit", "--noconftest", "-c", os.devnull]
+        words += ["-W", "ignore", f"--rootdir={copy}", "tests/unit_tests"]
+        variables = {"PYTHONPATH": path_of(copy), "OLMO_LNS_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        last[part] = run(copy, sys.executable, "-m", "pytest", "-q", *words, codes=(0, 1), **variables).splitlines()[-1]
+    assert last["*"].startswith("10 passed, 6 skipped"), last  # those of Transformer Engine
+    assert last["tests/*"].startswith("10 failed, 6 skipped"), last
