@@ -15,7 +15,7 @@ from support.exports import byte_tokenizer, export, load_hf, refused, save_olmo
 from olmo_lns.checkpoints import record_in
 from olmo_lns.cli import main
 from olmo_lns.export.cli import byte_size
-from olmo_lns.record import Record, accepted
+from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
 
 HF = ("--format", "hf", "--tokenizer", "none")
@@ -186,15 +186,3 @@ def test_tokenizers_that_are_refused(checkpoint, tmp_path, capsys, name):
     assert reason in refused(capsys, checkpoint, tmp_path / "out", *options, folder)
     if name == "too many tokens":  # a file is judged as a folder is
         assert reason in refused(capsys, checkpoint, tmp_path / "out", *options, folder / "tokenizer.json")
-
-
-# --- docs/export.md ------------------------------------------------------------------------------
-
-
-def test_overrides_exist():
-    """The one table of differences, in docs/olmo.md."""
-    text = (DOCS / "olmo.md").read_text(encoding="utf-8")
-    table = text.split("| checkpoint → run |", 1)[1].split("\n\n", 1)[0]
-    named = {word for row in table.splitlines()[2:] for word in re.findall(r"`([a-z-]+)`", row.split("|")[2])}
-    assert accepted(",".join(named)) == named
-    assert {"lns-to-preln", "preln-to-lns", "folded-to-lns", "exponent"} <= named
