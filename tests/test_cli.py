@@ -1,4 +1,3 @@
-import argparse
 import os
 import re
 import subprocess
@@ -9,17 +8,8 @@ from unittest import mock
 
 import pytest
 
-from olmo_lns import __version__, cli
+from olmo_lns import cli
 from olmo_lns.errors import LNSConfigError
-
-
-def test_what_is_no_command(capsys):
-    assert cli.main([]) == 0
-    usage = capsys.readouterr().out
-    assert all(name in usage for name in cli.COMMANDS) and cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == f"olmo-lns {__version__}"
-    assert cli.main(["docter"]) == 2
-    assert "(did you mean 'doctor'?)" in capsys.readouterr().err
 
 
 def test_errors_of_ours_are_one_line_and_faults_are_not(monkeypatch, capsys):
@@ -40,46 +30,6 @@ def test_errors_of_ours_are_one_line_and_faults_are_not(monkeypatch, capsys):
     for kind in (ModuleNotFoundError, ValueError):  # a module that no extra brings is a fault
         with pytest.raises(kind):
             cli.main(["doctor"])
-
-
-class _Built(Exception):
-    """Carries a command's parser out of the command."""
-
-
-def public_commands(monkeypatch):
-    """Every command that some help lists -> its parser."""
-
-    def stop(self, *args, **kwargs):
-        raise _Built(self)
-
-    found = {}
-    for words in [*([name] for name in cli.COMMANDS), ["config", "check"]]:
-        with monkeypatch.context() as context, pytest.raises(_Built) as built:
-            for name in ("parse_args", "parse_known_args"):
-                context.setattr(argparse.ArgumentParser, name, stop)
-            cli.function_of(words[0])(words[1:])
-        parser = found[" ".join(words)] = built.value.args[0]
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                listed = {choice.dest for choice in action._choices_actions}
-                found |= {f"{words[0]} {name}": inner for name, inner in action.choices.items() if name in listed}
-    return found
-
-
-def test_every_help_has_an_example_that_its_parser_knows(monkeypatch, capsys):
-    commands = public_commands(monkeypatch)
-    assert len(commands) > 30 and "study stamp" not in commands and "analyze variance" in commands
-    for name, parser in commands.items():
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*name.split(), "--help"])
-        text = capsys.readouterr().out
-        examples = [line for line in text.splitlines() if line.strip().startswith((f"olmo-lns {name}", "torchrun "))]
-        assert stop.value.code == 0 and examples and "``" not in text, name
-        flags = {word for line in cli.EXAMPLES.get(name, ()) for word in line.split() if word.startswith("--")}
-        inner = [parser, *(found for other, found in commands.items() if other.startswith(f"{name} "))]
-        known = {option for each in inner for action in each._actions for option in action.option_strings}
-        assert flags <= known | {"--nproc-per-node=8"}, name
-    assert set(cli.EXAMPLES) <= set(commands)
 
 
 def test_importing_the_package_loads_no_framework():
@@ -128,16 +78,9 @@ def without(*words):
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (("demo",), "olmo"),
         (("train", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
-        (("config", "check", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
         (("analyze", "variance", "--model", "gpt2", "--data", CONFIGS / "olmo" / "60M-lns.yaml"), "analysis"),
         (("hf", "init", "llama", "-o", CONFIGS / "x"), "hf"),
-        (("study", "launch", CONFIGS / "study" / "tiny.yaml", "--out", "/tmp/study-never-written"), "olmo"),
-        (
-            ("study", "report", CONFIGS / "study" / "tiny.yaml", "--out", CONFIGS.parent / "docs" / "tiny-study"),
-            "study",
-        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -156,33 +99,17 @@ def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
     assert done.returncode == 0 and "7B" in done.stdout, done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         ("study", "plan", CONFIGS / "study" / "paper-megatron.yaml", "--csv", "/dev/full"),
-        ("study", "collect", CONFIGS / "study" / "paper-megatron.yaml", "--out", "/dev/null/x", "--allow-missing"),
-        ("study", "status", CONFIGS / "study" / "paper-megatron.yaml", "--out", "/dev/null/x"),
         ("config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"),
-        ("train", "CONFIG", "--save_folder=/dev/null/x"),
         ("hf", "init", "llama", "-o", "/dev/null/x"),
-        ("export", "CHECKPOINT", "/dev/null/x"),
-        ("analyze", "variance", "--model", "CHECKPOINT", "--data", "DATA", "-o", "/dev/null/x.json"),
-        ("demo", "--steps", "1", "--out", "/dev/null/x"),
     ],
-    ids=lambda words: "-".join(words[:2]) if words[0] == "study" else words[0],
+    ids=["full", "file", "folder"],
 )
-def test_every_command_names_a_target_that_cannot_be_written(words, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from support.exports import save_olmo
-    from support.launch import write_config
-
-    monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)  # it takes over logging for good
-    if "CHECKPOINT" in words:
-        save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    config = write_config(tmp_path / "run", **{"model.layer_norm_type": "rms"})
-    places = {"CONFIG": config, "CHECKPOINT": tmp_path / "lns", "DATA": tmp_path / "run" / "data.npy"}
-    assert cli.main([str(places.get(word, word)) for word in words]) == 1
+def test_a_target_that_cannot_be_written_is_named(words, capsys):
+    assert cli.main([str(word) for word in words]) == 1
     err = capsys.readouterr().err
     assert ("No space left" if "/dev/full" in words else "/dev/null") in err and err.count("\n") == 1, err
 
@@ -197,7 +124,7 @@ def test_every_command_names_a_target_that_cannot_be_written(words, tmp_path, ca
     ],
     ids=["layers", "type", "recursive"],
 )
-def test_a_config_that_makes_no_model_is_refused_at_once_by_every_command(old, new, said, tmp_path, capsys):
+def test_a_config_that_makes_no_model_is_refused_at_once(old, new, said, tmp_path, capsys):
     """Ten million layers were built for nine minutes."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from support.exports import save_olmo
@@ -217,7 +144,6 @@ def test_a_config_that_makes_no_model_is_refused_at_once_by_every_command(old, n
     for words in (
         ["analyze", "variance", "--model", folder, "--data", data, "--quiet"],
         ["export", folder, str(tmp_path / "out")],
-        ["hf", "import", folder, "-o", str(tmp_path / "hf")],
         ["config", "check", stock],
         ["train", config],
     ):
@@ -234,26 +160,3 @@ def test_a_reader_that_stops_early_is_no_error():
         shell=True, executable="/bin/bash", capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout and done.stderr == "" and done.returncode in (0, 141)
-
-
-@pytest.mark.parametrize(
-    ("here", "tokenizers", "apart"),
-    [
-        ("olmo-core", "analysis", {"olmo": "it replaces OLMo-core"}),
-        ("olmo", "olmo", {"sft": "TRL wants datasets>=4", "olmo-core": "it replaces the OLMo-core that OLMo pins"}),
-        ("sft", "olmo", {"olmo": "OLMo wants datasets<4, TRL datasets>=4"}),
-        ("", "olmo", {}),
-    ],
-)
-def test_an_extra_that_breaks_what_is_there_is_not_advised_beside_it(monkeypatch, here, tokenizers, apart):
-    from olmo_lns import extras
-
-    main = {"olmo": "ai2-olmo", "olmo-core": "ai2-olmo-core", "sft": "trl"}
-    monkeypatch.setattr(extras, "problems", lambda extra: ([] if extra == here else [main[extra]], []))
-    assert extras.extra_of("tokenizers", ("olmo", "study")) == tokenizers
-    assert extras.extra_of("olmo", ("olmo",)) == "olmo"
-    for extra in ("olmo,analysis", "olmo", "olmo-core", "sft", "hf"):
-        why = apart.get(extra.partition(",")[0])
-        said = f" in another environment: {why}" if why else ""
-        assert extras.advice(extra).startswith(f"pip install 'olmo-lns[{extra}]'{said}")
-        assert bool(said) == ("another environment" in extras.advice(extra))

@@ -12,8 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.exports import Hostile, refused
 
-Capture = pytest.CaptureFixture[str]
-
 
 def state_change(change):
     def damage(folder):
@@ -184,18 +182,6 @@ def test_damaged_shards(sharded, tmp_path, capsys, name):
     damage(copy)
     for form in ("olmo", "hf"):
         assert reason in refused(capsys, copy, tmp_path / "out", "--format", form, "--tokenizer", "none")
-
-
-def test_the_folder_of_a_run_names_its_checkpoints(checkpoint, tmp_path, capsys):
-    run = tmp_path / "run"
-    for name in ("step9", "step10-unsharded", "stepwise"):
-        shutil.copytree(checkpoint, run / name)
-    (run / "latest").symlink_to("step9")
-    shutil.rmtree(run / "stepwise")
-    expected = "it is the folder of a run; give one of its checkpoints: step9, step10-unsharded"
-    assert expected.removeprefix("it ") in refused(capsys, run, tmp_path / "out")
-    shutil.copyfile(checkpoint / "config.yaml", run / "config.yaml")  # as OLMo's train.py leaves it
-    assert expected in refused(capsys, run, tmp_path / "out")
 
 
 @pytest.mark.parametrize("place", ["train.pt", "train/rank0.pt", "train/more/rank1.pt", "train"])

@@ -22,8 +22,7 @@ from support.megatron_checkpoints import (
 )
 from support.megatron_cpu import single_process
 
-from olmo_lns.checkpoints.distributed import DistributedCheckpoint as MegatronState
-from olmo_lns.checkpoints.megatron import COMMON_OBJECT, Absent, MegatronCheckpoint
+from olmo_lns.checkpoints.megatron import Absent, MegatronCheckpoint
 from olmo_lns.cli import main
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
 from olmo_lns.export.megatron import Megatron
@@ -184,17 +183,6 @@ def test_a_value_of_an_absent_megatron_is_not_written(run_folder, tmp_path):
     with pytest.raises(LNSConfigError, match="the saved argument attention_backend is of a class of Megatron Core's"):
         Megatron().folded(checkpoint, Options(str(tmp_path / "out"))).write(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_megatron_wrote_is_where_it_is_looked_for(case):
-    """The layout that ``as_core_0_19`` makes is read by a Megatron Core that writes it."""
-    from megatron.core.dist_checkpointing import serialization
-
-    if not hasattr(serialization, "_legacy_common_state_exists"):
-        pytest.skip("this Megatron Core keeps the common state in common.pt")
-    folder = case[0] / "iter_0000010"
-    assert COMMON_OBJECT in MegatronState(folder).metadata.state_dict_metadata
-    assert serialization.load_common_state_dict(str(folder))["args"].num_layers == tiny.LAYERS
 
 
 def test_fsdp_dtensor_is_named(tmp_path, capsys):

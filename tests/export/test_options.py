@@ -15,10 +15,9 @@ from support.exports import byte_tokenizer, export, load_hf, refused, save_olmo
 from olmo_lns.checkpoints import record_in
 from olmo_lns.cli import main
 from olmo_lns.export.cli import byte_size
-from olmo_lns.record import Record, accepted
+from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
 
-Capture = pytest.CaptureFixture[str]
 HF = ("--format", "hf", "--tokenizer", "none")
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -64,14 +63,6 @@ def test_an_init_fn_of_ours_is_not_stocks(tmp_path, kind, init, sharded):
 def test_options_that_do_not_fit(checkpoint, folded, tmp_path, capsys, options, reason):
     source = folded if "--unfold" in options else checkpoint
     assert reason in refused(capsys, source, tmp_path / "out", *options)
-
-
-@pytest.mark.parametrize(
-    "words", ["--exponent=nan", "--exponent=-1", "--exponent=1e9", "--max-shard-size=5TB", "--max-shard-size=0.5B"]
-)
-def test_wrong_numbers(checkpoint, tmp_path, words):
-    with pytest.raises(SystemExit, match="2"):
-        export(checkpoint, tmp_path / "out", words)
 
 
 def test_sizes_are_powers_of_a_thousand():
@@ -146,17 +137,6 @@ def test_records_of_olmo_and_its_exports(tmp_path):
     assert lost is not None and str(lost.scheme) == "lns" and lost.norm == "rms"
 
 
-def test_records_of_transformers_folders(tmp_path):
-    arguments = ["hf", "init", "llama", "--set", "num_hidden_layers=2", "--no-weights", "-o", str(tmp_path / "ours")]
-    assert main([*arguments, "--scheme", "lns:exponent=0.25"]) == 0
-    found = record_in(tmp_path / "ours")
-    assert found is not None and str(found.scheme) == "lns:exponent=0.25" and not found.folded
-    values = json.loads((tmp_path / "ours" / "config.json").read_text())
-    (tmp_path / "stock").mkdir()
-    (tmp_path / "stock" / "config.json").write_text(json.dumps({**values, "lns_record": None}))
-    assert record_in(tmp_path / "stock") is None and record_in(tmp_path) is None
-
-
 # --- tokenizers ----------------------------------------------------------------------------------
 
 
@@ -189,9 +169,6 @@ def test_use_with_transformers(tmp_path, monkeypatch, capsys):
 TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "too many tokens": ({"tokenizer.json": 129}, "has 129 tokens, the model only 128"),
     "added beyond": ({"tokenizer.json": 128, "added_tokens.json": '{"<new>": 128}'}, "has 129 tokens, the model only"),
-    "not JSON": ({"tokenizer.json": "{"}, "not a folder of tokenizer files that can be read"),
-    "not a tokenizer": ({"tokenizer.json": "[1, 2]"}, "not a folder of tokenizer files that can be read"),
-    "nothing": ({}, "holds no tokenizer files"),
     "a link": ({"tokenizer.json": 64, "vocab.txt": Path("/etc/hostname")}, "vocab.txt is a symbolic link to"),
 }
 
@@ -207,18 +184,5 @@ def test_tokenizers_that_are_refused(checkpoint, tmp_path, capsys, name):
             byte_tokenizer(folder / file, content) if isinstance(content, int) else (folder / file).write_text(content)
     options = ("--format", "hf", "--tokenizer")
     assert reason in refused(capsys, checkpoint, tmp_path / "out", *options, folder)
-    if name in ("too many tokens", "not JSON"):  # a file is judged as a folder is
-        line = refused(capsys, checkpoint, tmp_path / "out", *options, folder / "tokenizer.json")
-        assert reason in line or ("neither a readable file nor on the hub" in line and "--tokenizer none" in line)
-
-
-# --- docs/export.md ------------------------------------------------------------------------------
-
-
-def test_overrides_exist():
-    """The one table of differences, in docs/olmo.md."""
-    text = (DOCS / "olmo.md").read_text(encoding="utf-8")
-    table = text.split("| checkpoint → run |", 1)[1].split("\n\n", 1)[0]
-    named = {word for row in table.splitlines()[2:] for word in re.findall(r"`([a-z-]+)`", row.split("|")[2])}
-    assert accepted(",".join(named)) == named
-    assert {"lns-to-preln", "preln-to-lns", "folded-to-lns", "exponent"} <= named
+    if name == "too many tokens":  # a file is judged as a folder is
+        assert reason in refused(capsys, checkpoint, tmp_path / "out", *options, folder / "tokenizer.json")

@@ -18,9 +18,6 @@ from olmo_lns.export.atomic import CHECKSUMS, ExportError, atomic_folder, verify
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS
 
-Capture = pytest.CaptureFixture[str]
-
-
 # --- kill -9 -------------------------------------------------------------------------------------
 
 KILLED = textwrap.dedent(

@@ -11,7 +11,6 @@ from support.olmo_models import build, tokens
 from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 from olmo_lns.export.fold import MOMENT_POWERS
 
-Capture = pytest.CaptureFixture[str]
 IDS = tokens(batch=2, length=16)
 
 
@@ -162,16 +161,6 @@ def test_moments_of_a_sharded_checkpoint(sharded, tmp_path):
         for moment, value in state["state"][index].items():
             expected = value * factor_of(name) ** MOMENT_POWERS[moment]
             assert torch.allclose(found.tensor(f"optim.state.{name}.{moment}").load(), expected, rtol=1e-6), name
-
-
-def test_the_name_is_one_that_load_path_takes(folded, sharded, tmp_path, capsys):
-    """OLMo's Trainer tells the layout by the name of the folder."""
-    assert export(sharded, tmp_path / "folded-sharded") == 0
-    for source, name, better in (
-        (folded, "again", "again-unsharded"),
-        (tmp_path / "folded-sharded", "again-unsharded", "again"),
-    ):
-        assert f"call it {better}\n" in refused(capsys, source, tmp_path / name, "--unfold")
 
 
 def test_what_is_not_folded_is_refused(checkpoint, folded, tmp_path, capsys):

@@ -16,9 +16,7 @@ from olmo_lns.checkpoints import record_in
 from olmo_lns.cli import main
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export.cli import source_of
-from olmo_lns.export.comparison import StockOLMo, compare, differences
-
-Capture = pytest.CaptureFixture[str]
+from olmo_lns.export.comparison import StockOLMo, differences
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +48,6 @@ def test_report(checkpoint, exports, tmp_path, capsys, form):
         line = re.search(r"perplexity +(\S+) checkpoint, (\S+) export, of (.*)\n", out)
         assert line is not None and line[3] == (str(words[1]) if words else "random tokens (seed 0)")
         assert float(line[2]) == pytest.approx(float(line[1]), rel=1e-5 if form != "bf16" else 1e-2)
-    (tmp_path / "text").write_text("SHORT")
-    assert verify(checkpoint, exports["hf"], "--text", tmp_path / "text") == 1
-    assert "has 5 tokens" in capsys.readouterr().err
-
-
-def test_a_model_with_a_short_context(tmp_path, capsys):
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms", max_sequence_length=12)
-    assert export(tmp_path / "lns", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
-    assert main(["verify", str(tmp_path / "lns"), str(tmp_path / "hf"), "--prompts", "2"]) == 0
-    assert "positions compared      24" in capsys.readouterr().out
-    assert main(["verify", str(tmp_path / "lns"), str(tmp_path / "hf"), "--length", "13"]) == 1
-    assert "the model takes at most 12 tokens" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--seed=9223372036854775808", "--seed=-1", "--prompts=0"])
-def test_wrong_numbers(checkpoint, hf, capsys, option):
-    with pytest.raises(SystemExit, match="2"):
-        verify(checkpoint, hf, option)
-    assert "expected a whole number" in capsys.readouterr().err
 
 
 def in_weights(form, change):
@@ -171,51 +150,19 @@ def test_a_tied_head_that_is_written_twice(tmp_path):
         assert len(differences(source_of(lns), lns, out, record_in(out))[1]) == problems
 
 
-def test_config_yaml_keeps_its_text(checkpoint, tmp_path):
-    copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    added = "# ours\nwandb_name: '4e12'  # quoted: a float without\n"
-    (copy / "config.yaml").write_text(added + (copy / "config.yaml").read_text())
-    assert export(copy, tmp_path / "out", "--format", "olmo") == 0
-    assert added in (tmp_path / "out" / "config.yaml").read_text()
-
-
-def test_nan_fails():
-    class Constant(torch.nn.Module):
-        def __init__(self, value):
-            super().__init__()
-            self.value = torch.nn.Parameter(torch.tensor(value))
-
-        def forward(self, ids):
-            logits = torch.arange(5.0).expand(*ids.shape, 5) * self.value
-            return type("Output", (), {"logits": logits})
-
-    ids = torch.zeros(2, 4, dtype=torch.long)
-    with torch.no_grad():
-        assert compare(Constant(1.0), Constant(1.0), ids).passed
-        assert not compare(Constant(1.0), Constant(float("nan")), ids).passed
-        assert not compare(Constant(1.0), Constant(1.001), ids).passed
-
-
-@pytest.mark.parametrize(
-    ("form", "layer"),
-    [
-        pytest.param("hf", "model.layers.2.mlp", id="hf"),
-        pytest.param("olmo", "transformer.blocks.2", id="olmo", marks=(pytest.mark.slow, pytest.mark.exhaustive)),
-    ],
-)
-def test_overflow_fails(tmp_path, capsys, form, layer):
+def test_overflow_fails(tmp_path, capsys):
     """The feed-forward layer of block 3 overflows fp16 and not fp32."""
     state = save_olmo(tmp_path / "lns", layer_norm_type="lns_rms").state_dict()
     state["transformer.blocks.2.ff_proj.weight"] *= 3000.0
     torch.save(state, tmp_path / "lns" / "model.pt")
     for name, options in (("fp16", ("--dtype", "fp16")), ("fp32", ())):
         out = tmp_path / name
-        assert export(tmp_path / "lns", out, "--format", form, "--tokenizer", "none", *options) == 0
+        assert export(tmp_path / "lns", out, "--format", "hf", "--tokenizer", "none", *options) == 0
         capsys.readouterr()
         assert verify(tmp_path / "lns", out) == (1 if name == "fp16" else 0)
         text = capsys.readouterr().out
         assert text.rstrip().endswith("FAIL" if name == "fp16" else "PASS")
-        assert ("not finite              export: NaN or infinite from " + layer in text) == (name == "fp16"), text
+        assert ("export: NaN or infinite from model.layers.2.mlp" in text) == (name == "fp16"), text
 
 
 @pytest.mark.slow
@@ -240,26 +187,18 @@ def changed(**values):
         ("checkpoint", None, "is an LNS checkpoint (lns"),
         ("hf", changed(lns="lns_rms"), "config.json says lns: 'lns_rms'"),
         ("hf", changed(model_type="olmo_lns_unknown"), "stock transformers cannot load it"),
-        ("nothing", None, "neither config.json nor config.yaml"),
-        ("absent", None, "is not a folder"),
     ],
 )
 def test_what_is_no_export(checkpoint, hf, tmp_path, capsys, of, change, reason):
-    if of == "nothing":
-        (tmp_path / "copy").mkdir()
-    elif of != "absent":
-        shutil.copytree({"checkpoint": checkpoint, "hf": hf}[of], tmp_path / "copy")
+    shutil.copytree({"checkpoint": checkpoint, "hf": hf}[of], tmp_path / "copy")
     if change:
         change(tmp_path / "copy")
     assert verify(checkpoint, tmp_path / "copy") == 1
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "changes", [{"vocab_size": 96, "embedding_size": 96}, {"vocab_size": 4096, "embedding_size": 4096}]
-)
-def test_an_export_of_another_model(checkpoint, tmp_path, capsys, changes):
-    save_olmo(tmp_path / "other", layer_norm_type="lns_rms", **changes)
+def test_an_export_of_another_model(checkpoint, tmp_path, capsys):
+    save_olmo(tmp_path / "other", layer_norm_type="lns_rms", vocab_size=4096, embedding_size=4096)
     assert export(tmp_path / "other", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     capsys.readouterr()
     assert verify(checkpoint, tmp_path / "hf") == 1

@@ -50,19 +50,14 @@ def test_defaults_are_left_out_of_the_spelling():
         ("lns:0.25", "found '0.25', expected name:key=value"),
         ("lns:exponent=", "found 'exponent=', expected"),
         ("lns:exponent=0.1,exponent=0.2", "found 'exponent=0.2', expected"),
-        ("lns:exponent=0.1,", "found '', expected"),
         ("lns:exponant=0.1", "unknown parameter 'exponant' .did you mean 'exponent'.*expected one of exponent"),
         ("preln:exponent=0.1", "unknown parameter 'exponent': it has none"),
         ("lns:exponent=half", "expected a finite number, found 'half'"),
-        ("lns:exponent=nan", "expected a finite number, found 'nan'"),
         ("lns:exponent=-0.5", "exponent must be a finite number >= 0, got -0.5"),
         ("mixln:alpha=1.5", "expected a share of the blocks from 0 to 1, found 1.5"),
         ("groupln:groups=0", "expected an integer >= 1, found 0"),
-        ("groupln:groups=2.5", "expected an integer, found '2.5'"),
         ("layerscale:start=-0.1", "expected a number >= 0, found -0.1"),
         ("lnsuniform:factor=0", "expected a factor above 0, up to 1, found 0"),
-        ("lnsafterff:exponent=-1", "exponent must be a finite number >= 0"),
-        ("branchlndepth", "unknown scheme 'branchlndepth' .did you mean 'branchln"),
     ],
 )
 def test_other_texts_are_refused(text, message):
@@ -85,14 +80,9 @@ def test_values_are_numbers_and_integers_are_read_as_integers():
 GATE = Learned(per_channel=True, start=0.1)
 
 
-@pytest.fixture
-def table(monkeypatch):
-    """A copy of the table that a test may add to."""
-    monkeypatch.setattr(registry, "_table", dict(registry._table))
-
-
-def test_one_block_with_another_form_decides_for_the_model(table):
+def test_one_block_with_another_form_decides_for_the_model(monkeypatch):
     """Post-norm in the first blocks, as Mix-LN: sites, keys, foldability and parameters are sums over blocks."""
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
 
     def plan(layer_number, n_layers, sub_layer, *, blocks):
         first = layer_number <= blocks
@@ -107,12 +97,6 @@ def test_one_block_with_another_form_decides_for_the_model(table):
     order = [(number, sub_layer) for number, sub_layer, _ in mixed.plans(2)]
     assert order == [(1, "attn"), (1, "ff"), (2, "attn"), (2, "ff")]
     assert parse("mixed:blocks=0").folds_into_pre_ln(4)
-
-
-@pytest.mark.parametrize("name", ["lns", "Toy", "toy-2", "toy:x", ""])
-def test_a_name_that_cannot_be_spelled_or_is_taken_is_refused(table, name):
-    with pytest.raises(ValueError, match=f"scheme name '{name}'"):
-        schemes.define(Definition(name, "", "", lambda *_: Plan(), ""))
 
 
 def test_initializations():
@@ -233,13 +217,6 @@ def test_what_derives_from_the_plans():
         found = (scheme.stock_keys(4), scheme.folds_into_pre_ln(4), scheme.sites(4), scheme.extra_parameters(4, 8, 8))
         assert found == (stock, folds, norms, more), name
         assert scheme.keeps_forward(4) is (name in ("preln", "lns", "lnsuniform", "lnsreversed")), name
-
-
-def test_every_row_says_what_it_is_and_where_it_is_from():
-    for name in names():
-        row = definition(name)
-        assert row.source and row.title and row.label and row.plan.__doc__
-        assert row.initialization == ("upstream" if name == "preln" else "plain")
 
 
 @pytest.mark.parametrize("base", ["", *types.BASES])
