@@ -100,6 +100,14 @@ def test_integrations_do_not_know_each_other():
             assert {name.split(".")[1] for name in others} <= {integration}, module
 
 
+def test_a_name_stands_for_one_thing():
+    classes = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    modules = [name.split(".")[-1] for name in TREES]
+    of_each_framework = {"olmo", "olmo_core", "megatron", "checkpoint", "norms", "upstream"}
+    assert {name for name in classes if classes.count(name) > 1 and name[0].isupper()} == set()
+    assert {name for name in modules if modules.count(name) > 1} <= of_each_framework | {"__init__", "cli"}
+
+
 def test_modules_and_functions_are_short():
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in SOURCES.items()}
     assert {name: count for name, count in lines.items() if count > LINES_OF_MODULE} == {}

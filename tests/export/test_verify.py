@@ -150,6 +150,14 @@ def test_a_tied_head_that_is_written_twice(tmp_path):
         assert len(differences(source_of(lns), lns, out, record_in(out))[1]) == problems
 
 
+def test_config_yaml_keeps_its_text(checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    added = "# ours\nwandb_name: '4e12'  # quoted: a float without\n"
+    (copy / "config.yaml").write_text(added + (copy / "config.yaml").read_text())
+    assert export(copy, tmp_path / "out", "--format", "olmo") == 0
+    assert added in (tmp_path / "out" / "config.yaml").read_text()
+
+
 def test_overflow_fails(tmp_path, capsys):
     """The feed-forward layer of block 3 overflows fp16 and not fp32."""
     state = save_olmo(tmp_path / "lns", layer_norm_type="lns_rms").state_dict()
