@@ -253,12 +253,6 @@ def test_the_mark_is_compared_where_the_folder_lost_its_files(tmp_path, monkeypa
     assert running.loaded
 
 
-def test_a_folder_that_is_not_there_is_named_by_olmo(tmp_path):
-    running = Running("lns_rms")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        running.restore(tmp_path / "nowhere")
-
-
 def test_a_lost_record_is_what_the_config_says(tmp_path):
     for kind, init_fn, expected in (
         ("lns_default:exponent=0.25", "normal", Record(parse("lns:exponent=0.25"), "default", "plain")),
