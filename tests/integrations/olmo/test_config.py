@@ -1,11 +1,9 @@
 import copy
-import inspect
 import os
 import pickle
 import subprocess
 import sys
 
-import olmo.checkpoint
 import pytest
 from olmo.config import LayerNormType, ModelConfig, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
@@ -74,29 +72,6 @@ def test_the_type_that_is_meant_is_written_into_the_config(
 def test_other_ways_to_override_the_type(tmp_path, overrides, resolved):
     config = TrainConfig.load(write(tmp_path, "default"), overrides)
     assert config.model.layer_norm_type is LayerNormType[resolved]
-    config.save(tmp_path / "saved.yaml")  # and by key, as from_checkpoint loads it
-    assert ModelConfig.load(tmp_path / "saved.yaml", key="model").layer_norm_type is LayerNormType[resolved]
-
-
-@pytest.mark.parametrize("name", ["local", "torch_new", "torch_legacy", "olmo_core"])
-def test_a_checkpointer_that_torch_broke_is_named_before_training(tmp_path, caplog, name):
-    overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]
-    TrainConfig.load(write(tmp_path, "rms"), overrides)
-    assert "sharded_checkpointer" not in caplog.text, "nothing of ours was selected"
-    TrainConfig.load(write(tmp_path, "lns"), overrides)
-    works = {"olmo_core"}
-    if "weights_only=False" in inspect.getsource(olmo.checkpoint.load_state_dict):  # OLMo main
-        works.add("torch_legacy")
-    assert (f"sharded_checkpointer: {name}" in caplog.text) == (name not in works)
-
-
-def test_interpolations_elsewhere_are_not_touched_by_reading_the_type(tmp_path):
-    path = write(tmp_path, "rms")
-    path.write_text(path.read_text() + "save_folder: ${oc.env:LNS_TEST_UNSET_VARIABLE}\n")
-    with pytest.raises(OLMoConfigurationError, match="LNS_TEST_UNSET_VARIABLE"):
-        TrainConfig.load(path, ["model.layer_norm_type=lns"])
-    config = TrainConfig.load(path, ["model.layer_norm_type=lns", "save_folder=here"])
-    assert config.model.layer_norm_type is LayerNormType.lns_rms
 
 
 @pytest.mark.parametrize(

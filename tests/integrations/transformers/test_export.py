@@ -120,10 +120,3 @@ def test_an_olmo_checkpoint_comes_in_as_trained_and_folded_ones_unfolded(kind, t
             if scheme != "lnsafterbranch":
                 factor = model.transformer.blocks[-1].attn_norm.lns_scale
                 assert loaded.model.layers[-1].input_layernorm.lns_scale == factor
-
-
-def test_a_pre_ln_checkpoint_is_not_taken_for_another(tmp_path, capsys):
-    pytest.importorskip("olmo")
-    save_olmo(tmp_path / "olmo", layer_norm_type="rms")
-    assert main(["hf", "import", str(tmp_path / "olmo"), "-o", str(tmp_path / "model")]) == 1
-    assert "is Pre-LN: olmo-lns export --format hf makes a stock model of it" in capsys.readouterr().err
