@@ -332,7 +332,6 @@ def test_a_part_of_the_blocks_is_counted_as_a_part_and_two_schemes_are_found():
     ("kind", "line"),
     [
         ("lns_rms", "LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4); exponent 0.5; backend torch ("),
-        ("mixln_rms", "Mix-LN on: 8 norms (mixln_rms); norm after the addition in blocks 1 to 1; alpha 0.25; OLMo's own norms"),
         ("lnsafterff_rms", "LNS after feed-forward on: 8 norms (lnsafterff_rms); branch_scale = 1 (block 1) to 0.5 (block 4), ff only; exponent 0.5; OLMo's own norms"),
     ],
 )  # fmt: skip

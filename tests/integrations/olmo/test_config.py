@@ -74,6 +74,13 @@ def test_other_ways_to_override_the_type(tmp_path, overrides, resolved):
     assert config.model.layer_norm_type is LayerNormType[resolved]
 
 
+def test_a_checkpointer_that_torch_broke_is_named_before_training(tmp_path, caplog):
+    for kind, name, named in (("rms", "local", False), ("lns", "olmo_core", False), ("lns", "local", True)):
+        overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]
+        TrainConfig.load(write(tmp_path, kind), overrides)
+        assert (f"sharded_checkpointer: {name}" in caplog.text) is named
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
