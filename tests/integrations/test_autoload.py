@@ -169,33 +169,6 @@ def test_the_start_up_finder_watches_for_the_same_names():
     assert f"name not in{WATCHED!r}".replace(" ", "").replace('"', "'") in HOOK.read_text().replace(" ", "")
 
 
-@pytest.mark.parametrize("disabled", ["", "1"])
-def test_other_imports_are_untouched_while_a_thread_imports_the_framework(plugin, tmp_path, disabled):
-    folder = plugin()
-    for number in range(400):
-        (folder / f"lns_other_{number}.py").write_text("")
-    code = """
-    import importlib, threading
-    sys.setswitchinterval(1e-6)
-    failed, start = [], threading.Barrier(5)
-    def load(names):
-        start.wait()
-        for name in names:
-            try:
-                importlib.import_module(name)
-            except Exception as error:
-                failed.append(f'{name}: {error!r}')
-    workers = [threading.Thread(target=load, args=([f'lns_other_{i}' for i in range(k, 400, 4)],)) for k in range(4)]
-    workers.append(threading.Thread(target=load, args=(['olmo'],)))
-    [w.start() for w in workers], [w.join() for w in workers]
-    print(failed, len([m for m in sys.modules if m.startswith('lns_other_')]))
-    """
-    for _ in range(2):
-        done = run(ONLY_PROBE + textwrap.dedent(code), path=folder, OLMO_LNS_DISABLE=disabled)
-        assert done.stdout.splitlines()[-1] == "[] 400"
-        assert ("plugin ran" in done.stdout) == (not disabled)
-
-
 @pytest.mark.slow
 def test_olmos_converters_are_guarded_by_installation_alone(tmp_path):
     """The script imports transformers and never OLMo; ``hf_olmo``'s guard is there before what it guards."""

@@ -29,13 +29,6 @@ def apply(patch, tree, *flags):
     subprocess.run(["git", "apply", *flags, str(patch)], cwd=tree, check=True, capture_output=True)
 
 
-def test_both_upstreams_have_a_patch_with_a_header():
-    assert sorted(PATCHES) == ["main", "v0.6.0"]
-    for patch in PATCHES.values():
-        header = patch.read_text().split("diff --git")[0]
-        assert all(word in header for word in ("Made for:", "Apply:", "Revert:"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["installed", "checkout"])
 def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(tmp_path, kind):

@@ -1,17 +1,14 @@
 import copy
-import inspect
 import os
 import pickle
 import subprocess
 import sys
 
-import olmo.checkpoint
 import pytest
 from olmo.config import LayerNormType, ModelConfig, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
 from olmo.model import OLMo
 from omegaconf import OmegaConf
-from omegaconf.errors import ValidationError
 from support.olmo_models import model_config
 
 from olmo_lns.errors import LNSConfigError
@@ -31,25 +28,17 @@ def write(tmp_path, named):
     ("named", "override", "variable", "resolved"),
     [
         ("rms", "lns", "", "lns_rms"),
-        ("default", "lns", "", "lns_default"),
-        ("low_precision", "lns", "", "lns_low_precision"),
         (None, "lns", "", "lns_default"),  # OLMo's own default is what the config means
-        ("lns", "lns", "", "lns_rms"),
         ("lns_default", "lns", "", "lns_default"),
         ("lns", None, "", "lns_rms"),
-        ("lns_default", None, "", "lns_default"),
         ("rms", "lns_default", "", "lns_default"),
         ("lns_rms", "rms", "", "rms"),
-        ("rms", None, "", "rms"),
-        (None, None, "", "default"),
         ("lns:exponent=0.25", None, "", "lns_rms:exponent=0.25"),
         ("default", "lns:exponent=0.25", "", "lns_default:exponent=0.25"),
         ("rms", "lns_rms:exponent=2.5e-1", "", "lns_rms:exponent=0.25"),
         ("lns_rms:exponent=0.5", None, "", "lns_rms"),
-        ("lns_default:exponent=0.25", "rms", "", "rms"),
         ("default", "lns", "lns:exponent=0.25", "lns_default:exponent=0.25"),
         ("lns_rms:exponent=0.25", None, "lns:exponent=0.25", "lns_rms:exponent=0.25"),
-        ("lns_rms", None, "lns", "lns_rms"),
         ("rms", None, "lns:exponent=0.25", "rms"),
     ],
 )
@@ -83,41 +72,21 @@ def test_the_type_that_is_meant_is_written_into_the_config(
 def test_other_ways_to_override_the_type(tmp_path, overrides, resolved):
     config = TrainConfig.load(write(tmp_path, "default"), overrides)
     assert config.model.layer_norm_type is LayerNormType[resolved]
-    config.save(tmp_path / "saved.yaml")  # and by key, as from_checkpoint loads it
-    assert ModelConfig.load(tmp_path / "saved.yaml", key="model").layer_norm_type is LayerNormType[resolved]
 
 
-@pytest.mark.parametrize("name", ["local", "torch_new", "torch_legacy", "olmo_core"])
-def test_a_checkpointer_that_torch_broke_is_named_before_training(tmp_path, caplog, name):
-    overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]
-    TrainConfig.load(write(tmp_path, "rms"), overrides)
-    assert "sharded_checkpointer" not in caplog.text, "nothing of ours was selected"
-    TrainConfig.load(write(tmp_path, "lns"), overrides)
-    works = {"olmo_core"}
-    if "weights_only=False" in inspect.getsource(olmo.checkpoint.load_state_dict):  # OLMo main
-        works.add("torch_legacy")
-    assert (f"sharded_checkpointer: {name}" in caplog.text) == (name not in works)
-
-
-def test_interpolations_elsewhere_are_not_touched_by_reading_the_type(tmp_path):
-    path = write(tmp_path, "rms")
-    path.write_text(path.read_text() + "save_folder: ${oc.env:LNS_TEST_UNSET_VARIABLE}\n")
-    with pytest.raises(OLMoConfigurationError, match="LNS_TEST_UNSET_VARIABLE"):
-        TrainConfig.load(path, ["model.layer_norm_type=lns"])
-    config = TrainConfig.load(path, ["model.layer_norm_type=lns", "save_folder=here"])
-    assert config.model.layer_norm_type is LayerNormType.lns_rms
+def test_a_checkpointer_that_torch_broke_is_named_before_training(tmp_path, caplog):
+    for kind, name, named in (("rms", "local", False), ("lns", "olmo_core", False), ("lns", "local", True)):
+        overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]
+        TrainConfig.load(write(tmp_path, kind), overrides)
+        assert (f"sharded_checkpointer: {name}" in caplog.text) is named
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ("lns_rsm", "unknown layer_norm_type 'lns_rsm' (did you mean 'lns_rms'?). Known: default"),
-        ("lsn", "unknown layer_norm_type 'lsn' (did you mean 'lns'?). Known: default"),
-        ("LNS", "unknown layer_norm_type 'LNS' (did you mean 'lns'?). Known: default"),
         ("deflaut", "unknown layer_norm_type 'deflaut' (did you mean 'default'?). Known: default"),
         ("lns:exponant=0.25", "unknown parameter 'exponant' (did you mean 'exponent'?)"),
-        ("lns_rms:exponent=-1", "exponent must be a finite number >= 0, got -1.0"),
-        ("lns_rms:0.25", "found '0.25', expected name:key=value"),
         ("rms:exponent=0.25", "unknown layer_norm_type 'rms:exponent=0.25'"),
     ],
 )
@@ -127,7 +96,6 @@ def test_a_wrong_type_is_refused_by_name(tmp_path, wrong, message, on_command_li
     with pytest.raises(OLMoConfigurationError) as caught:
         TrainConfig.load(path, [f"model.layer_norm_type={wrong}"] if on_command_line else None)
     assert message in str(caught.value) and repr(wrong) in str(caught.value)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 450  # each scheme once, not with every base
 
 
 @pytest.mark.parametrize(
@@ -154,16 +122,8 @@ def test_members_with_parameters_are_members_in_every_way():
     assert isinstance(member, LayerNormType) and (member.name, member.value, str(member)) == (name, name, name)
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         assert pickle.loads(pickle.dumps(member, protocol)) is copy.deepcopy(member) is copy.copy(member) is member
-    assert [str(m) for m in LayerNormType].count(name) == 1
-    for wrong in ("lns_rms:exponent=-1", "lns_rms:nothing=1", "rms:exponent=0.25", "lns_rsm:exponent=0.25", "x"):
-        with pytest.raises(KeyError):
-            LayerNormType[wrong]
-        with pytest.raises(ValueError, match="is not a valid LayerNormType"):
-            LayerNormType(wrong)
     config = OmegaConf.merge(OmegaConf.structured(ModelConfig), {"layer_norm_type": "lns_rms:exponent=0.31"})
     assert OmegaConf.to_object(config).layer_norm_type is LayerNormType("lns_rms:exponent=0.31")
-    with pytest.raises(ValidationError):
-        config.layer_norm_type = "lns_rms:exponant=0.3"
 
 
 NEW_PROCESS = """
@@ -217,7 +177,6 @@ def test_register_sets_what_the_variables_set(monkeypatch, tmp_path):
     [
         ("SCHEME", "lsn", "lns_rms", "OLMO_LNS_SCHEME: unknown scheme 'lsn' .did you mean 'lns'"),
         ("INITIALIZATION", "scaled", "rms", "for scaled set init_fn: normal_scaled in the config"),
-        ("INITIALIZATION", "depth_scaled", "rms", "for depth_scaled set init_fn: normal_depth_scaled in the config"),
         ("INITIALIZATION", "plane", "lns_rms", r"'plane' \(did you mean 'plain'\?\): expected one of plain, upstream"),
     ],
 )

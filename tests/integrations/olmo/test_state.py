@@ -1,16 +1,15 @@
 """What an OLMo checkpoint says of its model, in its record and in the trainer's state; every way of losing LNS."""
 
 import copy
-import http.server
 import pickle
 import pickletools
 import sys
-import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import olmo.checkpoint
+import olmo.util
 import pytest
 import torch
 from olmo.checkpoint import Checkpointer, FullCheckpointer
@@ -253,12 +252,6 @@ def test_the_mark_is_compared_where_the_folder_lost_its_files(tmp_path, monkeypa
     assert running.loaded
 
 
-def test_a_folder_that_is_not_there_is_named_by_olmo(tmp_path):
-    running = Running("lns_rms")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        running.restore(tmp_path / "nowhere")
-
-
 def test_a_lost_record_is_what_the_config_says(tmp_path):
     for kind, init_fn, expected in (
         ("lns_default:exponent=0.25", "normal", Record(parse("lns:exponent=0.25"), "default", "plain")),
@@ -272,27 +265,20 @@ def test_a_lost_record_is_what_the_config_says(tmp_path):
         assert saved_record(folder) == expected
 
 
-def test_a_store_that_refuses_the_record(tmp_path, caplog):
+def test_a_store_that_refuses_the_record(tmp_path, monkeypatch, caplog):
     """It answers 403, as one does that hides what is not there: a stock checkpoint goes on, one with a scheme stops."""
 
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=str(tmp_path))
+    def resource(folder, name, **_):
+        if name == RECORD_FILE:
+            raise OSError("403")
+        (tmp_path / name).write_text(f"model:\n  layer_norm_type: {folder.removeprefix('s3://')}\n")
+        return tmp_path / name
 
-        def send_head(self):
-            return self.send_error(403) if self.path.endswith("lns.json") else super().send_head()
-
-    for kind in ("rms", "lns_rms"):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.yaml").write_text(f"model:\n  layer_norm_type: {kind}\n")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert saved_record(f"{url}/rms") == Record()
-        assert "lns.json cannot be read" in caplog.text and "403" in caplog.text
-        with pytest.raises(CheckpointMismatchError, match=r"lns\.json cannot be read: .*403"):
-            saved_record(f"{url}/lns_rms")
-        server.shutdown()
+    monkeypatch.setattr(olmo.util, "resource_path", resource)
+    assert saved_record("s3://rms") == Record()
+    assert "lns.json cannot be read" in caplog.text and "403" in caplog.text
+    with pytest.raises(CheckpointMismatchError, match=r"lns\.json cannot be read: .*403"):
+        saved_record("s3://lns_rms")
 
 
 STOCK_KEYS = [name for name in names() if name != "preln" and parse(name).stock_keys(TINY["n_layers"])]

@@ -1,39 +1,12 @@
-"""The table of verified OLMo functions, the script that makes its lines, and what an OLMo beside them does."""
+"""An OLMo that is not one of those verified."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
-import olmo
 import pytest
 from support import launch
 
 from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations.olmo import upstream
-
-SCRIPT = Path(__file__).parents[3] / "scripts" / "fingerprints.py"
-
-
-@pytest.fixture(scope="module")
-def fingerprints():
-    spec = importlib.util.spec_from_file_location("lns_fingerprints", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_script_finds_in_the_source_what_was_verified(fingerprints, capsys):
-    """The installed OLMo as a source tree, read without importing it; its tree beside a version without it."""
-    tree = Path(olmo.__file__).parents[1]
-    empty = Path(__file__).parent
-    assert fingerprints.main(["olmo_lns.integrations.olmo.upstream", f"here={tree}", f"none={empty}"]) == 0
-    assert len({target.path for target in upstream.TARGETS}) == len(upstream.TARGETS) == 25
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[::3] == [target.path for target in upstream.TARGETS]
-    for target, found, missing in zip(upstream.TARGETS, lines[1::3], lines[2::3], strict=True):
-        fingerprint, version = found.strip().split(": ")
-        assert fingerprint.strip('"') in target.verified and version == '"here",'
-        assert missing.strip() == '"missing": "none",'
 
 
 def test_an_olmo_that_is_too_old_is_refused_and_a_newer_one_judged_by_its_source():

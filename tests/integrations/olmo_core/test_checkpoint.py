@@ -23,11 +23,9 @@ from support import olmo_core_ranks
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.olmo_core import register
 from olmo_lns.integrations.olmo_core.blocks import record_of, routers_of
 from olmo_lns.integrations.olmo_core.checkpoint import saved_record, saved_routers
 from olmo_lns.integrations.olmo_core.config import from_config
-from olmo_lns.integrations.patching import is_patched
 from olmo_lns.olmo_core import apply
 from olmo_lns.record import Record
 from olmo_lns.schemes import Scheme
@@ -48,12 +46,6 @@ def _save(tmp_path, made, *, config=True, record=True):
     if not record:
         (folder / "lns.json").unlink(missing_ok=True)
     return checkpointer, folder
-
-
-def test_guards_are_on_in_an_interpreter_nobody_told():
-    for name in ("load", "save", "save_async", "_save_train_state"):
-        assert is_patched(getattr(Checkpointer, name))
-    register()  # idempotent
 
 
 def test_the_record_lies_in_the_checkpoint_from_its_first_moment(tmp_path):

@@ -78,7 +78,6 @@ def test_where_start_up_hooks_are_forbidden_the_class_brings_the_guards():
     [
         ({"scheme": "lsn"}, "unknown scheme 'lsn' .did you mean 'lns'"),
         ({"scheme": "preln"}, "scheme=preln is OLMo-core's own block"),
-        ({"exponent": -1}, "exponent must be a finite number >= 0"),
         ({"initialization": "scaled"}, "initialization='scaled': expected one of plain, upstream"),
         (
             {"scheme": "branchln_depth"},
@@ -175,18 +174,11 @@ def test_json_in_another_process_and_without_the_package(tmp_path):
     assert without.returncode and "olmo_lns" in without.stderr and "BlockConfig" not in without.stdout
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "words"),
-    [
-        ("OLMO_LNS_DISABLE", "1", "OLMO_LNS_DISABLE=1, but the config names olmo_lns.olmo_core.BlockConfig"),
-        ("OLMO_LNS_NORM_BACKENT", "torch", "did you mean 'OLMO_LNS_NORM_BACKEND'"),
-    ],
-)
-def test_switched_off_or_with_a_misspelt_variable_the_config_is_refused(monkeypatch, variable, value, words):
+def test_switched_off_the_config_is_refused(monkeypatch):
     made = apply(small.config())
-    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
     for build in (made.build, lambda init_device: made.block.build(d_model=32, block_idx=0, n_layers=2)):
-        with pytest.raises(LNSConfigError, match=words):
+        with pytest.raises(LNSConfigError, match="OLMO_LNS_DISABLE=1, but the config names olmo_lns.olmo_core.Block"):
             build(init_device="meta")
     small.config().build(init_device="meta")
 
@@ -201,14 +193,3 @@ def test_an_olmo_core_that_was_left_untouched_builds_no_scheme(monkeypatch):
         UpstreamChangedError, match="A scheme was asked for, but this OLMo-core was left untouched: it was"
     ):
         made.build(init_device="meta")
-
-
-def test_version_is_judged_by_what_it_lacks(monkeypatch):
-    from olmo_core.nn.transformer import block
-
-    from olmo_lns.errors import UpstreamChangedError
-    from olmo_lns.integrations.olmo_core import upstream
-
-    monkeypatch.delattr(block, "PeriNormTransformerBlock")
-    with pytest.raises(UpstreamChangedError, match="lacks PeriNormTransformerBlock in its transformer blocks"):
-        upstream.check()

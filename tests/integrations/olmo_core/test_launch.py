@@ -142,28 +142,3 @@ def test_the_patch_for_upstream_passes_its_own_tests(tmp_path):
         )
         failed[parts] = done.stdout.strip().splitlines()[-1]
     assert failed["src/*"].startswith("5 passed") and failed["src/test/*"].startswith("5 failed"), failed
-
-
-LADDER = """
-from dataclasses import dataclass
-from olmo_core.data import TokenizerConfig
-from olmo_core.model_ladder import Olmo3ModelConfigurator
-from olmo_core.nn.transformer import TransformerBlockType
-from olmo_lns.olmo_core import apply
-
-@dataclass(kw_only=True, eq=True)
-class LNSConfigurator(Olmo3ModelConfigurator):
-    def configure_model(self, **options):
-        return apply(super().configure_model(**options), "lns")
-
-ladder = LNSConfigurator(rank_microbatch_size=None, model_construction_kwargs={"block_name": TransformerBlockType.default})
-options = dict(sequence_length=2048, tokenizer=TokenizerConfig.dolma2(), device_type="h100")
-model = ladder.configure_model(size_spec="60M", **options).build(init_device="meta")
-print([block.attention_norm.lns_scale for block in model.blocks.values()])
-"""
-
-
-def test_a_ladder_of_the_checkout(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(SOURCE) / "src")}
-    done = subprocess.run([sys.executable, "-c", LADDER], capture_output=True, text=True, env=environment)
-    assert f"{[n**-0.5 for n in range(1, 9)]}"[:-1] in done.stdout, done.stderr

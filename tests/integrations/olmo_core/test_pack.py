@@ -1,9 +1,7 @@
 """configs/olmo_core: every size and arm loads and builds, and two arms differ in the block only."""
 
-import json
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
 
-from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo_core.blocks import record_of
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.engines import OLMO_CORE, olmo_core
@@ -27,10 +24,6 @@ ARMS = ("preln", "lns")
 
 def _check(path):
     return config_check.check(path, gpus=8, gpu="H100", budget=20e9)
-
-
-def test_the_pack_is_complete():
-    assert {path.stem for path in PACK.glob("*.yaml")} == {f"{size}-{arm}" for size in PARAMETERS for arm in ARMS}
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
@@ -69,18 +62,13 @@ def test_an_arm_that_it_is_not():
     ("old", "new", "message"),
     [
         ("olmo_core.BlockConfig", "olmo_core.BlokConfig", "olmo_lns.olmo_core has no 'BlokConfig'"),
-        ("optim.AdamWConfig", "optim.AdamwConfig", "train_module.optim._CLASS_=.* has no AdamwConfig"),
         ("d_model: 512", "d_modle: 512", "the config has no 'model.d_model'"),
-        ("name: default  # Pre-LN", "name: default_scaled", "block.name=default_scaled: no scheme can be laid on"),
         (
             "init_method: normal",
             "init_method: llama_depth",
             "LayerNorm Scaling|the scaled initialization 'llama_depth'",
         ),
         ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "is in tokens: expected a multiple of 4096"),
-        ("global_batch_size: 524288", "global_batch_size: 256", "is in tokens: expected a multiple of 4096"),
-        ("unit: steps", "unit: epochs", "trainer.max_duration is in epochs"),
-        ("\ntrainer:", "\ntrianer:", "has no section 'trainer'"),
     ],
 )
 def test_what_a_check_finds(old, new, message, tmp_path):
@@ -116,30 +104,3 @@ def test_scaled_initialization_changes_the_residual_outputs_only():
     for (name, plain), scaled in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         factor = 6**-0.5 if name.endswith(("attention.w_out.weight", "feed_forward.w2.weight")) else 1.0
         assert scaled.equal(plain * factor), name
-
-
-def test_a_config_that_a_run_has_saved_is_a_config(tmp_path):
-    tree = olmo_core.build(PACK / "60M-lns.yaml", olmo_core.planned(PACK / "60M-lns.yaml"))
-    saved = {name: section.as_config_dict() for name, section in tree.items()} | {
-        "_CLASS_": "__main__.ExperimentConfig"
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(saved))
-    checked = _check(path)
-    assert checked.problems == [] and checked.parameters == PARAMETERS["60M"] and checked.arm == "(lns)"
-
-
-def test_a_variable_that_is_not_set(monkeypatch):
-    monkeypatch.delenv("OLMO_DATA_DIR", raising=False)
-    with pytest.raises(LNSConfigError, match="60M-lns.yaml reads OLMO_DATA_DIR, which is not set"):
-        olmo_core.read(PACK / "60M-lns.yaml")
-
-
-def test_the_script_takes_overrides(monkeypatch, capsys):
-    monkeypatch.setenv("OLMO_DATA_DIR", "/data")
-    monkeypatch.setenv("OLMO_SAVE_DIR", "/runs")
-    words = ["--model.block.exponent=0.25", "--train_module.optim.lr=1e-4", "--dry-run"]
-    monkeypatch.setattr(sys, "argv", ["train.py", str(PACK / "60M-lns.yaml"), *words])
-    runpy.run_path(str(PACK / "train.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert "exponent=0.25" in printed and "lr=0.0001" in printed and "/runs/60M-lns" in printed

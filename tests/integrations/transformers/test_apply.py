@@ -1,19 +1,15 @@
 """Every family under a scheme, against stock models whose norms or branches are multiplied from outside."""
 
 import copy
-import sys
 
 import pytest
 import torch
-from support import launch
 from support.transformers_models import (  # noqa: F401
     IN_FRONT,
     LLAMA_OUTPUTS,
     MODELS,
     OUTPUTS,
     blocks,
-    config,
-    environment,
     hooked,
     inputs,
     same,
@@ -80,7 +76,6 @@ def _bert():
         (lambda: stock("llama"), "anotherform", "scheme anotherform .* on llama: .* block 1, attn, would need another"),
         (lambda: stock("llama"), "preln", "nothing to apply"),
         (_bert, "lns", r"'bert'\) \(its norms follow the addition.*the transformers integration knows"),
-        (lambda: torch.nn.Linear(2, 2), "lns", "expects a transformers model, found Linear"),
         (lambda: stock("gpt2", add_cross_attention=True), "lns", "third sub-layer"),
     ],
 )
@@ -115,7 +110,7 @@ def test_a_replaced_forward_is_noticed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_norm_of_another_class_has_its_output_multiplied_and_the_line_says_so(capsys):
+def test_a_norm_of_another_class_has_its_output_multiplied():
     class Liger(torch.nn.Module):
         def __init__(self, norm):
             super().__init__()
@@ -125,15 +120,11 @@ def test_a_norm_of_another_class_has_its_output_multiplied_and_the_line_says_so(
             return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
     model = stock("llama")
-    apply(stock("llama"))
-    line = "LayerNorm Scaling on: 6 norms (LlamaRMSNorm); s = 1 (block 1) to 0.5774 (block 3); exponent 0.5; backend"
-    assert line in capsys.readouterr().err
     for block in model.model.layers:
         block.input_layernorm = Liger(block.input_layernorm)
     reference = hooked("llama", model)
     apply(model)
     same("llama", model, reference)
-    assert "outputs multiplied; backend torch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [("llama", "lns"), ("gpt2", "lnsafterbranch"), ("vit", "lns")])
@@ -149,15 +140,6 @@ def test_hidden_states_and_attentions_are_given(kind, scheme, tmp_path, schemes)
     auto = transformers.AutoModelForImageClassification if kind == "vit" else transformers.AutoModelForCausalLM
     for other in (model, auto.from_pretrained(tmp_path, attn_implementation="eager").eval()):
         torch.testing.assert_close(outputs(other), outputs(reference))
-
-
-def test_another_process_unpickles_a_model(tmp_path, schemes):  # noqa: F811
-    for kind, scheme in (("llama", "lns"), ("llama", "lnsafterbranch"), ("gpt2", "lnsafterattn")):
-        torch.save(apply(stock(kind), scheme), tmp_path / f"{kind}-{scheme}.pt")
-    program = "import sys, torch; [print(type(torch.load(file, weights_only=False))) for file in sys.argv[1:]]"
-    files = sorted(tmp_path.iterdir())
-    done = launch.run([sys.executable, "-c", program, *files], cwd=tmp_path, env=environment())
-    assert done.code == 0 and done.text.count("LNSLlamaForCausalLM") == 2, done.text
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -185,13 +167,3 @@ def test_initialization_is_plain_under_a_scheme(kind, schemes):  # noqa: F811
     assert ratio(scaled) == pytest.approx(6**-0.5, abs=0.03)
     upstream = apply(copy.deepcopy(plain), scheme, initialization="upstream")
     assert ratio(upstream) == ratio(plain)
-
-
-def test_config_survives_what_transformers_does_with_it():
-    model = apply(stock("llama"))
-    again = type(model.config)(**model.config.to_dict())
-    assert again.hidden_act.endswith(": silu") and again.lns_record == model.config.lns_record
-    other = copy.deepcopy(model)
-    assert other.config.to_dict() == model.config.to_dict() and norm_sites.read_back(other).name == "lns"
-    same("llama", other, model, tolerance=0)
-    assert config("llama").hidden_act == "silu"

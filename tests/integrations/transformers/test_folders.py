@@ -137,38 +137,15 @@ def test_init_from_a_model_type_and_from_a_folder(tmp_path, capsys):
     assert blocks[0].mlp.c_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["./nowhere"], "./nowhere: no such file or folder"),
-        (["llama", "--scheme", "lnz"], "did you mean 'lns'"),
-        (["llama", "--scheme", "preln"], "the stock model"),
-        (["olmo2"], "one norm after each sub-layer"),
-        (["llama", "--head", "Nothing"], "no AutoModelForNothing"),
-        (
-            ["llama", "--set", "num_hidden_layer=2", "--no-weights"],
-            "--set num_hidden_layer: LlamaConfig has none (did you mean 'num_hidden_layers'?)",
-        ),
-        (["llama", *SHAPE, "--set", "num_hidden_layers=two"], "--set: the config refuses a value: "),
-    ],
-)
-def test_init_refuses(arguments, message, tmp_path, capsys, monkeypatch):
-    if "refuses a value" in message:
-        pytest.importorskip("transformers", minversion="5.0", reason="configs check their values since transformers 5")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(["hf", "init", *arguments, "-o", str(tmp_path / "out")]) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_init_of_a_folder_of_ours_and_of_a_setting_that_the_config_converts(tmp_path, capsys):
+def test_init_starts_from_a_folded_folder_and_refuses_pre_ln_and_one_that_has_a_scheme(tmp_path, capsys):
     fold(apply(stock("llama"))).save_pretrained(tmp_path / "folded")
     assert main(["hf", "init", str(tmp_path / "folded"), "-o", str(tmp_path / "lns")]) == 0
-    assert main(["hf", "init", str(tmp_path / "lns"), "-o", str(tmp_path / "out")]) == 1
-    assert "already: start from the stock config that it was made from" in capsys.readouterr().err
-    changes = ["--set", "rope_theta=250000.0", "--no-weights"]
-    assert main(["hf", "init", "llama", *SHAPE, *changes, "-o", str(tmp_path / "out")]) == 0
-    assert "250000.0" in (tmp_path / "out" / "config.json").read_text()
+    for words, message in (
+        ([str(tmp_path / "lns")], "already: start from the stock config that it was made from"),
+        (["llama", "--scheme", "preln"], "the stock model"),
+    ):
+        assert main(["hf", "init", *words, "-o", str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +153,7 @@ def test_init_of_a_folder_of_ours_and_of_a_setting_that_the_config_converts(tmp_
     [
         ("qwen/qwen2.5-0.5b", "CausalLM", 494_032_768),
         ("qwen/llama-in-qwen-shape", "CausalLM", 448_244_608),
-        ("vision/deit3-small-36", "ImageClassification", None),
+        ("vision/deit3-small-36", "ImageClassification", 64_282_370),
     ],
 )
 def test_the_shipped_shapes(folder, head, parameters, tmp_path):
@@ -187,5 +164,4 @@ def test_the_shipped_shapes(folder, head, parameters, tmp_path):
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     with torch.device("meta"):
         model = getattr(transformers, f"AutoModelFor{head}").from_config(config)
-    found = sum(parameter.numel() for parameter in model.parameters())
-    assert parameters is None or found == parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters

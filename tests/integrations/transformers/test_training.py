@@ -109,16 +109,3 @@ def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind
     limit = 1e-5 * expected.abs().max()
     assert (merged_first - expected).abs().max() <= limit
     assert ((on_folded - expected).abs().max() <= limit) == kept
-
-
-def test_the_tools_around_read_the_config_as_before(tmp_path):
-    """PEFT and TRL take a config and a folder of ours."""
-    peft, trl = (pytest.importorskip(name, reason=SFT) for name in ("peft", "trl"))
-    apply(stock("llama")).save_pretrained(tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2))
-    tuned.save_pretrained(tmp_path / "adapter")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert peft.PeftModel.from_pretrained(base, tmp_path / "adapter").config.model_type == "lns_llama"
-    assert trl.trainer.utils.get_config_model_id(model.config) == model.config._name_or_path

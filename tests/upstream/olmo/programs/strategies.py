@@ -7,7 +7,6 @@ relative to the largest gradient, or the error that was raised.
 
 import json
 import os
-import pickle
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
@@ -143,7 +142,7 @@ def resume(kind, case):
     from olmo.config import OptimizerConfig, OptimizerType, ShardedCheckpointerType, TrainConfig
     from olmo.optim import build_optimizer
 
-    folder = Path(sys.argv[2]).with_name(f"{case['checkpointer']}-{kind}")
+    folder = Path(sys.argv[2]).with_name(kind)
     adamw = OptimizerConfig(name=OptimizerType.adamw, learning_rate=1e-2)
     config = TrainConfig(optimizer=adamw, save_folder=str(folder), save_overwrite=True)
 
@@ -168,19 +167,11 @@ def resume(kind, case):
     (model, optimizer, start), (other, others, _) = trained(1.0, 1), trained(1.5, 3)
     saved, found = full_parameters(model, case), {"apart": apart()}
     config.model = model.module.config
-    checkpointer = build_sharded_checkpointer(config, name=ShardedCheckpointerType[case["checkpointer"]])
+    checkpointer = build_sharded_checkpointer(config, name=ShardedCheckpointerType.olmo_core)
     checkpointer.save_checkpoint(folder, model, optimizer, {"step": 1})
     dist.barrier()
-    if case["checkpointer"] == "torch_legacy":
-        try:
-            checkpointer.restore_checkpoint(folder, other, others)
-            found["weights_only"] = "read"
-        except pickle.UnpicklingError:
-            found["weights_only"] = "refused"
-        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     found["step"] = checkpointer.restore_checkpoint(folder, other, others)["step"]
     found["loaded"] = apart()
-    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     for each in ((model, optimizer), (other, others)):
         step(*each, 2)
     own = [name for name in saved if any(word in name for word in ("_gate.", "_omega.", "_norm_out."))]
