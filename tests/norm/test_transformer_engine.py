@@ -142,3 +142,14 @@ def test_an_olmo_model_on_the_operators_equals_it_on_torch_and_runs_where_they_a
     for other in (twin, model):
         for got, want in zip(run(other, autocast), found, strict=True):
             assert reference.relative_error(got, want) < (2e-2 if autocast else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_operators_pass_opcheck(dtype, low):
+    out = low if low is not None and dtype == torch.float32 else dtype
+    x, gamma, beta = (torch.randn(s).to(dtype).requires_grad_() for s in ((6, 16), (16,), (16,)))
+    row = torch.rand(6)
+    for shift, mean in ((None, row.new_empty(0)), (beta, row)):
+        torch.library.opcheck(te._norm_op, (x, gamma, shift, EPS, out))
+        torch.library.opcheck(te._norm_backward_op, (x.detach().to(out), x.detach(), mean, row, gamma.detach()))

@@ -144,6 +144,7 @@ def test_weights_that_cannot_be_restored_are_one_line(size, changes, words, unin
         ("--data.paths=null", "data: no data: set paths"),
         ("--global_train_batch_size=400", "data.paths: 256 sequences of 32 tokens, fewer than a batch of 400"),
         ("--steps=0", "steps: Key 'steps' not in 'TrainConfig'"),
+        ("--data.paths=${oc.env:LNS_TEST_DATA}/x.npy", "environment variable LNS_TEST_DATA is not set: export LNS_"),
         ("--precision=fp8", "precision 'fp8': expected amp_bf16, amp_fp16 or fp32"),
         ("--model.n_heads=3", "model.n_heads: expected a divisor of d_model"),
         ("--load_path=.", "load_path: . has no config.yaml, as every checkpoint of OLMo has: name a checkpoint folder"),

@@ -221,3 +221,9 @@ def test_a_scaled_norm_is_saved_and_copied_whole(kind, apex):
         y = copied.to(torch.bfloat16)(x.bfloat16())
         assert y.dtype == torch.bfloat16
         torch.testing.assert_close(y.float(), norm(x), rtol=1e-2, atol=1e-2)
+
+
+def test_a_norm_takes_one_factor():
+    attach_norm(norm := torch.nn.RMSNorm(WIDTH), SITE)
+    with pytest.raises(LNSConfigError, match="scheme lns already"):
+        attach_norm(norm, SITE)

@@ -9,7 +9,7 @@ from support.olmo_models import model_config
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo import register
-from olmo_lns.integrations.olmo.model import blocks_of, record_of
+from olmo_lns.integrations.olmo.model import blocks_of, depth_factor, record_of
 from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 
@@ -63,6 +63,11 @@ def test_a_second_draw_is_not_scaled_twice(init_fn, factor):
 
 
 # normal_scaled and normal_depth_scaled
+
+
+def test_unknown_init_fn_is_refused_by_name():
+    with pytest.raises(LNSConfigError, match="kaiming_normal.*normal, mitchell or full_megatron"):
+        depth_factor("kaiming_normal", 1, 4)
 
 
 def drawn(**changes):

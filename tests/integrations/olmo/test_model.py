@@ -1,5 +1,7 @@
 """The real OLMo under LNS, against formulas that share no code with the package."""
 
+import copy
+import io
 import math
 
 import numpy as np
@@ -85,3 +87,11 @@ def test_norm_after_is_refused(name):
     OLMo(model_config(layer_norm_type="rms", norm_after=True))
     with pytest.raises(OLMoConfigurationError, match="a scheme says itself where the norms sit"):
         OLMo(model_config(layer_norm_type=name, norm_after=True))
+
+
+def test_deepcopy_and_pickle_keep_the_factor():
+    model, ids = build(layer_norm_type="lns_rms"), tokens()
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    for clone in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert torch.equal(clone(ids).logits, model(ids).logits)
