@@ -110,7 +110,7 @@ def test_the_python_of_the_readme_runs_as_printed():
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_lines_that_need_no_cluster_run_as_printed(trained):
+def test_the_chosen_lines_run_as_printed(trained):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for page, line in runnable():
