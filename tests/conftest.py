@@ -1,4 +1,4 @@
-"""For every file: what is imported for good is taken out of the garbage collector's sight, what was read is forgotten."""
+"""Before every test file, the objects that stay are frozen: the garbage collector no longer looks at them."""
 
 import gc
 
@@ -9,10 +9,10 @@ _frozen = ""
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Before the first test of every file.
+    """Collect and freeze before the first test of every file.
 
-    torch, transformers, OLMo and Megatron are some million objects. OLMo's trainer collects by hand, several times at
-    every checkpoint, and would look at each of them again: a third of the time of its tests.
+    torch, transformers, OLMo and Megatron hold some million objects. OLMo's trainer collects explicitly, several times
+    at every checkpoint, and would look at each object again: that took a third of the time of its tests.
     """
     global _frozen
     if (file := item.nodeid.partition("::")[0]) != _frozen:

@@ -12,7 +12,7 @@ from olmo_lns import cli
 from olmo_lns.errors import LNSConfigError
 
 
-def test_errors_of_ours_are_one_line_and_faults_are_not(monkeypatch, capsys):
+def test_our_errors_are_one_line_and_faults_keep_their_traceback(monkeypatch, capsys):
     import olmo_lns.doctor
 
     errors = [
@@ -46,7 +46,7 @@ def launched(*words, **environment):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
-def test_launcher_runs_a_script_as_python_would(tmp_path):
+def test_the_launcher_runs_a_script_as_python_would(tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     script = tmp_path / "script.py"
     script.write_text("import sys, beside\nif __name__ == '__main__':\n    print(beside.VALUE, sys.argv[1:])\n")
@@ -57,7 +57,7 @@ def test_launcher_runs_a_script_as_python_would(tmp_path):
     assert "OLMO_LNS_DISABLE=1 is set, but the launcher was asked for: unset OLMO_LNS_DISABLE" in off.stderr
 
 
-#: Runs a command in a process where some packages are not installed, as the import system sees it.
+#: Runs a command in a process whose import system does not find some packages.
 WITHOUT = """
 import importlib.machinery, sys
 absent, finder = set(sys.argv[1].split(",")), importlib.machinery.PathFinder.find_spec
@@ -85,7 +85,7 @@ def without(*words):
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 @pytest.mark.slow
-def test_what_is_missing_is_named_with_its_extra_in_one_line(words, extra):
+def test_a_missing_package_is_named_with_its_extra_in_one_line(words, extra):
     done = without(*words)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert f"pip install 'olmo-lns[{extra}" in done.stderr
@@ -125,7 +125,7 @@ def test_a_target_that_cannot_be_written_is_named(words, capsys):
     ids=["layers", "type", "recursive"],
 )
 def test_a_config_that_makes_no_model_is_refused_at_once(old, new, said, tmp_path, capsys):
-    """Ten million layers were built for nine minutes."""
+    """Without the check, ten million layers were built for nine minutes."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from support.exports import save_olmo
     from support.launch import write_config
@@ -154,7 +154,7 @@ def test_a_config_that_makes_no_model_is_refused_at_once(old, new, said, tmp_pat
         assert err.count("\n") <= 1 and time.monotonic() - start < 60, (words, err)
 
 
-def test_a_reader_that_stops_early_is_no_error():
+def test_a_reader_that_stops_early_causes_no_error():
     done = subprocess.run(
         f"set -o pipefail; {sys.executable} -m olmo_lns config list | head -c 1",
         shell=True, executable="/bin/bash", capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""The shell lines of README and docs: each ``olmo-lns`` line parses; those that need no cluster run as printed."""
+"""Each ``olmo-lns`` line of README and docs parses; some lines that need no cluster run as printed."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from olmo_lns import cli
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-#: What a line needs that no test machine has: a launcher's other half, a hub, a trained model of somebody's.
+#: Marks of lines that no test machine can run: a placeholder, a hub, a trained model of somebody's.
 ELSEWHERE = re.compile(r"…|<|Qwen/|allenai/|--tasks|folded-run|lm_eval|hf init|hf import|qwen-lns")
 
 
@@ -27,7 +27,7 @@ def shell_lines(page):
 
 
 def commands():
-    """(page, words) of every line that calls us; inside a loop the loop's variables stand as they are."""
+    """(page, words) of every line that calls olmo-lns; a loop's variables are left as they are."""
     found = [
         (page.name, words.strip())
         for page in PAGES
@@ -43,8 +43,8 @@ class _Parsed(Exception):
 
 
 @pytest.mark.parametrize(("page", "words"), commands())
-def test_every_line_parses(page, words, monkeypatch):
-    """By the command's own parser; a renamed option or command fails here."""
+def test_every_command_line_of_the_pages_parses(page, words, monkeypatch):
+    """The command's own parser reads the line, so a renamed option or command fails here."""
     if words.startswith("train"):
         pytest.skip("OLMo's own options: read when the config is loaded")
     plain = argparse.ArgumentParser.parse_args
@@ -64,7 +64,7 @@ def test_every_line_parses(page, words, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder as the guides assume it: runs/lns/step1000 and its unsharded twin, held-out tokens, a clone's configs."""
+    """A folder as the guides assume it: runs/lns/step1000, its unsharded copy, held-out tokens and our configs."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     work = tmp_path_factory.mktemp("guide")
     small = ["--arms", "lns", "--layers", "2", "--steps", "4", "--out", "made"]
@@ -77,7 +77,7 @@ def trained(tmp_path_factory):
     return work
 
 
-#: Page -> the beginnings of its lines that are run, in this order, in one folder.
+#: Page -> the beginnings of the lines that are run, in this order, in one folder.
 RUN = {
     "diagnostics.md": ("olmo-lns analyze variance", "olmo-lns analyze jacobian", "olmo-lns analyze gradnorm"),
     "export.md": (
@@ -110,7 +110,7 @@ def test_the_python_of_the_readme_runs_as_printed():
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_lines_run_as_printed(trained):
+def test_the_chosen_lines_run_as_printed(trained):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for page, line in runnable():
@@ -118,7 +118,7 @@ def test_lines_run_as_printed(trained):
         assert done.returncode == 0, (page, line, done.stdout[-2000:], done.stderr[-2000:])
 
 
-def test_the_compatibility_page_is_what_the_registries_say():
+def test_the_compatibility_page_matches_the_registries():
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "scripts" / "compatibility.py"), "--check"], capture_output=True, text=True
     )

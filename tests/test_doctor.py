@@ -16,7 +16,7 @@ def run(*words, **environment):
     return subprocess.run([sys.executable, "-m", "olmo_lns", "doctor", *words], capture_output=True, text=True, env=env)
 
 
-def test_what_cannot_run_fails_with_its_reason():
+def test_settings_that_cannot_work_fail_with_their_reasons():
     done = run(OLMO_LNS_DISABLE="1", OLMO_LNS_INITIALIZATION="maybe", OLMO_LNS_NORM_BACKEND="te")
     assert done.returncode == 1 and "OLMO_LNS_DISABLE=1 is set" in done.stdout
     assert "OLMO_LNS_INITIALIZATION='maybe'" in done.stdout
@@ -24,7 +24,7 @@ def test_what_cannot_run_fails_with_its_reason():
 
 
 def test_an_olmo_that_cannot_be_imported_is_a_note(monkeypatch):
-    """``pip install ai2-olmo`` alone."""
+    """After ``pip install ai2-olmo`` alone, OLMo lacks packages."""
     monkeypatch.setattr(doctor.extras, "problems", lambda name: (["datasets"], []))
     (row,) = [f for f in doctor.examine() if f.what == "OLMo"]
     assert row.state == "note" and "lacks datasets" in row.detail and "olmo-lns[olmo]" in row.detail
@@ -44,7 +44,7 @@ def test_an_unverified_transformer_engine_is_unsupported(monkeypatch):
     assert doctor._transformer_engine().state == "unsupported"
 
 
-def test_settings_that_are_wrong_fail(monkeypatch):
+def test_wrong_values_of_settings_are_unsupported(monkeypatch):
     assert doctor._settings().detail.startswith("schemes preln, lns, postln, ")
     for name, value, words in (
         ("OLMO_LNS_SCHEME", "lns:exponent=abc", "OLMO_LNS_SCHEME: scheme 'lns': exponent: expected a finite number"),
@@ -58,13 +58,13 @@ def test_settings_that_are_wrong_fail(monkeypatch):
     assert doctor._settings().detail == "OLMO_LNS_SCHEME=lns:exponent=0.25"
 
 
-def test_it_imports_no_framework():
+def test_the_doctor_imports_no_framework():
     code = "import sys; from olmo_lns import doctor; doctor.examine(); print({'olmo', 'olmo_core', 'megatron.core', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_rows_as_json_with_one_for_each_extra():
+def test_the_rows_as_json_hold_one_for_each_extra():
     wrong = run("--require", "jax")
     assert wrong.returncode == 2 and "invalid choice: 'jax'" in wrong.stderr
     done = run("--json")
@@ -77,8 +77,8 @@ def no_metadata(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
-def test_what_is_required_and_absent_fails(capsys, monkeypatch):
-    """Real metadata; the packages are taken away from the look-up, as an environment without them has none."""
+def test_a_required_package_that_is_absent_fails(capsys, monkeypatch):
+    """The metadata is real; only the look-up of OLMo fails, as where it is not installed."""
     real, version = doctor.importlib.util.find_spec, importlib.metadata.version
     absent = lambda name: (no_metadata if name == "ai2-olmo" else version)(name)  # noqa: E731
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "olmo" else real(name))
@@ -90,7 +90,7 @@ def test_what_is_required_and_absent_fails(capsys, monkeypatch):
     assert doctor.main([]) == 0
 
 
-def test_transformers_by_its_version(monkeypatch, tmp_path):
+def test_transformers_is_judged_by_its_version(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     row = doctor.transformers_row()
     assert (row.found, row.state) == (transformers.__version__, "ok") and "lns_llama" in row.detail
@@ -100,8 +100,8 @@ def test_transformers_by_its_version(monkeypatch, tmp_path):
     assert doctor.transformers_row().state == "note"
 
 
-def test_a_source_that_nobody_verified_is_named(monkeypatch, tmp_path):
-    """A copy of the installed OLMo with one line more in a function that is replaced."""
+def test_an_unverified_function_of_a_framework_is_named(monkeypatch, tmp_path):
+    """A copy of the installed OLMo has one more line in a function that the plugin replaces."""
     tree = doctor.tree_of("olmo")
     for name in ("config", "model", "checkpoint", "train", "version"):
         (tmp_path / "olmo").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Settings and numbers that are wrong are said first; one list of environment variables; the group of a command."""
+"""Wrong settings and numbers are reported before anything runs; all environment variables are in one list."""
 
 import argparse
 import importlib
@@ -16,7 +16,7 @@ from olmo_lns import cli, environment
 from olmo_lns.arguments import above_zero, at_least, seed
 from olmo_lns.errors import LNSConfigError
 
-#: What somebody might write -> the name that the error has to suggest.
+#: A wrong name -> the name that the error must suggest.
 WRONG = {
     "OLMO_LNS_EXPONANT": "OLMO_LNS_SCHEME=lns:exponent=...",
     "OLMO_LNS_SCALED_INIT": "OLMO_LNS_INITIALIZATION=...",
@@ -26,7 +26,7 @@ WRONG = {
 }
 
 
-def test_an_unknown_variable_is_refused_with_the_nearest(monkeypatch):
+def test_an_unknown_variable_is_refused_and_the_nearest_name_suggested(monkeypatch):
     for name in environment.VARIABLES:
         monkeypatch.setenv(name, "1")
     environment.check()
@@ -50,14 +50,14 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch, name):
         environment.check()
 
 
-def test_spaces_and_a_zero_are_read_as_a_user_means_them(monkeypatch):
+def test_spaces_are_stripped_and_a_zero_means_off(monkeypatch):
     monkeypatch.setenv(environment.SCHEME, "  lns ")
     assert environment.read(environment.SCHEME) == "lns"
     monkeypatch.setenv(environment.DISABLE, "0")
     assert not environment.is_set(environment.DISABLE)
 
 
-def test_the_list_is_what_the_package_names_and_the_usage_shows(capsys):
+def test_the_list_holds_every_variable_of_the_package_and_the_usage_shows_it(capsys):
     package = Path(olmo_lns.__file__).parent
     text = " ".join(path.read_text() for path in package.rglob("*.py"))
     assert set(re.findall(r"OLMO_LNS_[A-Z_]*[A-Z]", text)) == set(environment.VARIABLES)
@@ -70,8 +70,8 @@ ENTRIES = {"olmo-lns train": ["-m", "olmo_lns", "train", "config.yaml"], "launch
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_entry_stops(tmp_path, entry):
-    """In an interpreter of its own, as a user runs it."""
+def test_an_unknown_variable_stops_every_entry_point(tmp_path, entry):
+    """Each entry point runs in its own interpreter, as a user runs it."""
     env = {**os.environ, "OLMO_LNS_EXPONANT": "0.3"}
     done = subprocess.run([sys.executable, *ENTRIES[entry]], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode != 0
@@ -79,7 +79,7 @@ def test_every_entry_stops(tmp_path, entry):
     assert done.stderr.count("\n") == 1, "one line, no traceback"
 
 
-#: What is set -> what the warning and the error say of it.
+#: Setting -> the text about it in the warning and in the error.
 STRAY = {
     "OLMO_LNS_DIR=/x": "OLMO_LNS_DIR is unknown",
     "OLMO_LNS_DISABLE=true": "OLMO_LNS_DISABLE=true: expected 1",
@@ -99,7 +99,7 @@ print("scheme")
 
 @pytest.mark.parametrize("setting", STRAY)
 def test_imports_and_stock_models_only_warn_and_a_scheme_stops(setting):
-    """Somebody's own variable of our prefix, or a typing error."""
+    """The variable may be somebody's own with our prefix, or a typing error."""
     pytest.importorskip("olmo")
     name, value = setting.split("=")
     env = {**os.environ, name: value}
@@ -134,7 +134,7 @@ def test_commands_that_train_under_the_plugin_refuse_where_it_is_switched_off(co
     pytest.importorskip("olmo")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")  # which the demo refuses next, so that nothing is trained here
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the demo would refuse this next, so nothing is trained here
     (tmp_path / "cfg.yaml").write_text("run_name: none")
     assert cli.main(command) == 1
     err = capsys.readouterr().err
@@ -145,7 +145,7 @@ def test_commands_that_train_under_the_plugin_refuse_where_it_is_switched_off(co
     assert [path.name for path in tmp_path.iterdir()] == ["cfg.yaml"]
 
 
-def test_numbers():
+def test_numbers_of_options_are_read_or_refused():
     assert [at_least(1)("+1"), at_least(0)(" 0 "), at_least(2)("100_000")] == [1, 0, 100_000]
     assert [above_zero("1e-3"), above_zero("20e9"), seed(str(2**63 - 1))] == [1e-3, 2e10, 2**63 - 1]
     for parse, text, said in (
@@ -159,7 +159,7 @@ def test_numbers():
 
 @pytest.mark.slow
 def test_a_world_without_a_rank_is_an_error(tmp_path):
-    """Not a group of one, which would do half of the work and say nothing."""
+    """A group of one process would silently do half of the work."""
     code = "from olmo_lns.arguments import process_group\nwith process_group(): print('alone')"
     env = launch.environment(WORLD_SIZE="2", RANK=None, CUDA_VISIBLE_DEVICES="")
     result = launch.run([sys.executable, "-c", code], cwd=tmp_path, env=env)

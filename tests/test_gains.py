@@ -1,4 +1,4 @@
-"""LNS is a start of the gains and their learning rate: the two forms side by side, and what is a departure."""
+"""LNS equals a start and a learning rate of the norm gains; each departure from the recipe changes the losses."""
 
 import copy
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def pair():
-    """LNS, stock Pre-LN with scaled gains, and the gains."""
+    """The LNS model, the stock Pre-LN model with scaled gains, and the gains."""
     lns, stock = Model(lns=True), Model(lns=False)
     gains = block_gains(stock, *PATTERNS)
     scale_(stock, gains)
@@ -68,7 +68,7 @@ def adamw(model, gains, decay=0.1, eps=1e-8):
 
 
 def batches(steps):
-    """Of sorted numbers: something that can be learned."""
+    """Batches of sorted tokens, which a model can learn."""
     for step in steps:
         ids = torch.randint(0, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(step))
         yield ids.sort(-1).values
@@ -103,7 +103,7 @@ def test_lns_is_a_start_of_the_gains_and_their_rate(eps):
 
 
 def fold_in_the_middle(rescale):
-    """The largest difference of the loss to the run that is not folded after half of its 200 steps."""
+    """The largest difference of the loss between a run that is folded after 100 of 200 steps and one that is not."""
     model, _, gains = pair()
     whole = train(twin := copy.deepcopy(model), adamw(twin, {}), batches(range(200)))
     losses = train(model, before := adamw(model, {}), batches(range(100)))
@@ -117,13 +117,13 @@ def fold_in_the_middle(rescale):
     return gap(whole, losses + train(model, after, batches(range(100, 200))))
 
 
-def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_readamw():
+def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled():
     rescaled, as_it_is = fold_in_the_middle(rescale=True), fold_in_the_middle(rescale=False)
     print(f"rescaled: the losses differ by {rescaled:.1e}; state as it is: {as_it_is:.1e}")
     assert rescaled < 1e-10 and as_it_is > 1e-5
 
 
-def test_unscale_undoes_scale_and_the_moments_go_back_too():
+def test_unscale_undoes_scale_for_weights_and_moments():
     _, model, gains = pair()
     optimizer = adamw(model, gains)
     train(model, optimizer, batches(range(3)))
@@ -174,7 +174,7 @@ def departure(name):
     )
 
 
-def test_each_departure_is_one():
+def test_each_departure_changes_the_losses():
     assert departure("") < 1e-10
     for name in ("clipping", "decay not divided", "no decay", "eps", "rate"):
         value = departure(name)
@@ -182,8 +182,8 @@ def test_each_departure_is_one():
         assert value > 1e-6, name
 
 
-def test_blocks_of_olmo():
-    """Its norm and rope compute in fp32, whatever the parameters are: the two drift apart by rounding."""
+def test_blocks_of_olmo_differ_only_by_rounding():
+    """OLMo's norm and rope compute in fp32 whatever the parameters are, so the two runs drift apart by rounding."""
     pytest.importorskip("olmo", reason="needs ai2-olmo (make setup)")
     from support.olmo_models import build, tokens
 
@@ -198,7 +198,7 @@ def test_blocks_of_olmo():
     assert gap(*runs) < 2e-4 and runs[0][-1] < runs[0][0] - 1
 
 
-def test_the_groups_are_ordinary_ones():
+def test_the_groups_work_with_an_optimizer_and_a_scheduler():
     _, model, gains = pair()
     groups = param_groups(model, gains, lr=1e-3, weight_decay=0.1, vector_decay=0.02, eps=1e-6)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
@@ -214,7 +214,7 @@ def test_the_groups_are_ordinary_ones():
     assert gain["lr"] == pytest.approx(2.5e-4)
 
 
-def test_the_trainer_of_transformers(tmp_path):
+def test_the_trainer_of_transformers_keeps_the_rates_of_the_groups(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2)
@@ -261,12 +261,12 @@ def stock():
         (lambda: without(stock(), "blocks.3.first.bias"), PATTERNS, "4 blocks, but 3 of them with a bias"),
     ],
 )
-def test_what_cannot_be_scaled_is_refused(model, patterns, words):
+def test_gains_that_cannot_be_scaled_are_refused(model, patterns, words):
     with pytest.raises(ValueError, match=words):
         block_gains(model(), *patterns)
 
 
-def test_state_and_parameters_that_are_not_there():
+def test_a_missing_state_and_a_frozen_gain_are_refused():
     _, model, gains = pair()
     with pytest.raises(ValueError, match="the optimizer has no exp_avg"):
         rescale_state_(adamw(model, gains), model, gains)
@@ -275,6 +275,6 @@ def test_state_and_parameters_that_are_not_there():
         param_groups(model, gains, lr=1.0, weight_decay=0.0)
 
 
-def test_names_of_wrapped_models_are_found():
+def test_the_gains_of_a_compiled_model_are_found():
     gains = block_gains(torch.compile(Model(False)), *PATTERNS)
     assert gains["_orig_mod.blocks.2.first.weight"] == gains["_orig_mod.blocks.2.first.bias"] == 3

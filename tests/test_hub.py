@@ -1,4 +1,4 @@
-"""A hub that cannot be reached is found out at once; what is in the cache is used all the same."""
+"""An unreachable hub is reported at once, and files in the cache are still used."""
 
 import json
 import time
@@ -14,7 +14,7 @@ constants = pytest.importorskip("huggingface_hub.constants", reason="the hub's c
 
 @pytest.fixture(autouse=True)
 def unreachable(monkeypatch, tmp_path):
-    """A port that nobody listens on, and a cache with one model in it."""
+    """The hub is a port that nobody listens on; the cache holds one model."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -30,17 +30,17 @@ def unreachable(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_what_is_cached_is_loaded_without_asking():
+def test_a_cached_file_is_used_without_the_hub():
     import huggingface_hub
 
     if huggingface_hub.try_to_load_from_cache("somebody/model", "config.json") is None:
-        pytest.skip("this client reads the cache's place once, at import")
+        pytest.skip("this client reads the cache's path only at import")
     assert hub.cached_only("somebody/model", "config.json") and not hub.cached_only("/", "config.json")
     with pytest.raises(LNSError, match="not in the cache of the Hugging Face hub"):
         hub.cached_only("somebody/model", "tokenizer.json")
 
 
-def test_what_is_nowhere_is_one_line_at_once():
+def test_a_model_that_is_not_cached_fails_at_once():
     start = time.monotonic()
     for name in ("gpt2", "a/b/c", "--"):
         with pytest.raises(LNSError, match=r"the hub cannot be reached \(http://127.0.0.1:9\)"):
@@ -59,13 +59,13 @@ def test_a_host_that_never_answers_is_not_waited_for(monkeypatch):
     assert not hub.reachable() and time.monotonic() - start < 15
 
 
-def test_a_proxy_is_asked_by_the_client_itself(monkeypatch):
+def test_a_proxy_counts_as_a_reachable_hub(monkeypatch):
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     assert hub.reachable()
 
 
-def test_commands_say_so_at_once(tmp_path, capsys):
-    """The client of the hub retries for half a minute; so would OLMo's default tokenizer, gpt2."""
+def test_commands_report_an_unreachable_hub_at_once(tmp_path, capsys):
+    """The hub's own client retries for half a minute, also for gpt2, OLMo's default tokenizer."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Any module of the package may be the first that a process imports, with the plugins loading as in a launch."""
+"""Every module of the package can be the first that a process imports, with the plugin active as in a launch."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 from test_layout import SOURCES
 
-#: Forks a process for each module; what takes long and calls no hook of ours is imported once, before.
+#: Forks a process for each module; slow imports that trigger no hook of ours are done once, before.
 PROGRAM = """
 import contextlib, importlib, os, sys
 for name in ("datasets", "numpy", "omegaconf", "torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "wandb", "yaml"):

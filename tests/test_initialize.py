@@ -1,4 +1,4 @@
-"""``olmo_lns.plain_initialization`` on real configs of both frameworks: the drawn weights, and what contradicts it."""
+"""``plain_initialization`` takes real configs of OLMo and Megatron, and refuses settings that contradict it."""
 
 import copy
 from dataclasses import replace
@@ -16,8 +16,8 @@ DEPTH = {"mitchell": lambda l, L: (2 * l) ** -0.5, "full_megatron": lambda l, L:
 
 @pytest.mark.parametrize("kind", ["rms", "lns_rms"])
 @pytest.mark.parametrize("init_fn", DEPTH)
-def test_olmo(init_fn, kind):
-    """The stock draw with the same seed, its depth factor divided out; everything else is OLMo's, bit for bit."""
+def test_olmo_draws_residual_outputs_without_a_depth_factor(init_fn, kind):
+    """The weights are stock OLMo's with the same seed; only the depth factor is divided out."""
     pytest.importorskip("olmo")
     from olmo.config import ModelConfig
     from olmo.model import OLMo
@@ -33,7 +33,7 @@ def test_olmo(init_fn, kind):
 
 
 @pytest.mark.parametrize("order", ["alone", "before apply", "after apply", "a copy"])
-def test_megatron(order):
+def test_megatron_draws_residual_outputs_at_the_plain_std(order):
     pytest.importorskip("megatron.core")
     from support.megatron_cpu import single_process
 
@@ -54,7 +54,7 @@ def test_megatron(order):
             assert weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
-def test_what_contradicts_it(monkeypatch):
+def test_settings_of_olmo_that_contradict_it_are_refused(monkeypatch):
     pytest.importorskip("olmo")
     config = olmo_models.model_config(init_fn="normal_scaled")
     with pytest.raises(LNSConfigError, match=r"init_fn normal_scaled and plain_initialization\(config\) contradict"):
@@ -69,7 +69,7 @@ def test_what_contradicts_it(monkeypatch):
         olmo_lns.plain_initialization({})
 
 
-def test_what_contradicts_it_in_megatron():
+def test_settings_of_megatron_that_contradict_it_are_refused():
     pytest.importorskip("megatron.core")
     from olmo_lns.integrations.megatron import apply
 

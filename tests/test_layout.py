@@ -1,4 +1,4 @@
-"""The map of CONTRIBUTING.md: imports run downwards only, modules and functions stay small."""
+"""The map of CONTRIBUTING.md holds: imports run only downwards, and modules and functions stay small."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -10,7 +10,7 @@ ROOT = Path(olmo_lns.__file__).parent
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
-#: From the top to the ground; a package may use those after it. Those of one line do not use each other.
+#: From top to bottom: a package may import those below it. Packages of one line do not import each other.
 ORDER = [
     ("__main__",),
     ("cli", "doctor"),
@@ -29,11 +29,11 @@ ORDER = [
     ("arguments", "environment", "extras", "gains", "hub"),
     ("errors",),
 ]
-#: The package itself: it names the public things, and loads none of them.
+#: The package's own file: it names the public functions and loads none of them.
 PACKAGE = "__init__"
 LEVEL = {package: level for level, packages in enumerate(ORDER) for package in packages}
 
-#: What a module and a function may grow to before it is split by meaning.
+#: The most lines of a module and of a function; a longer one is split by meaning.
 LINES_OF_MODULE, LINES_OF_FUNCTION = 500, 80
 
 
@@ -63,7 +63,7 @@ def upwards(module, tree):
     return {(module, target) for target in targets if LEVEL[target] <= LEVEL[package]}
 
 
-def test_no_import_runs_back_up():
+def test_imports_run_only_downwards():
     assert {name.split(".")[0] for name in TREES} - {PACKAGE} == LEVEL.keys(), "every package has its level"
     found = {arrow for module, tree in TREES.items() for arrow in upwards(module, tree)}
     assert found == set(), "imports against the order of the packages"
@@ -72,7 +72,7 @@ def test_no_import_runs_back_up():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """Not even inside functions. Three integrations may: what they replace upstream is looked up when it runs."""
+    """Imports inside functions count. Three integrations are exempt: they look up what they replace when it runs."""
     graph = {}
     for module, tree in TREES.items():
         graph[module] = uses = set()
@@ -81,14 +81,14 @@ def test_no_modules_import_each_other_in_a_circle():
                 name = name.rpartition(".")[0]  # a name of the module
             uses.add(name if name in TREES else f"{name}.__init__")
         uses.discard(module)
-    # A package's own file names what lies in it.
+    # A package's own file names the modules in it.
     free = ("integrations.olmo", "integrations.transformers", "integrations.autoload", "__init__")
     above = {module: uses for module, uses in graph.items() if not any(part in module for part in free)}
     assert list(TopologicalSorter(above).static_order()), "raises CycleError, which names the circle"
 
 
-def test_integrations_do_not_know_each_other():
-    """What two of them need stands beside them, and knows neither."""
+def test_integrations_do_not_import_each_other():
+    """A module that two of them need lies beside them and imports neither."""
     for module, tree in TREES.items():
         if module.startswith("integrations."):
             integration = module.split(".")[1] if module.count(".") > 1 else ""

@@ -18,7 +18,7 @@ FOLDED = lns(folded=True)
 WRITTEN = LNS.as_dict()
 
 
-def test_round_trip(tmp_path):
+def test_a_written_record_is_read_back(tmp_path):
     record = lns("exponent=0.25", "default", "upstream")
     assert Record.read(tmp_path) is None
     record.write(tmp_path)
@@ -26,7 +26,7 @@ def test_round_trip(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [RECORD_FILE]
 
 
-def test_the_form_is_flat_and_holds_every_parameter(tmp_path):
+def test_the_file_is_flat_and_holds_every_parameter(tmp_path):
     values = json.loads(LNS.write(tmp_path).read_text())
     assert values.pop("plugin_version")
     assert values == {
@@ -76,7 +76,7 @@ def test_damaged_records_are_refused(tmp_path, text, message):
 
 @pytest.mark.parametrize("depth", [100, 100_000])
 @pytest.mark.parametrize("place", ["whole", "format", "norm", "exponent"])
-def test_deeply_nested_json_is_one_error_of_ours(tmp_path, depth, place):
+def test_deeply_nested_json_is_one_short_error(tmp_path, depth, place):
     nested = "[" * depth + "]" * depth
     values = {**WRITTEN, "parameters": {"exponent": "@exponent"}, "format": "@format", "norm": "@norm"}
     text = json.dumps(values) if place != "whole" else '"@whole"'
@@ -97,7 +97,7 @@ def test_deeply_nested_json_is_one_error_of_ours(tmp_path, depth, place):
         (LNS, lns(norm="default"), "norm"),
     ],
 )
-def test_each_difference_stops_and_has_its_own_override(monkeypatch, saved, running, difference):
+def test_each_difference_stops_a_load_and_has_its_own_override(monkeypatch, saved, running, difference):
     monkeypatch.delenv("OLMO_LNS_ALLOW_MISMATCH", raising=False)
     with pytest.raises(CheckpointMismatchError, match=f"OLMO_LNS_ALLOW_MISMATCH={difference} ") as caught:
         check_match(saved, running, source="runs/step10")
@@ -108,7 +108,7 @@ def test_each_difference_stops_and_has_its_own_override(monkeypatch, saved, runn
 
 
 @pytest.mark.parametrize("record", [PRE_LN, LNS, lns("exponent=0.3", scaled_init="upstream")])
-def test_what_does_not_matter_to_weights_that_are_loaded(record):
+def test_initialization_version_and_a_fold_do_not_stop_a_load(record):
     assert check_match(record, replace(record, scaled_init="depth_scaled", plugin_version="9.9"), source="x") == []
     assert check_match(replace(record, folded=True), Record(), source="x") == []
 

@@ -1,4 +1,4 @@
-"""The files that checkpoints are read from and written to: torch.save's archives, safetensors, distributed checkpoints."""
+"""Damage to a checkpoint's files is found: archives of torch.save, safetensors, distributed checkpoints."""
 
 import zipfile
 
@@ -12,8 +12,8 @@ from olmo_lns.checkpoints.tensors import read_archive, read_weights
 from olmo_lns.errors import LNSConfigError
 
 
-def test_no_changed_byte_is_taken_for_another_tensor(tmp_path):
-    """Of a whole file: either it is found, in one line, or the values are the same."""
+def test_no_changed_byte_makes_another_tensor(tmp_path):
+    """Each byte of a file is changed: one line reports the change, or the values are the same."""
     torch.save(torch.arange(3.0), tmp_path / "a.pt")
     content = bytearray((tmp_path / "a.pt").read_bytes())
     for place in range(len(content)):
@@ -38,7 +38,7 @@ def test_compressed_and_old_files_are_refused(tmp_path):
             read_archive(tmp_path / name)
 
 
-def test_safetensors_damage(tmp_path):
+def test_damaged_safetensors_are_refused(tmp_path):
     save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:-8])

@@ -1,4 +1,4 @@
-"""One checkpoint of each OLMo format, with LayerNorm Scaling, and what is folded of it; tests that change one copy it."""
+"""LNS checkpoints in both OLMo formats, and folded exports of one; a test that changes one copies it first."""
 
 import pytest
 from support.exports import byte_tokenizer, export, save_olmo

@@ -1,4 +1,4 @@
-"""LLaMA checkpoints in the layout of the paper's authors."""
+"""LLaMA checkpoints in the layout of the paper's authors are folded, or refused with a reason."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from olmo_lns.export.comparison import differences
 from olmo_lns.export.model_folder import Authors
 
 IDS = tokens(batch=2, length=16)
-#: The keys of their configs/llama_130m.json, smaller.
+#: The keys of the authors' configs/llama_130m.json, with smaller values.
 CONFIG: dict[str, Any] = json.loads("""{
     "architectures": ["LLaMAForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu", "hidden_size": 32,
     "intermediate_size": 88, "initializer_range": 0.02, "max_sequence_length": 1024, "model_type": "llama",
@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = json.loads("""{
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """(folder as their script saves it, logits with the factor, the model with the factor).
+    """(folder as the authors' script saves it, logits with the factor, the model with the factor).
 
     The factor is applied as in their modeling_llama: the norm's output times 1/sqrt(index + 1).
     """
@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory):
     return folder, logits(model, IDS), model
 
 
-def test_folded_llama(checkpoint, tmp_path, capsys):
+def test_a_checkpoint_of_the_authors_folds_into_a_stock_llama(checkpoint, tmp_path, capsys):
     folder, expected, model = checkpoint
     out = tmp_path / "out"
     assert export(folder, out, "--format", "hf", "--source", "authors") == 0
@@ -66,8 +66,8 @@ def test_folded_llama(checkpoint, tmp_path, capsys):
     assert main(["verify", str(folder), str(out), "--source", "authors", "--length", "16"]) == 0
 
 
-def test_safetensors_of_a_newer_transformers_with_another_exponent(checkpoint, tmp_path):
-    """What only the command says is in the export's record, and verified with it."""
+def test_the_exponent_that_the_command_gives_is_folded_and_verified(checkpoint, tmp_path):
+    """Newer transformers saves safetensors; only the command gives the exponent, and verify reads it in the record."""
     from safetensors.torch import load_file, save_file
 
     copy, out = shutil.copytree(checkpoint[0], tmp_path / "copy"), tmp_path / "out"
@@ -90,7 +90,7 @@ def test_safetensors_of_a_newer_transformers_with_another_exponent(checkpoint, t
         ({"lns": "folded"}, "the factor is inside the weights already"),
     ],
 )
-def test_wrong_configs(checkpoint, tmp_path, capsys, change, reason):
+def test_a_wrong_config_is_refused(checkpoint, tmp_path, capsys, change, reason):
     copy = shutil.copytree(checkpoint[0], tmp_path / "copy")
     (copy / "config.json").write_text(json.dumps(CONFIG | change))
     assert export(copy, tmp_path / "out", "--format", "hf", "--source", "authors") == 1
@@ -98,7 +98,7 @@ def test_wrong_configs(checkpoint, tmp_path, capsys, change, reason):
     assert not (tmp_path / "out").exists()
 
 
-def test_it_must_be_said(checkpoint, tmp_path, capsys):
+def test_a_checkpoint_of_the_authors_needs_its_option_and_the_format_hf(checkpoint, tmp_path, capsys):
     assert export(checkpoint[0], tmp_path / "out", "--format", "hf") == 1
     assert "say --source authors" in capsys.readouterr().err
     assert export(checkpoint[0], tmp_path / "out", "--source", "authors", "--format", "olmo") == 1

@@ -1,4 +1,4 @@
-"""Damaged, foreign and contradictory checkpoints: one line, and nothing left behind."""
+"""A damaged, foreign or contradictory checkpoint is refused in one line, and nothing is left behind."""
 
 import json
 import os
@@ -93,7 +93,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no eps": (edit("layer_norm_eps: 1.0e-06", "layer_norm_eps: null"), "layer_norm_eps must be of type float"),
     "recursive yaml": (edit("n_layers: 4", "n_layers: 4\n  x: &x [*x]"), "holds a YAML alias"),
     "deep yaml": (lambda f: (f / "config.yaml").write_text("[" * 1000), "is not valid YAML"),
-    "no date": (edit("n_layers: 4", "n_layers: 2020-99-99"), "is not valid YAML"),
+    "not a date": (edit("n_layers: 4", "n_layers: 2020-99-99"), "is not valid YAML"),
     "int8 weight": (state_change(lambda s: s.update({WEIGHT: s[WEIGHT].char()})), f"{WEIGHT} is int8: expected fp32"),
     "fp8 weight": (
         state_change(lambda s: s.update({WEIGHT: s[WEIGHT].to(torch.float8_e4m3fn)})),
@@ -107,7 +107,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep record": (lambda f: (f / "lns.json").write_text("[" * 100_000), "not valid JSON"),
     "unreadable record": (lambda f: relink(f / "lns.json", "/proc/self/mem"), "lns.json cannot be read: Input/output"),
     "huge exponent": (record(parameters={"exponent": 1e9}), "exponent must be at most 8"),
-    "true exponent": (record(parameters={"exponent": True}), "a finite number, found True"),
+    "boolean exponent": (record(parameters={"exponent": True}), "a finite number, found True"),
     "record of another norm": (record(norm="default"), "contradict each other"),
     "record says folded": (record(folded=True), "contradict each other"),
     "config says rms": (edit("layer_norm_type: lns_rms", "layer_norm_type: rms"), "contradict each other"),
@@ -115,7 +115,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_checkpoint(checkpoint, tmp_path, capsys, name):
+def test_a_damaged_checkpoint_is_refused(checkpoint, tmp_path, capsys, name):
     damage, reason = DAMAGE[name]
     copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     damage(copy)
@@ -128,7 +128,7 @@ def shards_of(folder):
 
 
 def rewritten(change):
-    """The shards read and written again by torch, their state changed."""
+    """Let torch read the shards and write them again with a changed state."""
 
     def damage(folder):
         place = folder / "model_and_optim"
@@ -176,7 +176,7 @@ SHARD_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SHARD_DAMAGE)
-def test_damaged_shards(sharded, tmp_path, capsys, name):
+def test_a_damaged_sharded_checkpoint_is_refused(sharded, tmp_path, capsys, name):
     damage, reason = SHARD_DAMAGE[name]
     copy = shutil.copytree(sharded, tmp_path / "checkpoint")
     damage(copy)
@@ -186,7 +186,7 @@ def test_damaged_shards(sharded, tmp_path, capsys, name):
 
 @pytest.mark.parametrize("place", ["train.pt", "train/rank0.pt", "train/more/rank1.pt", "train"])
 def test_links_are_not_followed(checkpoint, sharded, tmp_path, capsys, place):
-    """Exports are given away: what lies outside the checkpoint must not get into one."""
+    """Exports are given away: no file from outside the checkpoint may get into one."""
     secret = tmp_path / "secret"
     copy = shutil.copytree(checkpoint if place == "train.pt" else sharded, tmp_path / "checkpoint")
     if place == "train":

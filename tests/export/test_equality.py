@@ -14,7 +14,7 @@ from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 
 NO_GAIN = {"layer_norm_with_affine": False}
 TIED, BIASES = {"weight_tying": True}, {"include_bias": True, "weight_tying": True}
-#: Name, which begins with the base norm -> what is changed of the model.
+#: Name, which begins with the base norm -> the changed settings of the model.
 CHANGES: dict[str, dict[str, Any]] = {
     "rms": {},
     "rms_tied": TIED,
@@ -38,7 +38,7 @@ BEYOND_NUMPY = ("rms_gqa", "rms_multi_query", "default_no_gain_tied_clipped", "d
 
 @pytest.fixture(scope="module", params=CHANGES)
 def case(request, tmp_path_factory):
-    """(model, which is compared with the paper's formula in fp64 NumPy, its checkpoint, class of its HF export)."""
+    """(model, checked against the paper's formula in fp64 NumPy; its checkpoint; the class of its HF export)."""
     folder, name = tmp_path_factory.mktemp(request.param) / "checkpoint", request.param
     base = next(base for base in ("rms", "default", "low_precision") if name.startswith(base))
     model = save_olmo(folder, layer_norm_type=f"lns_{base}", **CHANGES[name])
@@ -63,19 +63,19 @@ def test_stock_software_computes_the_same(case):
     cached = stock.generate(IDS[:, :4], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert cached.tolist() == continued
     assert json.loads((folder.with_name("hf") / "config.json").read_text())["lns"] == "folded"
-    # What stock OLMo makes of the unfolded weights is another function.
+    # From the unfolded weights, stock OLMo computes another function.
     olmo.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
-    assert relative(logits(olmo, IDS), expected) > 1e-2, "the factor makes no difference: no test"
+    assert relative(logits(olmo, IDS), expected) > 1e-2, "the factor makes no difference, so this test shows nothing"
 
 
-def test_another_exponent(tmp_path, monkeypatch):
+def test_another_exponent_is_folded(tmp_path, monkeypatch):
     monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
     model = save_olmo(tmp_path / "checkpoint", layer_norm_type="lns_rms", exponent=0.25)
     assert export(tmp_path / "checkpoint", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     assert relative(logits(load_hf(tmp_path / "hf"), IDS), logits(model, IDS)) <= 1e-5
 
 
-def test_sharded_checkpoint(tmp_path):
+def test_a_sharded_checkpoint_exports_in_every_form_without_its_optimizer(tmp_path):
     model = save_olmo(tmp_path / "checkpoint", sharded=True, optimizer=True, layer_norm_type="lns_rms")
     for form in ("olmo", "olmo-unsharded", "hf"):
         assert export(tmp_path / "checkpoint", tmp_path / form, "--format", form, "--tokenizer", "none") == 0
@@ -85,7 +85,7 @@ def test_sharded_checkpoint(tmp_path):
     for exported in (stock, load_hf(tmp_path / "hf")):
         assert relative(logits(exported, IDS), logits(model, IDS)) <= 1e-5
     same_weights(tmp_path / "olmo", stock.state_dict())
-    # In another dtype and several files, of which torch's metadata must know.
+    # Another dtype and several files, which torch's metadata must list.
     words = ("--dtype", "bf16", "--max-shard-size", "30KB")
     assert export(tmp_path / "checkpoint", tmp_path / "bf16", *words) == 0
     assert len(list((tmp_path / "bf16" / "model_and_optim").glob("*.distcp"))) > 2
@@ -93,7 +93,7 @@ def test_sharded_checkpoint(tmp_path):
 
 
 def same_weights(folder, expected, dtype=torch.float32):
-    """What torch's own loader reads: OLMo 0.6.0's is broken under torch 2.6 and newer."""
+    """Compare what torch's own loader reads: OLMo 0.6.0's loader is broken under torch 2.6 and newer."""
     state = {f"model.{name}": torch.full_like(value, torch.nan, dtype=dtype) for name, value in expected.items()}
     dcp.load(state, checkpoint_id=folder / "model_and_optim", no_dist=True)
     assert set(DistributedCheckpoint(folder / "model_and_optim").names) == set(state)
@@ -103,7 +103,7 @@ def same_weights(folder, expected, dtype=torch.float32):
 
 
 def write_on_rank(rank, folder, weights):
-    """One rank: wrap the model in FSDP, take an optimizer step's state, save as OLMo does."""
+    """On one rank: wrap the model in FSDP, take an optimizer step, save as OLMo does."""
     import torch.distributed as dist
     from olmo.checkpoint import save_fsdp_model_and_optim_state
     from olmo.config import ModelConfig
@@ -133,21 +133,21 @@ def write_on_rank(rank, folder, weights):
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path):
+def test_a_checkpoint_of_two_fsdp_ranks_is_exported_and_unfolded(tmp_path):
     folder = tmp_path / "lns"
     model = save_olmo(folder, layer_norm_type="lns_rms", layer_norm_with_affine=False)
     weights = (folder / "model.pt").rename(tmp_path / "weights.pt")
     torch.multiprocessing.spawn(write_on_rank, (str(folder), str(weights)), nprocs=2)
     state = DistributedCheckpoint(folder / "model_and_optim")
     entry: Any = state.metadata.state_dict_metadata["model.transformer.blocks.0.att_proj.weight"]
-    assert len(entry.chunks) == 2, "FSDP must have cut it"
+    assert len(entry.chunks) == 2, "FSDP must have sharded the weight"
     for form in ("olmo", "olmo-unsharded", "hf"):
         assert export(folder, tmp_path / form, "--format", form, "--tokenizer", "none") == 0
     expected = logits(model, IDS)
     assert relative(logits(load_hf(tmp_path / "hf"), IDS), expected) <= 1e-5
     assert relative(logits(load_olmo(tmp_path / "olmo-unsharded"), IDS), expected) <= 1e-5
     same_weights(tmp_path / "olmo", torch.load(tmp_path / "olmo-unsharded" / "model.pt", weights_only=True))
-    # Trained on as a folded model, with its optimizer, then unfolded.
+    # The shards with an optimizer stand for more training of the fold, which is then unfolded.
     (tmp_path / "olmo" / "model_and_optim").rename(tmp_path / "kept")
     (folder / "model_and_optim").rename(tmp_path / "olmo" / "model_and_optim")
     assert export(tmp_path / "olmo", tmp_path / "unfolded", "--unfold") == 0

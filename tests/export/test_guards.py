@@ -1,4 +1,4 @@
-"""OLMo's own converters must not lose the factor. The converters themselves are run."""
+"""OLMo's own converters must not lose the factor. The tests run these converters themselves."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ needs_source = pytest.mark.skipif(
     not Path(OLMO_SRC, "scripts", "convert_olmo_to_hf_new.py").is_file(),
     reason="OLMO_SRC does not point to a checkout of OLMo (its scripts are not in the package)",
 )
-#: Runs a file as ``python file`` would, with the guards installed as the plugin does.
+#: Runs a file as ``python file`` would, with the guards that the plugin installs.
 AS_SCRIPT = textwrap.dedent(
     """
     import runpy, sys
@@ -30,7 +30,7 @@ AS_SCRIPT = textwrap.dedent(
     runpy.run_path(sys.argv[0], run_name="__main__")
     """
 )
-#: Gone in transformers 5; what stands for it lets a converter's test go on without it.
+#: transformers 5 no longer has this module; an empty one lets a converter import it.
 GONE = "transformers.models.gpt_neox.tokenization_gpt_neox_fast"
 NO_FAST_TOKENIZER = f"""
 import sys, types
@@ -65,8 +65,8 @@ def convert(folder, out, **kwargs):
 
 @needs_source
 @pytest.mark.parametrize("name", ["lns", "lns_folded"])
-def test_script_that_drops_lns_is_stopped(checkpoints, tmp_path, name):
-    """Also the folded one: its factor is in gains, which this converter does not write."""
+def test_the_script_that_drops_the_factor_is_stopped(checkpoints, tmp_path, name):
+    """A fold is stopped too: its factor is in gains, which this converter does not write."""
     done = convert(checkpoints / name, tmp_path / "hf")
     assert done.returncode != 0
     assert "was saved with lns:" in done.stderr and "olmo-lns export" in done.stderr
@@ -76,8 +76,8 @@ def test_script_that_drops_lns_is_stopped(checkpoints, tmp_path, name):
 
 @needs_source
 @pytest.mark.slow
-def test_script_converts_what_it_may(checkpoints, tmp_path):
-    """Pre-LN, and the factor folded into projections; or knowingly."""
+def test_the_script_converts_a_model_that_loses_nothing(checkpoints, tmp_path):
+    """It is Pre-LN, or its factor is folded into projections; or the user has allowed the loss."""
     for name, allow in (("preln", ""), ("lns_no_gain_folded", ""), ("lns", "lns-to-preln")):
         done = convert(checkpoints / name, tmp_path / name, allow=allow)
         # The rest of the script may fail under transformers 5; it must have got past the guard.
@@ -87,7 +87,7 @@ def test_script_converts_what_it_may(checkpoints, tmp_path):
 
 @pytest.mark.slow
 def test_a_script_is_known_by_its_name(checkpoints, tmp_path):
-    """A folder without a config is the converter's own business."""
+    """The guard leaves a folder without a config to the converter."""
     for name, folder, code in (
         ("something_else", checkpoints / "lns", 0),
         ("convert_olmo_weights_to_hf", checkpoints / "lns", 1),
@@ -100,7 +100,7 @@ def test_a_script_is_known_by_its_name(checkpoints, tmp_path):
 
 
 def test_guards_watch_no_file_and_import_no_framework():
-    """Whoever reads a checkpoint and saves a model of transformers' own is left alone, and so is every ``open()``."""
+    """A process that saves a stock transformers model is left alone, and no audit hook watches its files."""
     code = """if True:
         import sys
         hooks = set()
@@ -121,7 +121,7 @@ def test_guards_watch_no_file_and_import_no_framework():
 
 
 @needs_source
-def test_imported_function_is_guarded(checkpoints, tmp_path, monkeypatch):
+def test_an_imported_converter_is_guarded(checkpoints, tmp_path, monkeypatch):
     stub: Any = types.ModuleType(GONE)
     stub.GPTNeoXTokenizerFast = None
     monkeypatch.setitem(sys.modules, GONE, stub)
@@ -135,8 +135,8 @@ def test_imported_function_is_guarded(checkpoints, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "convert_olmo_to_hf_new")
 
 
-def test_hf_olmo_is_stopped_and_converts_the_rest(checkpoints, tmp_path, monkeypatch):
-    """The package's own function, on copies because it writes into the checkpoint."""
+def test_hf_olmo_is_stopped_for_lns_and_converts_other_checkpoints(checkpoints, tmp_path, monkeypatch):
+    """The package's own function runs on copies because it writes into the checkpoint."""
     pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
     guards.install()
     from hf_olmo import OLMoConfig
@@ -156,7 +156,7 @@ def test_hf_olmo_is_stopped_and_converts_the_rest(checkpoints, tmp_path, monkeyp
 
 
 def test_hf_olmo_builds_no_model_that_it_could_not_save(tmp_path, monkeypatch):
-    """Also one whose exponent stands in the environment only, which its config never holds."""
+    """Nor does it build a model whose exponent is only in the environment, never in its config."""
     pytest.importorskip("hf_olmo", reason="ai2-olmo without its hf_olmo package")
     guards.install()
     from hf_olmo import OLMoConfig, OLMoForCausalLM

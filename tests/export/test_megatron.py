@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints, written by Megatron Core itself, folded, converted and refused; every scheme."""
+"""Checkpoints that Megatron Core itself wrote are folded, converted to transformers or refused, under every scheme."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -43,7 +43,7 @@ def one_process():
         yield
 
 
-#: Changes of the config; whether layers are stacked; whether the layout of Core 0.19 is made of an older one's.
+#: Name -> changes of the config, whether layers are stacked, whether the folder gets the layout of Core 0.19.
 CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "stacked": ({}, True, False),
     "numbered_gqa": ({"num_query_groups": 2}, False, False),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """(checkpoint, the same folded, config, logits of the model with its factor, by hooks)."""
+    """(checkpoint, its folded export, config, logits of the model whose factor hooks apply)."""
     changes, stacked, newer = CASES[request.param]
     config = tiny.config(**changes)
     model = perturbed(config)
@@ -65,7 +65,7 @@ def case(request, tmp_path_factory):
     return root, folded, config, run(tiny.hook_reference(model))
 
 
-def test_folded_for_stock_megatron_and_unfolded_again(case):
+def test_a_fold_runs_in_stock_megatron_and_is_unfolded_again(case):
     root, folded, config, expected = case
     assert relative(run(load(folded, tiny.build(config))), expected) <= 1e-5
     with pytest.raises(CheckpointMismatchError, match="was saved with lns"):
@@ -83,8 +83,8 @@ def test_folded_for_stock_megatron_and_unfolded_again(case):
     assert args.layernorm_scaling and not args.layernorm_scaling_folded
 
 
-def test_transformers(case, capsys):
-    """A stock Llama of the fold; our class, to train on, of what was trained and of the fold unfolded."""
+def test_transformers_runs_the_fold_and_our_class_the_checkpoint(case, capsys):
+    """A stock Llama runs the fold; our class, for more training, is made of the checkpoint and of its fold."""
     root, folded, _, expected = case
     assert export(root, root.with_name("hf"), "--format", "hf") == 0
     assert main(["verify", str(root), str(root.with_name("hf")), "--length", "16"]) == 0
@@ -120,7 +120,7 @@ def test_a_mixture_of_experts_is_folded_as_a_megatron_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("version", ["0.15", "0.16", "0.20"])
 def test_zero_centred_gains_become_plain(tmp_path, version, monkeypatch):
-    """The file holds gain - 1; the export holds s·gain, and the argument is switched off, whatever it is called."""
+    """The file holds gain - 1; the export holds s·gain, and the argument is off, whatever the version calls it."""
     config = tiny.config()
     plain = perturbed(config)
     expected = run(tiny.hook_reference(plain))
@@ -141,7 +141,7 @@ def test_zero_centred_gains_become_plain(tmp_path, version, monkeypatch):
         assert relative(load_hf(tmp_path / "hf")(TOKENS).logits.double(), expected) <= 1e-5
     assert export(tmp_path / "folded", tmp_path / "again", "--format", "megatron", "--unfold") == 0
     assert relative(run(load(tmp_path / "again", under_lns(config))), expected) <= 1e-5
-    # The run's own script says --apply-layernorm-1p still, and with --finetune Megatron compares nothing.
+    # The run's script still passes --apply-layernorm-1p, and under --finetune Megatron compares no arguments.
     words = "holds plain gains, but this run reads zero-centred gains .*: drop --apply-layernorm-1p"
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "folded-to-preln,lns-to-preln,missing-record")
     for folder in ("folded", "again"):
@@ -158,26 +158,26 @@ def argument(**changes):
     return lambda common: vars(common["args"]).update(changes)
 
 
-#: What is changed of the common state, the format asked for and what the refusal says.
+#: Name -> the change of the common state, the format asked for, part of the message.
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "q/k norms": (argument(qk_layernorm=True), "hf", "qk_layernorm=True"),
     "channels": (argument(kv_channels=99), "hf", "kv_channels=99"),
-    "exponent": (argument(layernorm_scaling_exponent=1e9), "megatron", "exponent must be at most 8"),  # zeros
+    "exponent": (argument(layernorm_scaling_exponent=1e9), "megatron", "exponent must be at most 8"),  # s is 0
     "no arguments": (lambda common: common.pop("args"), "megatron", "holds no arguments"),
     "hostile": (lambda common: common.update(extra=Hostile()), "megatron", "names the class"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(run_folder, tmp_path, name, capsys):
+def test_a_checkpoint_that_cannot_be_exported_is_refused(run_folder, tmp_path, name, capsys):
     change, form, reason = REFUSED[name]
     assert reason in refused(
         capsys, copy_with(run_folder, tmp_path / "run", change), tmp_path / "out", "--format", form
     )
 
 
-def test_a_value_of_an_absent_megatron_is_not_written(run_folder, tmp_path):
-    """Where Megatron Core is not installed, a stand-in of ours takes the place of its values."""
+def test_a_value_of_a_missing_megatron_class_is_not_written(run_folder, tmp_path):
+    """Where Megatron Core is not installed, a placeholder stands for a value of its classes."""
     checkpoint = MegatronCheckpoint.open(run_folder)
     checkpoint.args.attention_backend = Absent(5)
     with pytest.raises(LNSConfigError, match="the saved argument attention_backend is of a class of Megatron Core's"):
@@ -185,8 +185,8 @@ def test_a_value_of_an_absent_megatron_is_not_written(run_folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_fsdp_dtensor_is_named(tmp_path, capsys):
-    """Megatron writes that format, and torch_dcp, with torch's own writer."""
+def test_the_refusal_of_an_fsdp_dtensor_checkpoint_names_its_format(tmp_path, capsys):
+    """Megatron writes fsdp_dtensor and torch_dcp with torch's own writer."""
     from torch.distributed import checkpoint as dcp
 
     folder = tmp_path / "run" / "iter_0000010"
@@ -200,7 +200,7 @@ def test_fsdp_dtensor_is_named(tmp_path, capsys):
 # --- other schemes --------------------------------------------------------------------------------
 
 FOLDED = ("lnsafterbranch:exponent=0.75", "lnsafterattn", "layerscale:start=0.5", "skipinit")
-#: Whether layers are stacked.
+#: Scheme -> whether its checkpoint stacks the layers; the others do.
 STACKED = {"skipinit": False, "lnsafterattn": False}
 STOCK_KEYS = [
     name
@@ -240,7 +240,7 @@ def test_constants_and_gates_fold_into_stock_megatron_and_llama(scheme, tmp_path
     wrong = tmp_path / "wrong"  # verify sees a factor that is missing
     assert export(*under_scheme(tmp_path / "stock", "lnsafterff:exponent=0.0")[:1], wrong, "--format", "hf") == 0
     assert main(["verify", str(root), str(wrong), "--length", "16"]) == 1
-    for source in (root, out):  # into transformers where its integration has the scheme
+    for source in (root, out):  # our transformers integration has only some schemes
         code = main(["hf", "import", str(source), "-o", str(tmp_path / f"lns-{source.name}")])
         if not scheme.startswith("lnsafter"):
             assert code == 1 and "would need another form of the block" in capsys.readouterr().err
@@ -252,7 +252,7 @@ def test_constants_and_gates_fold_into_stock_megatron_and_llama(scheme, tmp_path
 
 
 @pytest.mark.parametrize("scheme", ["sandwich", "sandwich_depth"])
-def test_sandwich_is_a_stock_gemma_2(scheme, tmp_path, capsys):
+def test_a_sandwich_model_exports_as_a_stock_gemma_2(scheme, tmp_path, capsys):
     root, _, expected = under_scheme(tmp_path, scheme)
     assert export(root, tmp_path / "hf", "--format", "hf") == 0
     model = load_hf(tmp_path / "hf")
@@ -266,7 +266,7 @@ def test_sandwich_is_a_stock_gemma_2(scheme, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("scheme", STOCK_KEYS)
-def test_stock_names_do_not_pass_for_pre_ln(scheme, tmp_path, capsys):
+def test_stock_weight_names_are_not_taken_for_pre_ln(scheme, tmp_path, capsys):
     """Only the saved arguments tell these weights from a Pre-LN model's."""
     config = tiny.config()
     args = arguments(config, layernorm_scaling=False, norm_scheme=scheme)

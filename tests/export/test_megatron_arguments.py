@@ -1,4 +1,4 @@
-"""Every argument that the exporter reads, as each supported Megatron's own parser saves it."""
+"""The exporter reads its arguments as the parser of every supported Megatron saves them."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
-#: Case -> what the exporter must make of it, where that is not what it makes of the first.
+#: Case -> the values that the exporter must read from it, where they differ from the first case's.
 READ: dict[str, dict[str, Any]] = {
     "base": {},
     "zero_centred": {"shift": 1.0},
@@ -32,7 +32,7 @@ REFUSED = sorted(set(RECORDED["0.16"]) - set(READ))
 
 
 def known(cases):
-    """(version, case) of those whose flag the version has."""
+    """(version, case) of the cases whose flag the version has."""
     return [(version, case) for version in VERSIONS for case in cases if RECORDED[version][case] is not None]
 
 
@@ -53,7 +53,7 @@ def arguments(version, case):
 
 
 @pytest.mark.parametrize(("version", "case"), known(READ))
-def test_what_is_saved_is_understood(version, case):
+def test_saved_arguments_are_understood(version, case):
     expected = understood(arguments(version, "base")) | READ[case]
     assert understood(arguments(version, case)) == expected
     assert expected["active"] and expected["layer_norm_eps"] == READ[case].get("layer_norm_eps", 1e-5)
@@ -61,7 +61,7 @@ def test_what_is_saved_is_understood(version, case):
 
 
 @pytest.mark.parametrize(("version", "case"), known(REFUSED))
-def test_what_no_stock_class_computes_is_refused(version, case):
+def test_an_architecture_that_no_stock_class_computes_is_refused(version, case):
     args = arguments(version, case)
     with pytest.raises(LNSConfigError) as refusal:
         architecture(args, 128, "saved")
@@ -69,15 +69,15 @@ def test_what_no_stock_class_computes_is_refused(version, case):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_recorded_is_what_is_read(version):
-    """An argument that is read anew must be recorded anew: it may be called otherwise in another version."""
+def test_every_argument_that_is_read_is_recorded(version):
+    """A newly read argument must be recorded too: another version may give it another name."""
     recorded = {name for found in RECORDED.values() for case in ("base", "gqa") for name in found[case]}
     never_saved = {"layernorm_scaling_folded"}  # written by the exporter itself
     for case in ("base", "gqa"):
         assert names_read(arguments(version, case)) - recorded <= never_saved
 
 
-def test_an_unknown_name_of_an_argument_is_not_taken_for_its_default():
+def test_an_argument_that_is_missing_under_every_name_is_not_taken_for_its_default():
     args = arguments("0.16", "zero_centred")
     del args.layernorm_zero_centered_gamma
     with pytest.raises(LNSConfigError, match="neither apply_layernorm_1p nor layernorm_zero_centered_gamma"):
@@ -87,7 +87,7 @@ def test_an_unknown_name_of_an_argument_is_not_taken_for_its_default():
         architecture(args, 128, "saved")
 
 
-def test_installed_core_names_the_argument_so():
+def test_the_installed_core_names_the_argument_as_recorded():
     """From 0.16 on the parser takes an argument's name from the field that declares its flag."""
     config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
     from megatron.core import __version__
@@ -99,8 +99,8 @@ def test_installed_core_names_the_argument_so():
 
 
 @pytest.mark.slow
-def test_recording_is_the_checkouts(tmp_path):
-    """The parser of MEGATRON_LM_SRC; and the whole of what it saves is read without running anything."""
+def test_the_checkouts_parser_gives_the_recorded_values(tmp_path):
+    """The checkout is MEGATRON_LM_SRC; all that its parser saves is read without running any of its code."""
     if not (source := os.environ.get("MEGATRON_LM_SRC")):
         pytest.skip("MEGATRON_LM_SRC names no Megatron-LM checkout")
     program = Path(__file__).with_name("programs") / "record_megatron_arguments.py"

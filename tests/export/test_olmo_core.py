@@ -1,4 +1,4 @@
-"""Exports of real OLMo-core checkpoints, run by OLMo-core and by stock transformers classes."""
+"""OLMo-core and stock transformers classes run the exports of real OLMo-core checkpoints."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ from olmo_lns.schemes import parse
 
 
 def _save(folder, made, built, *, record=None, optimizer=None, identifier=None):
-    """As OLMo-core's trainer leaves it: weights and optimizer, config.json, ours beside them."""
+    """Save weights, optimizer and config.json as OLMo-core's trainer does, and our record beside them."""
     save_model_and_optim_state(folder / "model_and_optim", built, optimizer or AdamWConfig(lr=1e-3).build(built))
     tokenizer = {"vocab_size": 60, "eos_token_id": 0, "pad_token_id": 1, "identifier": identifier}
     config = {"model": made.as_config_dict(), "dataset": {"sequence_length": 32, "tokenizer": tokenizer}}
@@ -50,7 +50,7 @@ def _export(source, out, *arguments):
 
 
 @pytest.mark.parametrize("block", ["default", "reordered_norm", "peri_norm", "moe", "moe_hybrid"])
-def test_folded_for_stock_olmo_core(block, trained, tmp_path, monkeypatch):
+def test_stock_olmo_core_runs_the_fold(block, trained, tmp_path, monkeypatch):
     from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
 
     monkeypatch.setattr(ParallelMLPBase, "forward", small.dense_experts)
@@ -77,8 +77,8 @@ def test_folded_for_stock_olmo_core(block, trained, tmp_path, monkeypatch):
         (lambda: small.config("reordered_norm", qk_norm=True), "Olmo2ForCausalLM", "post_attention_layernorm"),
     ],
 )
-def test_hugging_face(make, name, norm, trained, tmp_path, capsys):
-    """The stock class runs the fold; ours, to train on, what was trained or the fold unfolded."""
+def test_transformers_runs_the_fold_and_our_class_the_checkpoint(make, name, norm, trained, tmp_path, capsys):
+    """The stock class runs the fold; our class, for more training, is made of the checkpoint and of its fold."""
     load = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
     folder, built = trained(small.with_scheme(make()))
     out = _export(folder, tmp_path / "out", "--format", "hf", "--tokenizer", "none")
@@ -99,12 +99,12 @@ def test_hugging_face(make, name, norm, trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("block", ["default", "reordered_norm"])
-def test_unfolded_again(block, trained, tmp_path, capsys):
+def test_unfolding_restores_the_checkpoint(block, trained, tmp_path, capsys):
     made = small.with_scheme(small.config(block), exponent=0.25)
     folder, built = trained(made)
     folded = _export(folder, tmp_path / "folded")
     config = json.loads((folded / "config.json").read_text())
-    for eps in (None, 2e-6):  # a setting that changes the function
+    for eps in (None, 2e-6):  # another eps changes the function
         if eps:
             (folded / "SHA256SUMS").unlink()
             config["model"]["block"]["layer_norm"]["eps"] = eps
@@ -123,8 +123,8 @@ def test_unfolded_again(block, trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("drop", [False, True])
-def test_unfolded_with_the_moments_of_training_in_stock_olmo_core(drop, trained, tmp_path, capsys):
-    """Weights and moments go back together: the moments belong to gains that are 1/s as large."""
+def test_unfolding_rescales_the_moments_of_training_in_stock_olmo_core(drop, trained, tmp_path, capsys):
+    """An unfolded gain is 1/s as large, so its moments are multiplied by s and by s²."""
     made = apply(small.config())
     folder, _ = trained(made)
     folded = _export(folder, tmp_path / "folded")
@@ -164,13 +164,13 @@ def test_unfolded_with_the_moments_of_training_in_stock_olmo_core(drop, trained,
         (lambda: small.config(norm={"name": "rms"}), "layer_norm.bias=True"),
     ],
 )
-def test_what_no_class_computes_is_refused(make, message, trained, tmp_path, capsys):
+def test_an_architecture_that_no_stock_class_computes_is_refused(make, message, trained, tmp_path, capsys):
     folder, _ = trained(small.with_scheme(make()))
     assert main(["export", str(folder), str(tmp_path / "out"), "--format", "hf"]) == 1
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_nothing_to_fold_and_a_record_that_contradicts(trained, tmp_path, capsys):
+def test_a_pre_ln_model_and_a_contradicting_record_are_refused(trained, tmp_path, capsys):
     for made, record, reason in (
         (small.config(), None, "there is nothing to fold"),
         (apply(small.config()), Record(), "contradict each other"),
@@ -187,7 +187,7 @@ def _default_scaled():
 
 
 def _mend(monkeypatch):
-    """OLMo-core's block as its pull request 698 and DepthBench have it: the factor is a Python float, and no buffer."""
+    """OLMo-core's block as its pull request 698 and DepthBench have it: the factor is a Python float, not a buffer."""
     from olmo_core.nn.transformer.block import LayerNormScaledTransformerBlock as Block
 
     original = Block.__init__
@@ -206,16 +206,16 @@ def _mend(monkeypatch):
 
 
 @pytest.mark.parametrize("buffers", [0, 4])
-def test_default_scaled_that_was_trained_with_its_factor(buffers, trained, tmp_path, monkeypatch, capsys):
-    """Without buffers, or with right ones: read by every command; the weights and the optimizer become ours."""
+def test_every_command_reads_default_scaled_with_its_factor(buffers, trained, tmp_path, monkeypatch, capsys):
+    """It has no buffers, or correct ones; --unfold turns its weights and optimizer into ours."""
     transformers = pytest.importorskip("transformers")
     with monkeypatch.context() as mended:
-        if buffers:  # not drawn by init_weights: they are what the constructor wrote
+        if buffers:  # without init_weights they hold what the constructor wrote
             made = _default_scaled()
             folder, built = trained(made, built=made.build())
         else:
             _mend(mended)
-            folder, built = trained(_default_scaled())  # on meta, then drawn, as OLMo-core's train modules do
+            folder, built = trained(_default_scaled())  # on meta, then initialized, as OLMo-core's train modules do
             assert main(["verify", str(folder), str(_export(folder, tmp_path / "by-mended")), "--length", "16"]) == 0
         expected = built(small.TOKENS).detach()
     assert len([name for name in built.state_dict() if "ln_scale" in name]) == buffers
@@ -247,8 +247,8 @@ GARBAGE = [-1.8e16, 0.7, 0.57, 0.5]
 
 
 @pytest.mark.parametrize("values", [GARBAGE, [1.0] * 4, [0.0] * 4, [1.0, 0.9, 0.8, 0.7], [None, None, 0.5, None]])
-def test_default_scaled_with_garbage_is_named(values, trained, tmp_path, capsys):
-    """By every command that would read it."""
+def test_default_scaled_with_wrong_factors_is_refused(values, trained, tmp_path, capsys):
+    """Every command that would read the factors refuses them."""
     made = _default_scaled()
     built = made.build()
     for block, value in zip(built.blocks.values(), values, strict=True):

@@ -1,4 +1,4 @@
-"""What an export is asked for and writes beside the weights: formats, exponents, configs, cards, tokenizers."""
+"""The options of an export, and what it writes beside the weights: records, configs, tokenizers."""
 
 import json
 import re
@@ -35,17 +35,17 @@ def model_section(folder):
         ("rms", "normal_scaled", False),
     ],
 )
-def test_an_init_fn_of_ours_is_not_stocks(tmp_path, kind, init, sharded):
+def test_stock_olmo_gets_a_stock_init_fn_and_unfolding_restores_ours(tmp_path, kind, init, sharded):
     trained, stock, again = (tmp_path / name for name in ("trained", "stock-unsharded", "again-unsharded"))
     save_olmo(trained, sharded=sharded, layer_norm_type=kind, init_fn=init)
-    if kind == "rms":  # OLMo's unshard.py copies config.yaml only
+    if kind == "rms":  # OLMo's unshard.py copies only config.yaml
         (trained / "lns.json").unlink()
     assert export(trained, stock, "--format", "olmo-unsharded") == 0
     assert model_section(stock)["init_fn"] == "normal"
     found = Record.read(stock)
     assert found is not None and not found.active and found.scaled_init == init.removeprefix("normal_")
     assert main(["verify", str(trained), str(stock), "--length", "16"]) == 0  # in a process of stock OLMo
-    if kind.startswith("lns"):  # to train on, it is what it was
+    if kind.startswith("lns"):  # unfolded, it is what it was
         assert export(stock, again, "--unfold") == 0
         assert model_section(again)["init_fn"] == init and Record.read(trained) == Record.read(again)
 
@@ -60,18 +60,18 @@ def test_an_init_fn_of_ours_is_not_stocks(tmp_path, kind, init, sharded):
         (("--format", "megatron", "--unfold"), "is an OLMo checkpoint, which is unfolded into olmo"),
     ],
 )
-def test_options_that_do_not_fit(checkpoint, folded, tmp_path, capsys, options, reason):
+def test_options_that_do_not_fit_are_refused(checkpoint, folded, tmp_path, capsys, options, reason):
     source = folded if "--unfold" in options else checkpoint
     assert reason in refused(capsys, source, tmp_path / "out", *options)
 
 
-def test_sizes_are_powers_of_a_thousand():
+def test_units_of_sizes_are_powers_of_a_thousand():
     found = [byte_size(text) for text in ("5GB", "1.5 MB", "60kb", "512")]
     assert found == [5_000_000_000, 1_500_000, 60_000, 512]
 
 
-def test_a_lost_record_is_in_the_config(tmp_path, capsys):
-    """As for a resume and for analyze: the type holds every parameter; a bare one may be given another exponent."""
+def test_a_lost_record_is_read_from_the_config(tmp_path, capsys):
+    """As in a resume and in analyze: the type holds every parameter, and only a bare type takes another exponent."""
     for kind, words, exponent in (
         ("lns_rms", (), 0.5),
         ("lns_rms", ("--exponent", "0.25"), 0.25),
@@ -92,7 +92,7 @@ def test_a_lost_record_is_in_the_config(tmp_path, capsys):
         assert found is not None and found.scheme.parameters == {"exponent": exponent}
 
 
-def test_config_yaml_changes_one_value(checkpoint, folded):
+def test_folding_changes_one_value_of_config_yaml(checkpoint, folded):
     expected = yaml.safe_load((checkpoint / "config.yaml").read_text())
     expected["model"]["layer_norm_type"] = "rms"
     text = (folded / "config.yaml").read_text()
@@ -101,7 +101,7 @@ def test_config_yaml_changes_one_value(checkpoint, folded):
     assert json.loads((folded / "lns.json").read_text())["folded"] is True
 
 
-def test_there_is_nothing_to_fold(folded, hf, tmp_path, capsys):
+def test_a_pre_ln_model_and_a_fold_are_not_folded(folded, hf, tmp_path, capsys):
     save_olmo(tmp_path / "preln", layer_norm_type="rms")
     assert "is Pre-LN: there is nothing to fold" in refused(capsys, tmp_path / "preln", tmp_path / "out")
     assert export(tmp_path / "preln", tmp_path / "hf", *HF) == 0
@@ -112,7 +112,7 @@ def test_there_is_nothing_to_fold(folded, hf, tmp_path, capsys):
     assert all(torch.equal(once[name], direct[name]) for name in direct)
 
 
-def test_record_survives_transformers(hf, tmp_path):
+def test_the_record_survives_a_save_by_transformers(hf, tmp_path):
     """Stock code keeps the mark when it loads and saves the model."""
     load_hf(hf).save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -120,10 +120,10 @@ def test_record_survives_transformers(hf, tmp_path):
     assert config["lns_record"]["parameters"] == {"exponent": 0.5} and config["lns_record"]["folded"] is True
 
 
-# --- what a folder says of its model, whatever wrote it ----------------------------------------------
+# --- the record of a folder, whatever wrote it -----------------------------------------------------
 
 
-def test_records_of_olmo_and_its_exports(tmp_path):
+def test_the_record_is_found_in_olmo_checkpoints_and_in_exports(tmp_path):
     quarter = Scheme.of("lns", exponent=0.25)
     save_olmo(tmp_path / "quarter", exponent=0.25, layer_norm_type="lns_rms")
     assert record_in(tmp_path / "quarter") == Record(quarter, "rms", "plain")
@@ -140,8 +140,8 @@ def test_records_of_olmo_and_its_exports(tmp_path):
 # --- tokenizers ----------------------------------------------------------------------------------
 
 
-def test_use_with_transformers(tmp_path, monkeypatch, capsys):
-    """The tokenizer that the config names goes with the export, which docs/export.md's Python block then uses."""
+def test_the_tokenizer_goes_with_the_export(tmp_path, monkeypatch, capsys):
+    """The config names the tokenizer; the Python block of docs/export.md then runs on the export."""
     from transformers import AutoTokenizer, GenerationConfig
 
     tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")
@@ -165,7 +165,7 @@ def test_use_with_transformers(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("THE FACTOR IS")
 
 
-#: Files of the folder given as --tokenizer, a number making a tokenizer of that size -> what is said. 128 rows are there.
+#: Name -> files of the --tokenizer folder (a number: a tokenizer of that size), message. The model has 128 rows.
 TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "too many tokens": ({"tokenizer.json": 129}, "has 129 tokens, the model only 128"),
     "added beyond": ({"tokenizer.json": 128, "added_tokens.json": '{"<new>": 128}'}, "has 129 tokens, the model only"),
@@ -174,7 +174,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokenizers_that_are_refused(checkpoint, tmp_path, capsys, name):
+def test_a_tokenizer_that_does_not_fit_is_refused(checkpoint, tmp_path, capsys, name):
     files, reason = TOKENIZERS[name]
     (folder := tmp_path / "tokenizer").mkdir()
     for file, content in files.items():

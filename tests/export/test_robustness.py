@@ -1,4 +1,4 @@
-"""Kills, full disks, folders in the way: one line, and nothing left behind; and what an export holds in memory."""
+"""A killed or failing export leaves no partial result in its place, and an export's memory is bounded."""
 
 import json
 import os
@@ -72,18 +72,18 @@ def test_kill_9_leaves_no_export(checkpoint, tmp_path, module, function, call):
 
 
 @pytest.mark.slow
-def test_sigterm_cleans_up(checkpoint, tmp_path):
+def test_sigterm_removes_the_partial_export(checkpoint, tmp_path):
     assert run_killed(checkpoint, tmp_path / "out", "tensors", "_write_shard", 3, "SIGTERM") == 130
     assert list(tmp_path.iterdir()) == []
 
 
-def test_running_export_is_not_cleared(checkpoint, tmp_path, capsys):
+def test_a_running_export_is_not_cleared_by_another(checkpoint, tmp_path, capsys):
     with atomic_folder(tmp_path / "out"):
         assert "another export" in refused(capsys, checkpoint, tmp_path / "out")
 
 
-def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path):
-    """A folder, file, link and pipe of a user's that have the name of a hidden folder of ours."""
+def test_a_path_that_only_looks_like_a_leftover_is_kept(tmp_path):
+    """A user's folder, file, link and pipe are named like a hidden folder of ours."""
     ours = [tmp_path / f".out.{name}.partial" for name in ("folder", "file", "link", "pipe", "other")]
     ours[0].mkdir()
     (ours[0] / "thesis.txt").write_text("a year's work")
@@ -103,8 +103,8 @@ def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["olmo", "olmo-unsharded", "hf"])
-def test_file_size_limit(sharded, tmp_path, capsys, form):
-    """RLIMIT_FSIZE: the write fails in the middle of a file."""
+def test_a_write_that_fails_leaves_nothing_behind(sharded, tmp_path, capsys, form):
+    """RLIMIT_FSIZE makes the write fail in the middle of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
@@ -114,14 +114,14 @@ def test_file_size_limit(sharded, tmp_path, capsys, form):
     assert "File too large" in line and "nothing was left behind" in line
 
 
-def test_no_overwriting_and_no_folders_made(checkpoint, tmp_path, capsys):
+def test_an_export_overwrites_no_folder_and_makes_no_parent(checkpoint, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert "never overwrite" in refused(capsys, checkpoint, tmp_path / "out")
     with pytest.raises(LNSConfigError, match="create it first"), atomic_folder(tmp_path / "absent" / "out"):
         pass
 
 
-def test_somebody_else_made_the_folder_meanwhile(tmp_path):
+def test_a_folder_that_somebody_else_made_meanwhile_is_kept(tmp_path):
     with pytest.raises(ExportError, match="not empty"), atomic_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("ours")
         (tmp_path / "out").mkdir()
@@ -129,7 +129,7 @@ def test_somebody_else_made_the_folder_meanwhile(tmp_path):
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "b"]
 
 
-def test_checksums(checkpoint, tmp_path):
+def test_the_checksums_find_a_changed_and_a_missing_file(checkpoint, tmp_path):
     out = tmp_path / "out"
     assert export(checkpoint, out) == 0
     done = subprocess.run(["sha256sum", "--check", "--strict", CHECKSUMS], cwd=out, capture_output=True, text=True)
@@ -152,7 +152,7 @@ ZERO = b"0" * 64
     "content",
     [b"\xff\xfe\x00", b"no list", b"0  SHA256SUMS", ZERO + b"  ", ZERO + b"  ../other", ZERO + b"  /etc/hostname"],
 )
-def test_a_list_of_checksums_that_is_none(tmp_path, content):
+def test_a_file_that_is_not_a_list_of_checksums_is_refused(tmp_path, content):
     (tmp_path / CHECKSUMS).write_bytes(content)
     with pytest.raises(LNSConfigError, match="is no text|is not a SHA-256 digest"):
         verify_checksums(tmp_path)
@@ -161,7 +161,7 @@ def test_a_list_of_checksums_that_is_none(tmp_path, content):
 # --- memory: no more than --max-shard-size beyond what the process takes anyway --------------------
 
 LIMIT = 40_000_000
-#: What double precision takes for a part of a tensor, and the buffers of files.
+#: Bytes for one chunk of a tensor in double precision, and for the buffers of files.
 CONSTANT = 16_000_000
 #: Exports a small checkpoint, then the large one; prints by how many bytes the second raised the largest resident size.
 PROGRAM = """
@@ -176,7 +176,7 @@ print("MORE", peaks[1] - peaks[0])
 
 
 def save(folder, width, layers):
-    """A sharded OLMo checkpoint, as torch's own writer leaves it: one file, however large."""
+    """Write a sharded OLMo checkpoint with torch's own writer: one file, however large."""
     from torch.distributed import checkpoint
 
     size = {"n_layers": layers, "d_model": width, "n_heads": 4, "vocab_size": 8 * width, "embedding_size": 8 * width}
@@ -191,7 +191,7 @@ def save(folder, width, layers):
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("hf", "bf16"), ("hf", "keep"), ("olmo", "bf16"), ("olmo", "keep")])
-def test_no_more_than_a_shard(tmp_path, form, dtype):
+def test_an_export_holds_no_more_than_a_shard_in_memory(tmp_path, form, dtype):
     save(tmp_path / "small", 64, 2)
     save(tmp_path / "large", 640, 8)
     words = ["--format", form, "--dtype", dtype, "--max-shard-size", f"{LIMIT // 1_000_000}MB", "--tokenizer", "none"]

@@ -1,4 +1,4 @@
-"""Folding: its arithmetic, and every other scheme, folded where that is exact, kept or refused where it is not."""
+"""The arithmetic of folding; every scheme is folded where that is exact, and kept or refused where it is not."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ FOLDS = (
 )
 GEMMA = ("sandwich", "sandwich_depth")
 KEPT = tuple(name for name in names() if name not in ("preln", "lns", *FOLDS))
-#: Name -> part of the reason.
+#: Name -> part of the reason why it does not fold.
 REASONS = {
     **dict.fromkeys(("postln", "mixln", "deepnorm", "admin"), "its norms sit on the sums"),
     **dict.fromkeys(("branchln", "branchln_depth", *GEMMA), "it normalises the branches"),
@@ -58,7 +58,7 @@ def test_every_scheme_folds_or_has_a_reason():
 
 
 @pytest.mark.parametrize(("name", "shape"), [(name, list(SHAPES)[i % 4]) for i, name in enumerate(FOLDS)])
-def test_folds_into_stock_olmo_and_transformers(tmp_path, name, shape):
+def test_a_scheme_that_folds_runs_in_stock_olmo_and_transformers(tmp_path, name, shape):
     base = "default" if "default" in shape else "rms"
     model, folder = saved(tmp_path, f"{name}_{base}", **SHAPES[shape])
     expected = logits(model, IDS)
@@ -75,7 +75,7 @@ def test_folds_into_stock_olmo_and_transformers(tmp_path, name, shape):
 
 
 @pytest.mark.parametrize("name", ["layerscale_rms", "skipinit_rms", "lnsafterff_rms"])
-def test_sharded_checkpoints_are_folded_by_rows(tmp_path, name):
+def test_a_sharded_checkpoint_folds_as_an_unsharded_one_does(tmp_path, name):
     model, folder = saved(tmp_path, name, sharded=True, optimizer=True)
     assert export(folder, tmp_path / "sharded") == 0
     assert export(folder, tmp_path / "unsharded", "--format", "olmo-unsharded") == 0
@@ -91,7 +91,7 @@ def test_sharded_checkpoints_are_folded_by_rows(tmp_path, name):
 @pytest.mark.parametrize(
     "changes", [{}, {"block_type": "llama", "weight_tying": True}, {"n_kv_heads": 2, "layer_norm_with_affine": False}]
 )
-def test_sandwich_is_gemma_2(tmp_path, name, changes):
+def test_a_sandwich_model_exports_as_gemma_2(tmp_path, name, changes):
     model, folder = saved(tmp_path, f"{name}_rms", **changes)
     assert export(folder, tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     exported = load_hf(tmp_path / "hf")
@@ -109,7 +109,7 @@ def test_sandwich_is_gemma_2(tmp_path, name, changes):
         ("rms", {}, "blocks.1.attn_norm_out holds NaN or infinite values .1 of 32"),
     ],
 )
-def test_a_sandwich_that_is_no_gemma_2_is_refused(tmp_path, capsys, base, changes, message):
+def test_a_sandwich_that_cannot_become_gemma_2_is_refused(tmp_path, capsys, base, changes, message):
     model, folder = saved(tmp_path, f"sandwich_{base}", **changes)
     if "NaN" in message:
         model.transformer.blocks[1].attn_norm_out.weight.data[3] = torch.inf
@@ -118,7 +118,7 @@ def test_a_sandwich_that_is_no_gemma_2_is_refused(tmp_path, capsys, base, change
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_does_not_fold_keeps_its_scheme(tmp_path, capsys, name):
+def test_a_model_that_does_not_fold_keeps_its_scheme(tmp_path, capsys, name):
     model, folder = saved(tmp_path, f"{name}_default", sharded=name == "mixln")
     assert export(folder, tmp_path / "olmo", "--format", "olmo-unsharded") == 0
     assert REASONS[name] in capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_what_does_not_fold_keeps_its_scheme(tmp_path, capsys, name):
         assert REASONS[name] in refused(capsys, folder, tmp_path / "hf", "--format", "hf", "--tokenizer", "none")
 
 
-def test_unfolding_is_for_what_only_scales_norms(tmp_path, capsys):
+def test_a_scheme_that_does_more_than_scale_norms_is_not_unfolded(tmp_path, capsys):
     _, folder = saved(tmp_path, "layerscale_rms")
     assert export(folder, tmp_path / "folded") == 0
     message = refused(capsys, tmp_path / "folded", tmp_path / "again", "--unfold")
@@ -144,14 +144,14 @@ def test_unfolding_is_for_what_only_scales_norms(tmp_path, capsys):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), number=st.integers(1, 64))
-def test_the_result_is_the_nearest_number(source, dtype, seed, number):
-    """Of every dtype that weights may have; ``number`` 1 only changes the dtype."""
+def test_folding_rounds_to_the_nearest_number(source, dtype, seed, number):
+    """In every dtype that weights may have; layer ``number`` 1 only changes the dtype."""
     weight = torch.randn(500, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(source)
     rounding = Rounding()
     found = rounding.scale("w", weight, number**-0.5, dtype)
     exact = weight.double() / math.sqrt(number)
     info = torch.finfo(dtype)
-    if dtype == torch.float64:  # the product is taken for exact
+    if dtype == torch.float64:  # Rounding takes this product for exact
         torch.testing.assert_close(found, exact, rtol=1e-15, atol=0)
         assert rounding.worst == 0
         return
@@ -162,8 +162,8 @@ def test_the_result_is_the_nearest_number(source, dtype, seed, number):
         assert rounding.worst <= info.eps / 2 * (1 + 1e-4)
 
 
-def test_chunks_make_no_difference(monkeypatch):
-    """Of any factor: one number, one for each row, one for each row of each layer."""
+def test_the_size_of_a_chunk_makes_no_difference(monkeypatch):
+    """The factor is one number, one for each row, or one for each row of each layer."""
     weight = torch.randn(3, 7, 13)
     for factor in (0.3, torch.rand(3).double(), torch.rand(3, 7).double()):
         exact = weight.double() * (
@@ -177,7 +177,7 @@ def test_chunks_make_no_difference(monkeypatch):
             assert torch.equal(torch.cat(pieces), exact[:, 2:5].float())
 
 
-def test_zeros_zero_centred_gains_and_overflow():
+def test_zeros_stay_zeros_shifted_gains_are_scaled_and_overflow_is_refused():
     rounding = Rounding()
     assert torch.equal(rounding.scale("z", torch.zeros(3), 0.5, torch.float32), torch.zeros(3))
     assert rounding.worst == 0
@@ -238,7 +238,7 @@ LAYER_NORM_BIASES = {"layer_norm_type": "lns_default", "include_bias": True, "we
         ({"layer_norm_type": "exotic"}, "layer norm type exotic"),
     ],
 )
-def test_what_no_class_computes_is_refused(changes, reason):
+def test_an_architecture_that_no_stock_class_computes_is_refused(changes, reason):
     with pytest.raises(LNSConfigError, match="no stock transformers class") as caught:
         choose_class(dataclasses.replace(RMS, **changes))
     assert reason in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The inverse: same function under LNS, and the same next step of Adam."""
+"""Unfolding: the model computes the same function under LNS, and Adam takes the same next step."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ IDS = tokens(batch=2, length=16)
         {"layer_norm_type": "lns_default", "layer_norm_with_affine": False, "layer_norm_eps": 1e-5},
     ],
 )
-def test_fold_and_unfold(tmp_path, changes, capsys):
+def test_unfolding_a_fold_restores_the_weights(tmp_path, changes, capsys):
     model = save_olmo(tmp_path / "lns", **changes)
     assert export(tmp_path / "lns", tmp_path / "folded") == 0
     assert export(tmp_path / "folded", tmp_path / "again-unsharded", "--unfold") == 0
@@ -36,11 +36,11 @@ def test_fold_and_unfold(tmp_path, changes, capsys):
     assert record["folded"] is False and record["parameters"] == {"exponent": 0.5}
 
 
-def test_adams_next_step_is_the_same_function_of_the_gradient(checkpoint, folded, tmp_path):
-    """Moments m, v of the folded gain g = s·w become s·m, s²·v: checked against autograd.
+def test_rescaled_moments_are_those_of_the_unfolded_models_own_step(checkpoint, folded, tmp_path):
+    """The moments m, v of a folded gain g = s·w become s·m, s²·v; autograd is the reference.
 
-    The state is the true one of the folded model after one backward pass; the rescaled state must
-    be the one that the unfolded model's own backward pass gives.
+    The state is that of the folded model after one backward pass. Rescaled, it must equal the state
+    after the unfolded model's own backward pass.
     """
     copy = shutil.copytree(folded, tmp_path / "folded")
     torch.save(first_moments(load_olmo(copy)), copy / "optim.pt")
@@ -78,7 +78,7 @@ def _under_ddp(config):
 
 
 def test_a_ddp_run_goes_on_under_lns(folded, tmp_path, capsys):
-    """One step of OLMo's own optimizer, which names its parameters ``module.…``; saved and restored by OLMo itself."""
+    """OLMo itself takes a step, saves and restores the run; its optimizer names the parameters ``module.…``."""
     import torch.distributed as dist
     from olmo.checkpoint import FullCheckpointer
     from olmo.config import TrainConfig
@@ -137,7 +137,7 @@ def of_lost(state):
         (lambda s: of_lost(s).update(hessian=torch.ones(1)), "'hessian' of unknown scaling: give --drop-optimizer"),
     ],
 )
-def test_moments_that_cannot_follow_stop(folded, tmp_path, capsys, change, reason):
+def test_moments_that_cannot_be_rescaled_stop_the_unfolding(folded, tmp_path, capsys, change, reason):
     copy = shutil.copytree(folded, tmp_path / "folded")
     state = adam_state(load_olmo(copy))
     change(state)
@@ -148,7 +148,7 @@ def test_moments_that_cannot_follow_stop(folded, tmp_path, capsys, change, reaso
     assert not (tmp_path / "again-unsharded" / "optim.pt").exists()
 
 
-def test_moments_of_a_sharded_checkpoint(sharded, tmp_path):
+def test_moments_of_a_sharded_checkpoint_are_rescaled(sharded, tmp_path):
     assert export(sharded, tmp_path / "folded") == 0
     # Training went on with the folded model: its checkpoint has an optimizer again.
     model = build(layer_norm_type="lns_rms")
@@ -163,8 +163,8 @@ def test_moments_of_a_sharded_checkpoint(sharded, tmp_path):
             assert torch.allclose(found.tensor(f"optim.state.{name}.{moment}").load(), expected, rtol=1e-6), name
 
 
-def test_what_is_not_folded_is_refused(checkpoint, folded, tmp_path, capsys):
-    """Nor is a Pre-LN model made an LNS model by a new label."""
+def test_unfolding_is_refused_without_a_fold_or_with_options_that_do_not_fit(checkpoint, folded, tmp_path, capsys):
+    """Unfolding does not relabel a Pre-LN model as an LNS model."""
     save_olmo(tmp_path / "preln", layer_norm_type="rms")
     for source, options, reason in (
         (tmp_path / "preln", (), "is Pre-LN and never was LNS"),

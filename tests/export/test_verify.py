@@ -1,4 +1,4 @@
-"""``olmo-lns verify``: what it prints, and that it fails when it should."""
+"""``olmo-lns verify`` prints what it compared, and fails when it should."""
 
 import json
 import re
@@ -35,8 +35,8 @@ def verify(*args):
 
 
 @pytest.mark.parametrize("form", ["olmo", "hf", "bf16"])
-def test_report(checkpoint, exports, tmp_path, capsys, form):
-    """Of random tokens; of a text where there is a tokenizer."""
+def test_the_report_compares_files_logits_and_perplexity(checkpoint, exports, tmp_path, capsys, form):
+    """verify compares on random tokens, and on a text where the export has a tokenizer."""
     (tmp_path / "text").write_text("THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG. " * 3)
     for words in ([], ["--text", tmp_path / "text"]) if form == "hf" else ([],):
         assert verify(checkpoint, exports[form], *words) == 0
@@ -80,7 +80,7 @@ GAIN, MATRIX = "model.layers.2.input_layernorm.weight", "model.layers.1.mlp.down
 OLMOS = "transformer.blocks.1.ff_out.weight"
 TAMPERED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a weight": ("hf", in_weights("hf", lambda s: s[MATRIX][0, 0].mul_(1.001)), f"{MATRIX}: 1 of"),
-    "a head's NaN": ("hf", in_weights("hf", lambda s: s[MATRIX][0, 0].fill_(torch.nan)), f"{MATRIX}: 1 of"),
+    "a NaN": ("hf", in_weights("hf", lambda s: s[MATRIX][0, 0].fill_(torch.nan)), f"{MATRIX}: 1 of"),
     "a shape": ("hf", in_weights("hf", lambda s: s.update({GAIN: s[GAIN][:-1].clone()})), f"{GAIN}: shape (31,), exp"),
     "one less": ("hf", in_weights("hf", lambda s: s.pop(GAIN)), f"the export lacks the weight {GAIN}"),
     "one more": ("hf", in_weights("hf", lambda s: s.update(b=torch.ones(2))), "the export has the weight b"),
@@ -100,7 +100,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", TAMPERED)
 def test_a_changed_export_without_its_checksums_fails(checkpoint, exports, tmp_path, name):
-    """Of these most pass by their logits."""
+    """The logits of most of these would pass."""
     form, tamper, expected = TAMPERED[name]
     copy = shutil.copytree(exports[form], tmp_path / form)
     assert differences(source_of(checkpoint), checkpoint, copy, record_in(copy)) == (27 if form == "olmo" else 39, [])
@@ -114,10 +114,10 @@ def test_a_changed_export_without_its_checksums_fails(checkpoint, exports, tmp_p
     [
         ("bf16", TAMPERED["bf16 gains"][1], f"differs                 {GAIN}: "),  # which logits do not show
         ("hf", in_weights("hf", without_the_factor), "none in this folder"),
-        ("hf", TAMPERED["a head's NaN"][1], "export: NaN or infinite from model.layers.1.mlp.down_proj on\nFAIL"),
+        ("hf", TAMPERED["a NaN"][1], "export: NaN or infinite from model.layers.1.mlp.down_proj on\nFAIL"),
     ],
 )
-def test_changes_fail(checkpoint, exports, tmp_path, capsys, form, tamper, found):
+def test_a_change_fails_with_and_without_checksums(checkpoint, exports, tmp_path, capsys, form, tamper, found):
     copy = shutil.copytree(exports[form], tmp_path / form)
     tamper(copy)
     assert verify(checkpoint, copy) == 1
@@ -131,7 +131,7 @@ def test_changes_fail(checkpoint, exports, tmp_path, capsys, form, tamper, found
         assert off <= allowed
 
 
-def test_names_that_stock_olmo_does_not_read_fail(checkpoint, folded, tmp_path, capsys):
+def test_weight_names_that_stock_olmo_does_not_read_fail(checkpoint, folded, tmp_path, capsys):
     copy = shutil.copytree(folded, tmp_path / "copy")
     (copy / "SHA256SUMS").unlink()
     in_weights("olmo", lambda s: [s.update({f"model.{name}": s.pop(name)}) for name in list(s)])(copy)
@@ -139,7 +139,7 @@ def test_names_that_stock_olmo_does_not_read_fail(checkpoint, folded, tmp_path, 
     assert "stock OLMo cannot run it: RuntimeError" in capsys.readouterr().err
 
 
-def test_a_tied_head_that_is_written_twice(tmp_path):
+def test_a_tied_head_that_is_written_twice_must_equal_the_embedding(tmp_path):
     lns, out = tmp_path / "lns", tmp_path / "hf"
     save_olmo(lns, layer_norm_type="lns_rms", weight_tying=True)
     assert export(lns, out, "--format", "hf", "--tokenizer", "none") == 0
@@ -158,7 +158,7 @@ def test_config_yaml_keeps_its_text(checkpoint, tmp_path):
     assert added in (tmp_path / "out" / "config.yaml").read_text()
 
 
-def test_overflow_fails(tmp_path, capsys):
+def test_an_export_that_overflows_fp16_fails(tmp_path, capsys):
     """The feed-forward layer of block 3 overflows fp16 and not fp32."""
     state = save_olmo(tmp_path / "lns", layer_norm_type="lns_rms").state_dict()
     state["transformer.blocks.2.ff_proj.weight"] *= 3000.0
@@ -197,7 +197,7 @@ def changed(**values):
         ("hf", changed(model_type="olmo_lns_unknown"), "stock transformers cannot load it"),
     ],
 )
-def test_what_is_no_export(checkpoint, hf, tmp_path, capsys, of, change, reason):
+def test_a_folder_that_is_not_an_export_is_refused(checkpoint, hf, tmp_path, capsys, of, change, reason):
     shutil.copytree({"checkpoint": checkpoint, "hf": hf}[of], tmp_path / "copy")
     if change:
         change(tmp_path / "copy")
@@ -205,7 +205,7 @@ def test_what_is_no_export(checkpoint, hf, tmp_path, capsys, of, change, reason)
     assert reason in capsys.readouterr().err
 
 
-def test_an_export_of_another_model(checkpoint, tmp_path, capsys):
+def test_an_export_of_another_model_is_refused(checkpoint, tmp_path, capsys):
     save_olmo(tmp_path / "other", layer_norm_type="lns_rms", vocab_size=4096, embedding_size=4096)
     assert export(tmp_path / "other", tmp_path / "hf", "--format", "hf", "--tokenizer", "none") == 0
     capsys.readouterr()
@@ -214,7 +214,7 @@ def test_an_export_of_another_model(checkpoint, tmp_path, capsys):
     assert "of another model" in captured.err and "PASS" not in captured.out
 
 
-def test_what_is_no_checkpoint(checkpoint, hf, tmp_path, capsys):
+def test_a_folder_that_is_not_a_checkpoint_is_refused(checkpoint, hf, tmp_path, capsys):
     for command, reason in (
         (("verify", checkpoint, checkpoint), "is the checkpoint itself"),
         (("verify", tmp_path, hf), "not a checkpoint (the paper's LLaMA: say --source authors)"),

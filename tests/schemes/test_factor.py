@@ -1,4 +1,4 @@
-"""The factor, in rational arithmetic and by logarithms, and what is not a layer number or an exponent."""
+"""The factor is checked in rational arithmetic and by logarithms; a wrong layer_number or exponent is refused."""
 
 import math
 from fractions import Fraction
@@ -12,14 +12,14 @@ from olmo_lns import lns_scale
 
 
 @given(st.integers(1, 10_000), st.floats(0, 4))
-def test_the_formula(layer_number, exponent):
+def test_the_factor_follows_the_formula(layer_number, exponent):
     # s² · l = 1 exactly, checked in rational arithmetic
     assert abs(Fraction(lns_scale(layer_number)) ** 2 * layer_number - 1) < Fraction(1, 10**14)
     found = math.log(lns_scale(layer_number, exponent=exponent))
     assert found == pytest.approx(-exponent * math.log(layer_number), abs=1e-12)
 
 
-def test_a_python_float_also_from_numpy_integers():
+def test_a_numpy_integer_also_gives_a_python_float():
     assert type(lns_scale(np.int64(4))) is float and lns_scale(np.int64(4)) == 0.5
     assert lns_scale(10_000, exponent=8) == 1e-32
 
@@ -33,6 +33,6 @@ def test_a_python_float_also_from_numpy_integers():
         *((1, wrong, ValueError, "exponent must be at most 8") for wrong in (8.1, 1e9)),
     ],
 )
-def test_what_is_refused(number, exponent, error, message):
+def test_a_wrong_layer_number_or_exponent_is_refused(number, exponent, error, message):
     with pytest.raises(error, match=message):
         lns_scale(number, exponent=exponent)

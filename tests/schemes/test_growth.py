@@ -1,4 +1,4 @@
-"""What growth costs: the toy scheme, arm and integration of CONTRIBUTING.md, and everything that then knows them."""
+"""The code of CONTRIBUTING.md runs: it adds a toy scheme, a toy arm and a toy integration that work."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ def code(section):
 
 @pytest.fixture
 def arm(monkeypatch):
-    """The toy scheme and the toy arm, for the time of a test."""
+    """Add the toy scheme and the toy arm for one test."""
     monkeypatch.setattr(registry, "_table", dict(registry._table))
     exec(code("Add a scheme"), dict(vars(table)))
     exec(code("Add an arm"), dict(vars(arms)))
@@ -45,7 +45,7 @@ def study(arm, tmp_path, monkeypatch):
     return built
 
 
-def test_plan_and_report(study, capsys):
+def test_the_toy_arm_is_planned_and_reported(study, capsys):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     assert cli.main(["plan", str(study.path)]) == 0
     assert "All 2 runs (Pre-LN, Toy + scaled init)" in capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_plan_and_report(study, capsys):
     assert "Toy + scaled init" in (study.out / "report" / "report.md").read_text()
 
 
-def test_start_up_line_and_record(study, caplog):
+def test_the_toy_scheme_is_in_the_start_up_line_and_the_record(study, caplog):
     from olmo.model import OLMo
 
     from olmo_lns.integrations.olmo.model import record_of
@@ -89,7 +89,7 @@ class Block(torch.nn.Module):
 """
 
 
-def test_an_integration(tmp_path, monkeypatch):
+def test_the_toy_integration_scales_its_norms(tmp_path, monkeypatch):
     (tmp_path / "toyframe.py").write_text(TOYFRAME)
     monkeypatch.syspath_prepend(tmp_path)
     import toyframe  # type: ignore[import-not-found]
@@ -113,5 +113,5 @@ def test_an_integration(tmp_path, monkeypatch):
     assert line.startswith("LayerNorm Scaling on: 6 norms; s = 1 (block 1) to 0.5774 (block 3)")
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.equal(model[0](x), plain[0](x))
-    branch = plain[1](x) - x  # of norms alone: its scale comes from the second
+    branch = plain[1](x) - x  # it has only norms: the second decides its scale
     assert torch.allclose(model[1](x), x + branch / 2**0.5, rtol=1e-12)

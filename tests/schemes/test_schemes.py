@@ -1,4 +1,4 @@
-"""Schemes as values: one spelling, and the rows of the table against the sources' formulas, written out by hand."""
+"""A scheme has one spelling, and each row of the table follows its source's formula, written out here by hand."""
 
 import math
 
@@ -29,7 +29,7 @@ EXPONENTS = st.floats(0, 8, allow_nan=False)
 
 
 @given(EXPONENTS)
-def test_what_is_spelled_is_read_back(exponent):
+def test_a_spelled_scheme_is_read_back(exponent):
     scheme = Scheme.of("lns", exponent=exponent)
     assert parse(str(scheme)) == scheme
     assert scheme.parameters == {"exponent": exponent} and hash(parse(str(scheme))) == hash(scheme)
@@ -60,7 +60,7 @@ def test_defaults_are_left_out_of_the_spelling():
         ("lnsuniform:factor=0", "expected a factor above 0, up to 1, found 0"),
     ],
 )
-def test_other_texts_are_refused(text, message):
+def test_a_text_that_is_not_a_scheme_is_refused(text, message):
     with pytest.raises(LNSConfigError, match=message):
         parse(text)
 
@@ -81,7 +81,7 @@ GATE = Learned(per_channel=True, start=0.1)
 
 
 def test_one_block_with_another_form_decides_for_the_model(monkeypatch):
-    """Post-norm in the first blocks, as Mix-LN: sites, keys, foldability and parameters are sums over blocks."""
+    """The first blocks are post-norm, as in Mix-LN; sites, keys, folding and parameters depend on every block."""
     monkeypatch.setattr(registry, "_table", dict(registry._table))
 
     def plan(layer_number, n_layers, sub_layer, *, blocks):
@@ -99,7 +99,7 @@ def test_one_block_with_another_form_decides_for_the_model(monkeypatch):
     assert parse("mixed:blocks=0").folds_into_pre_ln(4)
 
 
-def test_initializations():
+def test_initializations_have_their_factors_and_defaults():
     assert factor("plain", 3, 8) == 1.0
     assert factor("scaled", 3, 8) == pytest.approx(0.25) == factor("scaled", 8, 8)
     assert factor("depth_scaled", 8, 12) == pytest.approx(0.25)
@@ -113,7 +113,7 @@ def test_initializations():
 
 POST = Plan(pre=False, post=True)
 
-#: Spelling -> the plan of block 4 of 16, of both sub-layers or of attention and feed-forward.
+#: Spelling -> the plan of block 4 of 16: one for both sub-layers, or (attention, feed-forward).
 BLOCK_4_OF_16 = {
     "preln": Plan(),
     "lns": Plan(norm_scale=0.5),
@@ -150,7 +150,7 @@ BLOCK_4_OF_16 = {
 
 
 @pytest.mark.parametrize("spelling", BLOCK_4_OF_16)
-def test_the_plan_of_a_block(spelling):
+def test_each_spelling_gives_its_plan(spelling):
     scheme = parse(spelling)
     assert str(scheme) == spelling
     wanted = BLOCK_4_OF_16[spelling]
@@ -158,7 +158,7 @@ def test_the_plan_of_a_block(spelling):
     assert found == (wanted if isinstance(wanted, tuple) else (wanted, wanted))
 
 
-def test_only_olmo_builds_the_experiments():
+def test_only_the_olmo_integration_builds_the_experimental_schemes():
     found = {name for name in names() if definition(name).olmo_only}
     assert found == {"lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"}
     for name in names():
@@ -179,13 +179,13 @@ def test_only_olmo_builds_the_experiments():
     ],
 )
 def test_mix_ln_has_as_many_post_ln_blocks_as_the_papers_tables(blocks, alpha, post):
-    """Table 7's blocks, table 5's sweep on 24 blocks, and a half, which goes up."""
+    """Table 7's models, table 5's sweep on 24 blocks, and halves, which are rounded up."""
     plans = [Scheme.of("mixln", alpha=alpha).plan(number, blocks, "ff") for number in range(1, blocks + 1)]
     assert plans == [POST] * post + [Plan()] * (blocks - post)
 
 
-def test_published_constants():
-    """DeepNorm's alpha and beta, Admin's omega at 12, 24 and 32 blocks; CaiT's and the SkipInit start."""
+def test_constants_are_the_published_ones():
+    """DeepNorm's alpha and beta, Admin's omega, and where the gates of CaiT and of SkipInit start."""
     deep = {blocks: parse("deepnorm").plan(1, blocks, "attn") for blocks in (12, 24, 32)}
     assert [plan.alpha for plan in deep.values()] == pytest.approx([2.213, 2.632, 2.828], abs=1e-3)
     assert [dict(plan.gains)["v"] for plan in deep.values()] == pytest.approx([0.3195, 0.2686, 0.25], abs=1e-4)
@@ -196,7 +196,7 @@ def test_published_constants():
     assert parse("skipinit").plan(1, 16, "ff").gate == Learned(False, 0.25)
 
 
-#: Scheme -> stock keys, folds into Pre-LN, norms of 4 blocks, parameters more (hidden 8, norm 8).
+#: Scheme -> stock keys, folds into Pre-LN, norms of 4 blocks, extra parameters (hidden 8, norm 8).
 KINDS = {
     **dict.fromkeys(("preln", "lns"), (True, True, 8, 0)),
     **dict.fromkeys(("postln", "mixln", "deepnorm", "groupln", "branchln", "branchln_depth"), (True, False, 8, 0)),
@@ -210,7 +210,7 @@ KINDS = {
 }
 
 
-def test_what_derives_from_the_plans():
+def test_properties_are_derived_from_the_plans():
     assert set(KINDS) == set(names())
     for name, (stock, folds, norms, more) in KINDS.items():
         scheme = parse(name)

@@ -92,7 +92,7 @@ class Mixer(nn.Module):
 
 
 class Toy(nn.Module):
-    """Embedding, a list of blocks, head: what is needed to be found by the generic fallback."""
+    """An embedding, a list of blocks and a head: enough for the generic fallback to find them."""
 
     def __init__(self, blocks, width=8, vocabulary=VOCABULARY, seed=0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints to export: small OLMo models saved as OLMo saves them, and the CLI in this process."""
+"""Save small OLMo models as OLMo saves them, and run the CLI on them in this process."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def save_olmo(folder, *, sharded=False, optimizer=False, exponent=0.5, tokenizer
 
 
 def save_distributed(folder, model, optim=None):
-    """One process' distributed checkpoint, with OLMo's names."""
+    """Save a distributed checkpoint of one process, with OLMo's names."""
     import torch.distributed.checkpoint as dcp
 
     state: dict[str, Any] = {"model": model.state_dict()}
@@ -56,7 +56,7 @@ def save_distributed(folder, model, optim=None):
 
 
 def adam_state(model):
-    """The state of OLMo's AdamW after one step, in its form: numbers with names beside them."""
+    """A random state in the form of OLMo's AdamW: parameters are numbered, and their names lie beside the numbers."""
     import torch
 
     names = [name for name, _ in model.named_parameters()]
@@ -131,7 +131,7 @@ def byte_tokenizer(path, size=64):
 
 
 class Hostile:
-    """Runs code where it is unpickled without care."""
+    """An object that runs code when a loader unpickles it unsafely."""
 
     def __reduce__(self):
         return print, ("this must never run",)

@@ -1,4 +1,4 @@
-"""Launching OLMo the way a user does: processes of their own, fresh environments, tiny configs."""
+"""Launch OLMo as a user does: in processes of its own, with fresh environments and tiny configs."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PROGRAMS = REPOSITORY / "tests" / "upstream" / "olmo" / "programs"
 #: Environment variable that names an OLMo checkout; without it only the pip package is used.
 OLMO_SRC = "OLMO_SRC"
 
-#: A model and data that train 30 steps on a CPU in seconds. No norm type: tests name their own.
+#: A model and data that train 30 steps on a CPU in seconds. Each test names its norm type.
 TINY = {
     "run_name": "tiny",
     "seed": 6198,
@@ -53,12 +53,12 @@ TINY = {
 
 
 def write_config(folder, **changes):
-    """``config.yaml`` and its data in ``folder``; dotted names change nested keys (``**{"model.x": 1}``)."""
+    """Write ``config.yaml`` and its data into ``folder``; dotted names change nested keys (``**{"model.x": 1}``)."""
     import numpy as np
 
     folder.mkdir(parents=True, exist_ok=True)
     values = json.loads(json.dumps(TINY))
-    # Not noise alone: there has to be something to learn, or every run has the same loss.
+    # The data must hold more than noise: with nothing to learn, every run has the same loss.
     ids = (np.arange(8192) % 17 * 3 + np.random.default_rng(0).integers(0, 2, 8192)).astype(np.uint16)
     ids.tofile(folder / "data.npy")
     values["data"]["paths"] = [str(folder / "data.npy")]
@@ -143,7 +143,7 @@ def fresh_venv(folder, *, packages=()):
     that folder last on the path and does not run the ``.pth`` files in it, so neither an editable
     install nor a start-up hook of the running environment is active in the new one.
 
-    :param packages: folders to see before the running environment's.
+    :param packages: folders that come before the running environment's on the path.
     """
     run([sys.executable, "-m", "venv", "--without-pip", folder], cwd=folder.parent).ok()
     python = folder / "bin" / "python"
@@ -158,7 +158,7 @@ def site_packages(python):
 
 
 def pip_install(python, *arguments):
-    """``pip install`` into another environment; nothing there is ever removed for it."""
+    """``pip install`` into another environment; it never removes a package there."""
     flags = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--quiet"]
     run([sys.executable, "-m", "pip", "--python", python, "install", *flags, *arguments], cwd=python.parent).ok()
 

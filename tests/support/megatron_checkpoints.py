@@ -16,7 +16,7 @@ TOKENS = tiny.batch()[:, :-1]
 
 
 def arguments(config, case="base", version=None, **changes):
-    """What Megatron saves beside a model: its command line, as its own parser read it.
+    """The arguments that Megatron saves beside a model: its command line, as its own parser read it.
 
     :param case: of ``megatron_arguments.json``. :param version: of Megatron Core; default: the installed one.
     """
@@ -103,7 +103,7 @@ def load(root, model):
     metadata = None if stacked else {"non_homogeneous_layers": True, "singleton_local_shards": False}
     state = {"model": model.sharded_state_dict(metadata=metadata)}
     lacking = not file.exists() and tuple(map(int, __version__.split(".")[:2])) < (0, 19)
-    if lacking:  # releases before 0.19 know the file only
+    if lacking:  # releases before 0.19 read only the file
         torch.save(checkpoint.common, file)
     model.load_state_dict(dist_checkpointing.load(state, str(file.parent))["model"], strict=False)
     if lacking:
@@ -117,7 +117,7 @@ def run(model):
 
 
 def copy_with(root, target, change):
-    """A copy of a checkpoint whose common state was changed (and is in common.pt, which is read first)."""
+    """Copy a checkpoint and change its common state. The copy has it in common.pt, which is read first."""
     shutil.copytree(root, target)
     common = MegatronCheckpoint.open(root).common
     change(common)

@@ -1,7 +1,7 @@
-"""Lets megatron-core run without CUDA, over gloo. Import before megatron.
+"""Let megatron-core run without CUDA, over gloo. Import this before megatron.
 
-Only what Megatron asks of ``torch.cuda`` is answered; no arithmetic is replaced. Where there is a
-GPU nothing is touched.
+Only Megatron's calls of ``torch.cuda`` get other answers; no arithmetic is replaced. Where there is
+a GPU, nothing changes.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class CudaToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_answered():
-    """The shims, for the length of a ``with``. Nothing happens where there is a GPU."""
+    """Install the shims for the length of a ``with``, unless there is a GPU."""
     if torch.cuda.is_available():
         yield
         return

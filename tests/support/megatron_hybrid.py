@@ -4,7 +4,7 @@ import copy
 
 
 class NoMamba:
-    """In place of what the tests' patterns do not name."""
+    """A placeholder for Mamba layers, which the tests' patterns never name."""
 
     def __init__(self, *args, **kwargs):
         raise NotImplementedError("this spec has attention and MLP layers only")
@@ -37,7 +37,7 @@ def _stack_spec():
         from megatron.core.ssm import mamba_block as block
 
         stack, submodules = block.MambaStack, block.MambaStackSubmodules
-    block.TENorm = WrappedTorchNorm  # of the final norm, which no spec names
+    block.TENorm = WrappedTorchNorm  # the class of the final norm, which no spec names
     attention, mlp = attention_and_mlp(get_gpt_layer_local_spec(normalization="RMSNorm"))
     halves = submodules(mamba_layer=ModuleSpec(module=NoMamba), attention_layer=attention, mlp_layer=mlp)
     return ModuleSpec(module=stack, submodules=halves)

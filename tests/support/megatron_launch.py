@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-#: The model and run of scripts/upstream_megatron_matrix.sh.
+#: The script that holds the flags of the matrix's model.
 SCRIPT = TESTS.parent / "scripts" / "upstream_megatron_matrix.sh"
 
 
 def checkout():
-    """The tree named by MEGATRON_LM_SRC; skips where there is none or where it cannot start here."""
+    """The tree that MEGATRON_LM_SRC names; the test is skipped where the variable is not set."""
     if not (named := os.environ.get("MEGATRON_LM_SRC")):
         pytest.skip("MEGATRON_LM_SRC names no Megatron-LM checkout")
     return Path(named).resolve()
 
 
 def model_flags():
-    """The flags of the matrix, from its one place."""
+    """The model's flags, read from the script of the matrix."""
     found = re.search(r'^model="(.*?)"', SCRIPT.read_text(), re.S | re.M)
     assert found is not None
     return found[1].split()
@@ -39,7 +39,7 @@ def environment():
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONWARNINGS": "ignore",
         "PYTHONPATH": os.pathsep.join(paths),
-        # Some versions run make at every start, which would name the helpers after another Python.
+        # Some versions run make at every start; it would name the helpers after another Python.
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "MAKEFLAGS": "e",
         "LIBEXT": str(sysconfig.get_config_var("EXT_SUFFIX")),

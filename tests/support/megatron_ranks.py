@@ -1,4 +1,4 @@
-"""A tiny GPT trained under parallel layouts, one run after the other; started by torchrun, every rank prints one line.
+"""Train a tiny GPT under parallel layouts, one run after the other, under torchrun; every rank prints one line.
 
     torchrun --nproc-per-node 2 -m support.megatron_ranks '[{"mode": "plugin", "pp": 2}]'
 
@@ -8,7 +8,7 @@ A run has these keys, each of which may be left out:
 "off". All start from plain initialization, so their weights are equal. ``scheme``: with the plugin; default ``lns``.
 ``tp``, ``pp``, ``vpp``, ``bf16``; ``config``: further fields of TransformerConfig. ``wrap``: "fsdp2" or "mfsdp" instead
 of Megatron's DDP; ``ddp``: fields of DistributedDataParallelConfig.
-``save`` / ``load``: a folder for a distributed checkpoint. ``steps``: default 3, after ``load`` none; then one more loss
+``save`` / ``load``: a folder for a distributed checkpoint. ``steps``: default 3, after ``load`` 0; then one more loss
 is computed. ``allow``: what ``OLMO_LNS_ALLOW_MISMATCH`` accepts while it is loaded.
 """
 
@@ -76,7 +76,7 @@ def optimizer_for(cfg, models, options):
 
 
 def wrapped(kind, cfg, ddp, model):
-    """In Megatron's DDP, its wrapper of PyTorch's FSDP2, or its own FSDP, which ask for CUDA devices by name."""
+    """Wrap in Megatron's DDP, its wrapper of PyTorch's FSDP2, or its own FSDP; they ask for CUDA devices by name."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,16 +93,16 @@ def wrapped(kind, cfg, ddp, model):
             return TorchFullyShardedDataParallel(cfg, ddp, model)
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-        with mock.patch.object(torch.cuda, "current_device", lambda: 0):  # it only compares: another device, a warning
+        with mock.patch.object(torch.cuda, "current_device", lambda: 0):  # it only compares devices, and warns
             return FullyShardedDataParallel(cfg, ddp, model, device=torch.device("cpu"))
 
 
 @contextlib.contextmanager
 def streams_stand_still():
-    """No streams, and a collective has ended when its call returns.
+    """Replace CUDA's streams; a collective has ended when its call returns.
 
-    Megatron-FSDP frees a bucket in the order of its streams. On a CPU nothing keeps that order: a gather of gloo still
-    under way in a thread of its own would write into memory that was given back.
+    Megatron-FSDP frees a bucket in the order of its streams. On a CPU nothing keeps that order: a gather that
+    gloo still runs in a thread of its own would write into memory that was freed.
     """
     import torch
     import torch.distributed as dist
@@ -167,7 +167,7 @@ def run(options):
     sites = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in norm_sites.sites(model)]
     losses: list[float | None] = []
     if folder := options.get("load"):
-        # All chunks at once, as Megatron does: together they must want every shard.
+        # All chunks at once, as Megatron does: together they must ask for every shard.
         state = {f"model{index}": model.sharded_state_dict() for index, model in enumerate(models)}
         with mock.patch.dict(os.environ, OLMO_LNS_ALLOW_MISMATCH=options.get("allow", "")):
             loaded = dist_checkpointing.load(state, folder)
@@ -201,7 +201,7 @@ def main():
                 before = layout
             with streams_stand_still() if options.get("wrap") == "mfsdp" else contextlib.nullcontext():
                 found.append(run(options))
-        # In turn: two ranks that print at once share a line.
+        # The ranks print in turn: two that print at once would share a line.
         for turn in range(dist.get_world_size()):
             if turn == dist.get_rank():
                 print("RANK " + json.dumps(found), flush=True)

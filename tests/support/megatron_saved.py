@@ -22,7 +22,7 @@ def saved_arguments(version, case="base"):
 
 
 class _Reading(argparse.Namespace):
-    """Notes which of its attributes are asked for."""
+    """A namespace that notes which of its attributes are read."""
 
     def __getattribute__(self, name):
         if not name.startswith("_"):
@@ -31,7 +31,7 @@ class _Reading(argparse.Namespace):
 
 
 def names_read(args):
-    """The arguments that the exporter asks for."""
+    """The arguments that the exporter reads."""
     from olmo_lns.checkpoints.megatron import architecture, gain_shift
     from olmo_lns.integrations.megatron.settings import Settings
 

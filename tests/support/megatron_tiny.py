@@ -1,7 +1,7 @@
 """A tiny GPT of Megatron Core, and references for LayerNorm Scaling and other schemes that share no code with them.
 
-The reference is the stock model with a forward hook on each norm in front of attention and MLP
-that multiplies its output: slow, and right because autograd differentiates the product.
+The reference is the stock model with a forward hook on each norm before attention and MLP. The hook
+multiplies the norm's output. That is slow, and right because autograd differentiates the product.
 """
 
 from typing import Any
@@ -129,7 +129,7 @@ def hook_layer(layer, factor):
 
 
 def equation(model, scheme, learned):
-    """Turn a stock model into one whose sub-layers are what ``scheme``'s equation says, in the model's dtype.
+    """Turn a stock model into one whose sub-layers follow ``scheme``'s equation, in the model's dtype.
 
     :param learned: parameters of the scheme by name (``decoder.layers.0.self_attn_bda.gate``), leaves of the graph.
     """
@@ -186,16 +186,16 @@ def scaled_norms(model):
 
 
 def assert_same_step(model, expected, learned=(), rename=str):
-    """The same loss and gradients, each relative to its largest element, so that no small tensor is lost among others.
+    """Loss and gradients are the same; each error is relative to the tensor's largest element, so small tensors count.
 
-    :param learned: parameters of ``expected`` that its hooks hold. :param rename: what ``expected`` calls a parameter.
+    :param learned: parameters of ``expected`` that its hooks hold. :param rename: name -> name in ``expected``.
     """
     loss, grads = gradients(model, batch())
     right, right_grads = gradients(expected, batch())
     right_grads |= {name: value.grad for name, value in dict(learned).items()}
     if not abs(loss - right) < 1e-6 * abs(right):
         raise AssertionError(f"loss {loss!r}, expected {right!r}")
-    # The one number of a skipinit gate is a sum over all elements, in fp32.
+    # The gradient of a skipinit gate is one number: a sum over all elements, in fp32.
     rtol = 1e-4 if any(value.numel() == 1 for value in right_grads.values()) else 2e-5
     found = {rename(name): value.double() for name, value in grads.items()}
     if set(found) != set(right_grads):
@@ -207,9 +207,9 @@ def assert_same_step(model, expected, learned=(), rename=str):
 
 
 def assert_equation(model, scheme, *, rename=str, centered=False, dtype=torch.float64, **changes):
-    """``model`` does what the stock model of the local spec does in ``dtype`` with the scheme's equation in hooks.
+    """``model`` equals the stock model of the local spec in ``dtype``, with the scheme's equation in hooks.
 
-    :param rename: what the local spec calls a parameter. :param centered: gains of ``model`` are stored minus one.
+    :param rename: name -> name in the local spec. :param centered: gains of ``model`` are stored minus one.
     :param changes: of the stock model's config.
     """
     stock = build(config(**changes)).to(dtype)

@@ -24,7 +24,7 @@ random.model_parallel_cuda_manual_seed = functools.partial(
 
 
 class Utils:
-    """In the place of ``tests.unit_tests.test_utilities.Utils``, which asks for NCCL."""
+    """A replacement of ``tests.unit_tests.test_utilities.Utils``, which asks for NCCL."""
 
     @staticmethod
     def initialize_model_parallel(tp=1, pp=1):

@@ -1,10 +1,10 @@
-"""The score of a multiple-choice task by hand, to compare the harness's with."""
+"""The score of a multiple-choice task, computed by hand to check the harness's."""
 
 import torch
 
 
 def accuracy(logits, documents):
-    """Share of right answers, one forward pass a choice: no padding, no cache, nothing of the harness.
+    """Share of right answers, by one forward pass for each choice, without padding, cache or the harness.
 
     :param logits: ids (1, length) -> (1, length, vocabulary).
     """

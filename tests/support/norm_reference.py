@@ -1,4 +1,4 @@
-"""The norms by their definition, in fp64, by a route that shares nothing with the package."""
+"""The norms by their definition, in fp64, without any code of the package."""
 
 import torch
 
@@ -45,7 +45,7 @@ def relative_error(value, expected):
 
 
 def worst_rounding(value, expected):
-    """Largest elementwise error in units of the last place's half of ``value``'s dtype: 1.0 is one perfect rounding."""
+    """Largest elementwise error in halves of the last place of ``value``'s dtype: 1.0 is one perfect rounding."""
     info = torch.finfo(value.dtype)
     expected = expected.double()
     room = (expected.abs() * (info.eps / 2)).clamp_min(info.smallest_normal)

@@ -1,4 +1,4 @@
-"""Small OLMo-core models for the tests of its integration, on every version that is verified."""
+"""Small OLMo-core models for the tests of its integration, in every verified version."""
 
 import copy
 import types
@@ -27,7 +27,7 @@ TOKENS = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_s
 
 
 def config(block="default", norm=None, **kwargs):
-    """OLMo-core's own config of a Llama-like model; no scheme in it."""
+    """OLMo-core's own config of a Llama-like model, without a scheme."""
     common = dict(d_model=WIDTH, vocab_size=VOCABULARY, n_layers=LAYERS, n_heads=HEADS)
     if block.startswith("moe"):
         made = TransformerConfig.llama_like_moe(
@@ -54,7 +54,7 @@ def with_scheme(made, **fields):
 
 
 def model(made, *, seed=1):
-    """Built on meta and drawn, as OLMo-core's train modules do; gains and biases are then moved off 1 and 0."""
+    """Build on meta and draw, as OLMo-core's train modules do; then move gains and biases off 1 and 0."""
     built = made.build(init_device="meta")
     cpu = torch.device("cpu")
     built.init_weights(max_seq_len=TOKENS.shape[1], max_local_microbatch_size=TOKENS.numel(), device=cpu)
@@ -67,7 +67,7 @@ def model(made, *, seed=1):
 
 
 def fold(built, block, exponent=0.5):
-    """The factor multiplied into gain and bias of a stock model's norms, by a formula of its own."""
+    """Multiply the factor into gain and bias of a stock model's norms, by a formula written out here."""
     for number, each in enumerate(built.blocks.values(), start=1):
         for name in SCHEMES[block][1]:
             for parameter in getattr(each, name).parameters(recurse=False):
@@ -76,7 +76,7 @@ def fold(built, block, exponent=0.5):
 
 
 def factor_of(name, block, exponent=0.5):
-    """What folding multiplied the parameter ``name`` by."""
+    """The factor by which folding multiplied the parameter ``name``."""
     parts = name.split(".")
     if parts[0] == "blocks" and len(parts) == 4 and parts[2] in SCHEMES[block][1]:
         return 1 / (int(parts[1]) + 1) ** exponent
@@ -113,7 +113,7 @@ def kernel_modules():
     return modules
 
 
-#: scheme_reference's name of a block's matrix or gain -> OLMo-core's; w3 and w1 lie side by side there, in ff_proj.
+#: A matrix's or gain's name in scheme_reference -> its name in OLMo-core. There ff_proj holds w3 and w1 together.
 _NAMES = {
     **{f"{name}_proj": f"attention.w_{name}" for name in "qkv"},
     **{"attn_out": "attention.w_out", "attn_norm": "attention_norm", "attn_norm_out": "post_attention_norm"},

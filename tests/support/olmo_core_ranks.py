@@ -1,4 +1,4 @@
-"""What each of several gloo ranks does; one start of the processes for all checks."""
+"""The checks that each of several gloo ranks runs; the processes start once for all of them."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ def _tensor_parallel_and_fsdp(built):
     built.apply_fsdp(mesh["dp"])
 
 
-#: What a model is wrapped in before its weights are drawn; every rank sees the whole batch.
+#: Name -> the wrapper that a model gets before its weights are drawn; every rank sees the whole batch.
 WRAPPED: dict[str, Callable[[Any], None]] = {
     "ddp": lambda built: built.apply_ddp(_mesh(4)),
     "fsdp": lambda built: built.apply_fsdp(_mesh(4), prefetch_factor=1),
@@ -58,7 +58,7 @@ WRAPPED: dict[str, Callable[[Any], None]] = {
 
 
 def _wrapped(name, made, reference):
-    """Draws, logits, loss gradients: those of one process."""
+    """Drawn weights, logits and gradients equal those of one process."""
     built = made.build(**({} if name == "ddp" else {"init_device": "meta"}))
     WRAPPED[name](built)
     built.init_weights(device=torch.device("cpu"), max_seq_len=16)
@@ -75,7 +75,7 @@ def _wrapped(name, made, reference):
 
 
 def _pipeline(made, reference):
-    """Stages as OLMo-core splits them: a copy of the model with the other stages' blocks removed."""
+    """A stage as OLMo-core makes it: a copy of the model without the blocks of the other stages."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     part = copy.deepcopy(made.build(init_device="meta"))
     for index in range(made.n_layers):
@@ -112,7 +112,7 @@ def _context_parallel(made, reference):
     expected = reference(small.TOKENS)
     logits = built(small.TOKENS)
     torch.testing.assert_close(logits, expected[:, part], rtol=1e-5, atol=1e-6)
-    # A sum over the sequence: each rank's gradient is a summand of the whole one.
+    # The loss is a sum over the sequence, so the ranks' gradients add up to the whole one.
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
     (logits * weight[:, part]).sum().backward()
     gradients = torch.autograd.grad((expected * weight).sum(), list(reference.parameters()))
@@ -132,13 +132,13 @@ CHECKS: dict[str, Callable[[Any, Any], None]] = {
 
 
 def guard(folder):
-    """The guard of checkpoints on each of two ranks."""
+    """Check the guard of checkpoints on each of two ranks."""
     _unreadable()
     _groups_of_their_own(folder)
 
 
 def _unreadable():
-    """Only the first rank looks; both stop, with its words."""
+    """Only the first rank reads; both stop with its message."""
     with pytest.raises(
         CheckpointMismatchError, match="nowhere://here: lns.json and .*NotImplementedError: file_exists"
     ):
@@ -146,7 +146,7 @@ def _unreadable():
 
 
 def _groups_of_their_own(folder):
-    """Each rank alone is a group, and loads another model from another checkpoint."""
+    """Each rank is a group of its own, and loads its own model from its own checkpoint."""
     rank = dist.get_rank()
     group = [dist.new_group([0]), dist.new_group([1])][rank]
     made = (small.config(), apply(small.config()))[rank]

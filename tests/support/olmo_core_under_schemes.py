@@ -2,8 +2,8 @@
 
 cd OLMo-core/src && PYTHONPATH=.:…/olmo-lns/tests python -m pytest -p support.olmo_core_under_schemes test/nn/transformer
 
-The processes that a test starts get the scheme as well, by the sitecustomize in olmo_core_site. They read weights that
-were saved without config or record, which the guard takes for Pre-LN: here that is allowed.
+In the processes that a test starts, the sitecustomize in olmo_core_site does the same. They read weights that were
+saved without config or record. The guard takes these for Pre-LN, and here it is told to allow them.
 """
 
 import copy

@@ -61,7 +61,7 @@ def reference_logits(model, ids, *, lns=True, exponent=0.5):
 
 
 def reference_states(model, ids, *, lns=True):
-    """The fp64 stream before each block and after the last, as :func:`reference_logits` has it."""
+    """The fp64 stream before each block and after the last, as in :func:`reference_logits`."""
     return [state.numpy() for state in _reference_states(model, ids, lns, 0.5)[0]]
 
 

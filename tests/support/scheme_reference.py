@@ -1,4 +1,4 @@
-"""Every scheme written out in fp64 torch, from the state dict and the papers' formulas; nothing of ours is used."""
+"""Every scheme written out in fp64 torch, from the state dict and the papers' formulas, without the package."""
 
 import math
 from typing import Callable
@@ -49,7 +49,7 @@ def residual(name, x, f, n, m, p, which, number, count, exponent=0.5):
 
 
 def loss_logits_gradients(model, name, base, ids):
-    """Of an OLMo model's weights, whose own code is not run. :param base: ``rms``, ``default`` or ``low_precision``."""
+    """From an OLMo model's weights, without its own code. :param base: ``rms``, ``default`` or ``low_precision``."""
     weights = {key: value.detach().double().requires_grad_() for key, value in model.state_dict().items()}
     logits = logits_of(weights, model.config, states_of(weights, model.config, name, base, ids)[-1], base)
     loss = loss_of(logits, ids)
@@ -95,7 +95,7 @@ def block_of(x, p, config, name, base, number, exponent=0.5):
 
 
 def logits_of(weights, config, last, base):
-    """Of the stream after the last block."""
+    """The logits of the stream after the last block."""
     head = weights["transformer.wte.weight" if config.weight_tying else "transformer.ff_out.weight"]
     return _norm(weights, "transformer.ln_f", config, base)(last) @ head.T + weights.get("transformer.ff_out.bias", 0)
 
@@ -107,7 +107,7 @@ def block_weights(weights, index, group):
 
 
 def _linear(h, p, *names):
-    """The outputs of projections side by side."""
+    """The concatenated outputs of projections."""
     return torch.cat([h @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0) for name in names], -1)
 
 

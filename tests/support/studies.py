@@ -34,7 +34,7 @@ def megatron_log(losses, total=100):
 
 @dataclass
 class Built:
-    """:param path: the description. :param out: where its runs lie."""
+    """:param path: the description. :param out: the folder of its runs."""
 
     path: Path
     out: Path
@@ -47,7 +47,7 @@ class Built:
         return self.path
 
     def finish(self, name, final, *, until=None, **changed):
-        """Leave a run: the config that OLMo saves, with some keys changed, and a log up to a step."""
+        """Write a run: the config that OLMo saves, with the ``changed`` keys, and a log up to step ``until``."""
         run = next(run for run in self.study.runs if run.name == name)
         stamp(self.study, run, self.out)
         folder = self.out / name

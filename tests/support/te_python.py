@@ -56,7 +56,7 @@ def tree():
 
 
 class _Names(type):
-    """A class any attribute of which is a distinct integer, like a C++ enumeration."""
+    """A class whose every attribute is a distinct integer, like a C++ enumeration."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -76,16 +76,16 @@ def install():
     sys.path.insert(0, str(folder))
     _install_tex()
     _install_package(folder)
-    # Names that TE imports for exports, inference and Triton kernels; nothing of them runs here.
-    # Triton also where it is installed: without a GPU its autotuner cannot be built.
+    # Names that TE imports for exports, inference and Triton kernels; none of their code runs here.
+    # Triton is replaced even where it is installed: without a GPU its autotuner cannot be built.
     names = [name for name in ("onnxscript", "onnx", "einops") if importlib.util.find_spec(name) is None]
     names += ["triton", "triton.language", "triton.language.standard"]
-    importlib.import_module("torch._dynamo")  # it looks for Triton when it is first imported: not at the stand-in
+    importlib.import_module("torch._dynamo")  # its first import looks for Triton, and must not find the mock
     present = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update({name: mock.MagicMock(name=name, __version__="3.5.0") for name in names})
     import transformer_engine.pytorch as te
 
-    for name in names:  # or torch would believe in the stand-in
+    for name in names:  # or torch would take the mock for the package
         del sys.modules[name]
     sys.modules.update(present)
 
@@ -162,7 +162,7 @@ def _take_cpu_tensors():
     init = base.TransformerEngineBaseModule.__init__
 
     def built(self, *args, **kwargs):
-        with mock.patch.object(torch.cuda, "is_available", lambda: True):  # an error without, from 2.20 on
+        with mock.patch.object(torch.cuda, "is_available", lambda: True):  # from 2.20 on it raises without CUDA
             init(self, *args, **kwargs)
 
     base.TransformerEngineBaseModule.__init__ = built

@@ -37,7 +37,7 @@ class DType(enum.IntEnum):
 
 _TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-#: What the libraries of 2.11.0 and 2.20.2 alike take; forward: x, gamma, y; backward: dz, x, gamma.
+#: The dtypes that the libraries of 2.11.0 and of 2.20.2 take. Forward: x, gamma, y; backward: dz, x, gamma.
 _KERNELS = json.loads(Path(__file__).with_name("te_kernels.json").read_text())["2.20.2"]
 _FORWARD, _BACKWARD = (
     {tuple(_DTYPES[name] for name in line.split()) for line in _KERNELS[f"rmsnorm_{way}"]} for way in ("fwd", "bwd")
@@ -45,9 +45,9 @@ _FORWARD, _BACKWARD = (
 
 
 def _check_forward(x, gamma, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
-    named = type(otype).__name__ == "DType"  # from 2.20 on TE hands an IntEnum of its own, of that name
+    named = type(otype).__name__ == "DType"  # from 2.20 on TE passes its own IntEnum of that name
     if not named or not isinstance(sm_margin, int) or not isinstance(zero_centered_gamma, bool):
-        raise TypeError("incompatible function arguments")  # pybind11's words
+        raise TypeError("incompatible function arguments")  # pybind11's message
     otype = DType(int(otype))
     if not isinstance(eps, float) or ln_out is not None or quantizer is not None:
         raise TypeError("stand-in: only eps: float, ln_out=None, quantizer=None are provided for")

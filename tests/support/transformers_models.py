@@ -1,4 +1,4 @@
-"""One tiny model of every family that the transformers integration knows, stock, and stock with hooks that multiply."""
+"""A tiny stock model of each family that the transformers integration supports, and a reference with hooks."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ MODELS = {kind: row for kind, row in ARCHITECTURES.items() if kind != "bert" and
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", _IMAGES | {"mlp_ratio": 2}),
 }
 IN_FRONT = [kind for kind in MODELS if kind not in ("olmo2", "olmo3")]
-#: The modules of a block whose output is a sub-layer's norm, by what their names end in, written out here.
+#: Family -> the paths of the two sub-layers' norms in a block, written out here.
 NORMS = {
     "gpt2": ("ln_1", "ln_2"),
     "vit": ("layernorm_before", "layernorm_after"),
@@ -40,7 +40,7 @@ NORMS = {
     "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
 }
 LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-#: The last projections of the two branches: their output is the branch but for a dropout that is off.
+#: Family -> the last projections of the two branches. Their output is the branch, because dropout is off.
 OUTPUTS = {
     "gpt2": ("attn.c_proj", "mlp.c_proj"),
     "gpt_neox": ("attention.dense", "mlp.dense_4h_to_h"),
@@ -54,7 +54,7 @@ if transformers.__version__.startswith("4."):
 
 
 def environment(**changes):
-    """Of a process that loads models of ours: it finds the package that these tests found."""
+    """The environment of a process that loads our models: it finds the same package as these tests."""
     return launch.environment(PYTHONPATH=os.environ.get("PYTHONPATH"), **changes)
 
 
@@ -64,7 +64,7 @@ def config(kind, **changes):
 
 
 def stock(kind, seed=0, large=True, **changes):
-    """A stock model in evaluation mode. :param large: gains and biases off their start, matrices large enough to act."""
+    """A stock model in evaluation mode. :param large: move gains and biases off their start, enlarge matrices."""
     torch.manual_seed(seed)
     model = getattr(transformers, MODELS[kind][0])(config(kind, **changes))
     if large:
@@ -139,7 +139,7 @@ def _post(layer_number, n_layers, sub_layer):
 
 @pytest.fixture
 def schemes(monkeypatch):
-    """Rows that the table may not have: factors after the branches, a scaled norm on the branch, Post-LN."""
+    """Add rows that the table may lack: factors after the branches, a scaled norm on the branch, Post-LN."""
     rows = {
         "lnsafterbranch": (_after("attn", "ff"), {"exponent": EXPONENT}),
         "lnsafterattn": (_after("attn"), {"exponent": EXPONENT}),
@@ -164,7 +164,7 @@ def rows(count=12, length=8):
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(2, 97, (count, length), generator=generator)
     labels = ids.clone()
-    labels[:, 0] = -100  # nothing predicts it, but transformers 4 would count it
+    labels[:, 0] = -100  # no position predicts it, but transformers 4 would count it
     return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
 
 

@@ -12,7 +12,7 @@ _TEXT = {**LLAMA_LIKE, "max_position_embeddings": 128}
 
 
 def llava_folder(folder):
-    """Model, tokenizer and processor, saved."""
+    """Save a model, its tokenizer and its processor."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=VISION_LAYERS, num_attention_heads=4, image_size=16, patch_size=8)  # fmt: skip

@@ -1,9 +1,9 @@
-"""What Megatron's own parser makes of each flag that says something about the architecture.
+"""Record what Megatron's own parser makes of each flag that describes the architecture.
 
-``MEGATRON_LM_SRC=CHECKOUT python tests/export/programs/record_megatron_arguments.py`` prints one JSON object: for each
-case the arguments, validated by Megatron, that the exporter reads, other than in the first case; null where this
-version has no such flag. ``--write`` puts it into ``tests/support/megatron_arguments.json``, ``--save FILE`` saves the
-whole namespace of the first case as Megatron does.
+``MEGATRON_LM_SRC=CHECKOUT python tests/export/programs/record_megatron_arguments.py`` prints one JSON object. It
+maps a case to the arguments that the exporter reads and that differ from the first case's, after Megatron's validation,
+or to null where this version has no such flag. ``--write`` puts it into ``tests/support/megatron_arguments.json``,
+``--save FILE`` saves the whole namespace of the first case as Megatron does.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ BASE = (
 
 
 def flags_of(case):
-    """``BASE`` with the flags of a case; ``-name`` takes one away again."""
+    """``BASE`` with the flags of a case; ``-name`` removes ``--name`` from it."""
     from support.megatron_saved import FLAGS
 
     words, added = BASE.split(), FLAGS[case].split()
@@ -57,7 +57,7 @@ def record():
         except LNSConfigError:  # no such flag, or no such value of it, in this version
             parsed[case] = None
             continue
-        with contextlib.suppress(OSError):  # the case whose file is nowhere
+        with contextlib.suppress(OSError):  # one case names a file that does not exist
             parsed[case] = megatron.parse(flags)
     from megatron import core
 

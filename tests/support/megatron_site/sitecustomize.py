@@ -1,9 +1,9 @@
-"""For tests: an unmodified ``pretrain_gpt.py`` on a machine without CUDA, over gloo.
+"""Let tests run an unmodified ``pretrain_gpt.py`` on a machine without CUDA, over gloo.
 
-Python imports this at start-up when the folder is on PYTHONPATH; it acts with MEGATRON_ON_CPU=1
-and where there is no GPU. ``torch.cuda`` gets answers, arithmetic stays torch's. With
-MEGATRON_PROBE=1 rank 0 also prints the standard deviation of the residual output projections, with
-MEGATRON_NO_HOOK=1 the start-up hook of olmo-lns is taken out again, as if there were none.
+Python imports this at start-up when the folder is on PYTHONPATH; it acts where
+MEGATRON_ON_CPU=1 is set and there is no GPU. It answers calls of ``torch.cuda``; the arithmetic stays
+torch's. With MEGATRON_PROBE=1 rank 0 also prints the standard deviations of three projections; with
+MEGATRON_NO_HOOK=1 the start-up hook of olmo-lns is removed, as if it had never been installed.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-_kept: list[Any] = []  # a context manager that is collected, ends
+_kept: list[Any] = []  # a context manager ends when it is collected
 
 
 class Stream(mock.MagicMock):

@@ -1,4 +1,4 @@
-"""On PYTHONPATH of a launch: OLMo-core's own scripts want NCCL and CUDA's memory counters. Nothing else changes.
+"""For launches on a CPU: replace NCCL and CUDA's memory counters, which OLMo-core's scripts need, and nothing else.
 
 In processes of OLMo-core's own tests (support/olmo_core_under_schemes.py) its models get a scheme.
 """
