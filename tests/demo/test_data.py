@@ -69,7 +69,7 @@ def test_the_tokenizer_gives_the_bytes_of_a_text(data):
     assert tokenizer.encode("<|endoftext|>").ids == [data.eos_token_id]
 
 
-def test_packages_add_their_documents_and_other_packages_are_another_build(tmp_path, monkeypatch):
+def test_packages_add_their_documents_and_are_part_of_the_identity_of_a_build(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
     texts = [text for _, text in corpora.package_documents(("yaml",))]
     assert len(texts) == len(set(texts)) > 10 and all(texts)

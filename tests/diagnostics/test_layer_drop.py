@@ -1,4 +1,4 @@
-"""Without a block the loss equals fp64, and the score of a local lm-evaluation-harness task that of the logits."""
+"""A block is removed: the loss equals fp64, and the score of a local task equals the one that the logits give."""
 
 import json
 import math

@@ -61,7 +61,7 @@ def test_the_rows_of_the_monitor_equal_the_fp64_formula(variant, tmp_path, monke
     trainer, seen, _ = run(launch.write_config(tmp_path, **changes), (2, 4))
     rows = read(tmp_path / "run" / "lns_variance.csv")
     assert [(row["step"], row["block"]) for row in rows] == [(s, b) for s in (2, 4) for b in (1, 2, 3, 4)]
-    assert all(row["tokens"] == 4 * 32 for row in rows), "all micro-batches, each once"
+    assert all(row["tokens"] == 4 * 32 for row in rows), "every micro-batch counts once"
     for step, (batch, weights) in seen.items():
         trainer.model.load_state_dict(weights)
         states = olmo_states(trainer.model, batch, lns=variant != "preln")

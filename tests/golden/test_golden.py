@@ -1,7 +1,4 @@
-"""``scripts/golden.py`` measures the figures of the package again and compares them with the committed ones.
-
-The tolerance is for other processors.
-"""
+"""Every figure that ``scripts/golden.py`` measures again equals the committed one; the tolerance is for other CPUs."""
 
 import importlib.metadata
 import importlib.util

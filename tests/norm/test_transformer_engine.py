@@ -37,7 +37,8 @@ def test_the_stand_in_has_the_signatures_of_the_releases(version, name):
     assert versions[0] == te.SUPPORTED[0].release and versions[-1] == (2, te.SUPPORTED[1].minor - 1)
 
 
-#: (dtype of x, of the parameters, affine, autocast, zero-centred): every pair of two but three of the second and third.
+#: (dtype of x, dtype of the parameters, affine, autocast, zero-centred). Every pair of two values occurs except for
+#: fp32 with weight and bias, bf16 without either, and fp16 with a weight alone.
 CASES = [
     (torch.float32, torch.float32, "none", False, False),
     (torch.float32, torch.bfloat16, "weight", True, True),

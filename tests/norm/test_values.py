@@ -17,7 +17,7 @@ from olmo_lns.norm import layer_norm, rms_norm
 EPS = 1e-6
 SCALE = lns_scale(7)
 FP64, FP32, BF16, FP16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Half units in the last place: one rounding of the result, plus what fp32 arithmetic may add to a 24-bit result.
+#: In half units of the last place: one rounding of the result, plus what fp32 arithmetic may add to 24 bits.
 ROUNDINGS = {FP64: 40.0, FP32: 24.0, BF16: 1.01, FP16: 1.05}
 GRADIENT = {FP64: 1e-14, FP32: 2e-6, BF16: 2.5e-3, FP16: 4e-4}
 #: (dtype of x, dtype of the parameters, which parameters, zero-centred): every pair of two values occurs.

@@ -104,7 +104,7 @@ def test_a_run_resumes_though_its_load_path_is_gone(uninterrupted, tmp_path):
     assert result.complete and min(watcher.losses) == DURATION + 1
 
 
-def test_a_finished_run_is_not_trained_further_nor_resumed_without_the_factor(uninterrupted):
+def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_factor(uninterrupted):
     folder, _ = uninterrupted
     before = (folder / "run" / "step6-unsharded" / "model.pt").read_bytes()
     result, watcher = train(folder, "--try_load_latest_save")

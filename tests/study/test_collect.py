@@ -110,7 +110,7 @@ def test_nothing_starts_under_an_environment_variable_that_would_change_an_arm(b
 
 
 def test_arms_that_start_from_different_checkpoints_are_refused(built):
-    """A start from a checkpoint in the run's own folder is a restart, which is no difference."""
+    """A start from a checkpoint in the run's own folder is a restart and no difference between arms."""
     study = finish_all(built)
     for name in RUNS:
         built.finish(name, 3.0, load_path=str(built.out / name / "step10-unsharded"))

@@ -89,7 +89,7 @@ def test_olmo_reads_the_same_sequences_from_the_server_as_from_copies(served, ca
         assert streamed[number]["input_ids"].equal(copied[number]["input_ids"])
 
 
-def test_megatron_reads_the_same_documents(served, capsys):
+def test_megatron_reads_the_documents_that_were_fetched(served, capsys):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

@@ -122,7 +122,7 @@ def test_a_wrong_option_is_named(source, change, message, monkeypatch):
 
 
 def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source):
-    """OLMo computes labels, losses and their average; times the factor it is the mean over the tokens with a label."""
+    """OLMo computes labels, losses and their average; the average times the factor is the mean over labelled tokens."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from types import SimpleNamespace

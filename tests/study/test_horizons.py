@@ -46,7 +46,7 @@ def test_the_rate_is_constant_in_the_trunk_and_falls_in_a_branch(branched):
     assert [after.get_lr(1e-3, step, 16) for step in (12, 14, 16)] == pytest.approx([1e-3, 5.5e-4, 1e-4])
 
 
-def test_a_change_of_the_trunk_makes_its_branches_other_runs(branched):
+def test_a_change_of_the_trunk_changes_the_identity_of_its_branches(branched):
     known = [identity(run) for run in branched.study.runs]
     assert len(set(known)) == 6
     branched.description["sizes"]["a"]["scheduler.t_warmup"] = 3  # a setting of the trunk alone

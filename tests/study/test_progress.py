@@ -30,7 +30,7 @@ def test_the_cause_of_a_failure_is_the_error_of_the_script_and_not_that_of_torch
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_a_launch_without_a_variable_of_its_config_stops_before_the_first_run(built, monkeypatch, value):
+def test_a_launch_stops_before_the_first_run_if_a_variable_is_not_set(built, monkeypatch, value):
     monkeypatch.delenv("OLMO_DATA_DIR") if value is None else monkeypatch.setenv("OLMO_DATA_DIR", value)
     with pytest.raises(LNSConfigError, match=r"reads OLMO_DATA_DIR, which is not set: export OLMO_DATA_DIR="):
         cli.main(["launch", str(built.path), "--out", str(built.out), "--run"])

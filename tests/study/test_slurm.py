@@ -66,7 +66,7 @@ PartitionName=other Nodes=ALL Default=YES MaxTime=60 State=UP
 
 @pytest.fixture
 def cluster(request, monkeypatch):
-    # Not pytest's folder: its path is too long for a socket, whose path has 108 bytes at most.
+    # Not pytest's folder, whose path may be too long: the path of a socket has 108 bytes at most.
     folder, nodes = Path(tempfile.mkdtemp(prefix="slurm-")), request.param
     for name in ("state", "munge", *(f"spool-node{n}" for n in range(nodes))):
         (folder / name).mkdir(parents=True)

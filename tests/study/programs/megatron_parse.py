@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import typing_extensions
 
-if not hasattr(typing, "override"):  # Megatron 0.18 and later need it, which Python 3.12 has
+if not hasattr(typing, "override"):  # Megatron 0.18 and later import it; Python 3.12 and later have it
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 
