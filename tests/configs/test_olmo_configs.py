@@ -1,4 +1,4 @@
-"""Every file of configs/olmo: what is committed renders, loads in OLMo, and differs from its neighbours in the arm only."""
+"""Every file of configs/olmo is as rendered, loads in OLMo, and differs from the others of its size in the arm only."""
 
 import math
 import subprocess
@@ -34,17 +34,17 @@ def loaded():
     return {path.stem: load(path) for path in FILES}
 
 
-def test_the_pack_is_complete():
+def test_every_size_has_a_file_for_every_arm():
     assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in FAMILY for arm in ARM_NAMES}
 
 
-def test_what_is_committed_is_what_renders():
+def test_committed_files_equal_what_the_script_renders():
     command = [sys.executable, "scripts/render_configs.py", "--check"]
     assert subprocess.run(command, cwd=REPOSITORY).returncode == 0 and len(LLAMA) == 7
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_values_follow_the_family(path, loaded):
+def test_a_file_has_the_values_of_its_size_and_arm(path, loaded):
     from olmo.train import Trainer
 
     size, _, arm = path.stem.partition("-")
@@ -60,7 +60,7 @@ def test_values_follow_the_family(path, loaded):
     assert cfg.scheduler.t_warmup == warmup and cfg.precision == "amp_bf16" and cfg.wandb is None
     for key, value in settings_of(ARMS[arm], OLMO).items():
         assert files.flatten(cfg)[key] == value
-    # The fewest steps for 20B tokens, and it stops there: OLMo's default would run ten steps more.
+    # These are the fewest steps for 20B tokens, and the run stops there; OLMo's default would run ten more.
     assert (
         Trainer.max_steps.fget(SimpleNamespace(cfg=cfg)) == cfg.stop_at == steps == math.ceil(20e9 / sequence / batch)
     )
@@ -77,8 +77,8 @@ def test_arms_of_a_size_differ_in_the_arm_only(size, loaded):
         assert changed - {"run_name", "save_folder"} == expected
 
 
-def test_folders_come_from_the_environment_and_held_out_text_is_trained_on_by_none(tmp_path, monkeypatch):
-    """Every file of the pack has one evaluator, over a folder that the pattern of the training data leaves out."""
+def test_folders_come_from_the_environment_and_no_file_trains_on_held_out_text(tmp_path, monkeypatch):
+    """Every file has one evaluator, over a folder that the pattern of the training data leaves out."""
     from olmo.config import TrainConfig
     from olmo.exceptions import OLMoConfigurationError
 
@@ -97,8 +97,8 @@ def test_folders_come_from_the_environment_and_held_out_text_is_trained_on_by_no
         assert cfg.data.paths == [str(tmp_path / "a.npy")] and cfg.save_folder == f"{tmp_path}/{path.stem}"
 
 
-def test_an_arm_of_ours_needs_the_plugin_and_says_so():
-    """In an OLMo without the plugin the file is refused, never trained as another arm."""
+def test_olmo_without_the_plugin_refuses_the_arms_that_need_it():
+    """OLMo refuses such a file and never trains it as another arm."""
     code = """
 import os, sys
 os.environ.update(OLMO_DATA_DIR="/x", OLMO_SAVE_DIR="/x")
@@ -122,8 +122,8 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("arm", ARM_NAMES)
-def test_initialization_and_factors_are_the_arm(arm):
-    """On a narrow copy: std of the residual output projections, and the factor of every block norm."""
+def test_initialization_and_factors_are_those_of_the_arm(arm):
+    """A narrow copy of the model has the weights' std of the arm, and in every block norm the factor of the arm."""
     import torch
     from olmo.model import OLMo
 
@@ -131,10 +131,10 @@ def test_initialization_and_factors_are_the_arm(arm):
     small |= {"model.vocab_size": 500, "model.embedding_size": 512, "model.init_device": "cpu"}
     torch.manual_seed(0)
     model = OLMo(load(REPOSITORY / "configs" / "olmo" / f"60M-{arm}.yaml", small).model)
-    # A normal cut at 3 std has std 0.98658 of the uncut one.
+    # A normal that is cut at 3 std has 0.98658 times the std of the uncut one.
     cut = math.sqrt(1 - 2 * 3 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))
     others = 192**-0.5 if arm == "preln_mitchell" else 0.02
-    # The head too: an arm whose head differs would compare two things.
+    # The head is measured too: an arm with another head would compare two things at once.
     assert model.transformer.ff_out.weight.std().item() == pytest.approx(others * cut, rel=0.02)
     for number, block in enumerate(model.transformer.blocks, start=1):
         expected = {
@@ -163,8 +163,8 @@ def test_initialization_and_factors_are_the_arm(arm):
         ("7B", 32, 4096, 11008, 32, 6738.4, 150_000, 15_000, 5e-4),
     ],
 )
-def test_llama_on_c4(size, layers, width, inner, heads, millions, steps, warmup, rate):
-    """The papers' shapes and recipe, loaded by OLMo; the data are padded rows with label masks."""
+def test_llama_configs_have_the_papers_values(size, layers, width, inner, heads, millions, steps, warmup, rate):
+    """The values are those that OLMo loads from each file."""
     path = REPOSITORY / "configs" / "olmo" / "llama-c4" / f"{size}.yaml"
     cfg = load(path)
     model = cfg.model

@@ -1,4 +1,4 @@
-"""The demo's data: the same bytes every time, split by document, readable by OLMo."""
+"""The data of the demo: the same bytes every time, split by document, with a tokenizer of bytes."""
 
 import json
 
@@ -14,7 +14,7 @@ def data(tmp_path_factory):
     return build(tmp_path_factory.mktemp("data"))
 
 
-def test_two_builds_are_identical_and_of_every_machines_files(data, tmp_path):
+def test_two_builds_are_identical_and_take_files_that_every_machine_has(data, tmp_path):
     other = build(tmp_path)
     assert other.digest == data.digest
     assert other.train.read_bytes() == data.train.read_bytes()
@@ -25,7 +25,7 @@ def test_two_builds_are_identical_and_of_every_machines_files(data, tmp_path):
         assert not any(part in f"/{name}" for name in names), part
 
 
-def test_split_is_by_document_and_complete(data):
+def test_the_split_is_by_document_and_complete(data):
     everything = [text for _, text in documents()]
     ends = {path: np.flatnonzero(np.fromfile(path, np.uint16) == 256) for path in (data.train, data.heldout)}
     assert len(ends[data.train]) + len(ends[data.heldout]) == len(everything)
@@ -38,7 +38,7 @@ def test_split_is_by_document_and_complete(data):
     assert bytes(held_out.astype(np.uint8)) == everything[15]
 
 
-def test_existing_files_are_kept_and_damaged_ones_rebuilt(tmp_path, monkeypatch):
+def test_existing_files_are_kept_and_damaged_files_are_rebuilt(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
     built = build(tmp_path)
     content, before = built.train.read_bytes(), built.train.stat().st_mtime_ns
@@ -58,7 +58,7 @@ def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
         build(tmp_path / "out")
 
 
-def test_tokenizer_gives_the_bytes(data):
+def test_the_tokenizer_gives_the_bytes_of_a_text(data):
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(data.tokenizer))
@@ -69,7 +69,7 @@ def test_tokenizer_gives_the_bytes(data):
     assert tokenizer.encode("<|endoftext|>").ids == [data.eos_token_id]
 
 
-def test_packages_come_after_python_and_are_part_of_what_the_files_are(tmp_path, monkeypatch):
+def test_packages_add_their_documents_and_are_part_of_the_identity_of_a_build(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
     texts = [text for _, text in corpora.package_documents(("yaml",))]
     assert len(texts) == len(set(texts)) > 10 and all(texts)

@@ -1,4 +1,4 @@
-"""The demo end to end on a tiny model, its description, and what it says where it cannot run."""
+"""The demo from end to end on a tiny model, its description, and its errors where it cannot run."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ TINY = ["demo", "--steps", "6", "--layers", "4", "--out"]
 
 @pytest.fixture(autouse=True)
 def _own_environment():
-    """The demo sets what its config reads."""
+    """Restore the environment: the demo sets the variables that its config reads."""
     with mock.patch.dict(os.environ):
         yield
 
@@ -40,7 +40,7 @@ def described(out, *words):
     return demo.describe(demo.parser().parse_args([*words, "--out", str(out)]))
 
 
-def test_it_names_lns_with_its_proof_and_says_what_it_shows(finished):
+def test_the_demo_prints_the_factors_of_lns_and_the_numbers_of_each_arm(finished):
     out, text = finished
     lines = text.splitlines()
     assert lines[0].startswith(f"3 runs of 6 steps in {out}")
@@ -60,7 +60,7 @@ def test_it_names_lns_with_its_proof_and_says_what_it_shows(finished):
     assert Record.read(out / "rate0.01-lns-s1" / "step6-unsharded") == Record(LNS, "rms", "plain")
 
 
-def test_again_nothing_is_trained_and_other_settings_are_refused(finished, capsys):
+def test_a_second_call_trains_nothing_and_refuses_other_settings(finished, capsys):
     out = finished[0]
     before = sorted(out.glob("*/attempt-*"))
     assert cli.main([*TINY, str(out)]) == 0
@@ -74,7 +74,7 @@ def test_again_nothing_is_trained_and_other_settings_are_refused(finished, capsy
 
 
 @pytest.mark.parametrize(("end", "code", "said"), [(KeyboardInterrupt, 130, "To go on: "), (1, 1, "")])
-def test_an_interrupt_says_how_to_go_on_and_a_failure_is_told(end, code, said, tmp_path, monkeypatch, capsys):
+def test_an_interrupt_prints_how_to_go_on_and_a_failure_returns_1(end, code, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "run_here", mock.Mock(side_effect=[end] if isinstance(end, int) else end))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert cli.main([*TINY, str(tmp_path)]) == code
@@ -93,7 +93,7 @@ def test_each_arm_has_the_best_rate_of_the_evidence(words, tokens, tmp_path):
         assert float(best["learning_rate"]) == run.overrides["optimizer.learning_rate"]
 
 
-def test_what_is_asked_for_is_trained(tmp_path):
+def test_options_choose_the_arms_the_steps_and_the_layers(tmp_path):
     runs = described(tmp_path, "--arms", "lns,preln", "--steps", "9", "--layers", "3").runs
     assert {(run.arm, run.seed) for run in runs} == {("lns", 1), ("preln", 1)}
     asked = {"optimizer.learning_rate": 0.01, "max_duration": 9, "model.n_layers": 3}
@@ -108,7 +108,7 @@ def test_what_is_asked_for_is_trained(tmp_path):
         ("lns", "OLMO_LNS_INITIALIZATION=upstream", "OLMO_LNS_INITIALIZATION=upstream"),
     ],
 )
-def test_what_it_cannot_run_is_named_first(arms, setting, said, tmp_path, monkeypatch, capsys):
+def test_a_demo_that_cannot_run_is_refused_before_it_writes(arms, setting, said, tmp_path, monkeypatch, capsys):
     if setting:
         monkeypatch.setenv(*setting.split("="))
     assert cli.main(["demo", "--out", str(tmp_path / "out"), "--arms", arms]) == 1

@@ -8,7 +8,7 @@ from support.diagnostic_models import huggingface
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory):
-    """A tokenizer of 97 entries made here: special tokens, then words w4 ... w96."""
+    """Save a tokenizer of 97 entries: special tokens, then the words w4 ... w96."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {"[PAD]": 0, "[EOS]": 1, "[UNK]": 2, "[MASK]": 3} | {f"w{i}": i for i in range(4, 97)}
@@ -40,7 +40,7 @@ def bert_folder(tmp_path_factory, tokenizer_file):
 
 @pytest.fixture(scope="session")
 def olmo_folder(tmp_path_factory, tokenizer_file):
-    """An unsharded OLMo checkpoint with LNS, as the Trainer writes it: config.yaml, lns.json, model.pt."""
+    """Write an unsharded OLMo checkpoint with LNS as the Trainer does: config.yaml, lns.json, model.pt."""
     import torch
     from olmo.config import ModelConfig, TokenizerConfig, TrainConfig
     from olmo.model import OLMo
@@ -70,7 +70,7 @@ def token_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def task_folder(tmp_path_factory):
-    """A local lm-evaluation-harness task: which of two words comes next."""
+    """Write a local lm-evaluation-harness task that asks which of two words comes next."""
     evaluator = pytest.importorskip("lm_eval.evaluator")
     folder = tmp_path_factory.mktemp("tasks")
     rng = np.random.default_rng(0)
@@ -85,6 +85,6 @@ def task_folder(tmp_path_factory):
     task |= {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
     (folder / "words.yaml").write_text(yaml.safe_dump(task))
     with pytest.MonkeyPatch.context() as patched:
-        # After every evaluation the harness describes the machine, with a `pip list` of a second: nothing reads it.
+        # After every evaluation the harness runs `pip list` to describe the machine: no test reads it.
         patched.setattr(evaluator, "add_env_info", lambda results: None)
         yield folder

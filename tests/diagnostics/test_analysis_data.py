@@ -13,7 +13,7 @@ def refuse():
 
 
 class Letters:
-    """a, b, c, ... as 1, 2, 3, ...; document end 0."""
+    """Encodes a, b, c, ... as 1, 2, 3, ...; 0 ends a document."""
 
     eos_token_id = 0
 
@@ -31,7 +31,7 @@ def read(source, length, *, tokenizer=Letters, vocabulary=256, **options):
     ]
 
 
-def test_raw_and_numpy_token_files(tmp_path):
+def test_raw_and_numpy_files_of_tokens_are_read(tmp_path):
     values = np.arange(20)
     values.astype(np.uint16).tofile(tmp_path / "raw.npy")
     np.save(tmp_path / "flat.npy", values)
@@ -47,23 +47,23 @@ def test_raw_and_numpy_token_files(tmp_path):
 @pytest.mark.parametrize(
     ("size", "length", "batch", "budget"), [(30, 7, 2, 15), (5, 7, 1, 40), (12, 3, 4, 12), (9, 1, 3, 1)]
 )
-def test_token_budget_is_exact(tmp_path, size, length, batch, budget):
+def test_the_token_budget_is_exact(tmp_path, size, length, batch, budget):
     np.save(tmp_path / "x.npy", np.arange(size))
     batches = read(tmp_path / "x.npy", length, batch_size=batch, max_tokens=budget)
     assert [i for b in batches for row in b for i in row] == list(range(min(size, budget)))
     assert all(len(row) <= length for b in batches for row in b) and all(len(b) <= batch for b in batches)
 
 
-def test_sequence_limit_and_ranks(tmp_path):
+def test_the_sequence_limit_holds_and_ranks_share_the_sequences(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(24))
     assert read(tmp_path / "x.npy", 4, max_sequences=2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
     mine = [read(tmp_path / "x.npy", 4, batch_size=2, rank=rank, world=2) for rank in range(2)]
     assert sorted(mine[0] + mine[1]) == read(tmp_path / "x.npy", 4, batch_size=2)
 
 
-def test_text_and_json_lines_packed_and_padded(tmp_path):
+def test_text_and_json_lines_are_packed_or_padded(tmp_path):
     (tmp_path / "x.txt").write_text("abc\nde\n")
-    assert read(tmp_path / "x.txt", 4) == [[[1, 2, 3, 4], [5]]]  # no document ends
+    assert read(tmp_path / "x.txt", 4) == [[[1, 2, 3, 4], [5]]]  # plain text has no document ends
     lines = [{"text": "abc"}, {"text": "de"}, {"text": "fghij"}]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     assert read(tmp_path / "x.jsonl", 4) == [[[1, 2, 3, 0], [4, 5, 0, 6], [7, 8, 9, 10], [0]]]
@@ -73,7 +73,7 @@ def test_text_and_json_lines_packed_and_padded(tmp_path):
     assert batch["input_ids"].dtype == torch.int64
 
 
-def test_json_lines_with_ids_and_other_fields(tmp_path):
+def test_json_lines_may_hold_token_ids_or_another_text_field(tmp_path):
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6]}\n{"tokens": [7]}\n')
     assert read(tmp_path / "ids.jsonl", 8, pack=False, tokenizer=refuse) == [[[5, 6], [7]]]
     (tmp_path / "body.jsonl").write_text('{"body": "ab"}\n')
@@ -82,7 +82,7 @@ def test_json_lines_with_ids_and_other_fields(tmp_path):
         read(tmp_path / "body.jsonl", 8)
 
 
-def test_hugging_face_data_set(tmp_path, monkeypatch):
+def test_a_split_of_a_hugging_face_data_set_is_read(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "set").mkdir()
@@ -113,7 +113,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files(tmp_path, name):
+def test_a_bad_file_is_refused(tmp_path, name):
     content, message = BAD[name]
     if content is None:
         np.save(tmp_path / name, np.array(NUMBERS[name.partition(".")[0]]))

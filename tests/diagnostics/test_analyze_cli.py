@@ -1,4 +1,4 @@
-"""`olmo-lns analyze` on real checkpoints: files, tables, figures, the page, and one line for what is wrong."""
+"""`olmo-lns analyze` on real checkpoints: result files, tables, figures, and one line for each error."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def offline(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
-    """Every diagnostic of an OLMo checkpoint with LNS and of a Llama: (what, model) -> result file."""
+    """Run every diagnostic on an OLMo checkpoint with LNS and on a Llama: (what, model) -> result file."""
     folder, files = tmp_path_factory.mktemp("results"), {}
     for name, model in (("olmo", olmo_folder), ("llama", llama_folder)):
         for what in MEASURES:
@@ -45,7 +45,7 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
 
 
 @pytest.mark.parametrize("what", MEASURES)
-def test_files_tables_and_figures(what, results, tmp_path, capsys):
+def test_results_are_read_back_and_compared_in_tables_and_figures(what, results, tmp_path, capsys):
     files = [results[what, "olmo"], results[what, "llama"]]
     report, other = map(Report.read, files)
     assert (report.what, report.label) == (what, "olmo")
@@ -73,7 +73,7 @@ def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, tok
         out, more = tmp_path / f"{what}.json", ["--sequences", 4] if what == "jacobian" else []
         assert analyze(what, "--model", tmp_path / "hf", *options, "-o", out, *more) == 0
         folded, own = Report.read(out).result, Report.read(results[what, "olmo"]).result
-        if what == "gradnorm":  # a folded gain has s times the value, so its own gradient is another one
+        if what == "gradnorm":  # a folded gain is s times as large, so its own gradient differs
             for one, two in zip(folded.kinds, own.kinds, strict=True):
                 assert [one[kind] for kind in ("attention", "mlp")] == pytest.approx(
                     [two[kind] for kind in ("attention", "mlp")], rel=1e-4
@@ -82,7 +82,7 @@ def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, tok
             assert_frame_equal(folded.frame(), own.frame(), rtol=1e-4, atol=1e-6)
 
 
-def test_compare_says_what_else_differs(results, llama_folder, token_file, tmp_path, caplog):
+def test_compare_warns_of_settings_that_differ(results, llama_folder, token_file, tmp_path, caplog):
     other = tmp_path / "short.json"
     options = ["--tokens", 64, "--sequence-length", 8, "--label", "short", "--quiet"]
     assert analyze("variance", "--model", llama_folder, "--data", token_file, "-o", other, *options) == 0
@@ -103,7 +103,7 @@ def test_figures_show_what_was_measured(results):
         assert image.get_array()[1, 0] == pytest.approx(rows[0][1]), "l runs to the right, n upwards"
 
 
-def test_tasks(llama_folder, token_file, task_folder, tmp_path):
+def test_layer_drop_scores_a_task(llama_folder, token_file, task_folder, tmp_path):
     pytest.importorskip("accelerate")
     out = tmp_path / "drop.json"
     options = ["--tasks", "local_words", "--task-path", task_folder, "--limit", 4, "--quiet", "--plot", "x.png"]
@@ -115,7 +115,7 @@ def test_tasks(llama_folder, token_file, task_folder, tmp_path):
     )
 
 
-def test_variance_through_training(tmp_path):
+def test_plot_draws_the_variance_through_training(tmp_path):
     from olmo_lns.diagnostics.plots import draw_training
 
     files = [tmp_path / run / "lns_variance.csv" for run in ("preln", "lns")]
@@ -130,7 +130,7 @@ def test_variance_through_training(tmp_path):
 
 
 def fails(capsys, *arguments):
-    """The one line on stderr of a failing call."""
+    """Return the one line on stderr of a call that fails."""
     capsys.readouterr()
     assert analyze(*arguments) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("olmo-lns analyze:")]
@@ -138,7 +138,7 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-def test_bad_models(capsys, tmp_path, llama_folder, olmo_folder, token_file):
+def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_folder, olmo_folder, token_file):
     def message(model, *words, what="variance"):
         return fails(capsys, what, "--model", model, "--data", token_file, "--quiet", "--device", "cpu", *words)
 
@@ -171,7 +171,7 @@ def test_bad_models(capsys, tmp_path, llama_folder, olmo_folder, token_file):
     assert "--device-map is for Hugging Face" in message(olmo_folder, "--device-map", "auto")
 
 
-def test_bad_data(capsys, tmp_path, llama_folder, monkeypatch):
+def test_data_that_cannot_be_read_give_a_one_line_error(capsys, tmp_path, llama_folder, monkeypatch):
     def message(data, *options, what="variance"):
         return fails(capsys, what, "--model", llama_folder, "--data", data, "--quiet", *options)
 
@@ -188,8 +188,8 @@ def test_bad_data(capsys, tmp_path, llama_folder, monkeypatch):
     assert "WORLD_SIZE=0: expected a whole number >= 1" in message("x.txt")
 
 
-def test_results_that_cannot_be_written_are_found_out_first(capsys, tmp_path, results):
-    """Before the model, which does not exist here, is looked for."""
+def test_an_output_that_cannot_be_written_is_refused_first(capsys, tmp_path, results):
+    """The error comes before the search for the model, which does not exist here."""
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "file").write_text("")
     command = "variance", "--model", "/no/such/model", "--data", "missing.npy"
@@ -209,7 +209,7 @@ def test_a_backend_that_cannot_run_is_not_blamed_on_the_checkpoint(capsys, monke
 
 
 @pytest.mark.parametrize("size", [0, 5000])
-def test_weights_that_are_cut_off(size, capsys, tmp_path, olmo_folder, llama_folder, token_file):
+def test_weights_that_are_cut_off_are_refused(size, capsys, tmp_path, olmo_folder, llama_folder, token_file):
     for folder, name, said in (
         (olmo_folder, "model.pt", "truncated or not a file of torch.save"),
         (llama_folder, "model.safetensors", "not a loadable"),
@@ -220,7 +220,7 @@ def test_weights_that_are_cut_off(size, capsys, tmp_path, olmo_folder, llama_fol
         assert said in fails(capsys, "variance", "--model", copy, "--data", token_file)
 
 
-def test_bad_results(capsys, tmp_path, results):
+def test_a_bad_result_file_gives_a_one_line_error(capsys, tmp_path, results):
     assert "No such file" in fails(capsys, "plot", "missing.json")
     (tmp_path / "x.json").write_text('{"a": 1}')
     assert "not a whole result file" in fails(capsys, "plot", "x.json")
@@ -241,7 +241,7 @@ def test_bad_results(capsys, tmp_path, results):
             Report.read(tmp_path / "part.json")
 
 
-def test_bert_with_its_mask_token(bert_folder, token_file, tmp_path):
+def test_layer_drop_of_bert_uses_its_mask_token(bert_folder, token_file, tmp_path):
     common = ["--data", token_file, "--sequence-length", 21, "-o", tmp_path / "drop.json"]
     assert analyze("layer-drop", "--model", bert_folder, *common) == 0
     assert Report.read(tmp_path / "drop.json").result.tokens == 28 * 3 + 2
@@ -249,8 +249,8 @@ def test_bert_with_its_mask_token(bert_folder, token_file, tmp_path):
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["unsharded", "sharded"])
 @pytest.mark.parametrize("selected", [None, "lns:exponent=0.5"])
-def test_analyze_and_verify_agree(tmp_path, monkeypatch, sharded, selected):
-    """The exponent stands in the record alone; the environment names none, or another."""
+def test_analyze_and_verify_take_the_exponent_of_the_record(tmp_path, monkeypatch, sharded, selected):
+    """Only the record has the exponent; the environment names no scheme, or one with another exponent."""
     monkeypatch.delenv("OLMO_LNS_SCHEME", raising=False)
     save_olmo(tmp_path / "quarter", sharded=sharded, exponent=0.25, layer_norm_type="lns_rms")
     if selected is not None:

@@ -1,4 +1,4 @@
-"""Every architecture of the table, as a real model with random weights, and what is said about the others."""
+"""Every diagnostic on every architecture of the table, with random weights; and architectures outside the table."""
 
 import logging
 
@@ -20,12 +20,12 @@ from olmo_lns.models.structure import find_blocks
 PATHS = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "bert": "bert.encoder.layer"}
 
 
-def test_the_table_and_the_models_here_are_the_same():
-    assert set(FAMILIES) - set(ARCHITECTURES) == {"vit", "dinov2"}, "which have no tokens"
+def test_every_architecture_with_tokens_has_a_model_here():
+    assert set(FAMILIES) - set(ARCHITECTURES) == {"vit", "dinov2"}, "only these two have no tokens"
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_every_diagnostic_of_a_saved_model(kind, tmp_path):
+def test_every_diagnostic_runs_on_a_saved_model(kind, tmp_path):
     model, tokens, outputs = huggingface(kind), ids(2, 15), []
     model.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), device="cpu")
@@ -55,7 +55,7 @@ def test_every_diagnostic_of_a_saved_model(kind, tmp_path):
     assert all(kind_of(name) == "norm" for name in gradients.parameters[0] if "norm" in name.lower() or "ln_" in name)
 
 
-def test_unknown_architectures(caplog):
+def test_the_blocks_of_an_unknown_architecture_are_found_or_asked_for(caplog):
     model = Toy([Linear(m) for m in matrices(3)])
     with caplog.at_level(logging.WARNING):
         assert find_blocks(model) == list(model.stack)

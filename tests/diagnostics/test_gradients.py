@@ -1,4 +1,4 @@
-"""Jacobians and gradient norms against fp64."""
+"""Jacobians and gradient norms equal references in fp64."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ from olmo_lns.errors import LNSError
 
 
 def metrics(jacobian):
-    """(distance to the identity, diagonal dominance, mean diagonal) of a full fp64 matrix."""
+    """Return (distance to the identity, diagonal dominance, mean diagonal) of a full fp64 matrix."""
     width = len(jacobian)
     distance = np.linalg.norm(jacobian - np.eye(width)) / np.sqrt(width)
     dominance = np.mean(np.abs(np.diag(jacobian)) / np.abs(jacobian).sum(1))
     return distance, dominance, np.diag(jacobian).mean()
 
 
-def test_linear_block_has_the_jacobian_of_its_matrix():
+def test_a_linear_block_has_the_jacobian_of_its_matrix():
     blocks = [torch.zeros(8, 8), *matrices(2)]  # the first does nothing: distance 0, dominance 1
     result = block_jacobians(Toy([Linear(m) for m in blocks]), None, [ids(), ids(2, 5)])
     for index, matrix in enumerate(blocks):
@@ -31,7 +31,7 @@ def test_linear_block_has_the_jacobian_of_its_matrix():
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [("lns_rms", "lns"), ("rms", "preln")])
-def test_against_the_derivative_of_the_fp64_block(kind, scheme):
+def test_a_jacobian_equals_the_derivative_of_the_fp64_block(kind, scheme):
     model, tokens = olmo_models.build(layer_norm_type=kind), olmo_models.tokens(2, 5)
     result = block_jacobians(model, None, [tokens], seed=3)
     generator = torch.Generator().manual_seed(3)
@@ -53,7 +53,7 @@ def test_against_the_derivative_of_the_fp64_block(kind, scheme):
         np.testing.assert_allclose(measured, metrics(np.mean(found, axis=0)), rtol=1e-3)
 
 
-def test_projected_rows_are_rows_of_the_exact_one():
+def test_projected_rows_are_rows_of_the_exact_jacobian():
     model, tokens = huggingface("llama"), ids()
     exact = block_jacobians(model, None, [tokens], seed=1)
     some = block_jacobians(model, None, [tokens], rows=8, seed=1)
@@ -66,7 +66,7 @@ def test_projected_rows_are_rows_of_the_exact_one():
     )
 
 
-def test_projected_distance_is_unbiased():
+def test_the_projected_distance_is_unbiased():
     matrix = next(matrices(1))
     model = Toy([Linear(matrix), Linear(matrix)])
     pairs = [(i, j) for i in range(8) for j in range(i)]
@@ -76,7 +76,7 @@ def test_projected_distance_is_unbiased():
     assert np.mean([distance**2 for distance in draws.values()]) == pytest.approx(exact, rel=1e-5)
 
 
-def test_padding_is_never_chosen():
+def test_no_jacobian_is_taken_at_a_padded_position():
     model = Toy([Mixer(m) for m in matrices(2)])
     tokens = ids(3, 9)
     mask = torch.zeros(3, 9, dtype=torch.long)
@@ -91,7 +91,7 @@ def test_padding_is_never_chosen():
 
 
 def by_hand(model, tokens, keep):
-    """fp64 back-propagation through x + x A^T blocks; norms of the mean loss's gradients."""
+    """Back-propagate in fp64 through blocks x + x A^T; return the mean loss and the norms of its gradients."""
     states = numpy_states(model, tokens)
     head = model.head.weight.detach().double().numpy()
     logits = states[-1][:, :-1] @ head.T
@@ -113,7 +113,7 @@ def by_hand(model, tokens, keep):
     return loss, norms, np.linalg.norm(d_embed), head_norm
 
 
-def test_against_numpy_with_padding_and_several_batches():
+def test_gradient_norms_equal_numpy_with_padding_and_several_batches():
     model, tokens = Toy([Linear(m) for m in matrices(3)]), ids(4, 9)
     mask = torch.arange(9) < torch.tensor([9, 5, 2, 7])[:, None]
     batches = [{"input_ids": tokens[s], "attention_mask": mask[s].long()} for s in (slice(0, 3), slice(3, 4))]
@@ -126,7 +126,7 @@ def test_against_numpy_with_padding_and_several_batches():
     assert result.tokens == 8 + 4 + 1 + 6
 
 
-def test_parts_add_up_and_the_model_keeps_its_gradients():
+def test_norms_of_parts_add_up_and_the_model_keeps_its_gradients():
     model = huggingface("qwen3")
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.grad = torch.full_like(weight, 7.0)
@@ -141,7 +141,7 @@ def test_parts_add_up_and_the_model_keeps_its_gradients():
     assert set(rows["block"]) == {0, 1, 2, 3} and set(rows["kind"][rows["block"] == 0]) == {"outside"}
 
 
-def test_kinds_of_olmo_parameters():
+def test_a_parameter_of_olmo_has_its_kind():
     expected = {
         "attn_out.weight": "attention",
         "att_proj.weight": "attention",
@@ -155,7 +155,7 @@ def test_kinds_of_olmo_parameters():
     assert {name: kind_of(name) for name in expected} == expected
 
 
-def test_bad_input():
+def test_a_loss_that_cannot_be_computed_is_named():
     model = huggingface("llama")
     with pytest.raises(LNSError, match="no token to predict"):
         gradient_norms(model, None, [ids(2, 1)])
@@ -165,7 +165,7 @@ def test_bad_input():
         gradient_norms(model, None, [ids()])
 
 
-def test_a_gradient_that_overflows_is_named_where_it_starts():
+def test_an_overflowing_gradient_is_named_at_the_block_where_it_starts():
     """The loss is finite; the gradient becomes infinite in block 2, and the backward pass carries it to block 1."""
     model = huggingface("llama")
     target = model.model.layers[1].mlp.down_proj.weight

@@ -1,4 +1,4 @@
-"""What removing a block costs: the loss against fp64, a local task of lm-evaluation-harness against the logits."""
+"""A block is removed: the loss equals fp64, and the score of a local task equals the one that the logits give."""
 
 import json
 import math
@@ -19,14 +19,14 @@ from olmo_lns.models.structure import find_blocks
 
 
 def nll(logits, tokens):
-    """Next-token negative log-likelihood (batch, length - 1), fp64, from logits."""
+    """Return the negative log-likelihood of the next tokens (batch, length - 1) from fp64 logits."""
     logits = logits[:, :-1]
     shifted = logits - logits.max(-1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return -np.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
 
 
-def test_against_numpy_with_padding_and_stderr():
+def test_loss_and_standard_error_equal_numpy_with_padding():
     blocks = [Linear(m) for m in matrices(3, size=1.0)]
     model, tokens = Toy(blocks), ids(5, 9)
     lengths = np.array([9, 4, 7, 1, 2])
@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_finite_names_the_removed_block():
         drop_layers(model, list(model.stack), [ids()])
 
 
-def test_a_compiled_block_is_removed_too_and_one_that_did_not_run_is_said():
+def test_a_compiled_block_is_removed_too_and_a_block_that_did_not_run_is_refused():
     model = Toy([Linear(m) for m in matrices(2)])
     before = drop_layers(model, None, [ids()]).loss
     for block in model.stack:
@@ -88,7 +88,7 @@ def test_layer_numbers_are_kept_so_that_lns_factors_do_not_shift(group):
     result = drop_layers(model, None, [tokens])
     kept = [_reference_loss(model, tokens, [1, 2, 3, 4], removed) for removed in range(4)]
     np.testing.assert_allclose(result.loss, kept, rtol=1e-4)
-    # What taking the block out of the list would give: blocks 3 and 4 renumbered 2 and 3.
+    # Taking the block out of the list would renumber blocks 3 and 4 as 2 and 3.
     shifted = _reference_loss(model, tokens, [1, None, 2, 3], 1)
     assert abs(result.loss[1] - shifted) > 1e-2
     assert [round(b.attn_norm.lns_scale, 6) for b in find_blocks(model)] == [1.0, 0.707107, 0.57735, 0.5]
@@ -104,7 +104,7 @@ def _reference_loss(model, tokens, numbers, removed):
     return float(reference.loss_of(reference.logits_of(weights, config, x, "rms"), tokens))
 
 
-def test_encoders_need_their_mask_token():
+def test_an_encoder_needs_its_mask_token():
     model, tokens = huggingface("bert"), ids(4, 20)
     with pytest.raises(LNSError, match="predicts masked tokens"):
         drop_layers(model, None, [tokens])
@@ -117,7 +117,7 @@ def test_encoders_need_their_mask_token():
     assert result.baseline_loss == pytest.approx(float(reference), rel=1e-5)
 
 
-def test_rows_and_bad_input():
+def test_rows_have_loss_and_perplexity_and_a_loss_that_is_not_finite_is_refused():
     model = Toy([Linear(m) for m in matrices(2)])
     rows = drop_layers(model, None, [ids()]).frame()
     assert list(rows["block"]) == [0, 1, 2] and rows["loss_increase"][0] == 0
@@ -142,7 +142,7 @@ def accuracy(model, documents):
 
 
 @pytest.mark.parametrize("folder", ["llama_folder", "olmo_folder"])
-def test_scores_with_each_block_removed(folder, task_folder, request):
+def test_task_scores_with_each_block_removed_equal_those_of_the_logits(folder, task_folder, request):
     loaded = load_model(str(request.getfixturevalue(folder)), device="cpu")
     documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
     lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id), 8)
@@ -156,10 +156,10 @@ def test_scores_with_each_block_removed(folder, task_folder, request):
             assert drop == pytest.approx(scores.baseline - found)
     for score, stderr in zip(scores.without, scores.without_stderr, strict=True):
         assert stderr == pytest.approx(math.sqrt(score * (1 - score) / 23))
-    assert len({scores.baseline, *scores.without}) > 1, "removing a block must be seen"
+    assert len({scores.baseline, *scores.without}) > 1, "removing a block must change a score"
 
 
-def test_unknown_metric_and_no_document_end(llama_folder, task_folder, tokenizer_file):
+def test_an_unknown_metric_and_a_tokenizer_without_document_end_are_refused(llama_folder, task_folder, tokenizer_file):
     loaded = load_model(str(llama_folder), device="cpu")
     with pytest.raises(LNSError, match="end-of-text token: found none"):
         harness_model(loaded, load_tokenizer(str(tokenizer_file)), 8)
@@ -168,10 +168,10 @@ def test_unknown_metric_and_no_document_end(llama_folder, task_folder, tokenizer
         score_tasks(lm, [], ["local_words"], include_path=str(task_folder), metric="f1", limit=2)
 
 
-def test_data_that_cannot_be_had_is_said_before_the_losses(
+def test_task_data_that_cannot_be_loaded_are_named_before_the_losses(
     llama_folder, task_folder, token_file, tmp_path, capsys, monkeypatch
 ):
-    """The task's file is gone; nothing else was computed until then."""
+    """The file of the task is gone; the error comes before any loss is computed."""
     from olmo_lns.diagnostics import layer_drop
 
     monkeypatch.setattr(layer_drop, "drop_layers", lambda *_, **__: pytest.fail("the losses came first"))

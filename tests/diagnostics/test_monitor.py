@@ -14,7 +14,7 @@ from olmo_lns.runs import train
 
 
 def run(config, steps=()):
-    """Trains; (the trainer, step -> its batch and the weights before it, the losses)."""
+    """Train, and return the trainer, {step: (its batch, the weights before it)} and the losses."""
     seen, losses, found = {}, [], []
 
     def watch(trainer):
@@ -55,13 +55,13 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_rows_are_those_of_the_fp64_formula(variant, tmp_path, monkeypatch):
+def test_the_rows_of_the_monitor_equal_the_fp64_formula(variant, tmp_path, monkeypatch):
     monkeypatch.setenv("OLMO_LNS_MONITOR", "every=2")
     changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True, **VARIANTS[variant]}
     trainer, seen, _ = run(launch.write_config(tmp_path, **changes), (2, 4))
     rows = read(tmp_path / "run" / "lns_variance.csv")
     assert [(row["step"], row["block"]) for row in rows] == [(s, b) for s in (2, 4) for b in (1, 2, 3, 4)]
-    assert all(row["tokens"] == 4 * 32 for row in rows), "all micro-batches, each once"
+    assert all(row["tokens"] == 4 * 32 for row in rows), "every micro-batch counts once"
     for step, (batch, weights) in seen.items():
         trainer.model.load_state_dict(weights)
         states = olmo_states(trainer.model, batch, lns=variant != "preln")
@@ -71,7 +71,7 @@ def test_rows_are_those_of_the_fp64_formula(variant, tmp_path, monkeypatch):
             assert row["max"] == pytest.approx(np.abs(state).max(), rel=1e-4)
 
 
-def test_training_is_bit_for_bit_the_same(tmp_path, monkeypatch):
+def test_training_under_the_monitor_is_bit_for_bit_the_same(tmp_path, monkeypatch):
     config = launch.write_config(tmp_path, **{"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True})
     monkeypatch.delenv("OLMO_LNS_MONITOR", raising=False)
     plain, _, losses = run(config)
@@ -84,7 +84,7 @@ def test_training_is_bit_for_bit_the_same(tmp_path, monkeypatch):
 
 
 class FakeTrainer(SimpleNamespace):
-    """What the monitor reads of a Trainer, with a step that fails on demand."""
+    """Has what the monitor reads of a Trainer, and a step that fails on demand."""
 
     def __init__(self, folder, model):
         super().__init__(model=model, global_step=0, cfg=SimpleNamespace(save_folder=str(folder)), fail=False)
@@ -108,7 +108,7 @@ def trainer(tmp_path):
     return FakeTrainer(tmp_path, Toy([Linear(m) for m in matrices(3)]))
 
 
-def test_nothing_is_hooked_between_samples_and_after_a_failure(trainer):
+def test_no_hook_is_left_between_samples_or_after_a_failure(trainer):
     monitor = install(trainer, every=3)
     assert install(trainer, every=1) is monitor, "installing twice is harmless"
     batch = {"input_ids": ids()}
@@ -128,7 +128,7 @@ def test_nothing_is_hooked_between_samples_and_after_a_failure(trainer):
     assert hooks() == 0 and {row["step"] for row in read(monitor.path)} == {3, 6}
 
 
-def test_padding_is_excluded_and_nan_is_written_and_said_but_does_not_stop_training(trainer, caplog):
+def test_padding_is_excluded_and_nan_is_written_and_logged_but_does_not_stop_training(trainer, caplog):
     monitor = install(trainer, every=1)
     with torch.no_grad():
         trainer.model.stack[1].proj[0, 0] = float("nan")
@@ -140,7 +140,7 @@ def test_padding_is_excluded_and_nan_is_written_and_said_but_does_not_stop_train
     assert "step 1: the output of block 2 is the first that is not finite" in caplog.text
 
 
-def test_a_resumed_run_replaces_only_later_rows(tmp_path, trainer):
+def test_a_resumed_run_drops_only_the_rows_of_later_steps(tmp_path, trainer):
     path = tmp_path / "lns_variance.csv"
     path.write_text(",".join(COLUMNS) + "\n" + "".join(f"{s},1,0.5,0.7,2,10\n" for s in (5, 10, 15)))
     trainer.global_step = 10
@@ -148,7 +148,7 @@ def test_a_resumed_run_replaces_only_later_rows(tmp_path, trainer):
     assert [row["step"] for row in read(path)] == [5, 10]
 
 
-def test_what_cannot_be_watched_is_refused_at_the_start(tmp_path):
+def test_a_file_or_model_that_cannot_be_monitored_is_refused_at_the_start(tmp_path):
     path = tmp_path / "rows.csv"
     for text, message in (("a,b\n1,2\n", "found columns 'a,b', expected 'step,block"), (f"{','.join(COLUMNS)}\nx,1\n", "not a file of the monitor")):  # fmt: skip
         path.write_text(text)
@@ -160,7 +160,7 @@ def test_what_cannot_be_watched_is_refused_at_the_start(tmp_path):
         install(FakeTrainer(tmp_path, torch.nn.Linear(2, 2)), every=100)
 
 
-def test_settings():
+def test_settings_of_the_monitor_are_parsed_or_refused():
     assert parse_setting("every=7") == (7, None)
     assert parse_setting(" every=5 , path=a/b.csv ") == (5, "a/b.csv")
     for bad in ("100", "every=0", "every=-1", "every=x", "every=", "every=1,every=2", "evry=1", "path="):

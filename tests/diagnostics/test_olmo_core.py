@@ -37,12 +37,12 @@ def folder(tmp_path_factory, tokenizer_file):
         ({"blocks": "blocks"}, "--blocks is for models out"),
     ],
 )
-def test_what_is_not_for_it_is_refused(folder, given, message):
+def test_an_option_for_other_models_is_refused(folder, given, message):
     with pytest.raises(LNSError, match=f"is an OLMo-core checkpoint: {message}"):
         load_model(str(folder), device="cpu", **given)
 
 
-def test_scores_of_tasks(folder, task_folder, tmp_path, monkeypatch):
+def test_task_scores_equal_those_of_the_logits(folder, task_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     loaded = load_model(str(folder), device="cpu")

@@ -1,4 +1,4 @@
-"""`torchrun -m olmo_lns analyze`: two processes give the numbers of one, and one error where one of them finds it."""
+"""`torchrun -m olmo_lns analyze`: two processes give the numbers of one, and both report an error that one finds."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def options(model, data, batch_size):
     ],
 )
 @pytest.mark.parametrize("what", ["variance", ANGULAR])
-def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, monkeypatch):
+def test_two_ranks_give_the_numbers_of_one(what, batch_size, olmo_folder, token_file, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     common = options(olmo_folder, token_file, batch_size)
     assert cli.main(["analyze", what, *map(str, common), "--quiet", "-o", str(tmp_path / "one.json")]) == 0
@@ -49,7 +49,7 @@ def test_two_ranks_are_one(what, batch_size, olmo_folder, token_file, tmp_path, 
 
 
 @pytest.mark.exhaustive
-def test_what_one_rank_finds_all_report(olmo_folder, tmp_path):
+def test_an_error_that_one_rank_finds_is_reported_by_all(olmo_folder, tmp_path):
     """Token 5, whose embedding is NaN, comes in the second batch only."""
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -1,4 +1,4 @@
-"""Output variance and angular distance against NumPy in fp64."""
+"""Output variance and angular distance equal NumPy in fp64."""
 
 import weakref
 
@@ -28,7 +28,7 @@ from olmo_lns.models.structure import find_blocks
 
 
 def expected(states, keep=None):
-    """Per block (variance, std over tokens, rms, max), in fp64 from outputs."""
+    """Return (variance, std over tokens, rms, max) of the outputs of each block, in fp64."""
     found = []
     for state in states[1:]:
         tokens = state.reshape(-1, state.shape[-1]) if keep is None else state[keep]
@@ -42,7 +42,7 @@ def measured(result):
 
 
 @pytest.mark.parametrize(("kind", "group"), [("lns_rms", 1), ("lns_rms", 2), ("rms", 1)])
-def test_against_numpy_on_olmo(kind, group):
+def test_output_statistics_of_olmo_equal_numpy(kind, group):
     model, tokens = olmo_models.build(layer_norm_type=kind, block_group_size=group), olmo_models.tokens()
     result = block_output_variance(model, None, [tokens])
     np.testing.assert_allclose(measured(result), expected(olmo_states(model, tokens, lns=kind != "rms")), rtol=2e-4)
@@ -50,7 +50,7 @@ def test_against_numpy_on_olmo(kind, group):
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 2**31))
 @settings(max_examples=40, deadline=None)
-def test_batches_do_not_matter(sizes, width, seed):
+def test_the_split_into_batches_does_not_change_the_statistics(sizes, width, seed):
     tokens = np.random.default_rng(seed).normal(50.0, 2.0, (sum(sizes), width)).astype(np.float32)
     pieces, whole = Moments(1), Moments(1)
     whole.add(0, torch.from_numpy(tokens)[None])
@@ -64,7 +64,7 @@ def test_batches_do_not_matter(sizes, width, seed):
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=4).filter(any), st.integers(0, 2**31))
 @settings(max_examples=25, deadline=None)
-def test_padding_is_excluded(lengths, seed):
+def test_padding_is_excluded_from_the_statistics(lengths, seed):
     model = Toy([Mixer(m) for m in matrices(2)])
     tokens = ids(len(lengths), 12, seed=seed % 1000)
     mask = torch.arange(12) < torch.tensor(lengths)[:, None]
@@ -86,7 +86,7 @@ def test_mode_dtype_and_gradients_are_left_alone():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_observer_sees_each_call_once_and_only_while_open(compiled):
+def test_an_observer_sees_each_call_once_and_only_while_open(compiled):
     torch.compiler.reset()
     blocks = [Mixer(m) for m in matrices(2)]
     graphs = []
@@ -100,7 +100,7 @@ def test_observer_sees_each_call_once_and_only_while_open(compiled):
         for block in blocks:
             block.compile(backend=backend)
     tokens, seen = ids(), []
-    model(tokens)  # compiled before anything watches, as in training
+    model(tokens)  # compiled before the observer, as in training
     before = len(graphs)
     with observe(find_blocks(model), on_output=lambda block, hidden: seen.append((block, hidden.detach().clone()))):
         model(tokens)
@@ -108,16 +108,16 @@ def test_observer_sees_each_call_once_and_only_while_open(compiled):
     assert [block for block, _ in seen] == [0, 1]
     for (_, hidden), state in zip(seen, numpy_states(model, tokens)[1:], strict=True):
         np.testing.assert_allclose(hidden.numpy(), state, rtol=1e-5, atol=1e-6)
-    assert len(graphs) == before, "watching must not recompile"
+    assert len(graphs) == before, "observing must not recompile"
 
 
-def test_no_token_is_named():
+def test_data_without_a_token_are_refused():
     with pytest.raises(LNSError, match="holds no token"):
         block_output_variance(Toy([Identity(), Identity()]), None, [])
 
 
 def angles(states, keep=None):
-    """distance[l-1][n-1], averaged over the kept tokens, in fp64."""
+    """Return distance[l-1][n-1], averaged over the kept tokens, in fp64."""
     flat = [s.reshape(-1, s.shape[-1]) if keep is None else s[keep] for s in states]
     unit = [s / np.linalg.norm(s, axis=-1, keepdims=True) for s in flat]
     return [
@@ -131,7 +131,7 @@ def assert_close(found, reference, **tolerance):
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(reference), **tolerance)
 
 
-def test_against_numpy_over_two_batches():
+def test_angular_distance_over_two_batches_equals_numpy():
     model, batches = Toy([Mixer(m) for m in matrices(4)]), [ids(), ids(2, 7, seed=5)]
     result = angular_distance(model, None, batches)
     states = [
@@ -143,7 +143,7 @@ def test_against_numpy_over_two_batches():
     assert result.adjacent == [row[0] for row in result.distance] and len(result.adjacent) == 4
 
 
-def test_known_angles():
+def test_known_angles_are_measured():
     same = angular_distance(Toy([Identity() for _ in range(5)]), None, [ids()])
     assert max(map(max, same.distance)) < 1e-7  # rounding leaves cosines above 1: without the clamp these are NaN
     quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]]) - torch.eye(2)
@@ -155,12 +155,12 @@ def test_known_angles():
     st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any), st.booleans(), st.booleans(), st.integers(0, 99)
 )
 @settings(max_examples=25, deadline=None)
-def test_padding_and_last_token(lengths, last, left, seed):
+def test_angular_distance_leaves_out_padding_and_can_take_the_last_token(lengths, last, left, seed):
     model, tokens = Toy([Mixer(m) for m in matrices(2)]), ids(len(lengths), 9, seed=seed)
     position, length = torch.arange(9), torch.tensor(lengths)[:, None]
     keep = (position == length - 1) if last else (position < length)
     mask = position < length
-    if left:  # one place further, with padding in front
+    if left:  # shifted by one position, with padding in front
         tokens, mask, keep = (torch.nn.functional.pad(x, (1, 0)) for x in (tokens, mask, keep))
     batch = {"input_ids": tokens, "attention_mask": mask.long()}
     result = angular_distance(model, None, [batch], last_token=last)
@@ -169,7 +169,7 @@ def test_padding_and_last_token(lengths, last, left, seed):
     assert result.variant == ("last token" if last else "all tokens")
 
 
-def test_a_bad_embedding_is_named():
+def test_an_embedding_with_nan_is_named():
     model = huggingface("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
@@ -177,7 +177,7 @@ def test_a_bad_embedding_is_named():
         angular_distance(model, None, [ids()])
 
 
-def test_memory_is_one_batch():
+def test_angular_distance_keeps_one_batch_in_memory():
     """No state of an earlier batch is alive when the next one comes."""
     outputs, alive = [], []
 

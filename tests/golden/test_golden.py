@@ -1,7 +1,4 @@
-"""No number of the package has changed: ``scripts/golden.py`` measures again and compares with the committed copy.
-
-The tolerance is for other processors.
-"""
+"""Every figure that ``scripts/golden.py`` measures again equals the committed one; the tolerance is for other CPUs."""
 
 import importlib.metadata
 import importlib.util
@@ -20,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "golden.py"
 
 
 @pytest.mark.slow
-def test_every_figure_is_what_it_was():
+def test_every_figure_equals_its_committed_value():
     with np.load(GOLDEN) as file:
         made_with, count = json.loads(file["versions"].tobytes()), len(file["statistics"])
     for name, version in made_with.items():

@@ -1,4 +1,4 @@
-"""The choice of backend: what is chosen, why, and what is refused."""
+"""The choice of backend: which one is chosen, why, and what is refused."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from olmo_lns.norm import transformer_engine as te
 
 @pytest.fixture(autouse=True)
 def no_decision(monkeypatch):
-    """No setting, and nothing decided by another test."""
+    """Remove the setting, and the decision of another test."""
     monkeypatch.delenv(NORM_BACKEND, raising=False)
     backend._decide.cache_clear()
     yield
@@ -25,7 +25,7 @@ def no_decision(monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A machine whose torch, 2.13, sees a GPU of the compute capability that is set."""
+    """Make torch 2.13 see a GPU; a test may set its compute capability."""
     machine = types.SimpleNamespace(capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: machine.capability)
@@ -33,7 +33,7 @@ def cuda(monkeypatch):
     return machine
 
 
-def test_te_where_it_works_else_torchs_fused_kernel(cuda, monkeypatch):
+def test_te_is_chosen_where_it_works_and_else_torchs_fused_kernel(cuda, monkeypatch):
     with tex.installed("2.20.2"):
         assert choose_backend().name == "te" and "2.20.2" in choose_backend().reason
         assert choose_backend("torch").name == "torch-fused"
@@ -53,7 +53,7 @@ def test_te_where_it_works_else_torchs_fused_kernel(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize(("version", "hip"), [("2.8.0", None), ("2.13.0", "6.2")])
-def test_a_torch_without_the_fused_kernel(version, hip, cuda, monkeypatch):
+def test_a_torch_without_the_fused_kernel_gives_the_backend_torch(version, hip, cuda, monkeypatch):
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert choose_backend().name == "torch" and version in choose_backend().reason
@@ -67,7 +67,7 @@ def test_te_needs_ampere_or_later(cuda):
         choose_backend("te")
 
 
-def test_an_unknown_name_is_refused(monkeypatch):
+def test_an_unknown_backend_is_refused(monkeypatch):
     with pytest.raises(LNSConfigError, match="unknown norm backend 'tee'"):
         choose_backend("tee")
     monkeypatch.setenv(NORM_BACKEND, "tee")
@@ -83,7 +83,7 @@ def test_an_unknown_name_is_refused(monkeypatch):
     ],
     ids=str,
 )
-def test_a_broken_te_is_shown_with_its_own_failure(module, error, cuda, monkeypatch):
+def test_a_broken_te_is_reported_with_its_own_error(module, error, cuda, monkeypatch):
     real = te.importlib.import_module
 
     def import_module(name):
@@ -107,12 +107,12 @@ def test_a_broken_te_is_shown_with_its_own_failure(module, error, cuda, monkeypa
         ("2.1.0", "", True),
         ("2.20.2+cu13", "", True),
         ("2.21.0", "", False),
-        ("2.21.0", " 1 ", True),  # a newer 2.x, knowingly
+        ("2.21.0", " 1 ", True),  # a newer 2.x that the user allows
         ("3.0", "1", False),
         ("unknown", "1", False),
     ],
 )
-def test_supported_te_versions(version, allow, runs, cuda, monkeypatch):
+def test_te_runs_in_supported_versions_only(version, allow, runs, cuda, monkeypatch):
     monkeypatch.setenv("OLMO_LNS_ALLOW_UNVERIFIED", allow)
     with tex.installed(version):
         assert (choose_backend().name == "te") is runs and version in choose_backend().reason
@@ -125,7 +125,7 @@ def test_supported_te_versions(version, allow, runs, cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["te", "torch-fused", "torch"])
-def test_a_model_built_on_a_cuda_machine_runs_on_the_cpu(name):
+def test_a_backend_chosen_on_a_cuda_machine_runs_on_the_cpu(name):
     chosen = Backend(name, "built on a CUDA machine")
     x, weight = torch.randn(4, 8), torch.rand(8)
     for twin in (pickle.loads(pickle.dumps(chosen)), copy.deepcopy(chosen)):

@@ -1,4 +1,4 @@
-"""torch.compile: whole graph, the same values, and no graph for each layer."""
+"""torch.compile gives whole graphs and the same values, and layers share their graphs."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ WIDTH, EPS, LAYERS = 16, 1e-6, 24
 
 
 class Block(torch.nn.Module):
-    """A norm with its factor as a float attribute, then a linear layer, as in a transformer block."""
+    """Applies a norm whose factor is a float attribute, then a linear layer, as a transformer block does."""
 
     def __init__(self, layer_number, kind, backend):
         super().__init__()
@@ -62,8 +62,8 @@ def test_24_layers_compiled_one_by_one_share_their_graphs(kind, autocast, backen
 
 @pytest.mark.parametrize(("kind", "affine"), [("lns_rms", True), ("lns_default", False)])
 @pytest.mark.slow
-def test_compiled_blocks_may_be_checkpointed(kind, affine):
-    """A float of the layer would make the recomputation run another graph: torch's CheckpointError."""
+def test_compiled_blocks_work_under_activation_checkpointing(kind, affine):
+    """With the layer's float in the graph, the recomputation would run another graph: torch's CheckpointError."""
     from olmo.config import ActivationCheckpointingStrategy
 
     def run():

@@ -1,4 +1,4 @@
-"""The real kernels on a CUDA device against fp64: what the CPU tests over the stand-in cannot show."""
+"""The real kernels on a CUDA device equal fp64; the tests on a CPU run a stand-in and cannot show this."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: (rows, width): tuned and odd widths; rows that are not divisible by 4.
 SHAPES = [(256, 512), (255, 1024), (64, 4096), (7, 71), (130, 541), (33, 5120), (1, 768)]
 
-#: dtype of x, of the parameters, autocast.
+#: (dtype of x, dtype of the parameters, autocast).
 CASES = [(dtype, dtype, False) for dtype in DTYPES]
 CASES += [(torch.bfloat16, torch.float32, True), (torch.float32, torch.bfloat16, False), (torch.float32,) * 2 + (True,)]
 
@@ -34,7 +34,7 @@ def backend(request):
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "autocast"), CASES, ids=str)
 @pytest.mark.parametrize("affine", ["weight+bias", "none"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_forward_and_backward_against_fp64(shape, x_dtype, p_dtype, kind, affine, autocast, backend):
+def test_forward_and_backward_equal_fp64(shape, x_dtype, p_dtype, kind, affine, autocast, backend):
     inputs = reference.tensors(shape, x_dtype, p_dtype, affine, "cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         y = reference.ours(kind, *inputs, EPS, SCALE, backend=backend)
@@ -49,7 +49,7 @@ def test_forward_and_backward_against_fp64(shape, x_dtype, p_dtype, kind, affine
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_cuda_graph_capture(kind, backend):
+def test_a_captured_cuda_graph_gives_the_same_values(kind, backend):
     x, weight, bias = reference.tensors((128, 1024), torch.bfloat16, torch.bfloat16, device="cuda")
 
     def run():

@@ -1,4 +1,4 @@
-"""The Transformer Engine operators over a strict CPU stand-in: wiring, dtypes and gradients, not the real kernels."""
+"""The Transformer Engine operators on a strict CPU stand-in: calls, dtypes and gradients, not the real kernels."""
 
 import inspect
 import json
@@ -15,7 +15,7 @@ from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm import transformer_engine as te
 from olmo_lns.norm.backend import choose_backend
 
-EPS, SCALE = 1e-6, lns_scale(58)  # 58: where rounding 1/sqrt(l) itself to bf16 would cost most
+EPS, SCALE = 1e-6, lns_scale(58)  # rounding 1/sqrt(l) itself to bf16 would cost most at l = 58
 SIGNATURES = json.loads((Path(tex.__file__).parent / "te_signatures.json").read_text())["versions"]
 
 
@@ -37,7 +37,8 @@ def test_the_stand_in_has_the_signatures_of_the_releases(version, name):
     assert versions[0] == te.SUPPORTED[0].release and versions[-1] == (2, te.SUPPORTED[1].minor - 1)
 
 
-#: dtype of x, of the parameters, affine, autocast, zero-centred: every pair of two of them.
+#: (dtype of x, dtype of the parameters, affine, autocast, zero-centred). Every pair of two values occurs except for
+#: fp32 with weight and bias, bf16 without either, and fp16 with a weight alone.
 CASES = [
     (torch.float32, torch.float32, "none", False, False),
     (torch.float32, torch.bfloat16, "weight", True, True),
@@ -53,7 +54,7 @@ CASES = [
 
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "affine", "autocast", "zero_centered"), CASES, ids=str)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_values_and_gradients(kind, x_dtype, p_dtype, autocast, affine, zero_centered, backend):
+def test_values_and_gradients_equal_fp64(kind, x_dtype, p_dtype, autocast, affine, zero_centered, backend):
     inputs = reference.tensors((3, 7, 71), x_dtype, p_dtype, affine)
     x = inputs[0]
     given = (kind, *inputs, EPS, SCALE)
@@ -81,18 +82,18 @@ def test_the_backward_uses_the_weight_of_the_forward(backend):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_inputs_that_are_not_contiguous_are_made_so(kind, backend):
+def test_inputs_that_are_not_contiguous_give_the_same_values(kind, backend):
     base = torch.randn(16, 4, 6)
     views = (base.transpose(0, 2), base.permute(1, 2, 0), torch.randn(1, 16).expand(5, 16), base[0, 0, 0].expand(3, 16))
     for x in views:
         y = reference.ours(kind, x, None, None, EPS, SCALE, backend=backend)
         torch.testing.assert_close(y, reference.ours(kind, x.contiguous(), None, None, EPS, SCALE, backend="torch"))
     x = torch.randn(4, 16, requires_grad=True)
-    reference.ours(kind, x, None, None, EPS, SCALE, backend=backend).sum().backward()  # an expanded incoming gradient
+    reference.ours(kind, x, None, None, EPS, SCALE, backend=backend).sum().backward()  # an expanded gradient comes in
     assert torch.isfinite(x.grad).all()
 
 
-def test_fp64_and_no_elements_never_reach_the_kernel(backend):
+def test_fp64_and_empty_inputs_never_reach_the_kernel(backend):
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, 1e-3, SCALE, backend=backend), (x,))
     for shape in ((0, 8), (3, 0, 8)):
@@ -103,7 +104,7 @@ def test_fp64_and_no_elements_never_reach_the_kernel(backend):
     assert not tex.CALLS
 
 
-def test_functorch_takes_the_formula_and_second_derivatives_are_refused(backend):
+def test_functorch_runs_the_formula_and_second_derivatives_are_refused(backend):
     x, weight, _ = reference.tensors((4, 8), torch.float32, torch.float32, "weight")
     norm = lambda x: rms_norm(x, weight, EPS, SCALE, backend=backend)  # noqa: E731
     value, derivative = torch.func.jvp(norm, (x.detach(),), (torch.ones(4, 8),))
@@ -127,7 +128,7 @@ def run(model, autocast=False):
 @pytest.mark.parametrize(
     ("kind", "autocast"), [("lns_rms", False), ("lns_rms", True), ("lns_default", True), ("lns_low_precision", False)]
 )
-def test_an_olmo_model_on_the_operators_equals_it_on_torch_and_runs_where_they_are_not(kind, autocast):
+def test_an_olmo_model_on_te_equals_it_on_torch_and_runs_where_te_does_not(kind, autocast):
     model = olmo_models.build(layer_norm_type=kind)
     norms = [module for module in model.modules() if hasattr(module, "lns_backend")]
     assert len(norms) == 8 and {norm.lns_backend.name for norm in norms} == {"te"}
@@ -135,7 +136,7 @@ def test_an_olmo_model_on_the_operators_equals_it_on_torch_and_runs_where_they_a
     names = [call[0] for call in tex.CALLS]
     name = "rmsnorm" if kind == "lns_rms" else "layernorm"
     assert names.count(f"{name}_fwd") == names.count(f"{name}_bwd") == 8
-    te.DEVICE_TYPES.discard("cpu")  # as on a machine without one
+    te.DEVICE_TYPES.discard("cpu")  # as on a machine without a GPU
     twin = pickle.loads(pickle.dumps(model))
     for norm in norms:
         norm.lns_backend = choose_backend("torch")
@@ -146,7 +147,7 @@ def test_an_olmo_model_on_the_operators_equals_it_on_torch_and_runs_where_they_a
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
-def test_operators_pass_opcheck(dtype, low):
+def test_the_operators_pass_opcheck(dtype, low):
     out = low if low is not None and dtype == torch.float32 else dtype
     x, gamma, beta = (torch.randn(s).to(dtype).requires_grad_() for s in ((6, 16), (16,), (16,)))
     row = torch.rand(6)

@@ -1,4 +1,4 @@
-"""Values, gradients, dtypes and shapes of the PyTorch backend, against a definition in fp64 and OLMo's norms."""
+"""The PyTorch backend has the values, gradients and shapes of a definition in fp64, and the dtypes of OLMo's norms."""
 
 import itertools
 
@@ -17,10 +17,10 @@ from olmo_lns.norm import layer_norm, rms_norm
 EPS = 1e-6
 SCALE = lns_scale(7)
 FP64, FP32, BF16, FP16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Half units in the last place: one rounding of the result, plus what fp32 arithmetic may add to a 24-bit result.
+#: In half units of the last place: one rounding of the result, plus what fp32 arithmetic may add to 24 bits.
 ROUNDINGS = {FP64: 40.0, FP32: 24.0, BF16: 1.01, FP16: 1.05}
 GRADIENT = {FP64: 1e-14, FP32: 2e-6, BF16: 2.5e-3, FP16: 4e-4}
-#: (dtype of x, of the parameters, parameters, zero-centred): every pair of two of them.
+#: (dtype of x, dtype of the parameters, which parameters, zero-centred): every pair of two values occurs.
 CASES = [
     (FP64, FP64, "weight+bias", True),
     (FP64, FP32, "weight", False),
@@ -52,7 +52,7 @@ def exact(norm, x, weight, bias=None, zero_centered=False, *, eps=EPS):
 
 @NORMS
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "affine", "zero_centered"), CASES, ids=str)
-def test_the_definition_rounded_once(norm, x_dtype, p_dtype, affine, zero_centered):
+def test_values_are_the_definition_rounded_once(norm, x_dtype, p_dtype, affine, zero_centered):
     x, weight, bias = reference.tensors((3, 5, 71), x_dtype, p_dtype, affine)
     y, expected = (f(norm, x, weight, bias, zero_centered) for f in (call, exact))
     assert norm == "rms" or y.dtype == x_dtype
@@ -71,7 +71,7 @@ def test_the_definition_rounded_once(norm, x_dtype, p_dtype, affine, zero_center
 
 
 @NORMS
-def test_gradients_of_first_and_second_order(norm):
+def test_first_and_second_derivatives_are_exact(norm):
     inputs = reference.tensors((2, 3, 4), FP64, FP64)
     function = lambda x, w, b: call(norm, x, w, b, True, eps=1e-3)  # noqa: E731
     assert torch.autograd.gradcheck(function, inputs)
@@ -85,8 +85,8 @@ def test_gradients_of_first_and_second_order(norm):
     dtype=st.sampled_from(DTYPES),
     norm=st.sampled_from(["rms", "layer"]),
 )
-def test_any_shape(lead, width, dtype, norm):
-    """With an eps of 1, so that rows of two nearly equal numbers do not magnify their rounding."""
+def test_any_shape_gives_the_definition(lead, width, dtype, norm):
+    """eps is 1, so that rows of two nearly equal numbers do not magnify their rounding."""
     torch.manual_seed(0)
     x = torch.randn(*lead, width, dtype=FP64).to(dtype).requires_grad_()
     weight = torch.rand(width, dtype=FP64).to(dtype).requires_grad_()
@@ -121,7 +121,7 @@ def test_sixteen_bit_layer_norm_sums_parameter_gradients_in_fp32():
     assert all(reference.relative_error(*pair) < 1e-5 for pair in zip(found, wanted, strict=True))
 
 
-# Beside OLMo's own norms, with and without autocast
+# The comparison with OLMo's own norms, with and without autocast
 
 WIDTH = 96
 
@@ -139,7 +139,7 @@ def stock_rms(p_dtype, *, affine=True, bias=False):
 
 
 @pytest.mark.parametrize(("x_dtype", "p_dtype"), list(itertools.product(DTYPES[1:], repeat=2)), ids=str)
-def test_dtype_is_that_of_olmos_norm_and_no_less_accurate(x_dtype, p_dtype):
+def test_the_dtype_is_that_of_olmos_norm_and_the_error_is_no_larger(x_dtype, p_dtype):
     for affine, bias in ((False, False), (True, False), (True, True)):
         stock = stock_rms(p_dtype, affine=affine, bias=bias)
         x = torch.randn(4, 33, WIDTH).to(x_dtype)
@@ -164,7 +164,7 @@ def test_under_autocast_the_next_linear_sees_the_same_values(x_dtype, low):
         assert full.dtype == torch.float32 and ours.dtype == ours_layer.dtype == low
         assert torch.equal(ours, full.to(low)) and torch.equal(ours_layer, full_layer.to(low))
         assert torch.equal(linear(ours), linear(full))
-        assert stock(x).dtype == torch.float32  # what this saves the cast of
+        assert stock(x).dtype == torch.float32  # OLMo's norm leaves this cast to the linear layer
         for dtype in (torch.float64, torch.float16, torch.bfloat16):
             assert rms_norm(x.to(dtype), None, EPS, SCALE).dtype == dtype
 

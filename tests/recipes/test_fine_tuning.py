@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def examples(count=24):
-    """In the form of LLM-Adapters' file."""
+    """Return examples in the form of LLM-Adapters' file."""
     return [
         {
             "instruction": f"Please answer the following question with true or false, question: is {i} even?",
@@ -30,7 +30,7 @@ def examples(count=24):
 
 
 def converted(tmp_path, content):
-    """The recipe's script as the guide calls it."""
+    """Run the script of the recipe as the guide does, and return its rows."""
     (tmp_path / "commonsense_170k.json").write_text(json.dumps(content))
     script = REPOSITORY / "configs" / "sft" / "commonsense.py"
     words = [sys.executable, str(script), "commonsense_170k.json", "data"]
@@ -42,7 +42,7 @@ def offline(folder):
     return {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
 
 
-def test_every_example_is_one_line(tmp_path):
+def test_every_example_becomes_one_line_with_prompt_and_completion(tmp_path):
     pytest.importorskip("datasets", reason="datasets is not installed: pip install 'olmo-lns[sft]'")
     sort = {"instruction": "Sort.", "input": "b a", "output": " a b ", "answer": "x"}
     rows = converted(tmp_path, [*examples(), sort])
@@ -53,7 +53,7 @@ def test_every_example_is_one_line(tmp_path):
 
 
 def model_folder(folder):
-    """A tiny LNS model with a byte tokenizer, made by `olmo-lns hf init`."""
+    """Make a tiny LNS model with a byte tokenizer by `olmo-lns hf init`."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -72,7 +72,7 @@ def model_folder(folder):
 
 @pytest.mark.slow
 def test_the_printed_command_runs_the_seven_tasks(tmp_path):
-    """Stand-ins of the same names, two choices each, by the unmodified program on a real model."""
+    """The unmodified program runs stand-ins of the same names, with two choices each, on a real model."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'olmo-lns[sft]'")
     model, tasks = model_folder(tmp_path), tmp_path / "tasks"
     tasks.mkdir()
@@ -104,7 +104,7 @@ def test_the_printed_command_runs_the_seven_tasks(tmp_path):
     ("command", "config"), [("sft", "sft/commonsense170k.yaml"), ("dpo", "dpo/ultrafeedback.yaml")]
 )
 def test_trl_saves_an_lns_model(command, config, tmp_path):
-    """The unmodified program with the shipped config, on a CPU, in a process of its own."""
+    """The unmodified program runs with the shipped config, on a CPU, in a process of its own."""
     pytest.importorskip("trl", reason="trl is not installed: pip install 'olmo-lns[sft]'")
     model = model_folder(tmp_path)
     if command == "sft":

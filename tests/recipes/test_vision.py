@@ -1,4 +1,4 @@
-"""The vision recipes: what each arm is, the views and mixtures of images, and the scripts as the guide calls them."""
+"""The vision recipes: the arms, the views and mixtures of images, and the scripts as the guide calls them."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ spec.loader.exec_module(recipe)  # type: ignore[union-attr]
 
 
 def pictures(folder):
-    """Noise around one colour a class, of several sizes."""
+    """Save images of several sizes, with noise around one colour for each class."""
     rng = torch.Generator().manual_seed(0)
     for split, count in (("train", 24), ("val", 8)):
         for name, colour in COLOURS.items():
@@ -43,7 +43,7 @@ def pictures(folder):
 
 
 def small(folder):
-    """The shipped recipe with a model and a length for a CPU."""
+    """Write the shipped recipe with a model and a length of training for a CPU."""
     values = yaml.safe_load((FOLDER / "imagenet.yaml").read_text())
     values["model"] |= {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}  # fmt: skip
     values["training"] |= {"num_train_epochs": 12, "per_device_train_batch_size": 24, "bf16": False, "use_cpu": True, "disable_tqdm": True, "dataloader_num_workers": 0, "learning_rate": 5e-3, "save_strategy": "no", "eval_strategy": "no"}  # fmt: skip
@@ -61,7 +61,7 @@ def script(*words, folder, name="train.py"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["layerscale", "lns"])
-def test_a_folder_of_images(arm, tmp_path):
+def test_the_recipe_learns_a_folder_of_images(arm, tmp_path):
     pytest.importorskip("datasets", reason="datasets is not installed: pip install 'olmo-lns[vision]'")
     done = script(
         small(tmp_path), "--data", pictures(tmp_path / "data"), "--arm", arm, "-o", tmp_path / "out", folder=tmp_path
@@ -78,7 +78,7 @@ def test_a_folder_of_images(arm, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_digits(tmp_path):
+def test_the_recipe_learns_the_digits(tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'olmo-lns[vision]'")
     values = yaml.safe_load((FOLDER / "digits.yaml").read_text())
     values["model"] |= {"num_hidden_layers": 2}
@@ -106,7 +106,7 @@ def test_arms_differ_in_layer_scale_and_factor_only():
                 assert torch.equal(parameter, models["none"].get_parameter(key)), key
 
 
-def test_a_view_has_the_size_and_colours_of_its_image():
+def test_a_view_has_its_size_and_the_colour_of_its_augmentation():
     random.seed(0)
     views = [recipe.train_view(Image.new("RGB", (40, 30), COLOURS["red"]), 16, 0.0) for _ in range(30)]
     gray = round(0.299 * 200 + 0.587 * 50 + 0.114 * 40)
@@ -117,7 +117,7 @@ def test_a_view_has_the_size_and_colours_of_its_image():
 
 
 @pytest.mark.parametrize("way", ["mixup", "cutmix"])
-def test_mixtures_have_the_shares_that_their_targets_say(way):
+def test_a_mixture_has_the_shares_of_its_targets(way):
     random.seed(1)
     images = torch.stack([torch.full((3, 16, 16), float(value)) for value in (0, 1)])
     how = {"mixup": 0.0, "cutmix": 0.0, "label_smoothing": 0.0, way: 0.8}
@@ -129,7 +129,7 @@ def test_mixtures_have_the_shares_that_their_targets_say(way):
     torch.testing.assert_close(targets, torch.tensor([[0.95, 0.05], [0.05, 0.95]]))
 
 
-def test_the_recipe_is_of_the_shape_that_is_shipped_beside_it():
+def test_the_recipe_has_the_shape_of_the_model_config_beside_it():
     shape = yaml.safe_load((FOLDER / "imagenet.yaml").read_text())["model"]
     beside = json.loads((FOLDER / "deit3-small-36" / "config.json").read_text())
     assert {name: beside[name] for name in shape} == shape and shape["num_hidden_layers"] == 36
@@ -140,7 +140,7 @@ def test_the_recipe_is_of_the_shape_that_is_shipped_beside_it():
     ("blocks", "count"), [("model.vision_tower.encoder.layers", VISION_LAYERS), ("model.language_model.layers", LANGUAGE_LAYERS)]
 )  # fmt: skip
 def test_the_blocks_of_both_branches_of_a_vision_language_model_are_removed(blocks, count, tmp_path):
-    """A generating task of the form of MMMU, by the harness's own multimodal model. The score is the answer's length."""
+    """The harness's multimodal model answers a task like MMMU. The score is the sum of the answer's character codes."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'olmo-lns[eval]'")
     model, tasks = llava_folder(tmp_path / "llava"), tmp_path / "tasks"
     tasks.mkdir()

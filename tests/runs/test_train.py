@@ -1,4 +1,4 @@
-"""``olmo-lns train``: OLMo's Trainer from the pip package, on CPU, resumable to the bit."""
+"""``olmo-lns train`` runs the Trainer of the pip package, here on a CPU; a resumed run is the same to the bit."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ MONITOR = "lns_variance.csv"
 
 
 class Watcher:
-    """Keeps (step, loss); sends this process at ``signal_at``'s step a SIGINT."""
+    """Keeps the loss of each step, and sends this process a SIGINT at step ``signal_at``."""
 
     def __init__(self, signal_at=None):
         self.losses: dict[int, float] = {}
@@ -74,7 +74,7 @@ def model_state(folder, step):
     return torch.load(folder / "run" / f"step{step}-unsharded" / "model.pt", weights_only=True)
 
 
-def test_stop_and_resume_is_the_uninterrupted_run(uninterrupted, tmp_path):
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path):
     whole_folder, whole = uninterrupted
     first, before = train(tmp_path, "--stop_after=3")
     assert first.step == 3
@@ -86,7 +86,7 @@ def test_stop_and_resume_is_the_uninterrupted_run(uninterrupted, tmp_path):
         assert torch.equal(value, expected[name]), name
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(uninterrupted, tmp_path):
+def test_ctrl_c_saves_a_checkpoint_and_the_run_goes_on_from_it(uninterrupted, tmp_path):
     handler = signal.getsignal(signal.SIGINT)
     stopped, before = train(tmp_path, watcher=Watcher(signal_at=3))
     assert stopped == RunResult(step=3, complete=False)
@@ -97,14 +97,14 @@ def test_ctrl_c_saves_and_the_run_goes_on(uninterrupted, tmp_path):
     assert before.losses | after.losses == uninterrupted[1].losses
 
 
-def test_a_checkpoint_s_config_goes_on_though_its_load_path_is_gone(uninterrupted, tmp_path):
-    """A resumed run saves the ``load_path`` that it found, and pruning removes that step."""
+def test_a_run_resumes_though_its_load_path_is_gone(uninterrupted, tmp_path):
+    """A resumed run saves the ``load_path`` that it started from, and pruning may remove that checkpoint."""
     shutil.copytree(uninterrupted[0] / "run", tmp_path / "run", symlinks=True)
     result, watcher = train(tmp_path, "--load_path=/nowhere/step3", "--try_load_latest_save", "--max_duration=7")
     assert result.complete and min(watcher.losses) == DURATION + 1
 
 
-def test_a_finished_run_is_not_trained_further_nor_resumed_without_the_factor(uninterrupted):
+def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_factor(uninterrupted):
     folder, _ = uninterrupted
     before = (folder / "run" / "step6-unsharded" / "model.pt").read_bytes()
     result, watcher = train(folder, "--try_load_latest_save")
@@ -124,7 +124,7 @@ def test_a_finished_run_is_not_trained_further_nor_resumed_without_the_factor(un
     ],
     ids=["empty", "cut", "width", "layers"],
 )
-def test_weights_that_cannot_be_restored_are_one_line(size, changes, words, uninterrupted, tmp_path):
+def test_weights_that_cannot_be_restored_give_a_one_line_error(size, changes, words, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted[0] / "run", tmp_path / "run")
     weights = tmp_path / "run" / "step6-unsharded" / "model.pt"
     if size is not None:
@@ -151,7 +151,7 @@ def test_weights_that_cannot_be_restored_are_one_line(size, changes, words, unin
         ("--distributed_strategy=fsdp --save_interval_unsharded=2", "fsdp on CPU cannot save unsharded"),
     ],
 )
-def test_bad_input_is_one_line(override, expected, tmp_path, monkeypatch, capsys):
+def test_a_wrong_setting_gives_a_one_line_error(override, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)  # it takes over logging for good
     assert expected in refusal(capsys, config_file(tmp_path), *override.split(" "))
     assert not (tmp_path / "run").exists()
@@ -164,7 +164,7 @@ def refusal(capsys, *words):
     return err
 
 
-def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatch, capsys):
+def test_a_used_save_folder_is_refused_with_the_options_that_help(uninterrupted, monkeypatch, capsys):
     monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)
     err = refusal(capsys, config_file(uninterrupted[0]))
     for part in (str(uninterrupted[0] / "run"), "--try_load_latest_save", "--save_overwrite", "--save_folder"):
@@ -173,7 +173,7 @@ def test_a_used_save_folder_is_named_with_the_ways_out(uninterrupted, monkeypatc
 
 
 @pytest.mark.parametrize(("stop_at", "said"), [(1, True), (3, True), (2, False)])
-def test_a_stop_at_other_than_max_duration_decides_and_is_said(stop_at, said, tmp_path, caplog):
+def test_stop_at_ends_the_run_and_is_logged_where_it_is_not_max_duration(stop_at, said, tmp_path, caplog):
     result, _ = train(tmp_path, max_duration=2, stop_at=stop_at, save_interval=None)
     assert result == RunResult(step=stop_at or 2, complete=True)
     lines = [record.getMessage() for record in caplog.records if "stop_at" in record.getMessage()]
@@ -182,8 +182,8 @@ def test_a_stop_at_other_than_max_duration_decides_and_is_said(stop_at, said, tm
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted, tmp_path, monkeypatch):
-    """Both watched by the monitor, which pools the ranks. The mean over ranks differs from one's by rounding alone."""
+def test_two_ranks_train_and_save_and_one_process_goes_on(uninterrupted, tmp_path, monkeypatch):
+    """The monitor pools both ranks. Their mean loss differs from the loss of one process by rounding alone."""
     folder, alone = tmp_path / "two", tmp_path / "one"
     command = ["-m", "olmo_lns", "train", config_file(folder), "--distributed_strategy=ddp", "--stop_after=3"]
     first = torchrun(sys.executable, 2, *command, cwd=folder, env=environment(OLMO_LNS_MONITOR="every=1")).ok()
@@ -201,7 +201,7 @@ def test_two_ranks_train_and_save_and_one_goes_on(uninterrupted, tmp_path, monke
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_two_fsdp_ranks_train_and_save_and_say_what_cannot_be_resumed(uninterrupted, tmp_path):
+def test_two_fsdp_ranks_train_and_save_and_refuse_to_resume(uninterrupted, tmp_path):
     """ai2-olmo 0.6.0 cannot read its own sharded checkpoints under the torch of the suite."""
     config = config_file(tmp_path, activation_checkpointing="whole_layer")
     command = ["-m", "olmo_lns", "train", config, "--distributed_strategy=fsdp", "--fsdp.precision=null"]
@@ -210,14 +210,14 @@ def test_two_fsdp_ranks_train_and_save_and_say_what_cannot_be_resumed(uninterrup
     first = torchrun(sys.executable, 2, *command, "--stop_after=3", cwd=tmp_path, env=env).ok()
     rows = np.genfromtxt(tmp_path / "run" / MONITOR, delimiter=",", names=True)
     assert list(rows["tokens"]) == [128.0] * 4, "the monitor finds the blocks under FSDP and pools the ranks"
-    # FSDP draws the weights shard by shard, another random stream: close, not equal.
+    # FSDP draws the weights shard by shard from another random stream: the losses are close, not equal.
     assert first.losses() == pytest.approx(list(uninterrupted[1].losses.values())[:3], abs=0.2)
     second = torchrun(sys.executable, 2, *command, "--try_load_latest_save", cwd=tmp_path)
     assert second.code != 0
     assert "this OLMo cannot read sharded checkpoints under torch" in second.text
 
 
-def test_a_token_outside_the_vocabulary_is_one_line(tmp_path):
+def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     from olmo_lns.runs.train import _one_line_errors
 
     sizes = {"model.vocab_size": 8, "model.embedding_size": 8, "model.eos_token_id": 0, "model.pad_token_id": 0}

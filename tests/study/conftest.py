@@ -6,6 +6,7 @@ from support.studies import REPOSITORY, Built
 
 @pytest.fixture
 def built(tmp_path, monkeypatch):
+    """Describe a study of two sizes and two arms, with data and settings for OLMo; a test decides which runs finish."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     data = tmp_path / "data"
     data.mkdir()

@@ -1,4 +1,4 @@
-"""The one table of arms: what frameworks are told, and an arm that is added at run time, everywhere."""
+"""The table of arms: the settings that each framework gets for an arm, and an arm that is added at run time."""
 
 from dataclasses import replace
 
@@ -41,12 +41,12 @@ QUARTER = Scheme.of("lns", exponent=0.25)
     ],
     ids=lambda value: f"{value.scheme} {value.initialization}" if isinstance(value, Arm) else "",
 )
-def test_what_a_framework_is_told_follows_from_scheme_and_initialization(given, olmo, megatron):
+def test_scheme_and_initialization_of_an_arm_give_the_settings_of_each_framework(given, olmo, megatron):
     assert OLMO.arm(given) == (olmo and {"model.layer_norm_type": olmo[0], "model.init_fn": olmo[1]})
     assert MEGATRON.arm(given) == megatron
 
 
-def test_the_shipped_arms():
+def test_every_scheme_is_a_shipped_arm_with_plain_initialization():
     assert list(ARMS)[:3] == ["preln", "preln_scaled_init", "lns"]
     assert not {"preln_full_megatron", "preln_mitchell", "lns_scaled_init", "lns_head"} & {
         name for name, arm in ARMS.items() if arm.isolates
@@ -57,12 +57,12 @@ def test_the_shipped_arms():
     }
 
 
-def test_an_arm_asks_the_scheme():
+def test_settings_that_contradict_the_arm_are_named():
     folder = {"model.layer_norm_type": "lns_rms:exponent=0.25", "model.init_fn": "mitchell"}
     assert OLMO.scheme(folder) == QUARTER
     assert "layer_norm_type='lns_rms:exponent=0.25', but arm 'lns'" in arm_problems("lns", folder, OLMO)[0]
     assert "scaled initialization 'mitchell'" in init_problems(folder, OLMO)[0]
-    both = settings_of(ARMS["lns_scaled_init"], OLMO)  # the only arm that may have it under LNS
+    both = settings_of(ARMS["lns_scaled_init"], OLMO)  # the only arm that may have scaled initialization under LNS
     assert init_problems(both, OLMO, "lns") and init_problems(both, OLMO, "lns_scaled_init") == []
     printed = {"layernorm_scaling": True, "layernorm_scaling_exponent": "0.25", "no_scaled_init": False}
     assert MEGATRON.scheme(printed) == QUARTER
@@ -82,21 +82,21 @@ def test_an_arm_asks_the_scheme():
         ({"scheme": LNS, "initialization": "upstream", "init_fn": "mitchell"}, "'mitchell' is for Pre-LN"),
     ],
 )
-def test_an_arm_that_cannot_be(wrong, message):
+def test_an_invalid_arm_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         arms.define(replace(arm(PRE_LN, "plain"), **wrong))
 
 
 @pytest.fixture
 def added():
-    """A scheme and an arm, as they are added; taken away afterwards."""
+    """Define a scheme and an arm, and remove both afterwards."""
     toy = Definition("toy", "Halved norms", "Pre-LN / 2", lambda *_: Plan(norm_scale=0.5), "no paper")
     schemes.define(toy)
     yield arms.define(Arm("toy_arm", "Halved", "#123456", "--", "*", Scheme.of("toy"), "scaled", "halved norms"))
     del ARMS["toy_arm"], registry._table["toy"]
 
 
-def test_an_added_arm_is_seen_everywhere(added, built, capsys):
+def test_an_added_arm_is_planned_reported_and_built(added, built, capsys):
     built.description["arms"] = ["preln", "lns", added.name]
     built.save()
     assert cli.main(["plan", str(built.path)]) == 0
@@ -119,8 +119,8 @@ def test_an_added_arm_is_seen_everywhere(added, built, capsys):
 
 
 @pytest.mark.parametrize(("name", "factor"), [("preln_head", 1.0), ("lns_head", 3**-0.5)])
-def test_the_head_is_all_that_full_megatron_leaves_under_a_scheme(name, factor):
-    """Built by OLMo: the head at 1/sqrt(d), every other matrix and the residual outputs at init_std."""
+def test_under_a_scheme_full_megatron_changes_only_the_initialization_of_the_head(name, factor):
+    """OLMo draws the head with std 1/sqrt(d) and every other matrix, residual outputs included, with init_std."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.model import OLMo
@@ -129,7 +129,7 @@ def test_the_head_is_all_that_full_megatron_leaves_under_a_scheme(name, factor):
     base = REPOSITORY / "configs" / "study" / "evidence-cpu-base.yaml"
     model = OLMo(load(base, settings_of(ARMS[name], OLMO)).model)
     block = model.transformer.blocks[2]
-    cut = 0.9866  # of a normal at 3 std
+    cut = 0.9866  # std of a standard normal that is cut at 3 std
     assert model.transformer.ff_out.weight.std().item() == pytest.approx(128**-0.5 * cut, rel=0.02)
     for weight in (block.attn_out.weight, block.ff_out.weight, block.att_proj.weight):
         assert weight.std().item() == pytest.approx(0.0566 * cut, rel=0.02)

@@ -1,4 +1,4 @@
-"""Collecting a study: incomplete runs never averaged, incomparable runs refused with the difference named."""
+"""Collecting a study: an incomplete run is not averaged, and runs that cannot be compared are refused."""
 
 import json
 
@@ -20,17 +20,17 @@ def finish_all(built):
     return built.study
 
 
-def test_a_complete_study(built):
+def test_a_complete_study_gives_the_final_loss_of_each_run(built):
     study = finish_all(built)
     results = collect(study, built.out)
     assert [r.run for r in results] == list(RUNS) and {r.status for r in results} == {"complete"}
-    # The last 10 % of 20 steps are steps 19 and 20: final + 0.05 and final.
+    # The last 10 % of 20 steps are steps 19 and 20; their losses are final + 0.05 and final.
     assert [r.loss for r in results] == pytest.approx([3.025, 2.925, 3.125, 2.985, 2.525, 2.325])
     write_results(results, built.out / "results.csv")
     assert read_results(built.out / "results.csv") == results
 
 
-def test_an_incomplete_run_is_shown_and_takes_no_part(built):
+def test_an_incomplete_run_is_listed_without_a_final_loss(built):
     study = finish_all(built)
     built.finish("a-lns-s2", 1.0, until=19)
     results = {r.run: r for r in collect(study, built.out)}
@@ -38,7 +38,7 @@ def test_an_incomplete_run_is_shown_and_takes_no_part(built):
     assert (cut.status, cut.step, cut.loss) == ("incomplete", 19, None) and cut.last_loss == pytest.approx(1.05)
 
 
-def test_a_missing_run_is_refused_or_reported(built):
+def test_a_missing_run_is_refused_unless_missing_runs_are_allowed(built):
     for name in RUNS[:-1]:
         built.finish(name, 3.0)
     study = built.study
@@ -49,9 +49,9 @@ def test_a_missing_run_is_refused_or_reported(built):
 
 
 def test_a_run_killed_in_its_first_seconds_is_shown_as_missing(built):
-    """It has the stamp of its plan, but not yet what OLMo made of that: nothing to compare with the other arm."""
+    """The run has its stamp but no config.yaml of OLMo yet, so nothing can be compared with the other arm."""
     for name in RUNS:
-        built.finish(name, 3.0, precision="amp_bf16")  # of OLMo's launcher; the description says nothing
+        built.finish(name, 3.0, precision="amp_bf16")  # OLMo's launcher sets it, the description does not
     folder = built.out / "b-lns-s1"
     (folder / "config.yaml").unlink()
     (folder / "attempt-01.log").write_text("starting\n")
@@ -64,7 +64,7 @@ def _log(built, text):
 
 
 def again(built, key, value):
-    """Another stamp of the last run."""
+    """Change one key in the stamp of the last run."""
     path = built.out / "b-lns-s1" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
 
@@ -82,7 +82,7 @@ def again(built, key, value):
             "a-preln-s1 and a-lns-s1 differ in more than the arm: global_train_batch_size is 8 and 16",
         ),
         (lambda b: b.finish("a-lns-s1", 2.9, **{"optimizer.learning_rate": 2e-3}), "rate is 0.001 and 0.002"),
-        # The same path and size, other content; and a variable that changes what is trained.
+        # The file has the same path and size but other content; then a variable changes what is trained.
         (lambda b: again(b, "data", [{"sha256": "0"}]), "b-preln-s1 and b-lns-s1 differ .*: data is .*train.npy"),
         (
             lambda b: again(b, "environment", {"OLMO_LNS_SCHEME": "lns"}),
@@ -91,7 +91,7 @@ def again(built, key, value):
     ],
     ids=["length", "arm", "batch", "rate", "data", "environment"],
 )
-def test_what_cannot_be_compared_is_named(built, change, message):
+def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built, change, message):
     study = finish_all(built)
     change(built)
     with pytest.raises(LNSConfigError, match=message):
@@ -101,7 +101,7 @@ def test_what_cannot_be_compared_is_named(built, change, message):
 @pytest.mark.parametrize(
     ("name", "value"), [("OLMO_LNS_SCHEME", "lns:exponent=0.25"), ("OLMO_LNS_INITIALIZATION", "plain")]
 )
-def test_a_variable_that_would_change_an_arm_starts_nothing(built, monkeypatch, name, value):
+def test_nothing_starts_under_an_environment_variable_that_would_change_an_arm(built, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     for command in (["launch", "--run"], ["stamp"]):
         with pytest.raises(LNSConfigError, match=f"{name}={value}: an arm says itself"):
@@ -109,8 +109,8 @@ def test_a_variable_that_would_change_an_arm_starts_nothing(built, monkeypatch, 
     assert not built.out.exists()
 
 
-def test_arms_started_from_different_checkpoints(built):
-    """A start elsewhere makes another run; one in a run's own folder is a restart."""
+def test_arms_that_start_from_different_checkpoints_are_refused(built):
+    """A start from a checkpoint in the run's own folder is a restart and no difference between arms."""
     study = finish_all(built)
     for name in RUNS:
         built.finish(name, 3.0, load_path=str(built.out / name / "step10-unsharded"))
@@ -121,12 +121,12 @@ def test_arms_started_from_different_checkpoints(built):
         collect(study, built.out)
     built.finish("a-lns-s1", 3.0, load_path="/elsewhere/step100")
     assert len(collect(study, built.out)) == len(RUNS)
-    built.finish("a-lns-s1", 3.0, load_path=str(built.out / "a-lns-s10" / "step10"))  # a neighbour of a like name
+    built.finish("a-lns-s1", 3.0, load_path=str(built.out / "a-lns-s10" / "step10"))  # another run's folder
     with pytest.raises(LNSConfigError, match="load_path is '/elsewhere/step100' and .*a-lns-s10"):
         collect(study, built.out)
 
 
-def test_a_study_description_whose_arms_differ_is_refused_before_it_runs(built):
+def test_a_description_whose_arms_differ_in_other_settings_is_refused_before_it_runs(built):
     built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
     built.save()
     for command in (["plan"], ["launch", "--out", str(built.out)]):
@@ -160,8 +160,8 @@ def megatron_run(out, name, **arguments):
     (out / name / "attempt-01.log").write_text(head + megatron_log({10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}, total=40))
 
 
-def test_megatron_runs(tmp_path):
-    """Their losses, and arms on other data or from another checkpoint; a start in a run's own folder is a restart."""
+def test_runs_of_megatron_are_collected_and_compared(tmp_path):
+    """Arms on other data or from another checkpoint are refused; a start from the run's own folder is a restart."""
     study, out = megatron_study(tmp_path)
     first, second = (run.name for run in study.runs)
     megatron_run(out, first, load=f"/runs/{first}/")

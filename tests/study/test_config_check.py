@@ -1,4 +1,4 @@
-"""`olmo-lns config check`: the shipped files pass; each kind of wrong file is named and fails."""
+"""`olmo-lns config check` passes the shipped files and names each wrong one; `config copy` copies from the pack."""
 
 import re
 from pathlib import Path
@@ -22,12 +22,12 @@ def run(capsys, *words):
 
 @pytest.fixture(autouse=True)
 def no_megatron(monkeypatch):
-    """Megatron's parser would change this process for good: it has its own test, in a process of its own."""
+    """Megatron's parser changes its process for good, so another test runs it in a process of its own."""
     monkeypatch.delenv("MEGATRON_LM_SRC", raising=False)
 
 
 @pytest.mark.slow
-def test_everything_shipped_passes(capsys):
+def test_every_shipped_config_passes(capsys):
     code, text = run(capsys, REPOSITORY / "configs")
     shipped = len(list((REPOSITORY / "configs").rglob("*.yaml")))
     assert code == 0 and f"{shipped} files, 0 with problems" in text
@@ -56,7 +56,7 @@ def test_everything_shipped_passes(capsys):
         ("megatron/60M-lns", "micro-batch-size: 8", "micro-batch-size: 32", "8 GPUs × micro-batch 32 do not divide"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path, capsys, name, old, new, message):
+def test_a_wrong_value_in_a_config_is_named(tmp_path, capsys, name, old, new, message):
     path = REPOSITORY / "configs" / f"{name}.yaml"
     text = path.read_text()
     assert old in text
@@ -66,7 +66,7 @@ def test_a_wrong_file_is_named(tmp_path, capsys, name, old, new, message):
     assert code == 1 and any(re.search(message, line) for line in out.splitlines() if "PROBLEM" in line), out
 
 
-def test_too_little_memory(tmp_path, capsys):
+def test_a_config_that_needs_more_memory_than_the_gpu_has_is_refused(tmp_path, capsys):
     code, text = run(capsys, REPOSITORY / "configs" / "olmo" / "7B-lns.yaml", "--gpus", "1", "--gpu", "A100")
     assert code == 1 and "is more than A100 has" in text
     file = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
@@ -80,7 +80,7 @@ def test_too_little_memory(tmp_path, capsys):
     assert run(capsys, tmp_path / "7B-lns.yaml", "--gpu", "H200")[0] == 0
 
 
-def test_copy_a_file_and_a_folder(tmp_path, capsys):
+def test_config_copy_copies_a_file_or_a_folder_and_overwrites_nothing(tmp_path, capsys):
     assert main(["config", "copy", "olmo/60M-lns", "-o", str(tmp_path)]) == 0
     source = files.pack_folder() / "olmo" / "60M-lns.yaml"
     assert (tmp_path / "60M-lns.yaml").read_bytes() == source.read_bytes()
@@ -91,7 +91,7 @@ def test_copy_a_file_and_a_folder(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["/bin/true", "../tests", "olmo/60M-lsn.yaml"])
-def test_nothing_but_the_pack_is_copied(name, tmp_path, capsys):
+def test_config_copy_refuses_what_is_not_in_the_pack(name, tmp_path, capsys):
     assert main(["config", "copy", name, "-o", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
     assert f"the pack has no {name!r}" in err and not (tmp_path / "out").exists()
@@ -99,7 +99,7 @@ def test_nothing_but_the_pack_is_copied(name, tmp_path, capsys):
 
 
 def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatch):
-    """Those that stand beside it come first."""
+    """A config beside the description comes first."""
     from olmo_lns.study.plan.spec import Study
 
     (tmp_path / "here").mkdir()

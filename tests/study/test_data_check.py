@@ -1,4 +1,4 @@
-"""Tokenised data: good files pass, each kind of bad file is named."""
+"""`olmo-lns data check`: good files of tokens pass, and each kind of bad file is named."""
 
 import re
 
@@ -21,7 +21,7 @@ def check(path, *words, capsys):
     return code, capsys.readouterr().out
 
 
-def test_good_files(tmp_path, capsys):
+def test_good_files_pass_and_their_tokens_are_counted(tmp_path, capsys):
     (tmp_path / "deep").mkdir()
     for name in ("a.npy", "deep/b.npy"):
         tokens().astype(np.uint16).tofile(tmp_path / name)
@@ -30,8 +30,8 @@ def test_good_files(tmp_path, capsys):
     assert "2 files, 16,384 tokens to train on" in text  # the rest of each file fills no sequence
 
 
-def test_what_is_wanted_is_compared_with_what_is_trained_on(tmp_path, capsys):
-    """Neither held-out text nor padding counts; a run that reads rows is compared by rows."""
+def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, capsys):
+    """Held-out text and padding do not count; a run that reads rows is compared by rows."""
     for name in ("a.npy", "validation-00000.npy", "heldout/b.npy"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tokens(8192).astype(np.uint16).tofile(tmp_path / name)
@@ -63,7 +63,7 @@ def test_what_is_wanted_is_compared_with_what_is_trained_on(tmp_path, capsys):
     ],
     ids=["uint32 read as uint16", "uint16 read as uint32", "truncated", "np.save", "vocabulary", "no eos", "empty"],
 )
-def test_bad_files(tmp_path, capsys, write, words, message):
+def test_a_bad_file_is_named(tmp_path, capsys, write, words, message):
     path = tmp_path / "a.npy"
     write(path)  # type: ignore[operator]
     code, text = check(path, *words, capsys=capsys)
@@ -72,7 +72,7 @@ def test_bad_files(tmp_path, capsys, write, words, message):
     assert re.search(message, problem) and str(path) in problem
 
 
-def test_megatrons_own_files_are_read(tmp_path, capsys):
+def test_files_of_megatron_are_read_and_damage_is_named(tmp_path, capsys):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     torch = pytest.importorskip("torch")
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

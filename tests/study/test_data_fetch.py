@@ -1,4 +1,4 @@
-"""The public corpus over a local server: what is fetched, what OLMo reads without a copy, what Megatron reads of it."""
+"""`olmo-lns data fetch` from a local server: what is copied, what OLMo reads without a copy, what Megatron reads."""
 
 import re
 from functools import partial
@@ -17,7 +17,7 @@ EOS = 50279
 
 
 class Ranges(SimpleHTTPRequestHandler):
-    """Python's own server, and byte ranges."""
+    """Adds byte ranges to Python's own server."""
 
     def do_GET(self):
         path = Path(self.translate_path(self.path))
@@ -36,7 +36,7 @@ class Ranges(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path):
-    """``list.txt`` of two training files and a held-out one on a server."""
+    """Serve two training files and a held-out one, and list them in ``list.txt``."""
     (tmp_path / "www").mkdir()
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranges, directory=str(tmp_path / "www")))
     Thread(target=server.serve_forever, daemon=True).start()
@@ -56,7 +56,7 @@ def call(served, *more):
     return check.main(["fetch", str(served / "list.txt"), "--out", str(served / "out"), "--tokens", "16384", *more])
 
 
-def test_equal_shares_are_fetched_and_a_part_is_continued(served, monkeypatch, capsys):
+def test_equal_shares_are_fetched_and_a_partial_file_is_continued(served, monkeypatch, capsys):
     monkeypatch.setattr(check, "REQUEST", 1000)
     (served / "out").mkdir()
     (served / "out" / "a.part").write_bytes((served / "www" / "0.npy").read_bytes()[:777])
@@ -70,7 +70,7 @@ def test_equal_shares_are_fetched_and_a_part_is_continued(served, monkeypatch, c
         call(served, "--tokens", "8192")
 
 
-def test_olmo_reads_the_same_first_batch_without_a_copy(served, capsys):
+def test_olmo_reads_the_same_sequences_from_the_server_as_from_copies(served, capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.data import build_memmap_dataset
 
@@ -89,7 +89,7 @@ def test_olmo_reads_the_same_first_batch_without_a_copy(served, capsys):
         assert streamed[number]["input_ids"].equal(copied[number]["input_ids"])
 
 
-def test_megatron_reads_the_same_documents(served, capsys):
+def test_megatron_reads_the_documents_that_were_fetched(served, capsys):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -97,7 +97,7 @@ def test_megatron_reads_the_same_documents(served, capsys):
     assert check.main(["megatron", str(served / "out"), "--out", str(served / "megatron")]) == 0
     prefix = served / "megatron" / "a"
     assert f'export MEGATRON_DATA="8192 {prefix} 8192 {served}/megatron/b"' in capsys.readouterr().out
-    assert not list((served / "megatron").glob("c*"))  # held out
+    assert not list((served / "megatron").glob("c*"))  # held-out text is not converted
     data, ids = IndexedDataset(str(prefix)), np.fromfile(served / "out" / "a.npy", np.uint16)
     assert len(data) == 82 and [len(data[0]), len(data[81])] == [100, 92]
     assert np.concatenate([data[number] for number in range(82)]).tolist() == ids.tolist()
@@ -111,7 +111,7 @@ def test_megatron_reads_the_same_documents(served, capsys):
         ("a.npy {server}/none.npy\n", r"none.npy: the server answers no byte ranges|HTTP 404"),
     ],
 )
-def test_what_is_wrong_is_named(served, text, message, monkeypatch):
+def test_a_wrong_line_of_the_list_is_named(served, text, message, monkeypatch):
     monkeypatch.setattr(check.time, "sleep", lambda _: None)
     server = re.findall(r"http://[\d.:]+", (served / "list.txt").read_text())[0]
     (served / "list.txt").write_text(text.replace("{server}", server))

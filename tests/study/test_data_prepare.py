@@ -1,4 +1,4 @@
-"""Text to OLMo's memmaps: what OLMo's own data set reads, resumed after a kill, and what its evaluator makes of padding."""
+"""`olmo-lns data prepare`: OLMo's data set reads the rows, a killed call resumes, and padding is evaluated right."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exact
 
 @pytest.fixture
 def source(tmp_path):
-    """JSON lines, and a byte-level tokenizer: an id is a byte, 256 the end."""
+    """Write JSON lines and a byte-level tokenizer: an id is a byte, and 256 ends a document."""
     corpora._write_tokenizer(tmp_path / "tokenizer.json")
     with gzip.open(tmp_path / "docs.jsonl.gz", "wt") as file:
         file.write("\n".join(json.dumps({"text": each}) for each in TEXTS) + "\n\n")
@@ -59,13 +59,13 @@ def test_rows_are_cut_padded_and_masked(source, capsys):
     assert data_check.main(check) == 0
 
 
-def test_packed_documents_end_with_their_token(source):
+def test_each_packed_document_ends_with_the_end_token(source):
     assert data_check.main(words(source, layout="packed")) == 0
     found = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16)
     assert found.tolist() == [token for each in TEXTS for token in (*each.encode(), 256)]
 
 
-def test_a_killed_preparation_goes_on(source, monkeypatch):
+def test_a_killed_preparation_resumes_to_the_same_files(source, monkeypatch):
     assert data_check.main(words(source, "--shard", "2", out="whole")) == 0
     real = data_prepare.documents
 
@@ -86,14 +86,14 @@ def test_a_killed_preparation_goes_on(source, monkeypatch):
         data_check.main(words(source, "--shard", "3"))
 
 
-def test_a_number_of_tokens_ends_it_and_more_continue(source):
+def test_preparation_stops_at_its_number_of_tokens_and_a_larger_number_continues_it(source):
     for limit, wanted in (("10", 2), ("10", 2), ("30", 4)):
         assert data_check.main(words(source, "--shard", "2", "--tokens", limit)) == 0
         assert json.loads((source / "out" / "train.json").read_text())["documents"] == wanted
 
 
-def test_the_end_token_of_a_tokenizer_is_not_doubled(source):
-    """t5's own template ends a text with </s>; here the same on the byte tokenizer."""
+def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
+    """The tokenizer of T5 ends a text with </s>; here the byte tokenizer does the same."""
     from tokenizers import Tokenizer, processors
 
     path = source / "tokenizer.json"
@@ -115,14 +115,14 @@ def test_the_end_token_of_a_tokenizer_is_not_doubled(source):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_wrong_is_named(source, change, message, monkeypatch):
+def test_a_wrong_option_is_named(source, change, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(LNSConfigError, match=message):
         data_check.main([*words(source), *(word for pair in change.items() for word in pair)])
 
 
-def test_olmos_evaluation_of_padded_rows_is_put_right(source):
-    """OLMo's own data set, labels and loss: its average times the factor is the mean over the tokens with a label."""
+def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source):
+    """OLMo computes labels, losses and their average; the average times the factor is the mean over labelled tokens."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from types import SimpleNamespace
@@ -160,7 +160,7 @@ def test_olmos_evaluation_of_padded_rows_is_put_right(source):
         OLMO.padding(settings)
 
 
-def test_what_is_not_the_same_when_called_again_is_refused(source):
+def test_a_second_call_with_other_options_or_files_is_refused(source):
     from tokenizers import Tokenizer
 
     call = words(source, "--shard", "2", "--rows", "4")
@@ -200,7 +200,7 @@ def test_text_files_are_documents_in_order_and_padding_must_fit_the_dtype(source
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"layout": {}, "words": 3}', '{"layout": []}'])
-def test_a_record_of_something_else(content, source):
+def test_a_record_that_the_command_did_not_write_is_refused(content, source):
     (source / "out").mkdir()
     (source / "out" / "train.json").write_text(content)
     with pytest.raises(LNSConfigError, match=r"out/train.json: no record of this command \(.*use another --out"):
@@ -218,7 +218,7 @@ _LINE = b'{"text": "a"}\n'
         ("other.jsonl", b'{"body": "a"}\n', "line 1: expected a JSON object with text under 'text'"),
     ],
 )
-def test_lines_that_are_no_text(tmp_path, name, content, message):
+def test_a_file_whose_lines_hold_no_text_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(LNSConfigError, match=f"{name}.*{message}"):
         list(documents("jsonl", [str(tmp_path / name)]))

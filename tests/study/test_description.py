@@ -1,4 +1,4 @@
-"""What people write in a description: schemes as arms, rates, names of the pack, and text that must stay text."""
+"""The description of a study: schemes as arms, learning rates, names of the pack, and text that must stay text."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ CONFIGS = REPOSITORY / "configs"
 
 @pytest.fixture(autouse=True)
 def _arms():
-    """A spelled arm joins the table for the life of the process."""
+    """Remove the arms that a test added: the table keeps them for the life of the process."""
     before = dict(ARMS)
     yield
     for name in {*ARMS} - {*before}:
@@ -37,8 +37,8 @@ def load(folder, **keys):
     return Study.load(path)
 
 
-def test_an_arm_is_any_scheme_as_it_is_spelled(tmp_path):
-    """It has no file in the pack: Pre-LN's with the arm's keys."""
+def test_any_scheme_with_its_parameters_can_be_an_arm(tmp_path):
+    """The pack has no file for such an arm, so the run takes the file of Pre-LN with the keys of the arm."""
     study = load(tmp_path, arms=["preln", "lns:exponent=0.3", "lns:exponent=0.5"])
     assert study.arms == ["preln", "lns_exponent_0.3", "lns"]
     run = study.runs[1]
@@ -48,7 +48,7 @@ def test_an_arm_is_any_scheme_as_it_is_spelled(tmp_path):
     assert study.runs[2].config.name == "60M-lns.yaml"
 
 
-def test_an_arm_that_is_none(tmp_path):
+def test_an_unknown_arm_is_refused(tmp_path):
     with pytest.raises(LNSConfigError, match="unknown arm 'lnss'.*did you mean 'lns'"):
         load(tmp_path, arms=["preln", "lnss"])
 
@@ -62,7 +62,7 @@ def test_an_arm_that_is_none(tmp_path):
         ({"preln": ["1x"], "lns": ["2x", "0.5x"]}, ["60Mx0.0006-preln-s1", "60Mx0.0012-lns-s1", "60Mx0.0003-lns-s1"]),
     ],
 )
-def test_rates(tmp_path, rates, names):
+def test_rates_give_a_run_for_each_arm_and_rate(tmp_path, rates, names):
     study = load(tmp_path, rates=rates)
     assert [run.name for run in study.runs] == names
     last = study.runs[-1]
@@ -73,7 +73,7 @@ def test_rates(tmp_path, rates, names):
     compare_planned(study.runs)
 
 
-def test_arms_at_their_own_rates_differ_in_nothing_else_and_have_the_nodes_of_their_size(tmp_path):
+def test_arms_with_their_own_rates_may_differ_in_nothing_else_and_have_the_nodes_of_their_size(tmp_path):
     keys = {"rates": {"preln": [6e-4], "lns": [1e-3]}, "launch": {"nodes": {"60M": 4}}}
     study = load(tmp_path, arms={"preln": {}, "lns": {"train-iters": 7}}, **keys)
     assert [study.launch.nodes_of(run.size) for run in study.runs] == [4, 4]
@@ -81,7 +81,7 @@ def test_arms_at_their_own_rates_differ_in_nothing_else_and_have_the_nodes_of_th
         compare_planned(study.runs)
 
 
-def test_a_name_of_the_pack_in_an_empty_folder(tmp_path, monkeypatch):
+def test_a_name_of_the_pack_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATRON_DATA", "/data")
     monkeypatch.setenv("MEGATRON_SAVE_DIR", "/save")
@@ -89,7 +89,7 @@ def test_a_name_of_the_pack_in_an_empty_folder(tmp_path, monkeypatch):
     assert megatron.expand(["--lns-config", "60M-lns"]) == megatron.expand(
         ["--lns-config", str(CONFIGS / "megatron" / "60M-lns.yaml")]
     )
-    (tmp_path / "60M-lns.yaml").write_text("num-layers: 3\n")  # an edited copy, called as its header says
+    (tmp_path / "60M-lns.yaml").write_text("num-layers: 3\n")  # an edited copy comes first
     assert megatron.expand(["--lns-config", "60M-lns"]) == ["--num-layers", "3"]
     with pytest.raises(LNSConfigError, match="papr: no such file, and .*did you mean 'paper'"):
         Study.load("papr")
@@ -124,7 +124,7 @@ def test_a_wrong_description_is_named(tmp_path, keys, message):
         load(tmp_path, **keys)
 
 
-def test_more_seeds_of_one_arm(tmp_path):
+def test_one_arm_can_have_more_seeds_than_another(tmp_path):
     study = load(tmp_path, sizes=["60M", "1B"], more_seeds={"60M": {"lns": [2, 3]}, "1B": [2]})
     assert [run.name for run in study.runs] == [
         *("60M-preln-s1", "60M-lns-s1", "60M-lns-s2", "60M-lns-s3"),
@@ -132,8 +132,8 @@ def test_more_seeds_of_one_arm(tmp_path):
     ]
 
 
-def test_no_word_of_a_description_runs_in_a_script(tmp_path, monkeypatch):
-    """bash expands the words of the command as the task does; none of them becomes a command."""
+def test_no_word_of_a_description_becomes_a_command_in_a_script(tmp_path, monkeypatch):
+    """bash expands the command line as an array task does, and every word arrives as it was written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain.py").touch()
     words = ["$(touch ran)", "`touch ran`", "$HOME", "a;touch ran", "it's"]
@@ -148,8 +148,8 @@ def test_no_word_of_a_description_runs_in_a_script(tmp_path, monkeypatch):
         slurm.write(study, study.runs, tmp_path / "out", tmp_path / "jobs", job=slurm.Job(account="a\nb"))
 
 
-def test_the_page_is_the_schema():
-    """Each key of docs/study.md, its default as the code has it, its example taken; and no key besides."""
+def test_the_page_has_every_key_with_its_default_and_a_valid_example():
+    """docs/study.md has each key of the code and no other, the defaults of the code, and examples that are accepted."""
     page = (REPOSITORY / "docs" / "study.md").read_text(encoding="utf-8").split("## Every key of a description")[1]
     rows = [[cell.strip() for cell in line.split(" | ")] for line in page.split("\n## ")[0].splitlines()]
     found = {row[0].strip("|` "): row[1:] for row in rows if row[0].startswith("| `")}

@@ -1,4 +1,4 @@
-"""docs/evidence/analysis.py on the committed tables: what it prints, the page and the figure."""
+"""docs/evidence/analysis.py on the committed tables: its contrasts, its page and its figure."""
 
 import csv
 import importlib.util
@@ -24,7 +24,7 @@ def analysis():
     return module
 
 
-def test_it_runs_on_the_committed_tables(tmp_path):
+def test_the_analysis_writes_its_page_and_its_figure(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     page, figure = tmp_path / "page.md", tmp_path / "figure.png"
     words = [sys.executable, str(FOLDER / "analysis.py"), "--page", str(page), "--figure", str(figure)]
@@ -35,8 +35,8 @@ def test_it_runs_on_the_committed_tables(tmp_path):
     assert (REPOSITORY / "docs" / "evidence-runs.md").read_text(encoding="utf-8").startswith("# The runs behind")
 
 
-def test_the_main_contrast_by_hand(analysis):
-    """LNS at 0.01 against Pre-LN at 0.003, seeds 2 to 5, at 16 tokens a parameter; 3.182 is t of 3 degrees of freedom."""
+def test_the_main_contrast_equals_its_computation_by_hand(analysis):
+    """The seeds are 2 to 5, at 16 tokens a parameter; 3.182 is Student's t at 3 degrees of freedom."""
     with (FOLDER / "runs.csv").open(newline="") as file:
         loss = {(row["size"], row["arm"], row["seed"]): float(row["heldout"]) for row in csv.DictReader(file)}
     gaps = [loss["24x0.01to3328", "lns", s] - loss["24x0.003to3328", "preln", s] for s in "2345"]
@@ -61,7 +61,7 @@ def setting(**arms):
     return pd.DataFrame(rows, columns=["arm", "learning_rate", "seed", "nats"])
 
 
-def test_what_one_seed_chose_is_not_reported_on_it(analysis):
+def test_the_seed_that_chose_a_rate_is_left_out_of_the_contrast_where_there_are_others(analysis):
     runs = setting(preln={0.1: [2.0, 2.1], 0.2: [1.9, 2.2], 0.4: [2.3]}, lns={0.1: [2.1], 0.2: [1.8, 2.0], 0.4: [1.9]})
     seed, best = analysis.choose(runs)
     assert seed == 1 and best.rate.to_dict() == {"lns": 0.2, "preln": 0.2}
@@ -69,7 +69,7 @@ def test_what_one_seed_chose_is_not_reported_on_it(analysis):
     found = analysis.paired(runs, "lns", "preln")
     assert (found["mean"], found["seeds"], found["by"]) == (pytest.approx(-0.2), 1, "other seeds")
     one_rate = setting(preln={0.1: [2.0], 0.2: [1.9]}, lns={0.1: [1.8]})
-    assert analysis.paired(one_rate, "lns", "preln") is None  # a choice against none
+    assert analysis.paired(one_rate, "lns", "preln") is None  # no rate of LNS was chosen: it has one only
     alone = setting(preln={0.1: [2.0], 0.2: [1.9]}, lns={0.1: [1.8], 0.2: [1.7]})
     assert analysis.paired(alone, "lns", "preln")["by"] == "the choosing seed"
 

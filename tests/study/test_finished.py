@@ -1,4 +1,4 @@
-"""Runs taken from a committed table: what is finished elsewhere is not made again, and nothing else is taken for it."""
+"""The table of finished runs: a run in it is not trained again, and no other run is taken for it."""
 
 import resource
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from olmo_lns.study.plan.spec import Study
 
 @pytest.fixture
 def tabled(built):
-    """Every run of size b is finished and in the table; it has seen a held-out loss."""
+    """Finish every run of size b, each with a held-out loss, and collect them into the table."""
     built.description["finished"] = "runs.csv"
     built.description["sizes"].pop("a")
     built.description.pop("more_seeds")
@@ -29,7 +29,7 @@ def tabled(built):
     return built
 
 
-def test_what_the_table_has_is_neither_run_nor_missed(tabled, tmp_path, capsys):
+def test_a_run_in_the_table_is_neither_trained_again_nor_missing(tabled, tmp_path, capsys):
     study, there = tabled.study, tmp_path / "other_machine"
     assert launch.run_here(study, study.runs, there) == 0
     assert capsys.readouterr().out.count("finished, as ") == 2
@@ -43,7 +43,7 @@ def test_what_the_table_has_is_neither_run_nor_missed(tabled, tmp_path, capsys):
     assert (tmp_path / "runs.csv").read_text() == before
 
 
-def test_status_knows_what_the_table_has(tabled, tmp_path, capsys):
+def test_status_shows_a_run_in_the_table_as_finished(tabled, tmp_path, capsys):
     there = tmp_path / "other_machine"
     capsys.readouterr()
     assert cli.main(["status", str(tabled.path), "--out", str(there)]) == 0
@@ -66,7 +66,7 @@ def test_status_knows_what_the_table_has(tabled, tmp_path, capsys):
     assert "2 not started" in shown
 
 
-def test_a_run_is_known_by_what_its_result_follows_from(tabled, tmp_path):
+def test_a_run_is_identified_by_the_settings_and_data_that_decide_its_result(tabled, tmp_path):
     first = identity(tabled.study.runs[0])
     assert first != identity(tabled.study.runs[1])
     size = tabled.description["sizes"].pop("b")
@@ -84,14 +84,14 @@ def test_a_run_is_known_by_what_its_result_follows_from(tabled, tmp_path):
     assert identity(tabled.study.runs[0]) != first
 
 
-def test_another_table_is_refused(tabled, tmp_path):
+def test_a_table_with_other_columns_is_refused(tabled, tmp_path):
     (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
     with pytest.raises(LNSConfigError, match="not a table of finished runs: columns a, b"):
         Finished(Study.load(tabled.path))
 
 
 @pytest.mark.parametrize("command", [["launch", "--run"], ["collect", "--allow-missing"]], ids=" ".join)
-def test_a_table_that_is_not_there_is_named_and_not_made(built, command, capsys):
+def test_a_missing_table_is_named_and_not_created(built, command, capsys):
     built.description["finished"] = "../nothere/runs.csv"
     built.save()
     table = built.path.parent / "../nothere/runs.csv"
@@ -103,7 +103,7 @@ def test_a_table_that_is_not_there_is_named_and_not_made(built, command, capsys)
 
 @contextmanager
 def no_file_above(size):
-    """Writing beyond it fails, as on a full disk."""
+    """Make a write beyond this size fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -112,7 +112,7 @@ def no_file_above(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_stamp_is_whole_or_not_there(built):
+def test_a_stamp_is_written_whole_or_not_at_all(built):
     run = built.study.runs[0]
     with pytest.raises(OSError, match="File too large"), no_file_above(100):
         logs.stamp(built.study, run, built.out)
@@ -121,7 +121,7 @@ def test_a_stamp_is_whole_or_not_there(built):
     assert path.stat().st_size > 100 and list((built.out / run.name).iterdir()) == [path]
 
 
-def test_the_table_of_finished_runs_is_kept(built):
+def test_a_failed_write_leaves_the_table_as_it_was(built):
     built.description["finished"] = "runs.csv"
     (built.path.parent / "runs.csv").touch()
     built.save()
@@ -146,7 +146,7 @@ def test_the_table_of_finished_runs_is_kept(built):
     ],
     ids=["lacks settings", "empty", "list", "bytes"],
 )
-def test_a_broken_record_is_one_line_that_names_it(built, name, text, capsys):
+def test_a_damaged_record_gives_a_one_line_error_that_names_it(built, name, text, capsys):
     run = built.study.runs[0].name
     path = built.finish(run, 2.5, until=5 if name != "run.json" else None) / name
     path.write_text(text, errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""scripts/gpu/evidence.py on a CPU with a tiny shape: a run in slices."""
+"""scripts/gpu/evidence.py on a CPU with a tiny shape: a run that is trained in slices."""
 
 import importlib.util
 import sys
@@ -15,8 +15,8 @@ SMALL = (
 )
 
 
-def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
-    """A signal after the fourth step of 30, and a second slice: the loss of a run in one piece."""
+def test_a_run_in_slices_reaches_the_loss_of_a_run_in_one_piece(tmp_path, monkeypatch):
+    """A signal ends the first slice after four of 30 steps, and a second slice finishes the run."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo_lns.study.plan.spec import Study

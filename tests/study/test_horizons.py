@@ -1,4 +1,4 @@
-"""Several budgets from one run: a trunk at a constant rate and branches with a falling one."""
+"""Several budgets from one run: the learning rate is constant in the trunk and falls in each branch."""
 
 import pytest
 from support.studies import REPOSITORY
@@ -21,7 +21,7 @@ def branched(built):
     return built
 
 
-def test_the_runs_of_a_branched_study(branched):
+def test_a_branched_study_has_a_trunk_and_a_branch_for_each_horizon(branched):
     study = branched.study
     assert [run.name for run in study.runs[:3]] == ["a_trunk-preln-s1", "ato8-preln-s1", "ato16-preln-s1"]
     trunk, first, second = study.runs[:3]
@@ -36,8 +36,8 @@ def test_the_runs_of_a_branched_study(branched):
     assert [arm_problems(run.arm, run.settings, run.engine) for run in study.runs] == [[]] * 6
 
 
-def test_the_rate_is_constant_and_falls_in_a_branch(branched):
-    """By OLMo's own schedulers: warm-up, the rate, and from the start of the branch a line to a tenth of it."""
+def test_the_rate_is_constant_in_the_trunk_and_falls_in_a_branch(branched):
+    """OLMo's own schedulers warm up, keep the rate, and from the start of the branch lower it linearly to a tenth."""
     from olmo.optim import build_scheduler
 
     trunk, _, branch = branched.study.runs[:3]
@@ -46,16 +46,16 @@ def test_the_rate_is_constant_and_falls_in_a_branch(branched):
     assert [after.get_lr(1e-3, step, 16) for step in (12, 14, 16)] == pytest.approx([1e-3, 5.5e-4, 1e-4])
 
 
-def test_a_branch_is_known_by_its_trunk_too(branched):
+def test_a_change_of_the_trunk_changes_the_identity_of_its_branches(branched):
     known = [identity(run) for run in branched.study.runs]
     assert len(set(known)) == 6
-    branched.description["sizes"]["a"]["scheduler.t_warmup"] = 3  # of the trunk alone
+    branched.description["sizes"]["a"]["scheduler.t_warmup"] = 3  # a setting of the trunk alone
     branched.save()
     changed = [identity(run) for run in branched.study.runs]
     assert [old == new for old, new in zip(known, changed, strict=True)] == [False] * 6
 
 
-def test_a_branch_without_its_trunk_is_named(branched, capsys):
+def test_a_branch_does_not_start_without_its_trunk(branched, capsys):
     runs = [run for run in branched.study.runs if run.name == "ato8-lns-s1"]
     assert launch.run_here(branched.study, runs, branched.out) == 1
     assert "goes on from a_trunk-lns-s1/step6-unsharded, which is not in" in capsys.readouterr().err
@@ -63,8 +63,8 @@ def test_a_branch_without_its_trunk_is_named(branched, capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_branches_go_on_from_the_trunk(tmp_path):
-    """Real training: the same weights and batches as the trunk, and a rate that falls from the trunk's."""
+def test_branches_continue_from_a_checkpoint_of_the_trunk(tmp_path):
+    """In real training the first loss of a branch is the trunk's: weights and batch are the same."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     path = tmp_path / "micro.yaml"
     sizes = "{s: {model.n_layers: 2, model.d_model: 32, model.n_heads: 2, scheduler.t_warmup: 2}}"

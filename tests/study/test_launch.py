@@ -1,4 +1,4 @@
-"""Commands, stamps, Slurm scripts; and real runs: the same seed gives the same losses, a killed study goes on."""
+"""Launching a study: commands, stamps, Slurm scripts, and a killed study that continues to the same losses."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from olmo_lns.study.launch.start import only_one
 from olmo_lns.study.plan.spec import Study
 
 
-def test_commands(tmp_path, capsys):
+def test_a_command_names_the_launcher_the_config_the_seed_and_the_folders(tmp_path, capsys):
     paper = Study.load(REPOSITORY / "configs" / "study" / "paper.yaml")
     words = launch.command(paper, paper.runs[2], tmp_path)
     assert paper.runs[2].name == "60M-lns-s6198"
@@ -38,7 +38,7 @@ def test_commands(tmp_path, capsys):
     assert f"--load {tmp_path}/7B-lns-s6198 --tensorboard-dir {tmp_path}/7B-lns-s6198/tensorboard" in text
 
 
-def test_a_plan_names_data_command_cost_and_what_was_published(capsys):
+def test_a_plan_shows_data_command_cost_and_published_losses(capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     pair = ["--only", "1B-preln-s6198", "1B-lns-s6198"]
     assert cli.main(["plan", "paper", *pair, "--gpus", "8", "--gpu", "H100", "--time", "12:00:00"]) == 0
@@ -56,8 +56,8 @@ def test_a_plan_names_data_command_cost_and_what_was_published(capsys):
 
 
 @pytest.mark.slow
-def test_slurm_scripts_run_each_run_once(built, tmp_path):
-    """Executed by bash with stand-ins for srun and torchrun: every array task starts its own run, stamped."""
+def test_an_array_task_of_a_slurm_script_starts_its_own_run(built, tmp_path):
+    """bash executes the scripts with stand-ins for srun and torchrun; an array task stamps its run and starts it."""
     built.description["launch"] = {"nproc": 2, "nodes": {"b": 2}, "sbatch": {"time": "1:00:00"}}
     built.save()
     scripts = slurm.write(built.study, built.study.runs, built.out, tmp_path / "jobs", python=sys.executable)
@@ -97,7 +97,7 @@ def test_a_folder_of_another_run_is_refused(built, tmp_path):
         logs.stamp(built.study, built.study.runs[0], built.out)
 
 
-def test_missing_data_are_named(built, tmp_path):
+def test_a_missing_data_file_is_named(built, tmp_path):
     (tmp_path / "data" / "train.npy").unlink()
     with pytest.raises(LNSConfigError, match=r"train.npy does not exist: set OLMO_DATA_DIR"):
         launch.run_here(built.study, built.study.runs, built.out)
@@ -119,7 +119,7 @@ def test_printing_the_commands_runs_nothing(built, capsys):
 
 
 def micro(tmp_path, steps=12):
-    """The tiny study, smaller still."""
+    """Write the description of a study that is smaller than the tiny one."""
     path = tmp_path / "micro.yaml"
     sizes = f"{{s: {{model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: {steps}, "
     sizes += "scheduler.t_warmup: 2, save_interval_unsharded: 5}}"

@@ -1,4 +1,4 @@
-"""Loss curves from real formats, and every kind of damage named."""
+"""Loss curves are read from logs in real formats, and each kind of damage is named."""
 
 import pytest
 from support.studies import megatron_log, olmo_log
@@ -14,7 +14,7 @@ def write(path, text):
     return path
 
 
-def test_megatron_console_log_and_its_arguments(tmp_path):
+def test_a_console_log_of_megatron_gives_its_losses_and_arguments(tmp_path):
     head = "------------------------ arguments ------------------------\n"
     head += "  adam_beta2 ...................................... 0.95\n"
     head += "  layernorm_scaling ............................... True\n"
@@ -24,7 +24,7 @@ def test_megatron_console_log_and_its_arguments(tmp_path):
         (10, ""),
         (20, " on validation set"),
         (30, " on test set"),
-    ):  # as its evaluate_and_print_results
+    ):  # as Megatron's evaluate_and_print_results prints them
         text += (
             f" validation loss at iteration {step}{where} | lm loss value: 9.{step}0000E+00 | lm loss PPL: 1.0E+04 | \n"
         )
@@ -35,8 +35,8 @@ def test_megatron_console_log_and_its_arguments(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["olmo.log", "megatron.log", "table.csv"])
-def test_a_log_cut_by_a_kill_ends_before_its_last_number(tmp_path, name):
-    """2.9876 cut to 2 is no loss of that step."""
+def test_a_log_that_was_cut_inside_a_number_ends_at_the_step_before(tmp_path, name):
+    """The 2 that is left of 2.9876 is not the loss of that step."""
     whole = {"olmo.log": "\x1b[1mstart\x1b[0m\n" + olmo_log({9: "3.1", 10: "2.9876"}, total=10)}
     whole["megatron.log"] = megatron_log({9: "3.1", 10: "2.9876"}, total=10)
     text = whole.get(name, "step,train/CrossEntropyLoss\n9,3.1\n10,2.9876\n")
@@ -48,7 +48,7 @@ def test_a_log_cut_by_a_kill_ends_before_its_last_number(tmp_path, name):
     assert logs.read(write(tmp_path / "c.log", "Traceback\n")).losses == {}
 
 
-def test_the_hundredth_attempt_comes_after_the_others(tmp_path):
+def test_attempts_are_sorted_by_number_and_not_by_name(tmp_path):
     for number in (2, 10, 99, 100, 101):
         write(tmp_path / f"attempt-{number:02d}.log", "")
     assert [path.stem for path in attempts(tmp_path)] == [f"attempt-{n}" for n in ("02", "10", "99", "100", "101")]
@@ -66,13 +66,13 @@ def test_the_hundredth_attempt_comes_after_the_others(tmp_path):
         (olmo_log({1: 3.0}) + "\0\0\0", "NUL bytes"),
     ],
 )
-def test_damage_is_refused_and_named(tmp_path, text, message):
+def test_a_damaged_log_is_refused_and_named(tmp_path, text, message):
     with pytest.raises(LNSConfigError, match=message) as caught:
         logs.read(write(tmp_path / "bad.log", text))
     assert "bad.log" in str(caught.value)
 
 
-def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
     def attempt(number, losses, total=10):
         return logs.read(write(tmp_path / f"attempt-0{number}.log", olmo_log(losses, total=total)))
 
@@ -87,14 +87,14 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
         logs.read(tmp_path / "bad.log")
 
 
-def test_csv(tmp_path):
+def test_a_csv_table_gives_its_losses(tmp_path):
     path = write(tmp_path / "a.csv", "step,train/CrossEntropyLoss\n1,3.0\n2,\n3,2.5\n")
     assert logs.read(path).losses == {1: 3.0, 3: 2.5}
     with pytest.raises(LNSConfigError, match="no step or loss column"):
         logs.read(write(tmp_path / "b.csv", "a,b\n1,2\n"))
 
 
-def test_final_loss_is_the_mean_of_the_last_part(tmp_path):
+def test_the_final_loss_is_the_mean_over_the_last_part_of_a_run(tmp_path):
     curve = logs.read(write(tmp_path / "a.log", olmo_log({step: float(step) + 1 for step in range(1, 11)})))
     mean, std, count = curve.final(0.2, 10)
     assert (mean, count) == (10.5, 2) and std == pytest.approx(0.70710678)
@@ -102,8 +102,8 @@ def test_final_loss_is_the_mean_of_the_last_part(tmp_path):
         logs.Curve({10: 3.0}, 1000, "a.log").final(0.01, 1000)
 
 
-def test_heldout_losses_of_all_attempts(tmp_path):
-    """OLMo prints them after the step at which it measured; a repeated step replaces its measurement."""
+def test_heldout_losses_of_all_attempts_are_merged(tmp_path):
+    """OLMo prints a held-out loss after the lines of the step at which it was measured."""
 
     def evaluated(loss):
         return f"2026-01-01 10:00:00.000\thost:0\tolmo.train:967\tINFO\theldout\n    eval/heldout/CrossEntropyLoss={loss}\n"

@@ -1,4 +1,4 @@
-"""The expansion of Megatron configs, and a real Megatron parser on every committed file."""
+"""Configs of Megatron become flags, and a real Megatron parses every committed file."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def config(tmp_path, text):
     return path
 
 
-def test_flags_of_every_kind_of_value(tmp_path, monkeypatch):
+def test_each_kind_of_value_becomes_its_flags(tmp_path, monkeypatch):
     monkeypatch.setenv("WHERE", "0.3 /a 0.7 '/b c'")
     monkeypatch.delenv("NOT_SET", raising=False)
     text = "num-layers: 2\nbf16: true\nfp16: false\nload: null\nlr: 6.0e-4\ntags: [a, b]\ndata-path: ${oc.env:WHERE}\n"
@@ -67,12 +67,12 @@ def test_explicit_flags_win_wherever_they_stand(tmp_path):
         ("a: [\n", "not YAML"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path, text, message):
+def test_a_malformed_config_is_refused(tmp_path, text, message):
     with pytest.raises(LNSConfigError, match=message):
         read(config(tmp_path, text))
 
 
-def test_the_command_prints_what_it_expands(tmp_path, capsys, monkeypatch):
+def test_the_command_prints_the_flags_of_a_config(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MEGATRON_DATA", "/data/pile_text_document")
     monkeypatch.setenv("MEGATRON_SAVE_DIR", "/runs")
     path = REPOSITORY / "configs" / "megatron" / "7B-lns.yaml"
@@ -84,7 +84,7 @@ def test_the_command_prints_what_it_expands(tmp_path, capsys, monkeypatch):
     assert "--hidden-size 4096\n" in capsys.readouterr().out
 
 
-def test_the_pack_is_complete_each_file_its_arm_and_nothing_else():
+def test_the_pack_is_complete_and_its_files_differ_in_the_arm_only():
     assert {path.stem for path in FILES} == {f"{size}-{arm}" for size in SIZES for arm in ARM_NAMES}
     for path in FILES:
         size, _, arm = path.stem.partition("-")
@@ -98,12 +98,12 @@ PROGRAM = REPOSITORY / "tests" / "study" / "programs" / "megatron_parse.py"
 
 
 def megatron(*words, launcher=False):
-    """What a program says that has a real Megatron-LM, as on a login node: no GPU, no variable beyond those it names."""
+    """Run the program with a real Megatron-LM, as on a login node without a GPU, and return what it prints."""
     if not os.environ.get("MEGATRON_LM_SRC"):
         pytest.skip("set MEGATRON_LM_SRC to a Megatron-LM checkout")
     env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
     env |= {"MEGATRON_DATA": "/data/x_text_document", "MEGATRON_SAVE_DIR": "/runs", "OMP_NUM_THREADS": "1"}
-    env |= {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"} if launcher else {}  # torchrun's
+    env |= {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"} if launcher else {}  # as torchrun sets them
     command = [sys.executable, "-W", "ignore", *(["-m", "olmo_lns"] if launcher else []), PROGRAM, *words]
     done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
@@ -111,8 +111,8 @@ def megatron(*words, launcher=False):
 
 
 @pytest.mark.parametrize("size", ["60M", "7B"])
-def test_megatron_starts_as_launched(size):
-    """On an A100 and an H100, in the environment that the header's command has."""
+def test_megatron_starts_with_the_parallelism_and_environment_of_its_config(size):
+    """The command in the header of the file starts it, as on an A100 and an H100."""
     text = megatron("--lns-config", REPOSITORY / "configs" / "megatron" / f"{size}-lns.yaml", launcher=True)
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     tensor, connections = (2, "1") if size == "7B" else (1, None)
@@ -129,7 +129,7 @@ def test_megatron_starts_as_launched(size):
         (["--tensor-model-parallel-size", "2", "--use-torch-fsdp2"], None, None),
     ],
 )
-def test_one_connection_where_megatron_wants_it(words, given, expected, tmp_path):
+def test_the_launcher_sets_one_cuda_connection_only_where_megatron_requires_it(words, given, expected, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))")
     env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
@@ -138,20 +138,20 @@ def test_one_connection_where_megatron_wants_it(words, given, expected, tmp_path
     assert subprocess.run(command, env=env, capture_output=True, text=True).stdout.strip() == str(expected)
 
 
-def test_config_check_asks_megatron():
+def test_config_check_parses_the_files_with_megatron():
     assert "3 files, 0 with problems" in megatron("check", *FILES[-3:])
 
 
 @pytest.fixture(scope="module")
 def parsed():
-    """All files through the parser, the validation (A100, H100), the tokenizer and the model of a real Megatron-LM."""
+    """Send all files through the parser, the validation, the tokenizer and the model of a real Megatron-LM."""
     found: dict[str, dict[str, Any]] = json.loads(megatron(*FILES).splitlines()[-1])
     return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_megatron_trains_the_model_of_the_olmo_file(path, parsed):
-    """Every value that Megatron ends up with, against the OLMo file of the same name, read as plain YAML."""
+    """Megatron's values equal those of the OLMo file of the same name, which is read as plain YAML."""
     args = parsed[path.name]
     olmo = yaml.safe_load((REPOSITORY / "configs" / "olmo" / path.name).read_text())
     model, optimizer, schedule = olmo["model"], olmo["optimizer"], olmo["scheduler"]
@@ -174,7 +174,7 @@ def test_megatron_trains_the_model_of_the_olmo_file(path, parsed):
     assert (args["layernorm_scaling"], args["no_scaled_init"]) == (arm == "lns", arm == "preln")
 
 
-def test_parameter_counts_are_olmos(parsed):
+def test_parameter_counts_equal_those_of_olmo(parsed):
     counts = {"60M": 85_074_432, "150M": 190_532_352, "300M": 371_491_840, "1B": 1_279_854_592, "7B": 6_888_361_984}
     assert {name: found["parameters"] for name, found in parsed.items()} == {
         path.name: counts[path.stem.partition("-")[0]] for path in FILES
@@ -185,7 +185,7 @@ def _command(tmp_path, overrides, file=None):
     shipped = REPOSITORY / "configs" / "study" / "paper-megatron.yaml"
     config = str(file or REPOSITORY / "configs" / "megatron" / "{size}-{arm}.yaml")
     description = yaml.safe_load(shipped.read_text()) | {"config": config, "sizes": {"60M": overrides}}
-    del description["launch"]["nodes"]  # of a size that is not among these
+    del description["launch"]["nodes"]  # they name a size that this study has not
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(description))
     study = Study.load(path)
@@ -193,7 +193,7 @@ def _command(tmp_path, overrides, file=None):
 
 
 @pytest.mark.parametrize(("time", "hours"), [("90:00", 1.5), ("1:30:00", 1.5), ("2-0", 48), ("1-12:30", 36.5)])
-def test_slurm_s_times(time, hours):
+def test_a_plan_reads_the_time_formats_of_slurm(time, hours):
     assert cost.time_note("7B", hours * 0.99, time) is None
     said = cost.time_note("7B", hours * 1.99, time, "H100")
     assert said and f"h on H100s by the plan, --time is {time}: about 2 jobs one after" in said
@@ -201,7 +201,7 @@ def test_slurm_s_times(time, hours):
 
 
 @pytest.mark.parametrize("value", [False, None])
-def test_a_flag_of_the_file_that_cannot_be_taken_back_is_refused(tmp_path, value, monkeypatch):
+def test_an_override_that_cannot_take_back_a_flag_of_the_file_is_refused(tmp_path, value, monkeypatch):
     monkeypatch.setenv("MEGATRON_DATA", "/data/text_document")
     with pytest.raises(LNSConfigError, match=rf"60M-preln-s6198: bf16: {value} cannot be .* has bf16: True. Take the"):
         _command(tmp_path, {"bf16": value})
@@ -211,7 +211,7 @@ def test_a_flag_of_the_file_that_cannot_be_taken_back_is_refused(tmp_path, value
     assert "--bf16" not in expand(words[words.index("--lns-config") :])
 
 
-def test_the_printed_command_and_the_slurm_script_set_what_megatron_asserts(tmp_path, capsys, monkeypatch):
+def test_the_printed_command_and_the_slurm_script_set_the_variable_that_megatron_asserts(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").touch()
     shipped = REPOSITORY / "configs" / "study" / "paper-megatron.yaml"

@@ -1,4 +1,4 @@
-"""What a launch checks first, what it says of failures, and ``study status``."""
+"""The checks before a launch, the cause that it gives for a failure, and ``study status``."""
 
 import json
 import subprocess
@@ -17,8 +17,8 @@ from olmo_lns.study.launch.start import only_one
 from olmo_lns.study.plan.spec import Study
 
 
-def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path):
-    """The log is of the real torchrun with two processes."""
+def test_the_cause_of_a_failure_is_the_error_of_the_script_and_not_that_of_torchrun(tmp_path):
+    """A real torchrun with two processes writes the log."""
     script, log = tmp_path / "script.py", tmp_path / "attempt-01.log"
     body = "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('vocab_size 7: expected 50280')\n"
     script.write_text(body)
@@ -30,14 +30,14 @@ def test_the_cause_is_the_error_and_not_what_torchrun_says_of_it(tmp_path):
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_a_variable_that_is_not_set_stops_before_the_first_run(built, monkeypatch, value):
+def test_a_launch_stops_before_the_first_run_if_a_variable_is_not_set(built, monkeypatch, value):
     monkeypatch.delenv("OLMO_DATA_DIR") if value is None else monkeypatch.setenv("OLMO_DATA_DIR", value)
     with pytest.raises(LNSConfigError, match=r"reads OLMO_DATA_DIR, which is not set: export OLMO_DATA_DIR="):
         cli.main(["launch", str(built.path), "--out", str(built.out), "--run"])
     assert not built.out.exists()
 
 
-def test_paths_in_scripts_are_absolute_and_out_exists(built, tmp_path, monkeypatch):
+def test_paths_in_slurm_scripts_are_absolute_and_out_is_created(built, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     built.description["config"] = "../" * len(tmp_path.parts[1:]) + built.description["config"].lstrip("/")
     built.save()
@@ -50,7 +50,7 @@ def test_paths_in_scripts_are_absolute_and_out_exists(built, tmp_path, monkeypat
         slurm.Job(activate="nowhere").lines()
 
 
-def test_status(built, capsys):
+def test_status_shows_the_step_of_each_run_and_the_cause_of_a_failure(built, capsys):
     names = [run.name for run in built.study.runs]
     for name, steps, end in ((names[0], 20, 0), (names[1], 7, 1), (names[2], 5, None)):
         folder = built.out / name

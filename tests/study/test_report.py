@@ -1,4 +1,4 @@
-"""A report's numbers against an independent computation, and the papers' tables beside a study's own."""
+"""The numbers of a report equal an independent computation, and the papers' numbers are shown beside them."""
 
 import math
 
@@ -27,7 +27,7 @@ def results(study, losses):
     ]  # fmt: skip
 
 
-def test_seeds_are_summed_up_and_paired_and_the_unfinished_left_out(built):
+def test_seeds_are_averaged_and_paired_and_incomplete_runs_are_left_out(built):
     built.description["more_seeds"] = {"a": [2, 3]}
     built.save()
     losses = {"a-preln-s1": 3.0, "a-preln-s2": 4.0, "a-lns-s1": 2.9, "a-lns-s2": 3.7, "a-lns-s3": 1.0, "b-lns-s1": None}
@@ -39,8 +39,8 @@ def test_seeds_are_summed_up_and_paired_and_the_unfinished_left_out(built):
     assert not len(difference(found, "b", "lns"))
 
 
-def test_each_arm_stands_at_its_best_rate(built):
-    """Of a study with rates: the lowest mean loss of an arm; the others are in a table of their own."""
+def test_a_report_shows_each_arm_at_its_best_rate(built):
+    """The best rate of an arm has its lowest mean loss; the losses at the other rates have a table of their own."""
     built.description |= {"rates": {"preln": [1e-3, 2e-3], "lns": [2e-3, 4e-3]}, "more_seeds": {}}
     built.save()
     losses = {"ax0.001-preln-s1": 3.0, "ax0.002-preln-s1": 3.2, "ax0.002-lns-s1": 3.1, "ax0.004-lns-s1": 2.9}
@@ -54,7 +54,7 @@ def test_each_arm_stands_at_its_best_rate(built):
     assert "| a | 0.002 | 3.2000 (1 seed) | 3.1000 (1 seed) |" in text and "best of its learning rates" in text
 
 
-def test_the_report_says_what_is_missing(built, capsys):
+def test_a_report_names_incomplete_runs(built, capsys):
     for run, loss in zip(built.study.runs, (3.0, 2.9, 3.1, 2.96, 2.5, 2.3), strict=True):
         built.finish(run.name, loss, until=5 if run.name == "b-lns-s1" else None)
     assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
@@ -66,7 +66,7 @@ def test_the_report_says_what_is_missing(built, capsys):
     assert (built.out / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_perplexity_stands_beside_the_published_one(built):
+def test_perplexity_is_shown_beside_the_published_one(built):
     sizes = built.description["sizes"]
     built.description |= {"sizes": {"130M": sizes["a"], "1B": sizes["b"]}, "published": "lns-1", "more_seeds": {}}
     built.save()
@@ -74,7 +74,7 @@ def test_perplexity_stands_beside_the_published_one(built):
         log = built.finish(run.name, loss) / "attempt-01.log"
         log.write_text(log.read_text() + f"heldout\n    eval/heldout/CrossEntropyLoss={loss:.3f}\n")
     text = report.markdown(built.study, collect(built.study, built.out), None)
-    # 1B: 182 batches, and a mean over 183.
+    # 1B: the paper's mean divides the sum of 182 batches by 183.
     better = f"{math.exp(math.log(17.02) * 183 / 182):.2f}"
     assert better == "17.29"
     assert f"| Pre-LN | {math.exp(3.2):.2f} | 26.73 | {math.exp(2.9):.2f} | 17.02 ({better}) |" in text
@@ -88,7 +88,7 @@ PAPERS = {path: name for path in sorted((REPOSITORY / "configs" / "study").glob(
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
-def test_a_shipped_study_runs_the_arms_of_its_table(path):
+def test_a_shipped_study_runs_the_arms_of_its_published_table(path):
     study, cells = Study.load(path), published()["tables"][PAPERS[path]]["cells"]
     shared = set(study.groups) & set(cells)
     assert shared

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs in closed form against OLMo's own model and counter."""
+"""Parameters and FLOPs in closed form equal those of OLMo's own model and counter; memory equals a sum by hand."""
 
 from pathlib import Path
 
@@ -35,21 +35,21 @@ def test_parameters_and_flops_agree_with_olmo(changed):
     shape = OLMO.shape(files.flatten(config))
     parameters, per_token = OLMO.count(Path(), config)
     assert shape.parameters == parameters
-    # OLMo's backward pass counts the input embedding as a matrix multiplication, and so with tied
-    # embeddings the same parameters: 6 N_without_wte + 4 wte; ours leaves the lookup out.
+    # OLMo counts 6 N_without_wte + 4 wte: it takes the input embedding for a matrix multiplication in the backward
+    # pass. Ours leaves this lookup out, and counts a tied embedding as the head.
     untied = 0 if shape.tied else 4 * shape.embedding
     tied = -2 * shape.embedding if shape.tied else 0
     assert per_token * shape.tokens == pytest.approx(shape.flops + (untied + tied) * shape.tokens, rel=1e-12)
 
 
-def test_tokens_flops_and_disk():
+def test_tokens_flops_and_checkpoint_size_equal_those_by_hand():
     assert SHAPE.tokens == 256 * 4096 * 19074 and SHAPE.parameters == 85_074_432
     by_hand = (6 * (85_074_432 - 50304 * 512) + 12 * 8 * 512 * 4096) * SHAPE.tokens
     assert SHAPE.flops == by_hand and SHAPE.checkpoint_bytes == 12 * 85_074_432
 
 
-def test_memory_by_hand():
-    """States, activations of 14 d + 4 inner bf16 numbers a token and block, logits in bf16 and twice in fp32."""
+def test_memory_equals_its_computation_by_hand():
+    """Memory holds states, 14 d + 4 inner bf16 activations a token and block, and logits in bf16 and twice in fp32."""
     tokens = 8 * 4096
     rest = 2 * tokens * (14 * 512 + 4 * 2048) * 8 + 10 * tokens * 50304
     assert Machine("ddp", 8).memory(SHAPE, 8) == 16 * SHAPE.parameters + rest
@@ -76,12 +76,12 @@ def test_memory_by_hand():
     ],
     ids=str,
 )
-def test_a_batch_and_its_gpus(machine, gpus, even, said):
+def test_the_number_of_gpus_must_fit_the_batch(machine, gpus, even, said):
     found = machine.problem(SHAPE, gpus, even=even)
     assert (found is None) if said is None else said in str(found)
 
 
-def test_durations():
+def test_a_duration_is_read_in_steps_or_tokens_and_refused_in_epochs():
     settings = {
         "model.d_model": 64, "model.n_heads": 4, "model.n_layers": 2, "model.mlp_ratio": 8, "model.vocab_size": 100,
         "model.max_sequence_length": 100, "model.weight_tying": False, "model.layer_norm_with_affine": True,

@@ -1,4 +1,4 @@
-"""The written array scripts under a real Slurm: a controller, a node and munge of this test's own."""
+"""The array scripts run under a real Slurm; a test starts its own controller, nodes and munge."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ def _port():
 
 
 def _configuration(folder, munge, nodes):
-    """``nodes`` nodes on this machine, each with a slurmd of its own."""
+    """Return a slurm.conf with ``nodes`` nodes on this machine, each with a slurmd of its own."""
     host = socket.gethostname().partition(".")[0]
     cpus = f"CPUs={os.cpu_count() if nodes == 1 else 1} State=UNKNOWN"
     lines = [f"NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={_port()} {cpus}" for n in range(nodes)]
@@ -66,7 +66,7 @@ PartitionName=other Nodes=ALL Default=YES MaxTime=60 State=UP
 
 @pytest.fixture
 def cluster(request, monkeypatch):
-    # Not pytest's folder: the name of a socket in it may take 108 bytes.
+    # Not pytest's folder, whose path may be too long: the path of a socket has 108 bytes at most.
     folder, nodes = Path(tempfile.mkdtemp(prefix="slurm-")), request.param
     for name in ("state", "munge", *(f"spool-node{n}" for n in range(nodes))):
         (folder / name).mkdir(parents=True)
@@ -107,7 +107,7 @@ def _wait(ready, what, seconds=60):
 
 
 def _study(work, launch, more=""):
-    """A description of two short runs whose training script says where it runs; and the script of its one size."""
+    """Describe two short runs whose training script prints where it runs, and return the Slurm script of their size."""
     from olmo_lns.study.data import corpora
 
     corpora.build(work.parent / "data")
@@ -132,7 +132,7 @@ def _study(work, launch, more=""):
 
 
 def _submit(script, folder):
-    """Wait for the tasks from a folder of no meaning, and have ``study status`` say that both are finished.
+    """Submit from another folder, wait for the tasks, and check that ``study status`` shows both as finished.
 
     :returns: the logs of the runs.
     """
@@ -153,7 +153,7 @@ def _submit(script, folder):
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize("cluster", [1], indirect=True)
 def test_real_slurm_runs_the_scripts_from_another_folder(cluster, tmp_path):
-    """As a user would: relative paths, out not made yet, jobs submitted from elsewhere; the log is in out."""
+    """Paths are relative, out does not exist yet, and jobs are submitted from elsewhere; the logs are in out."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     script = _study(tmp_path / "work", "sbatch: {gpus-per-node: null, cpus-per-task: 2}")
     assert {"#SBATCH --partition=short", "#SBATCH --time=10"} <= set(script.read_text().splitlines())
@@ -164,8 +164,8 @@ def test_real_slurm_runs_the_scripts_from_another_folder(cluster, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize("cluster", [2], indirect=True)
-def test_a_run_over_two_nodes(cluster, tmp_path):
-    """Two slurmd, a process on each: torchrun meets over the first node's name, the ranks share each batch."""
+def test_a_run_over_two_nodes_has_a_rank_on_each(cluster, tmp_path):
+    """Each of two slurmd starts one process, and torchrun connects them under the name of the first node."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     sbatch = "{gpus-per-node: null, cpus-per-task: 1}"
     script = _study(tmp_path / "work", f"nodes: 2, sbatch: {sbatch}", ", distributed_strategy: ddp")

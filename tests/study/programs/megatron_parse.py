@@ -1,8 +1,8 @@
-"""A real Megatron-LM's own parser and validation, as on an A100 and an H100, with MEGATRON_LM_SRC set.
+"""Runs the parser and the validation of a real Megatron-LM (MEGATRON_LM_SRC) as on an A100 and an H100.
 
-``python megatron_parse.py FILE…`` parses config files and counts the parameters of the models: one JSON object at the end.
-``python -m olmo_lns megatron_parse.py --lns-config FILE`` is a training script's start: one JSON object a GPU.
-``python megatron_parse.py check FILE…`` is ``olmo-lns config check``.
+``python megatron_parse.py FILE…`` parses config files, counts the parameters of the models and prints one JSON object.
+``python -m olmo_lns megatron_parse.py --lns-config FILE`` starts like a training script and prints JSON for each GPU.
+``python megatron_parse.py check FILE…`` runs ``olmo-lns config check``.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import typing_extensions
 
-if not hasattr(typing, "override"):  # Megatron from 0.18 on declares Python 3.12
+if not hasattr(typing, "override"):  # Megatron 0.18 and later import it; Python 3.12 and later have it
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 
@@ -35,7 +35,7 @@ class Module(types.ModuleType):
 
 
 class Triton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for triton, which Megatron imports from 0.16 on for kernels that no parser runs."""
+    """Stands in for triton: Megatron 0.16 and later import it for kernels that the parser does not run."""
 
     def find_spec(self, name, *_):
         return importlib.util.spec_from_loader(name, self, is_package=True) if name.split(".")[0] == "triton" else None
@@ -48,7 +48,7 @@ class Triton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 if importlib.util.find_spec("triton") is None:
     sys.meta_path.append(Triton())
-os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0")  # torchrun's
+os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0")  # as torchrun sets them
 GPUS = {"A100": types.SimpleNamespace(major=8, minor=0), "H100": types.SimpleNamespace(major=9, minor=0)}
 KEYS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size",
@@ -60,8 +60,8 @@ KEYS = (
 
 
 def padded(args):
-    """Megatron's own padded vocabulary of the file's tokenizer, for each tensor-parallel size."""
-    try:  # up to 0.17
+    """Return the vocabulary size of the file's tokenizer as Megatron pads it for each tensor-parallel size."""
+    try:  # Megatron up to 0.17
         from megatron.training.tokenizer import tokenizer as module
 
         size = int(module._NullTokenizer(args.vocab_size).vocab_size)
@@ -79,7 +79,7 @@ def padded(args):
 
 
 def parameters(args, vocabulary):
-    """Parameters of Megatron Core's GPTModel (local layers: no GPU needed), on the meta device."""
+    """Count the parameters of Megatron Core's GPTModel on the meta device, with local layers, which need no GPU."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
