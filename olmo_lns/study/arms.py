@@ -143,4 +143,4 @@ def check_environment() -> None:
     """:raises LNSConfigError: a variable that would change an arm into another under the same name."""
     for name in (environment.SCHEME, environment.INITIALIZATION):
         if value := environment.read(name):
-            raise LNSConfigError(f"{name}={value}: an arm says itself which scheme and initialization it has: unset it")
+            raise LNSConfigError(f"{name}={value}: an arm sets its scheme and initialization itself: unset it")

@@ -104,7 +104,7 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built, cha
 def test_nothing_starts_under_an_environment_variable_that_would_change_an_arm(built, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     for command in (["launch", "--run"], ["stamp"]):
-        with pytest.raises(LNSConfigError, match=f"{name}={value}: an arm says itself"):
+        with pytest.raises(LNSConfigError, match=f"{name}={value}: an arm sets its scheme"):
             cli.main([command[0], str(built.path), "--out", str(built.out), *command[1:]])
     assert not built.out.exists()
 
