@@ -318,7 +318,7 @@ def test_the_sites_are_in_order_and_the_scheme_is_read_back_from_them():
             norm_sites.check(model, asked, 4)
 
 
-def test_a_part_of_the_blocks_passes_only_by_number_and_two_schemes_are_refused():
+def test_a_part_of_the_blocks_needs_its_layer_numbers_and_two_schemes_are_refused():
     blocks = torch.nn.ModuleList(blocks_of(build(layer_norm_type="lns_rms"))[2:])
     norm_sites.check(blocks, LNS, 4, layer_numbers=[3, 4])
     with pytest.raises(UpstreamChangedError, match="is on 4 sub-layers .*expected the 8 sub-layers of 4 blocks"):

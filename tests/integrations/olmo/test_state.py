@@ -252,7 +252,7 @@ def test_the_mark_is_compared_where_config_and_record_are_lost(tmp_path, monkeyp
     assert running.loaded
 
 
-def test_a_lost_record_is_restored_from_the_config(tmp_path):
+def test_a_checkpoint_without_its_record_has_the_scheme_of_its_config(tmp_path):
     for kind, init_fn, expected in (
         ("lns_default:exponent=0.25", "normal", Record(parse("lns:exponent=0.25"), "default", "plain")),
         ("lns_rms", "normal_scaled", Record(parse("lns"), "rms", "scaled")),

@@ -36,7 +36,7 @@ def test_the_export_of_a_folder_with_a_scheme_is_a_stock_model(kind, tmp_path, c
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "fp32"), ("llama", "bf16"), ("dinov2", "fp32"), ("vit", "bf16")])
-def test_verify_passes_for_an_export_and_fails_for_that_of_another_exponent(kind, dtype, tmp_path, capsys):
+def test_verify_passes_for_an_export_and_fails_against_another_exponent(kind, dtype, tmp_path, capsys):
     model = apply(stock(kind), initialization="upstream")
     model.save_pretrained(tmp_path / "lns")
     words = [str(tmp_path / "lns"), str(tmp_path / "out"), "--format", "hf", "--dtype", dtype]
