@@ -1,4 +1,4 @@
-"""The start-up hook, in interpreters of their own."""
+"""The start-up hook. Each test starts new interpreters that run it."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ HOOK = Path(olmo_lns.__file__).parent / "integrations" / "olmo_lns_autoload.pth"
 
 
 def run(code, *, path=None, check=True, **environment):
-    """``code`` in an interpreter that has executed the hook the way ``site`` does."""
+    """Run ``code`` in an interpreter that has executed the hook as ``site`` does."""
     env = {**os.environ, **environment}
     if path is not None:
         env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
@@ -26,7 +26,7 @@ def run(code, *, path=None, check=True, **environment):
 
 @pytest.fixture
 def plugin(tmp_path):
-    """A framework called ``olmo`` and a plugin for it, with real entry-point metadata."""
+    """Make a framework called ``olmo`` and a plugin for it, with real entry-point metadata."""
 
     def make(body="print('plugin ran')", framework="class OLMo: pass\nclass TrainConfig: pass\n"):
         (tmp_path / "olmo").mkdir()
@@ -41,7 +41,7 @@ def plugin(tmp_path):
     return make
 
 
-# Only the probe: the real plugin would, rightly, refuse this fake framework.
+# Load the probe only: the real plugin would refuse this fake framework.
 ONLY_PROBE = """
 import importlib.metadata as md
 _all = md.entry_points
@@ -49,7 +49,7 @@ md.entry_points = lambda **k: [e for e in _all(**k) if e.name == 'probe']
 """
 
 
-def test_plugins_run_once_right_after_the_framework_unless_disabled_or_for_a_namesake(plugin):
+def test_a_plugin_runs_once_after_its_framework_but_not_when_disabled_or_for_a_namesake(plugin):
     folder = plugin()
     assert run(ONLY_PROBE + "import olmo, importlib\nimport olmo", path=folder).stdout == "framework ran\nplugin ran\n"
     assert run(ONLY_PROBE + "import olmo", path=folder, OLMO_LNS_DISABLE="1").stdout == "framework ran\n"
@@ -57,7 +57,7 @@ def test_plugins_run_once_right_after_the_framework_unless_disabled_or_for_a_nam
     assert run(ONLY_PROBE + "import olmo", path=folder).stdout == "framework ran\n"
 
 
-def test_nothing_but_sys_is_imported_before_the_framework_and_an_absent_one_is_an_ordinary_error():
+def test_the_hook_imports_no_framework_and_a_missing_one_is_an_ordinary_import_error():
     code = "print([m for m in sys.modules if m.startswith(('olmo', 'megatron', 'importlib.metadata'))])\n"
     code += "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
     code += f"sys.path.append({str(HOOK.parents[2])!r})\n"
@@ -65,7 +65,7 @@ def test_nothing_but_sys_is_imported_before_the_framework_and_an_absent_one_is_a
     assert run(code).stdout == "[]\nolmo\n"
 
 
-def test_a_failing_plugin_fails_the_import_by_name_again_and_again(plugin):
+def test_a_failing_plugin_fails_every_import_and_is_named(plugin):
     code = """
     for attempt in range(2):
         try:
@@ -77,8 +77,8 @@ def test_a_failing_plugin_fails_the_import_by_name_again_and_again(plugin):
     assert done.stdout.count("plugin 'probe' (lns_test_plugin:register, group olmo.plugins) failed: out of order") == 2
 
 
-def test_a_strangers_entry_point_of_a_name_of_ours_is_not_run(plugin):
-    """``transformers.plugins`` and ``converters.plugins``: others may mean something else by these names."""
+def test_an_entry_point_that_another_package_puts_in_our_group_is_not_run(plugin):
+    """Other packages may use ``transformers.plugins`` and ``converters.plugins`` for something else."""
     folder = plugin()
     info = folder / "lns_test_plugin-1.0.dist-info" / "entry_points.txt"
     groups = ("transformers.plugins", "converters.plugins")
@@ -94,7 +94,7 @@ def test_a_strangers_entry_point_of_a_name_of_ours_is_not_run(plugin):
     assert run("import importlib.metadata as md\n" + textwrap.dedent(code), path=folder).stdout == "True\n"
 
 
-def test_on_import_runs_now_or_later_and_fails_the_import(tmp_path):
+def test_on_import_calls_back_at_once_or_at_the_import_and_an_error_fails_the_import(tmp_path):
     (tmp_path / "lns_later.py").write_text("VALUE = 1\n")
     code = """
     from olmo_lns.integrations.autoload import on_import
@@ -120,14 +120,14 @@ def test_on_import_runs_now_or_later_and_fails_the_import(tmp_path):
     assert run(code, path=tmp_path).stdout.strip() == "refused"
 
 
-def test_the_real_olmo_knows_the_type_by_its_import_alone():
+def test_importing_the_real_olmo_is_enough_to_register_the_type():
     code = "from olmo.config import LayerNormType\nprint(LayerNormType('lns'))"
     assert run(code).stdout.strip().endswith("lns")
     assert "'lns' is not a valid LayerNormType" in run(code, check=False, OLMO_LNS_DISABLE="1").stderr
 
 
-def test_other_finders_may_come_first_or_find_the_framework_and_our_module_may_be_there_already(plugin):
-    """One of the old kind, and one as of an editable install, whose framework no folder of the path has."""
+def test_a_plugin_runs_beside_other_finders_and_when_autoload_is_imported_first(plugin):
+    """One has only ``find_module``. The other finds a framework outside ``sys.path``, as in an editable install."""
     folder = plugin()
     (folder / "olmo").rename(folder / "tree")
     code = f"""if True:
@@ -142,36 +142,36 @@ def test_other_finders_may_come_first_or_find_the_framework_and_our_module_may_b
     sys.meta_path.insert(names.index("PathFinder"), Editable())  # or the real OLMo would be found
     import olmo_lns.integrations.autoload, olmo
     """
-    warnings = {"PYTHONWARNINGS": "ignore"}  # Python's own, about the finder
+    warnings = {"PYTHONWARNINGS": "ignore"}  # Python warns about the old finder
     assert "plugin ran" in run(ONLY_PROBE + code, path=folder, **warnings).stdout
 
 
 @pytest.mark.parametrize("name", ["olmo", "transformers", "megatron"])
-def test_disabled_means_that_nothing_of_ours_is_imported(tmp_path, name):
+def test_when_disabled_nothing_of_olmo_lns_is_imported(tmp_path, name):
     (tmp_path / f"{name}.py").write_text("")
     code = f"import {name}\nprint([m for m in sys.modules if m.startswith('olmo_lns')])"
     assert run(code, path=tmp_path, OLMO_LNS_DISABLE="1").stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(("name", "stops"), [("transformers", False), ("olmo", True)])
-def test_a_checkout_that_was_moved(tmp_path, name, stops):
+def test_a_moved_checkout_stops_olmo_but_not_transformers(tmp_path, name, stops):
     (tmp_path / f"{name}.py").write_text("")
-    gone = "sys.modules['olmo_lns'] = None\n"  # what an editable installation finds after its folder was moved
+    gone = "sys.modules['olmo_lns'] = None\n"  # as in an editable installation whose folder was moved
     done = run(gone + f"import {name}\nprint('imported')", path=tmp_path, check=False)
     assert ("imported" in done.stdout) != stops
     assert "its code is not where it was" in done.stderr and "OLMO_LNS_DISABLE=1" in done.stderr
     assert run(gone + f"import {name}", path=tmp_path, OLMO_LNS_DISABLE="1").stderr == ""
 
 
-def test_the_start_up_finder_watches_for_the_same_names():
+def test_the_hook_and_autoload_watch_for_the_same_names():
     from olmo_lns.integrations.autoload import WATCHED
 
     assert f"name not in{WATCHED!r}".replace(" ", "").replace('"', "'") in HOOK.read_text().replace(" ", "")
 
 
 @pytest.mark.slow
-def test_olmos_converters_are_guarded_by_installation_alone(tmp_path):
-    """The script imports transformers and never OLMo; ``hf_olmo``'s guard is there before what it guards."""
+def test_installing_the_package_is_enough_to_guard_olmos_converters(tmp_path):
+    """OLMo's script imports transformers and never OLMo. ``hf_olmo``'s converter is guarded at its import."""
     (tmp_path / "config.yaml").write_text(
         "model:\n  layer_norm_type: lns_rms\n  d_model: 8\n  n_heads: 2\n  n_layers: 2\n"
     )

@@ -1,4 +1,4 @@
-"""Replacing functions of an upstream: only those that were verified, once, and by name where they are not."""
+"""Functions of an upstream are replaced once and only if they were verified; an error names the others."""
 
 import sys
 
@@ -29,7 +29,7 @@ def function(a):
 
 @pytest.fixture
 def upstream(tmp_path, monkeypatch):
-    """A real module with a source file, as an upstream is."""
+    """A real module with a source file, like an upstream's."""
     (tmp_path / "lns_fake_upstream.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "lns_fake_upstream", raising=False)

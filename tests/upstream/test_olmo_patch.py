@@ -1,4 +1,4 @@
-"""patches/olmo on real trees: applies, loads the plugin once, is harmless beside the start-up hook, and reverts."""
+"""The patches in patches/olmo apply to real trees, load the plugin once, with and without the hook, and revert."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ PROBE = (
     "while hasattr(f, '__wrapped__'): f, depth = f.__wrapped__, depth + 1\n"
     "print([str(m) for m in LayerNormType].count('lns'), depth, olmo.__file__)"
 )
-#: With the hook's callbacks disabled, only the patch can load the plugin.
+#: Without the hook's finder, only the patch can load the plugin.
 NO_HOOK = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]; "
 
 
@@ -32,7 +32,7 @@ def apply(patch, tree, *flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["installed", "checkout"])
 def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(tmp_path, kind):
-    """On a copy of the installed ai2-olmo, and of the checkout in ``OLMO_SRC``."""
+    """The tree is a copy of the installed ai2-olmo or of the checkout in ``OLMO_SRC``."""
     if kind == "checkout" and not os.environ.get("OLMO_SRC"):
         pytest.skip("OLMO_SRC does not point at an OLMo checkout")
     import olmo

@@ -1,6 +1,6 @@
-"""Megatron Bridge from PyPI: its providers, its checkpoints, its loader of Megatron-LM's, its exports.
+"""Megatron Bridge from PyPI: its providers, its checkpoints, its loader of Megatron-LM checkpoints, its exports.
 
-Run by test_te.py, since the Bridge imports Transformer Engine.
+test_te.py runs this file, since the Bridge imports Transformer Engine.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def loss(model):
     return float(tiny.loss_of(model[0], tiny.batch()).detach())
 
 
-def test_a_provider_by_apply_and_by_layer_spec_is_the_hooked_model():
+def test_a_provider_under_apply_or_layer_spec_equals_the_hooked_model():
     applied, wrapped, plain = provider(), provider(), provider()
     apply(applied)
     wrapped.transformer_layer_spec = functools.partial(layer_spec, spec=tiny.local_spec)
@@ -67,7 +67,7 @@ def test_a_provider_by_apply_and_by_layer_spec_is_the_hooked_model():
     assert loss(built(provider())) != pytest.approx(loss(reference), rel=1e-4)
 
 
-def test_run_config_gives_the_scheme_back_and_the_weights_are_compared(tmp_path):
+def test_run_config_restores_the_scheme_and_weights_of_another_are_refused(tmp_path):
     from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
     from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model
 
@@ -82,7 +82,7 @@ def test_run_config_gives_the_scheme_back_and_the_weights_are_compared(tmp_path)
 
 
 def test_a_checkpoint_of_megatron_lm_keeps_its_scheme(tmp_path):
-    """One of ``pretrain_gpt.py --layernorm-scaling``, through the Bridge's loader."""
+    """The Bridge's loader reads a checkpoint of ``pretrain_gpt.py --layernorm-scaling``."""
     from megatron.bridge.training import model_load_save
     from megatron.core import dist_checkpointing
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_megatron_lm_keeps_its_scheme(tmp_path):
     assert loss(loaded) == loss([model])
 
 
-def test_weights_for_and_from_stock_classes_are_refused(tmp_path):
+def test_exports_to_and_imports_from_stock_classes_are_refused_under_lns(tmp_path):
     from megatron.bridge import AutoBridge
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""One gloo process with Megatron's parallel state for the tests of each module in this folder, and gone before the next."""
+"""Each module in this folder has its own gloo group of one process with Megatron's parallel state."""
 
 import pytest
 from support.megatron_cpu import single_process

@@ -1,7 +1,7 @@
-"""The TE spec: Transformer Engine's own Python over a strict stand-in for its C++ module; run by test_te.py.
+"""The TE spec: Transformer Engine's own Python over a strict stand-in for its C++ module. test_te.py runs this file.
 
-Wiring and gradients, not kernel numerics (those are in test_gpu.py). A GPT of the TE spec under a scheme is compared
-with the stock model of the local spec, with the same weights and the equation in hooks: they share no norm.
+It tests wiring and gradients; test_gpu.py tests the kernels. A GPT of the TE spec under a scheme is compared with the
+stock model of the local spec, which has the same weights and the equation in hooks: they share no norm.
 """
 
 import sys
@@ -24,7 +24,7 @@ from olmo_lns.integrations.megatron.norms import is_fused_linear
 FUSED = "folded into the fused kernel's gain"
 BLOCKS = [block for block in range(1, tiny.LAYERS + 1) for _ in "ab"]
 SELECTIVE = {"num_moe_experts": 4, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-#: Where the TE spec keeps what the local spec calls by the second name.
+#: Starts of names in the TE spec, and what the local spec has in their place.
 NAMES = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -39,7 +39,7 @@ class NoCore(torch.nn.Module):
 
 
 def te_spec(cfg, *, core=None, **kwargs):
-    """The TE spec; the attention core, which runs on GPUs only, is Megatron's own or ``core``."""
+    """The TE spec with Megatron's own attention core or ``core``, since TE's runs on GPUs only."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -92,7 +92,7 @@ def test_checkpoint_keys_are_those_of_stock():
     assert keys[0] == keys[1]
 
 
-def test_mtp_layers_go_on_after_the_last_block():
+def test_mtp_layers_continue_the_numbers_of_the_blocks():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     spec = te_spec(cfg := tiny.under(mtp_num_layers=2))
@@ -101,7 +101,7 @@ def test_mtp_layers_go_on_after_the_last_block():
 
 
 def test_mla_scales_neither_the_q_nor_the_kv_norm():
-    """Though both are fused linears with a gain."""
+    """Both are part of a fused linear with a gain."""
     from megatron.core.transformer import MLATransformerConfig
 
     cfg = tiny.under(
@@ -124,9 +124,9 @@ def run(spec, scheme="lns"):
         tiny.loss_of(model, tiny.batch())
 
 
-def test_a_norm_that_is_read_past_its_forward_is_refused():
+def test_a_norm_whose_forward_is_bypassed_is_refused():
     """Megatron's TEFusedMLP computes with the parameters of linear_fc1 and never calls it."""
-    run(lambda cfg: te_spec(cfg, use_te_op_fuser=True), "lnsafterbranch")  # a factor behind it is not read past
+    run(lambda cfg: te_spec(cfg, use_te_op_fuser=True), "lnsafterbranch")  # a branch factor is not bypassed
     with pytest.raises(
         LNSConfigError, match=r"TransformerLayer 1 did not call the forward of mlp.linear_fc1 in its own"
     ):

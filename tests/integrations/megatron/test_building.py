@@ -1,4 +1,4 @@
-"""Hybrid stacks, unmarked configs, MuP: the constructors' other ways."""
+"""Building: hybrid stacks, configs without the flags, models without a site, schemes from a provider, MuP."""
 
 import inspect
 import sys
@@ -43,7 +43,7 @@ def hybrid(pattern):
     )
 
 
-def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block(capsys):
+def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block_number(capsys):
     stack = hybrid("*-*-*-")
     assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(stack)] == [1, 1, 2, 2, 3, 3]
     assert "LayerNorm Scaling on: 6 norms (RMSNorm), 6 in this process (blocks 1-3)" in capsys.readouterr().out
@@ -58,14 +58,14 @@ def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block(capsys):
         ("*-*", "has 3 layers: attention without an MLP"),
     ],
 )
-def test_hybrid_patterns_that_are_refused(pattern, words):
+def test_a_hybrid_pattern_that_is_not_attention_and_mlp_in_turn_is_refused(pattern, words):
     with pytest.raises(LNSConfigError, match=words):
         hybrid(pattern)
 
 
 @pytest.fixture
 def arguments(monkeypatch):
-    """What ``megatron.training``, which is not in the wheel, knows of the command line."""
+    """The parsed command line in a stand-in for ``megatron.training``, which the wheel lacks."""
     args = SimpleNamespace(layernorm_scaling=True)
     module = ModuleType("megatron.training.global_vars")
     module.__dict__.update(_GLOBAL_ARGS=args, get_args=lambda: args)
@@ -86,8 +86,8 @@ def test_a_config_that_did_not_come_from_the_arguments_is_refused(arguments, mon
         tiny.build(tiny.config())
 
 
-def test_a_model_without_a_site_stops_the_run(arguments):
-    """As with --use-legacy-models, whose layers are others."""
+def test_a_model_without_a_site_is_refused(arguments):
+    """--use-legacy-models builds such a model, out of other layers."""
     build = building.model_built(lambda model: model)
     layers = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     for model in ([layers], ([layers], "optimizer", "scheduler")):
@@ -99,16 +99,16 @@ def test_a_model_without_a_site_stops_the_run(arguments):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_stage_without_a_layer_passes_and_names_what_was_applied(arguments, given):
+def test_a_stage_without_a_layer_passes_and_its_arguments_name_the_scheme(arguments, given):
     arguments.layernorm_scaling = given
     chunks = [tiny.model_of()]
-    del chunks[0].decoder.layers[:]  # a pipeline stage with the loss alone
+    del chunks[0].decoder.layers[:]  # a pipeline stage that only computes the loss
     assert building.model_built(lambda: chunks)() is chunks
     assert Settings.of(arguments).scheme == parse("lns")
 
 
 @pytest.mark.parametrize(("built", "keep"), [(False, False), (False, True), (True, False)])
-def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(arguments, capsys, built, keep):
+def test_a_scheme_that_a_provider_applies_is_in_the_arguments_of_the_checkpoint(arguments, capsys, built, keep):
     """Otherwise the checkpoint would say Pre-LN, and a later launch without ``apply`` would load it as such."""
     arguments.layernorm_scaling = False
     scheme = "lnsafterbranch:exponent=0.25"
@@ -125,7 +125,7 @@ def test_what_a_provider_applies_is_in_the_arguments_of_the_checkpoint(arguments
     assert f"--norm-scheme {scheme}: not given but applied to the model" in capsys.readouterr().out
 
 
-def test_two_schemes_in_one_model_and_another_than_the_arguments_say_are_refused(arguments):
+def test_two_schemes_in_one_model_and_one_that_contradicts_the_arguments_are_refused(arguments):
     chunks = [tiny.model_of(f"lns:exponent={exponent}") for exponent in (0.5, 0.25)]
     with pytest.raises(LNSConfigError, match="lns was asked for, but the model was built with lns:exponent=0.25"):
         building.model_built(lambda: chunks)()
@@ -141,7 +141,7 @@ def test_apply_after_the_build_or_twice_is_refused():
     with pytest.raises(LNSConfigError, match="no meaning for a built model"):
         apply(model, keep_scaled_init=True)
     assert apply(model) == 8
-    tiny.build(cfg := tiny.config())  # dropped: nobody can train it
+    tiny.build(cfg := tiny.config())  # the model is dropped, so nobody can train it
     assert apply(cfg) == 0
     with pytest.raises(LNSConfigError, match=r"already \(lns\)"):
         apply(cfg, exponent=1.0)
@@ -150,7 +150,7 @@ def test_apply_after_the_build_or_twice_is_refused():
 
 @pytest.mark.parametrize(("keep", "std"), [(False, 0.02), (True, 0.02 / 8**0.5)])
 def test_the_output_projections_are_initialized_as_asked(keep, std):
-    """Bridge's way: the config is finished (``init_method`` set) only after ``apply``."""
+    """As in Megatron Bridge, ``init_method`` is set only after ``apply``."""
     cfg = tiny.config(hidden_size=64, ffn_hidden_size=256)
     finished, cfg.init_method = cfg.init_method, None
     apply(cfg, keep_scaled_init=keep)
@@ -161,7 +161,7 @@ def test_the_output_projections_are_initialized_as_asked(keep, std):
 
 
 def test_mup_keeps_its_width_factor():
-    """``init_method`` carries 1/sqrt(width_mult) there; only the depth factor goes."""
+    """Under MuP ``init_method`` has the factor 1/sqrt(width_mult); only the depth factor is dropped."""
     config = SimpleNamespace(use_mup=True, init_method="std/sqrt(m)", output_layer_init_method="std/sqrt(2Lm)")
     assert building.use_plain_initialization(config)
     assert config.output_layer_init_method == "std/sqrt(m)"

@@ -36,7 +36,7 @@ def error(found, expected):
         ("fused linear, FP8", torch.bfloat16, 0.1),
     ],
 )
-def test_against_fp32_torch(te, kind, dtype, limit):
+def test_the_kernels_agree_with_fp32_torch(te, kind, dtype, limit):
     if "FP8" in kind and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
@@ -72,7 +72,7 @@ def test_against_fp32_torch(te, kind, dtype, limit):
         assert error(found, expected) < limit
 
 
-def test_cuda_graph_replays_what_eager_computes(te):
+def test_a_cuda_graph_replays_what_eager_computes(te):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     cfg = tiny.under(

@@ -9,7 +9,7 @@ import pytest
 from support import megatron_launch
 from support.megatron_launch import losses, pretrain
 
-#: Loads a checkpoint as examples/post_training/modelopt does. ModelOpt's own functions have no part in it.
+#: Loads a checkpoint as examples/post_training/modelopt does. Mocks stand in for ModelOpt's own functions.
 MODELOPT = """
 import sys
 from unittest import mock
@@ -18,7 +18,7 @@ sys.modules.update({
     for name in ("", ".torch", ".torch.opt", ".torch.opt.plugins", ".torch.opt.plugins.mcore_dist_checkpointing",
                  ".torch.quantization", ".torch.quantization.utils", ".torch.utils")
 })
-from megatron.post_training.checkpointing import load_modelopt_checkpoint  # the first of Megatron, as in quantize.py
+from megatron.post_training.checkpointing import load_modelopt_checkpoint  # Megatron's first import, as in quantize.py
 from megatron.training.arguments import parse_args, validate_args, core_transformer_config_from_args
 from megatron.training.global_vars import set_args
 from support import megatron_cpu, megatron_tiny
@@ -36,7 +36,7 @@ with megatron_cpu.single_process():
     assert float(model.decoder.layers[0].mlp.linear_fc2.weight.sum()) != before
     print("LOADED")
 """
-#: tools/checkpoint/convert.py, which asks for TE's rope whatever the checkpoint was trained with, and never runs it.
+#: Runs tools/checkpoint/convert.py, which needs TE's rope for every checkpoint but never calls it.
 CONVERT = """
 import runpy, sys
 sys.path.insert(0, "tools/checkpoint")
@@ -45,7 +45,7 @@ rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb_th
 sys.argv[0] = "tools/checkpoint/convert.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-#: Of each kind of slot one, and what its start-up line says in a model of four blocks.
+#: One scheme for each kind of slot, and its start-up line in a model of four blocks.
 SCHEMES = {
     "lns": "8 norms (RMSNorm), 8 in this process (blocks 1-4); s = 1 (block 1) to 0.5 (block 4)",
     "sandwich_depth:exponent=0.25": "16 norms (RMSNorm), 16 in this process (blocks 1-4); branch_scale = 1 (block 1)",
@@ -67,7 +67,7 @@ def flags_of(scheme):
 
 @pytest.fixture(scope="module")
 def saved(tree, tmp_path_factory):
-    """Scheme ("" is none) -> checkpoint of its third step, and the run."""
+    """For each scheme, and "" for Pre-LN, the checkpoint of the third step and the finished run."""
     found = {}
     for scheme in ("", *SCHEMES):
         folder = tmp_path_factory.mktemp(scheme.split(":")[0] or "stock")
@@ -93,7 +93,7 @@ def refused(done, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_trains_saves_resumes_and_refuses(scheme, saved, tree):
+def test_a_run_trains_saves_resumes_and_refuses_another_scheme(scheme, saved, tree):
     (folder, first), other = saved[scheme], "lns" if scheme != "lns" else "lnsafterff"
     assert re.search(rf"olmo-lns: [\w -]+ on: {re.escape(SCHEMES[scheme])}", first.stdout), first.stdout
     proj, fc2, qkv = (
@@ -116,7 +116,7 @@ def test_trains_saves_resumes_and_refuses(scheme, saved, tree):
 
 
 @pytest.mark.slow
-def test_modelopt_loads_are_compared_too(saved, tree):
+def test_the_loader_for_modelopt_refuses_another_scheme_too(saved, tree):
     def load(source, running):
         words = [*megatron_launch.model_flags(), "--load", str(saved[source][0]), *flags_of(running)]
         return run_program(tree, MODELOPT, *words)
@@ -130,7 +130,7 @@ def test_modelopt_loads_are_compared_too(saved, tree):
 
 @pytest.mark.slow
 def test_a_patched_megatron_has_the_guards_of_the_plugin(saved, tree, tmp_path, monkeypatch):
-    """Without the start-up hook, so that only the patch can have loaded it."""
+    """The start-up hook is off, so that only the patch can load the plugin."""
     patched = tmp_path / "Megatron-LM"
     shutil.copytree(tree, patched, ignore=shutil.ignore_patterns(".git", "__pycache__"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
@@ -160,7 +160,7 @@ def test_a_converter_that_loses_a_schemes_parameters_is_refused(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hybrid_model_of_plain_blocks_is_the_gpt_model(tree):
+def test_a_hybrid_model_of_plain_blocks_equals_the_gpt_model(tree):
     """pretrain_hybrid.py (up to 0.17 pretrain_mamba.py): the same weights, the same factors, the same losses."""
     new = (tree / "pretrain_hybrid.py").is_file()
     script = "pretrain_hybrid.py" if new else "pretrain_mamba.py"
@@ -177,7 +177,7 @@ def test_a_hybrid_model_of_plain_blocks_is_the_gpt_model(tree):
 
 @pytest.mark.slow
 def test_a_folded_checkpoint_runs_without_the_plugin(saved, tree, tmp_path, monkeypatch):
-    """``olmo-lns export --format megatron``, then stock pretrain_gpt.py: the loss that the model has."""
+    """After ``olmo-lns export --format megatron``, stock pretrain_gpt.py has the loss of the LNS model."""
     source, folded, flag = str(saved["lns"][0]), str(tmp_path / "folded"), "--layernorm-scaling"
     export = [sys.executable, "-m", "olmo_lns", "export", source, folded, "--format", "megatron"]
     subprocess.run(export, check=True, capture_output=True)
@@ -190,4 +190,4 @@ def test_a_folded_checkpoint_runs_without_the_plugin(saved, tree, tmp_path, monk
     stock = pretrain(tree, "--load", folded, "--finetune")
     assert losses(stock)[0] == pytest.approx(expected[0], rel=1e-6), stock.stderr[-3000:]
     unfolded = pretrain(tree, "--load", source, "--finetune")
-    assert losses(unfolded)[0] != pytest.approx(expected[0], rel=1e-6), "the factor is not felt"
+    assert losses(unfolded)[0] != pytest.approx(expected[0], rel=1e-6), "the loss does not depend on the factor"

@@ -16,7 +16,7 @@ from olmo_lns.integrations.norm_sites import Site
 from olmo_lns.schemes import LNS
 
 
-def test_multi_token_prediction_goes_on_after_the_last_block():
+def test_mtp_layers_continue_the_numbers_of_the_blocks():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     def model_of(cfg):
@@ -35,10 +35,10 @@ def test_multi_token_prediction_goes_on_after_the_last_block():
     tiny.assert_same_step(model, stock)
 
 
-def test_multi_latent_attention(monkeypatch):
-    """Only the layer's own two norms, not those of q and of the compressed keys and values.
+def test_under_multi_latent_attention_only_the_two_norms_of_the_layer_are_scaled(monkeypatch):
+    """The norms of q and of the compressed keys and values have no factor.
 
-    Megatron's local attention core does not take the arguments that MLA gives it, with or without LNS: ours drops them.
+    With or without LNS, Megatron's local attention core does not take MLA's arguments; ``Core`` drops them.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
@@ -48,7 +48,7 @@ def test_multi_latent_attention(monkeypatch):
         def __init__(self, *args, k_channels=0, v_channels=0, **kwargs):
             super().__init__(*args, **kwargs)
 
-    if not isinstance(getattr(multi_latent_attention, "TELinear", Core), type):  # 0.16 asks for what TE lacks
+    if not isinstance(getattr(multi_latent_attention, "TELinear", Core), type):  # 0.16 needs it even without TE
         monkeypatch.setattr(multi_latent_attention, "TELinear", Core)
     how = dict(
         kind=MLATransformerConfig, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=8,
@@ -67,7 +67,7 @@ def keys_of(model):
     return [list(dict(model.named_parameters())), list(model.state_dict()), keys]
 
 
-def test_two_sites_a_layer_with_the_global_number_and_the_keys_of_stock():
+def test_every_layer_has_two_sites_with_its_global_number_and_the_keys_of_stock():
     model, stock = tiny.model_of(), tiny.build(tiny.config())
     sites = [(norm.lns_sites[0].layer_number, norm.lns_scale) for norm in tiny.scaled_norms(model)]
     assert sites == [(block, block**-0.5) for block in (1, 1, 2, 2, 3, 3, 4, 4)]
@@ -99,9 +99,9 @@ def test_apply_to_a_built_model_or_layer_equals_apply_to_its_config():
         ("batch_invariant_mode", True),
     ],
 )
-def test_settings_that_are_refused(name, value):
+def test_a_setting_that_lns_does_not_support_is_refused(name, value):
     setattr(cfg := tiny.under(), name, value)  # set late: not every version knows each of them
-    for refuses in (apply, tiny.build)[: 1 if "batch" in name else 2]:  # which main builds with TE only
+    for refuses in (apply, tiny.build)[: 1 if "batch" in name else 2]:  # main builds batch_invariant_mode with TE only
         with pytest.raises(LNSConfigError, match=f"{name}={value!r}"):
             refuses(cfg)
 
@@ -119,7 +119,7 @@ def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused():
         apply(layer)
 
 
-def test_an_unknown_norm_is_multiplied():
+def test_the_output_of_an_unknown_norm_is_multiplied():
     class Doubling(torch.nn.Module):
         def forward(self, x):
             return 2 * x, x
@@ -127,12 +127,12 @@ def test_an_unknown_norm_is_multiplied():
     layer = tiny.build(tiny.config()).decoder.layers[3]
     layer.input_layernorm = Doubling()
     apply(layer)
-    assert all(torch.equal(y, torch.ones(3)) for y in layer.input_layernorm(torch.ones(3)))  # not the residual
+    assert all(torch.equal(y, torch.ones(3)) for y in layer.input_layernorm(torch.ones(3)))  # the residual is kept
     assert "output multiplied" in layer.input_layernorm.lns_method
 
 
 def test_a_layer_that_does_not_run_its_norm_is_refused():
-    """At the first forward; Megatron's own case, the op fuser, is in te_cases.py."""
+    """The first forward finds it. te_cases.py has Megatron's own case, the op fuser."""
     model = tiny.model_of()
     model.decoder.layers[1].pre_mlp_layernorm = torch.nn.RMSNorm(tiny.HIDDEN)
     with pytest.raises(LNSConfigError, match=r"TransformerLayer 2 did not call the forward of pre_mlp_layernorm"):
@@ -144,7 +144,7 @@ SITE = Site(LNS, 3, 4, "attn")
 
 
 class PythonLayerNorm(torch.autograd.Function):
-    """Apex's function by its signature: backward uses the gain it was given, and returns its gradient."""
+    """Apex's function in Python: backward uses the gain that forward was given, and returns its gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, shape, eps, memory_efficient=False):
@@ -163,7 +163,7 @@ class PythonLayerNorm(torch.autograd.Function):
 
 @pytest.fixture
 def apex(monkeypatch):
-    """Megatron's wrapper of Apex, its CUDA function replaced; and the settings that it wants."""
+    """Megatron's wrapper of Apex, with its CUDA function replaced, and the settings that it needs."""
     from megatron.core.fusions import fused_layer_norm
 
     monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
@@ -172,20 +172,20 @@ def apex(monkeypatch):
 
 
 @pytest.mark.parametrize("centered", [False, True])
-def test_megatrons_wrapper_of_apex(centered, apex):
+def test_megatrons_wrapper_of_apex_computes_the_equation(centered, apex):
     kind, how = apex
     cfg = tiny.under(layernorm_zero_centered_gamma=centered, init_method_std=0.2, **how)
     model = tiny.perturb(tiny.build(cfg, tiny.spec_with(cfg, kind)))
     assert {norm.lns_method for norm in tiny.scaled_norms(model)} == {"folded into the norm's gain"}
     tiny.assert_equation(model, "lns", centered=centered, normalization="LayerNorm")
     norm = model.decoder.layers[2].input_layernorm
-    for wrong in (False, True):  # the parameters are seen again, also after a forward that fails
+    for wrong in (False, True):  # the parameters are back after a forward, even one that fails
         with pytest.raises(Exception, match="must match") if wrong else contextlib.nullcontext():
             norm(torch.randn(2, tiny.HIDDEN + wrong))
         assert norm.weight is norm._parameters["weight"] and norm.zero_centered_gamma is centered
 
 
-def test_a_norm_that_hands_the_residual_on():
+def test_a_norm_that_also_returns_the_residual_leaves_it_unscaled():
     class TEFusedResidualRMSNorm(torch.nn.RMSNorm):
         def forward(self, x):
             return super().forward(x), x
@@ -208,7 +208,7 @@ def test_a_fused_linear_that_is_not_megatrons_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "Apex"])
-def test_a_scaled_norm_is_saved_and_copied_whole(kind, apex):
+def test_a_scaled_norm_keeps_its_factor_when_saved_or_copied(kind, apex):
     norm: Any = apex[0](tiny.config(**apex[1]), WIDTH) if kind == "Apex" else torch.nn.RMSNorm(WIDTH, eps=EPS)
     attach_norm(norm, SITE)
     file = io.BytesIO()
@@ -223,7 +223,7 @@ def test_a_scaled_norm_is_saved_and_copied_whole(kind, apex):
         torch.testing.assert_close(y.float(), norm(x), rtol=1e-2, atol=1e-2)
 
 
-def test_a_norm_takes_one_factor():
+def test_a_norm_refuses_a_second_factor():
     attach_norm(norm := torch.nn.RMSNorm(WIDTH), SITE)
     with pytest.raises(LNSConfigError, match="scheme lns already"):
         attach_norm(norm, SITE)

@@ -44,7 +44,7 @@ def pickled(cfg):
 )
 def test_a_copy_of_a_config_has_the_scheme_and_the_initialization(copied, how):
     cfg = tiny.config()
-    if copied is pickled:  # torch's functions alone: Megatron's initializers are closures
+    if copied is pickled:  # functions of torch, since Megatron's initializers are closures
         cfg.init_method, cfg.output_layer_init_method = torch.nn.init.zeros_, torch.nn.init.ones_
     apply(cfg, **how)
     other = copied(cfg)
@@ -73,17 +73,17 @@ def block_spec(cfg):
     ],
     ids=["Megatron's own", "a layer", "a function", "a block", "a block's own spec", "another scheme"],
 )
-def test_the_layer_spec_is_apply(own, how):
+def test_a_layer_spec_builds_the_same_model_as_apply(own, how):
     cfg, other = tiny.config(), tiny.under(**how)
     one, two = tiny.build(cfg, layer_spec(cfg, own(cfg), **how)), tiny.build(other)
     assert (cfg.output_layer_init_method is cfg.init_method) is not how.get("keep_scaled_init", False)
     assert Settings.of(cfg) == Settings.of(other)
     norm_sites.check(one, parse(how.get("scheme", "lns")), tiny.LAYERS)
     assert type(one.decoder.layers[0]).__name__ == "TransformerLayer"
-    tiny.assert_same_step(one, two)  # drawn alike too
+    tiny.assert_same_step(one, two)  # their initial weights are equal too
 
 
-def test_what_the_layer_spec_refuses_and_the_stage_that_it_hands_on():
+def test_a_layer_spec_refuses_a_second_scheme_and_other_specs_and_passes_the_stage_on():
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     cfg = tiny.under("sandwich", keep_scaled_init=True)
@@ -96,7 +96,7 @@ def test_what_the_layer_spec_refuses_and_the_stage_that_it_hands_on():
     assert stages == [1]
 
 
-#: In a process where nothing of Megatron is replaced.
+#: Runs in a process where no function of Megatron is replaced.
 UNPATCHED = """
 from support import megatron_tiny as tiny
 from support.megatron_cpu import single_process
@@ -125,7 +125,7 @@ with single_process():
 """
 
 
-def test_nothing_of_megatron_is_replaced_for_a_layer_spec():
+def test_a_layer_spec_works_while_no_function_of_megatron_is_replaced():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", UNPATCHED], cwd=TESTS, capture_output=True, text=True, timeout=300,
         env=os.environ | {"OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
@@ -134,7 +134,7 @@ def test_nothing_of_megatron_is_replaced_for_a_layer_spec():
 
 
 def save(folder, model, **state):
-    """A loop of one's own: Megatron Core's save of the model alone."""
+    """Save the model alone with Megatron Core, as a training loop of one's own does."""
     from megatron.core import dist_checkpointing
 
     folder.mkdir()
@@ -162,19 +162,19 @@ def record_in(folder):
 
 
 @pytest.mark.parametrize("scheme", ["lns:exponent=0.25", "lnsafterbranch", "sandwich"])
-def test_a_checkpoint_of_a_loop_keeps_its_record_and_is_compared(scheme, tmp_path):
+def test_a_checkpoint_of_ones_own_loop_has_a_record_and_is_not_loaded_as_preln(scheme, tmp_path):
     from megatron.core import dist_checkpointing
 
     folder = save(tmp_path / "run", tiny.model_of(scheme))
     assert record_in(folder) == Record(parse(scheme), scaled_init="plain")
     load(folder, tiny.model_of(scheme))
-    load(folder, tiny.model_of(scheme, keep_scaled_init=True))  # the weights are there
+    load(folder, tiny.model_of(scheme, keep_scaled_init=True))  # the weights come from the checkpoint
     one = tiny.build(tiny.config()).sharded_state_dict()["decoder.final_layernorm.weight"]
     with pytest.raises(CheckpointMismatchError, match=f"was saved with {scheme}.*but this run has Pre-LN"):
         dist_checkpointing.load({"model": one}, folder)
 
 
-def test_other_weights_are_refused_with_a_name(tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_scheme_is_refused_unless_allowed(tmp_path, monkeypatch):
     lns, stock = save(tmp_path / "lns", tiny.model_of()), save(tmp_path / "stock", tiny.build(tiny.config()))
     with pytest.raises(CheckpointMismatchError, match=r"lns was saved with lns:exponent=0.5 .*this run has Pre-LN"):
         load(lns, tiny.build(tiny.config()))
@@ -183,14 +183,14 @@ def test_other_weights_are_refused_with_a_name(tmp_path, monkeypatch):
     with pytest.raises(CheckpointMismatchError, match="holds neither Megatron's arguments nor a record"):
         load(stock, tiny.model_of())
     load(stock, tiny.build(tiny.config()))
-    assert record_in(stock) is None  # nothing of ours in Megatron's own
+    assert record_in(stock) is None  # a stock checkpoint has no record
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "missing-record,lns-to-preln")
     load(stock, tiny.model_of())
     load(lns, tiny.build(tiny.config()))
 
 
 def test_the_record_is_that_of_the_built_model(tmp_path):
-    """Not of a config that was changed later; a stage without a layer, which only embeds, has its config's."""
+    """A later change of the config does not count. A stage without a layer has the record of its config."""
     from megatron.core import dist_checkpointing
 
     model = tiny.build(cfg := tiny.under())
@@ -210,7 +210,7 @@ def test_the_record_is_that_of_the_built_model(tmp_path):
 
 
 def test_the_arguments_of_a_launch_are_compared_and_no_second_record_is_written(tmp_path):
-    """As Megatron Bridge reads a checkpoint of ``pretrain_gpt.py --layernorm-scaling``."""
+    """Megatron Bridge reads a checkpoint of ``pretrain_gpt.py --layernorm-scaling`` in this way."""
     from megatron.core import dist_checkpointing
     from support.megatron_checkpoints import arguments
 
@@ -223,7 +223,7 @@ def test_the_arguments_of_a_launch_are_compared_and_no_second_record_is_written(
         load({"model": tiny.build(tiny.config()).sharded_state_dict()}, folder)
 
 
-def test_a_checkpoint_is_read_without_a_model(tmp_path):
+def test_a_checkpoint_can_be_read_without_a_model(tmp_path):
     """Tools that convert or average weights name tensors, and build no model that could be compared."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor

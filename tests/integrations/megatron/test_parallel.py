@@ -1,4 +1,4 @@
-"""Two ranks: the factor goes by the global number, and training is that of the hooked reference."""
+"""On two ranks the factor follows the global layer number, and training equals the hooked reference."""
 
 import json
 import os
@@ -14,7 +14,7 @@ BLOCKS = 4
 
 pytestmark = pytest.mark.slow
 
-#: Of each run, by the key that the caller gave it, what each rank found.
+#: Key of a run -> what each rank found.
 Found = dict[tuple[str, str], list[dict[str, Any]]]
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -27,26 +27,26 @@ MEGATRON_FSDP = DISTRIBUTED | {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tp": 2},
     "TP2, sequence parallel": {"tp": 2, "config": {"sequence_parallel": True}},
-    # For another implementation it shards linear layers twice.
+    # With another transformer_impl FSDP2 shards linear layers twice.
     "FSDP2": {"wrap": "fsdp2", "config": {"transformer_impl": "local"}},
     "Megatron-FSDP": {"wrap": "mfsdp", "ddp": MEGATRON_FSDP},
     "PP2": {"pp": 2},
-    # Otherwise Megatron on gloo trains wrongly, with or without LNS.
+    # Without these settings Megatron trains wrongly on gloo, with or without LNS.
     "PP2 x VPP2": {"pp": 2, "vpp": 2, "config": {"overlap_p2p_comm": True, "batch_p2p_comm": False}},
     "PP2, full recompute": {"pp": 2, "config": RECOMPUTE},
     "DP2, distributed optimizer, bf16": {"ddp": DISTRIBUTED, "bf16": True},
 }
-#: Other ways of the same over the blocks: an exhaustive run.
+#: The layouts of an exhaustive run only.
 LATER = ("FSDP2", "PP2", "PP2, full recompute", "DP2, distributed optimizer, bf16")
-#: Of each kind of residual addition one: a constant, a norm with a constant, a learned vector, a learned number.
+#: One scheme for each kind of residual addition: a constant, a norm with a constant, a learned vector, a learned number.
 SCHEMES = ("lnsafterbranch", "sandwich_depth", "layerscale:start=0.5", "skipinit")
-#: With the schemes: a sharded sequence, and stages that hold blocks which are not neighbours. The global batch is one, so
-#: that from one checkpoint they train as one process does.
+#: The layouts for SCHEMES: a sharded sequence, and stages whose blocks are not neighbours. Both have the global batch of
+#: one process, and so train as it does from the same checkpoint.
 FEW = ("TP2, sequence parallel", "PP2 x VPP2")
 
 
 def launch(ranks, runs):
-    """All runs in one launch, which costs more than their steps."""
+    """Do all runs in one launch, since a launch costs more than their steps."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
          "-m", "support.megatron_ranks", json.dumps(list(runs.values()))],
@@ -64,7 +64,7 @@ def compared(name):
 
 
 def losses(ranks):
-    """Those of the last pipeline stage."""
+    """The losses of the last pipeline stage."""
     return next(rank["losses"] for rank in ranks if rank["losses"][0] is not None)
 
 
@@ -89,7 +89,7 @@ def found(tmp_path_factory):
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LATER)) for name in LAYOUTS]
 )
 def test_training_follows_the_hooked_reference(name, request):
-    # PyTorch's FSDP2 in a second parallel state would meet the groups of the first: a process of its own.
+    # In a second parallel state PyTorch's FSDP2 would meet the groups of the first, so it has a launch of its own.
     found = launch(2, compared(name)) if name in LATER else request.getfixturevalue("found")
     plugin, expected = found[name, "plugin"], losses(found[name, "hooks"])
     assert losses(plugin) == pytest.approx(expected, rel=1e-2 if "bf16" in name else 1e-5)
@@ -103,8 +103,8 @@ def test_training_follows_the_hooked_reference(name, request):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", FEW)
-def test_schemes_train_alike(name, scheme, found):
-    """From one checkpoint, resharded: learned factors and norms are sharded, reduced, updated as in one process."""
+def test_a_scheme_trains_on_two_ranks_as_in_one_process(name, scheme, found):
+    """Both load one checkpoint. Learned factors and norms are sharded, reduced and updated correctly."""
     ranks, expected = found[name, scheme], losses(found["alone", scheme])
     assert losses(ranks) == pytest.approx(expected, rel=2e-5)
     assert len(set(expected)) == 4

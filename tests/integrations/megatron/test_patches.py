@@ -1,4 +1,4 @@
-"""The patches apply. Those that load the plugin do alone what the hook does, and beside it nothing more."""
+"""The patches apply. Those that load the plugin do what the hook does, and change nothing where it runs too."""
 
 import importlib.util
 import inspect
@@ -16,7 +16,7 @@ from support import megatron_tiny as tiny
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "patches" / "megatron"
-#: Version of Megatron Core -> its patches; the second for main has the method itself, without this package.
+#: Version of Megatron Core -> its patches; the second for main adds the method to Megatron, without this package.
 PATCHES = {
     "0.16.1": ["load-plugins-core_v0.16.1"],
     "0.19.0": ["load-plugins-core_v0.19.0"],
@@ -24,7 +24,7 @@ PATCHES = {
     "0.20.0": ["load-plugins-main", "layernorm-by-depth-main"],
 }
 
-#: Builds a model with and one without LNS, in a Megatron that the patch alone ("alone") or also the hook extended.
+#: Builds a model with and one without LNS. "alone" removes the hook, so that only the patch extends Megatron.
 PROGRAM = """
 import json, sys
 if sys.argv[1] == "alone":
@@ -48,7 +48,7 @@ def run(tree, *command, codes=(0,), **variables):
 
 
 def path_of(tree):
-    """Its Megatron before the installed one, and this repository."""
+    """PYTHONPATH with the Megatron of the tree, which comes before the installed one, and this repository."""
     return f"{tree}:{ROOT}:{ROOT / 'tests'}"
 
 
@@ -101,7 +101,7 @@ def test_the_patches_fit_the_checkout(checkout):
 
 @pytest.mark.slow
 def test_the_patch_for_upstream_passes_its_own_tests(checkout, tmp_path):
-    """On a copy of main; without the patch's code, the tests that it brings fail."""
+    """The patch is applied to a copy of main. Without its code, the tests that it adds fail."""
     tree, version = checkout
     if version != "0.20.0":
         pytest.skip(f"the patch is for main (0.20.0), the checkout is {version}")
@@ -116,5 +116,5 @@ def test_the_patch_for_upstream_passes_its_own_tests(checkout, tmp_path):
         words += ["-W", "ignore", f"--rootdir={copy}", "tests/unit_tests"]
         variables = {"PYTHONPATH": path_of(copy), "OLMO_LNS_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
         last[part] = run(copy, sys.executable, "-m", "pytest", "-q", *words, codes=(0, 1), **variables).splitlines()[-1]
-    assert last["*"].startswith("10 passed, 6 skipped"), last  # those of Transformer Engine
+    assert last["*"].startswith("10 passed, 6 skipped"), last  # Transformer Engine's are skipped
     assert last["tests/*"].startswith("10 failed, 6 skipped"), last

@@ -11,7 +11,7 @@ from olmo_lns.schemes import names, parse
 
 BUILT = ("lnsafterbranch", "lnsafterattn", "lnsafterff", "sandwich", "sandwich_depth", "layerscale", "skipinit")
 REFUSED = tuple(name for name in names() if name not in (*BUILT, "lns", "preln"))
-#: What a scheme adds to a slot of each layer, and where it starts.
+#: The parameter that a scheme adds to a slot of each layer, and its start.
 ADDED = {"sandwich": "norm.weight", "sandwich_depth": "norm.weight", "layerscale": "gate", "skipinit": "gate"}
 STARTS = {"layerscale": 0.1, "skipinit": 0.5, "skipinit:start=0.001": 0.001}
 MOE = {"num_moe_experts": 4}
@@ -37,7 +37,7 @@ def test_loss_and_all_gradients_are_those_of_the_equation(scheme, changes):
 
 
 def test_dropout_is_drawn_as_stock_draws_it():
-    """On the branch, in front of the addition: with factor 1 and the same random numbers it is the same model."""
+    """It is drawn on the branch, in front of the addition. With factor 1 and one seed the loss is that of stock."""
     losses = []
     for cfg in (
         tiny.under("lnsafterbranch:exponent=0.0", keep_scaled_init=True, hidden_dropout=0.3),
@@ -50,7 +50,7 @@ def test_dropout_is_drawn_as_stock_draws_it():
 
 
 @pytest.mark.parametrize("fp32_stream", [False, True])
-def test_the_addition_keeps_the_dtype_that_megatrons_own_keeps(fp32_stream):
+def test_the_addition_returns_the_dtype_of_megatrons_own(fp32_stream):
     """Up to 0.16 a bf16 branch makes an fp32 stream bf16; newer ones keep the stream's dtype."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
@@ -67,7 +67,7 @@ def sharded(model):
 
 
 @pytest.mark.parametrize("scheme", [*BUILT, "skipinit:start=0.001"])
-def test_keys_starts_and_plans_of_a_built_model(scheme):
+def test_a_built_model_has_the_keys_the_starts_and_the_plan_of_its_scheme(scheme):
     model, stock = tiny.model_of(scheme), tiny.build(tiny.config())
     norm_sites.check(model, parse(scheme), tiny.LAYERS)
     own = ADDED.get(scheme.split(":")[0])
@@ -92,7 +92,7 @@ def test_keys_starts_and_plans_of_a_built_model(scheme):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_megatron_has_no_slot_for_is_refused_by_name_with_the_reason(name):
+def test_a_scheme_that_megatron_has_no_slot_for_is_refused_with_the_reason(name):
     with pytest.raises(LNSConfigError) as refusal:
         apply(tiny.config(), scheme=name)
     text = str(refusal.value)
@@ -112,7 +112,7 @@ def test_an_exponent_beside_another_scheme_is_refused():
         apply(tiny.config(), scheme="sandwich_depth", exponent=0.25)
 
 
-def test_a_slot_that_holds_something_else_or_is_called_in_another_way_is_refused(monkeypatch):
+def test_a_slot_with_another_module_or_an_unverified_caller_is_refused(monkeypatch):
     from megatron.core.transformer.identity_op import IdentityFuncOp
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -126,7 +126,7 @@ def test_a_slot_that_holds_something_else_or_is_called_in_another_way_is_refused
         apply(tiny.build(tiny.config()), scheme="skipinit")
 
 
-def test_a_graph_of_half_a_layer_is_refused_where_the_addition_has_parameters():
+def test_a_cuda_graph_of_half_a_layer_is_refused_where_the_addition_has_parameters():
     cfg = tiny.config()
     cfg.cuda_graph_modules = ["attn"]  # set late: not every version has it
     with pytest.raises(LNSConfigError, match=r"Sandwich-LN does not support cuda_graph_modules=\['attn'\]"):

@@ -1,4 +1,4 @@
-"""Flags, their way through args and config, and what a checkpoint restores."""
+"""Flags: how they reach the arguments and the config, and what a checkpoint restores."""
 
 import argparse
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_flags_reach_the_config_and_choose_the_initialization(words, scheme):
     active = scheme != "preln"
     plain = PLAIN in words or (active and KEEP not in words)
     assert (config.output_layer_init_method is config.init_method) is plain
-    if active:  # what is written does not depend on the way in which LayerNorm Scaling was asked for
+    if active:  # both flags for LayerNorm Scaling give the same arguments
         own = scheme.startswith("lns")
         assert (args.layernorm_scaling, args.norm_scheme) == (own, "" if own else scheme)
         assert args.layernorm_scaling_exponent == (0.25 if scheme == "lns:exponent=0.25" else 0.5)
@@ -61,7 +61,7 @@ def test_flags_reach_the_config_and_choose_the_initialization(words, scheme):
         ((KEEP, PLAIN), "contradict each other"),
     ],
 )
-def test_flags_that_contradict_themselves(words, message):
+def test_wrong_or_contradicting_flags_are_refused(words, message):
     with pytest.raises(LNSConfigError, match=message):
         Settings.of(parse(*words)).check()
 
@@ -71,7 +71,7 @@ def restore(running, saved):
     return running
 
 
-def test_use_checkpoint_args_restores_what_was_not_given(capsys):
+def test_use_checkpoint_args_restores_the_flags_that_were_not_given(capsys):
     saved = parse(LNS, EXPONENT, "0.75", KEEP)
     assert Settings.of(restore(parse(), saved)) == Settings(True, 0.75, True)
     assert "from the checkpoint's arguments: --layernorm-scaling --layernorm-scaling-exponent 0.75 " + KEEP in (
@@ -81,7 +81,7 @@ def test_use_checkpoint_args_restores_what_was_not_given(capsys):
     assert Settings.of(restore(parse(), parse(PLAIN))).no_scaled_init
     saved = parse(SCHEME, "sandwich_depth:exponent=0.75", KEEP)
     assert Settings.of(restore(parse(), saved)) == Settings(False, 0.5, True, False, "sandwich_depth:exponent=0.75")
-    assert Settings.of(restore(parse(), SimpleNamespace())) == Settings()  # saved before the plugin
+    assert Settings.of(restore(parse(), SimpleNamespace())) == Settings()  # saved without the plugin
     args = parse(LNS)  # no checkpoint
     assert checkpoint.load_args(lambda args, load_arg="load": args)(args) is args
 
@@ -103,14 +103,14 @@ def load(running, saved, **state):
         ((SCHEME, "lnsafterbranch"), (), "saved with Pre-LN .* but this run has lnsafterbranch:exponent=0.5"),
     ],
 )
-def test_what_was_given_and_differs_is_refused(way, running, saved, words):
+def test_a_given_flag_that_differs_from_the_checkpoint_is_refused(way, running, saved, words):
     with pytest.raises(CheckpointMismatchError, match=f"(?s){words}"):
         way(parse(*running), parse(*saved))
 
 
 @pytest.mark.parametrize("name", [name for name in names() if parse_scheme(name).stock_keys(4) and name != "preln"])
-def test_weights_with_stock_names_are_refused(name):
-    """Whose names and shapes are a Pre-LN model's. Megatron builds some of them, and may be given any."""
+def test_weights_of_a_scheme_with_the_keys_of_preln_are_not_loaded_as_preln(name):
+    """They have the names and shapes of Pre-LN. Megatron builds some of these schemes, and may be given any."""
     for finetune in (False, True):
         with pytest.raises(CheckpointMismatchError, match=f"iter_7 was saved with {name}"):
             load(parse(finetune=finetune), SimpleNamespace(norm_scheme=name))
@@ -122,7 +122,7 @@ def test_the_same_settings_load():
 
 
 @pytest.mark.parametrize("name", ZERO_CENTRED)
-def test_gains_of_a_scheme_are_read_as_they_were_stored(name):
+def test_plain_and_zero_centred_gains_are_not_taken_for_each_other(name):
     plain, centred = (parse(LNS, **{name: value}) for value in (False, True))
     with pytest.raises(CheckpointMismatchError, match=r"holds plain gains, .*: drop --apply-layernorm-1p"):
         load(centred, plain)
@@ -132,7 +132,7 @@ def test_gains_of_a_scheme_are_read_as_they_were_stored(name):
 
 @pytest.mark.parametrize("more", [{}, {"finetune": True}, {"skip_train": True}])
 def test_folded_weights_run_as_preln_and_are_not_scaled_again(more, capsys):
-    """What ``export`` tells its users to do."""
+    """``export`` tells its users to run them so."""
     folded = SimpleNamespace(layernorm_scaling=False, layernorm_scaling_exponent=0.5, layernorm_scaling_folded=True)
     assert load(parse(**more), folded)[1] == "iter_7"
     assert not Settings.of(restore(parse(**more), folded)).layernorm_scaling
@@ -141,7 +141,7 @@ def test_folded_weights_run_as_preln_and_are_not_scaled_again(more, capsys):
         load(parse(LNS, **more), folded)
 
 
-def test_what_is_allowed_or_cannot_be_compared_is_said(monkeypatch, capsys):
+def test_an_allowed_mismatch_and_a_checkpoint_without_arguments_are_reported(monkeypatch, capsys):
     load(parse(LNS), None, model={})
     assert "holds no arguments" in capsys.readouterr().out
     monkeypatch.setenv(environment.ALLOW_MISMATCH, "lns-to-preln")

@@ -1,4 +1,4 @@
-"""Tests over Transformer Engine's own Python, each file in a process where that was there before Megatron."""
+"""Tests with Transformer Engine's own Python. Each file runs in a process that imports it before Megatron."""
 
 import os
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", ["te_cases.py", "bridge_cases.py"])
-def test_cases_in_a_process_of_their_own(cases):
-    """PYTHONOPTIMIZE, since TE asserts that there is a GPU."""
+def test_cases_pass_in_a_process_of_their_own(cases):
+    """PYTHONOPTIMIZE switches off TE's assertion that there is a GPU."""
     variables = {"PYTHONOPTIMIZE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-rs", str(Path(__file__).with_name(cases))],

@@ -1,4 +1,4 @@
-"""The guards: which Megatron is known, and what happens with another one."""
+"""Which versions of Megatron are verified, and what happens with another one."""
 
 import importlib.util
 import inspect
@@ -21,7 +21,7 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import LNS
 
 TABLE = {target.path: target for target in upstream.TARGETS}
-#: Not in every version: the stack of hybrid models and the config have moved, vit_model and the steps are new in main.
+#: Missing in some versions: the stack of hybrid models and the config have moved, vit_model and the steps are new in main.
 MAY_MISS = (
     *("MambaStack.__init__", "HybridStack.__init__", "core_transformer_config_from_args", "ViTModel.__init__"),
     *("._forward_post_mlp", "_bda_step"),
@@ -54,7 +54,7 @@ def test_the_checkout_is_verified():
     assert set.intersection(*(set(versions.split(", ")) for versions in found.values())), found
 
 
-def test_registered_once_and_replaced_once_and_never_too_late(monkeypatch):
+def test_register_replaces_a_function_once_and_refuses_to_come_after_megatrons_arguments(monkeypatch):
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     before = TransformerLayer.__init__
@@ -71,7 +71,7 @@ def test_registered_once_and_replaced_once_and_never_too_late(monkeypatch):
 
 @pytest.fixture
 def unknown(monkeypatch):
-    """Megatron's module of layers with a class that nobody verified, imported for the first time."""
+    """Megatron's module of layers with an unverified class, as if it were imported for the first time."""
     from megatron.core.transformer import transformer_layer
 
     class TransformerLayer:
@@ -112,12 +112,12 @@ def test_an_unknown_megatron_is_refused_where_a_flag_asks_for_a_scheme(unknown, 
     assert "OLMO_LNS_ALLOW_UNVERIFIED=1" in message and "OLMO_LNS_DISABLE=1" in message
 
 
-def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(unknown, monkeypatch):
-    """By apply, by the arguments of a checkpoint, or by the record in one; its loaders are only looked at."""
+def test_an_unknown_megatron_is_refused_where_a_scheme_is_asked_for_later(unknown, monkeypatch):
+    """``apply``, a config, the arguments of a checkpoint or its record asks for one. The loaders are only watched."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import serialization
 
-    for name in ("load", "save"):  # set anew by what is tested
+    for name in ("load", "save"):  # so that monkeypatch restores what the tested code sets
         monkeypatch.setattr(dist_checkpointing, name, getattr(dist_checkpointing, name))
     saved: dict[str, Any] = {"args": Namespace(tensor_parallel=1)}
     monkeypatch.setattr(serialization, "load", lambda state, folder: saved)
@@ -136,12 +136,12 @@ def test_an_unknown_megatron_is_refused_where_a_scheme_comes_later(unknown, monk
     ):
         with pytest.raises(UpstreamChangedError, match=r"this Megatron Core was left untouched.*OLMO_LNS_DISABLE=1"):
             ask()
-    # A layer spec asks for nothing but the layer's constructor, also where the plugin is off.
+    # A layer spec needs only the layer's constructor, even where the plugin is off.
     with pytest.raises(UpstreamChangedError, match=r"TransformerLayer.__init__ .*none of those verified"):
         layer_spec(tiny.config(), tiny.local_spec)
 
 
-def test_a_bridge_without_a_function_is_an_error_where_a_scheme_is_built(monkeypatch):
+def test_a_bridge_that_lacks_a_function_is_refused_where_a_scheme_is_built(monkeypatch):
     monkeypatch.setattr(patching, "_aside", {})
     name = "megatron.bridge.training.mlm_compat.arguments"
     for part in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.mlm_compat", name):

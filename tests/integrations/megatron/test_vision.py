@@ -41,7 +41,7 @@ def llava(cfg, tower):
 
 
 def configs(*, scheme):
-    """The tower's is a copy of the language model's, marks and all."""
+    """The config of the tower is a copy of the language model's, with its marks."""
     cfg = (tiny.under if scheme else tiny.config)(normalization="LayerNorm", init_method_std=0.1)
     tower = copy.deepcopy(cfg)
     tower.num_layers = TOWER_BLOCKS
@@ -53,7 +53,7 @@ def blocks(model):
     return [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(model)]
 
 
-def test_the_language_decoder_only_the_tower_is_megatrons_own(capsys):
+def test_the_language_decoder_is_scaled_and_the_vision_tower_is_megatrons_own(capsys):
     model, stock = llava(*configs(scheme=True)), llava(*configs(scheme=False)).vision_model
     out = capsys.readouterr().out
     assert blocks(model.language_model) == [1, 1, 2, 2, 3, 3, 4, 4] and blocks(model.vision_model) == []
@@ -62,18 +62,18 @@ def test_the_language_decoder_only_the_tower_is_megatrons_own(capsys):
     ours = model.vision_model
     image = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
     for (name, a), b in zip(ours.decoder.named_parameters(), stock.decoder.parameters(), strict=True):
-        assert float(a.std()) == pytest.approx(float(b.std()), rel=0.15), name  # scaled initialization is back
+        assert float(a.std()) == pytest.approx(float(b.std()), rel=0.15), name  # scaled as in stock
     ours.load_state_dict(stock.state_dict())
     assert torch.equal(ours(image), stock(image))
 
 
-def test_the_tower_on_request():
+def test_the_vision_tower_is_scaled_on_request():
     cfg, tower = configs(scheme=True)
     apply(tower, vision=True)
     assert blocks(llava(cfg, tower).vision_model) == [1, 1, 2, 2]
 
 
-def test_a_built_model(capsys):
+def test_apply_to_a_built_model_scales_the_vision_tower_on_request_only(capsys):
     model = llava(*configs(scheme=False))
     assert apply(model) == 8
     assert blocks(model.vision_model) == []

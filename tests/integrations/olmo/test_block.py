@@ -1,4 +1,4 @@
-"""OLMo's blocks under every scheme: values, gradients, initial weights, what is counted and read back, what is refused."""
+"""OLMo's blocks under every scheme: values, gradients, initial weights, sites, the scheme read back, refusals."""
 
 import copy
 
@@ -24,16 +24,16 @@ from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, names, parse, regist
 
 register()
 
-#: Block and base norm, with what else a norm may have.
+#: Block, base norm, and other settings of the norm.
 MODELS = (
     ("sequential", "rms", {}),
     ("llama", "default", {"layer_norm_with_affine": False}),
     ("sequential", "low_precision", {"bias_for_layer_norm": True}),
 )
-#: What has a block of its own here.
+#: Every scheme but LNS.
 OTHERS = tuple(name for name in NAMES if name != "lns")
 assert set(NAMES) == set(names()) - {"preln"}
-#: New keys of a block, by scheme; no other scheme has any.
+#: The keys that a scheme adds to a block; the other schemes add none.
 KEYS = {
     **dict.fromkeys(("sandwich", "sandwich_depth"), "norm_out"),
     **dict.fromkeys(("layerscale", "skipinit"), "gate"),
@@ -57,7 +57,7 @@ def assert_close(found, expected, tolerance):
 
 @pytest.mark.parametrize(("block", "base", "changes"), MODELS, ids=[block for block, *_ in MODELS])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_gradients_are_the_formulas(name, block, base, changes):
+def test_logits_and_gradients_equal_the_formula(name, block, base, changes):
     model, ids = build(layer_norm_type=f"{name}_{base}", block_type=block, **changes), tokens()
     _, logits, expected = loss_logits_gradients(model, name, base, ids)
     assert_close({"logits": model(ids).logits}, {"logits": logits}, 2e-5)
@@ -65,7 +65,7 @@ def test_logits_and_gradients_are_the_formulas(name, block, base, changes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_of_the_weights_and_none_of_the_new_is_decayed(name):
+def test_a_scheme_adds_only_its_own_keys_and_none_of_them_is_decayed(name):
     stock, model = set(build(layer_norm_type="rms").state_dict()), build(layer_norm_type=f"{name}_rms")
     ours = set(model.state_dict())
     new = {f"transformer.blocks.{n}.{s}_{KEYS[name]}.weight" for n in range(4) for s in ("attn", "ff") if name in KEYS}
@@ -76,7 +76,7 @@ def test_names_of_the_weights_and_none_of_the_new_is_decayed(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_checkpointing_strategy_gives_the_same_gradients(name):
+def test_every_activation_checkpointing_strategy_gives_the_same_gradients(name):
     model, ids = build(layer_norm_type=f"{name}_rms").train(), tokens()
     expected = gradients(model, ids)
     for strategy in ActivationCheckpointingStrategy:
@@ -86,7 +86,7 @@ def test_every_checkpointing_strategy_gives_the_same_gradients(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cache_and_block_groups(name):
+def test_a_cache_and_block_groups_give_the_same_logits(name):
     model, ids = build(layer_norm_type=f"{name}_rms"), tokens(1, 6)
     full = model(ids).logits
     first = model(ids[:, :4], use_cache=True)
@@ -101,7 +101,7 @@ def test_cache_and_block_groups(name):
 
 @pytest.mark.parametrize("block", ["sequential", "llama"])
 @pytest.mark.parametrize("name", NAMES)
-def test_meta_device_then_reset_gives_the_same_model(name, block):
+def test_a_model_from_the_meta_device_has_the_same_weights_after_a_reset(name, block):
     changes = dict(layer_norm_type=f"{name}_rms", block_type=block, init_fn="normal_scaled", embedding_layer_norm=True)
     on_meta = OLMo(model_config(init_device="meta", **changes))
     assert all(parameter.is_meta for parameter in on_meta.parameters())
@@ -124,7 +124,7 @@ def draw(**changes):
 
 
 def input_matrices(model):
-    """Key of each matrix that reads a block's norm -> the block's number."""
+    """Return the key of each matrix that reads a block's norm, with the number of the block."""
     found = {}
     for key in model.state_dict():
         *_, number, module, _ = ["", "", *key.split(".")]
@@ -134,8 +134,8 @@ def input_matrices(model):
 
 
 @pytest.mark.parametrize("block", ["sequential", "llama"])
-def test_gains_on_what_was_drawn(block):
-    """From the same random numbers as stock. DeepNorm: (8 L)^(-1/4) on v, o and both feed-forward matrices."""
+def test_deepnorm_lnsrate_and_lnsstart_multiply_stocks_initial_weights_by_their_gains(block):
+    """Stock draws the same random numbers. DeepNorm's gain is (8 L)^(-1/4) on v, o and both feed-forward matrices."""
     stock = draw(layer_norm_type="rms", block_type=block)
     names = ("deepnorm", "lnsrate", "lnsstart")
     ours = {name: draw(layer_norm_type=f"{name}_rms", block_type=block).state_dict() for name in names}
@@ -152,8 +152,8 @@ def test_gains_on_what_was_drawn(block):
             torch.testing.assert_close(ours[name][key], value * wanted, rtol=1e-6, atol=0)
 
 
-def test_lnsrate_is_pre_ln_whose_input_matrices_learn_at_a_rate_times_the_factor():
-    """Under AdamW, with eps and decay divided by the factor and no clipping: stock blocks, 20 steps."""
+def test_lnsrate_trains_as_pre_ln_does_with_the_rate_of_its_input_matrices_times_the_factor():
+    """Stock blocks train 20 steps under AdamW, with eps and decay divided by the factor and without clipping."""
     rate, decay, ids = 3e-3, 0.1, tokens()
     ours, stock = (draw(layer_norm_type=kind) for kind in ("lnsrate_rms", "rms"))
     inputs, groups = input_matrices(stock), []
@@ -176,12 +176,12 @@ def test_lnsrate_is_pre_ln_whose_input_matrices_learn_at_a_rate_times_the_factor
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])
-def test_initializations_combine_with_every_scheme(name):
-    """Bit-identical to ``normal`` but for the residual projections: one random stream."""
+def test_every_initialization_combines_with_every_scheme(name):
+    """All weights but the residual projections are those of ``normal``, bit for bit."""
     stock = draw(layer_norm_type="rms", init_fn="normal").state_dict()
     for init_fn in ("normal", "normal_scaled", "normal_depth_scaled"):
         ours = draw(layer_norm_type=f"{name}_rms".lstrip("_"), init_fn=init_fn)
-        assert str(ours.config.init_fn) == init_fn, "the config says afterwards what the run is"
+        assert str(ours.config.init_fn) == init_fn, "building the model changed init_fn in its config"
         ours = ours.state_dict()
         for number in range(1, 5):
             factor = {"normal": 1.0, "normal_scaled": 8**-0.5}.get(init_fn, (2 * number) ** -0.5)
@@ -189,7 +189,7 @@ def test_initializations_combine_with_every_scheme(name):
                 key = f"transformer.blocks.{number - 1}.{matrix}.weight"
                 gain = 32**-0.25 if name == "deepnorm" else 1.0
                 torch.testing.assert_close(ours.pop(key), stock[key] * factor * gain, rtol=1e-6, atol=0)
-        if name not in ("deepnorm", "lnsrate", "lnsstart"):  # which draw other matrices of theirs too
+        if name not in ("deepnorm", "lnsrate", "lnsstart"):  # these scale other matrices too
             assert all(torch.equal(value, stock[key]) for key, value in ours.items() if key in stock)
 
 
@@ -202,13 +202,13 @@ def test_initializations_combine_with_every_scheme(name):
         ("admin", "attn_omega", [(9 / torch.tensor(9.0).log().item() - 1) ** 0.5] * 64),
     ],
 )
-def test_learned_factors_start_at_their_formula(name, key, start):
+def test_learned_factors_start_at_the_value_of_their_formula(name, key, start):
     name, _, arguments = name.partition(":")
     model = draw(layer_norm_type=f"{name}_rms" + (f":{arguments}" if arguments else ""))
     assert getattr(blocks_of(model)[2], key).weight.tolist() == pytest.approx(start)
 
 
-def test_dropout_and_clipped_projections():
+def test_dropout_and_clipped_projections_take_effect_in_our_block():
     model, ids = build(layer_norm_type="sandwich_rms", residual_dropout=0.5, clip_qkv=0.1), tokens()
     assert not torch.allclose(model(ids).logits, build(layer_norm_type="sandwich_rms")(ids).logits)  # clipped
     model.train()
@@ -217,7 +217,7 @@ def test_dropout_and_clipped_projections():
 
 @pytest.mark.parametrize("name", ["layerscale", "skipinit", "admin", "sandwich"])
 @pytest.mark.parametrize(("key", "value"), [("decay_norm_and_bias", "true"), ("no_decay_norm_and_bias", "false")])
-def test_weight_decay_of_learned_factors_is_refused(tmp_path, name, key, value):
+def test_weight_decay_is_refused_for_learned_factors_and_allowed_for_norms(tmp_path, name, key, value):
     path = tmp_path / "config.yaml"
     path.write_text(f"model:\n  layer_norm_type: {name}_rms\noptimizer:\n  {key}: {value}\n")
     if name == "sandwich":
@@ -236,8 +236,8 @@ def test_the_scheme_is_read_back_from_the_blocks(spelling):
     assert norm_sites.read_back(copy.deepcopy(model)) == parse(spelling)
 
 
-def test_another_forward_of_olmos_is_refused(monkeypatch):
-    """Ours stands in its place: what it does in a version nobody has read is unknown."""
+def test_an_unverified_attention_is_refused_where_our_block_replaces_olmos(monkeypatch):
+    """Nobody has read what OLMo's own does in an unverified version."""
     _check_upstream.cache_clear()
     monkeypatch.setitem(upstream.ATTENTION.verified, "9cbcff0c598c8fba", "gone")
     monkeypatch.delitem(upstream.ATTENTION.verified, "9cbcff0c598c8fba")
@@ -254,7 +254,7 @@ GROUPS, WIDTH = 4, TINY["d_model"]
 @pytest.mark.parametrize("base", ["rms", "default", "low_precision"])
 @pytest.mark.parametrize(("x_dtype", "autocast"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
 def test_grouped_norms_round_once_as_olmos_norms_do(base, x_dtype, autocast):
-    """Against the equation in fp64. Without autocast a result is promoted with the parameters (rms), or of x's dtype."""
+    """Compared with the equation in fp64. Without autocast rms returns its parameters' dtype, the others x's."""
     model = build(layer_norm_type=f"groupln_{base}:groups={GROUPS}", include_bias=True, bias_for_layer_norm=True)
     norm = model.transformer.blocks[1].attn_norm
     x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(0)).to(getattr(torch, x_dtype))
@@ -269,7 +269,7 @@ def test_grouped_norms_round_once_as_olmos_norms_do(base, x_dtype, autocast):
     assert promoted or reference.worst_rounding(y, exact) < 1.01
 
 
-# What is attached is counted and read back; what cannot be built is refused
+# Sites are counted and read back; a scheme that cannot be built is refused
 
 GATE = schemes.Learned(per_channel=False, start=0.5)
 
@@ -299,8 +299,8 @@ def test_lnsvalue_refuses_clipped_values():
         build(layer_norm_type="lnsvalue_rms", clip_qkv=8.0)
 
 
-def test_sites_in_order_and_scheme_read_back():
-    """Final, embedding and q/k norms stay OLMo's."""
+def test_the_sites_are_in_order_and_the_scheme_is_read_back_from_them():
+    """The final norm, the embedding norm and the norms of q and k stay OLMo's."""
     quarter = parse("lns:exponent=0.25")
     more = dict(attention_layer_norm=True, embedding_layer_norm=True, block_group_size=2)
     model = build(layer_norm_type="lns_rms:exponent=0.25", **more)
@@ -318,7 +318,7 @@ def test_sites_in_order_and_scheme_read_back():
             norm_sites.check(model, asked, 4)
 
 
-def test_a_part_of_the_blocks_is_counted_as_a_part_and_two_schemes_are_found():
+def test_a_part_of_the_blocks_needs_its_layer_numbers_and_two_schemes_are_refused():
     blocks = torch.nn.ModuleList(blocks_of(build(layer_norm_type="lns_rms"))[2:])
     norm_sites.check(blocks, LNS, 4, layer_numbers=[3, 4])
     with pytest.raises(UpstreamChangedError, match="is on 4 sub-layers .*expected the 8 sub-layers of 4 blocks"):
@@ -335,7 +335,7 @@ def test_a_part_of_the_blocks_is_counted_as_a_part_and_two_schemes_are_found():
         ("lnsafterff_rms", "LNS after feed-forward on: 8 norms (lnsafterff_rms); branch_scale = 1 (block 1) to 0.5 (block 4), ff only; exponent 0.5; OLMo's own norms"),
     ],
 )  # fmt: skip
-def test_the_start_up_line(caplog, kind, line):
+def test_the_start_up_line_names_the_scheme_its_factors_and_the_initialization(caplog, kind, line):
     with caplog.at_level("INFO", logger="olmo_lns"):
         OLMo(model_config(layer_norm_type=kind, init_fn="mitchell"))
     (found,) = [record.getMessage() for record in caplog.records if " on: " in record.getMessage()]

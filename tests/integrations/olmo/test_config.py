@@ -1,3 +1,5 @@
+"""Selecting a scheme in OLMo: the config, overrides and variables, and what is refused."""
+
 import copy
 import os
 import pickle
@@ -28,7 +30,7 @@ def write(tmp_path, named):
     ("named", "override", "variable", "resolved"),
     [
         ("rms", "lns", "", "lns_rms"),
-        (None, "lns", "", "lns_default"),  # OLMo's own default is what the config means
+        (None, "lns", "", "lns_default"),  # a config without a type has OLMo's default
         ("lns_default", "lns", "", "lns_default"),
         ("lns", None, "", "lns_rms"),
         ("rms", "lns_default", "", "lns_default"),
@@ -42,7 +44,7 @@ def write(tmp_path, named):
         ("rms", None, "lns:exponent=0.25", "rms"),
     ],
 )
-def test_the_type_that_is_meant_is_written_into_the_config(
+def test_the_resolved_type_is_written_into_the_config(
     tmp_path, monkeypatch, caplog, named, override, variable, resolved
 ):
     monkeypatch.setenv("OLMO_LNS_SCHEME", variable)
@@ -54,8 +56,7 @@ def test_the_type_that_is_meant_is_written_into_the_config(
     assert caplog.text.count("layer_norm_type=") == (asked not in ("rms", "default", resolved))
     config.save(tmp_path / "saved.yaml")
     assert f"layer_norm_type: {resolved}\n" in (tmp_path / "saved.yaml").read_text()
-    # What the variable said stands in the file: a resumed run does not need it again.
-    monkeypatch.delenv("OLMO_LNS_SCHEME")
+    monkeypatch.delenv("OLMO_LNS_SCHEME")  # the file holds its value, so a resumed run does not need it
     assert TrainConfig.load(tmp_path / "saved.yaml").model.layer_norm_type is LayerNormType[resolved]
 
 
@@ -64,17 +65,17 @@ def test_the_type_that_is_meant_is_written_into_the_config(
     [
         (["run_name=lns", "model.layer_norm_type=${run_name}"], "lns_default"),
         (["model={layer_norm_type: lns}", "seed=3"], "lns_default"),
-        # Of several the last counts, and the one before it names the base norm.
+        # The last override counts; the one before it gives the base norm.
         (["model.layer_norm_type=rms", "seed=3", "model.layer_norm_type=lns"], "lns_rms"),
     ],
     ids=str,
 )
-def test_other_ways_to_override_the_type(tmp_path, overrides, resolved):
+def test_the_type_can_be_overridden_by_interpolation_by_a_mapping_or_twice(tmp_path, overrides, resolved):
     config = TrainConfig.load(write(tmp_path, "default"), overrides)
     assert config.model.layer_norm_type is LayerNormType[resolved]
 
 
-def test_a_checkpointer_that_torch_broke_is_named_before_training(tmp_path, caplog):
+def test_a_warning_names_a_checkpointer_that_torch_broke_before_training(tmp_path, caplog):
     for kind, name, named in (("rms", "local", False), ("lns", "olmo_core", False), ("lns", "local", True)):
         overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]
         TrainConfig.load(write(tmp_path, kind), overrides)
@@ -113,7 +114,7 @@ def test_a_type_and_a_variable_that_contradict_each_other_are_refused(tmp_path, 
         TrainConfig.load(write(tmp_path, named))
 
 
-def test_members_with_parameters_are_members_in_every_way():
+def test_a_type_with_parameters_is_a_full_member_of_the_enum():
     name = "lns_rms:exponent=0.37"
     member = LayerNormType[name]
     register()
@@ -143,8 +144,8 @@ for name in ("lns_default:exponent=0.29", "normal_scaled"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stock", [False, True])
-def test_a_saved_or_pickled_config_in_a_new_process_and_in_stock_olmo(tmp_path, stock):
-    """A process which has never seen the type; stock OLMo refuses our files instead of training something else."""
+def test_a_saved_or_pickled_config_loads_in_a_new_process_and_is_refused_by_stock_olmo(tmp_path, stock):
+    """The new process has never seen the type. Stock OLMo must not train another model from our files."""
     for name, kind, init_fn in (
         ("lns_default:exponent=0.29", "lns_default:exponent=0.29", "normal"),
         ("normal_scaled", "rms", "normal_scaled"),
@@ -161,10 +162,9 @@ def test_a_saved_or_pickled_config_in_a_new_process_and_in_stock_olmo(tmp_path, 
         assert done == ["True normal", "True normal_scaled"]
 
 
-def test_register_sets_what_the_variables_set(monkeypatch, tmp_path):
-    # setenv first, so that monkeypatch restores what register writes
+def test_arguments_of_register_set_the_environment_variables(monkeypatch, tmp_path):
     for name in ("OLMO_LNS_SCHEME", "OLMO_LNS_INITIALIZATION"):
-        monkeypatch.setenv(name, "")
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it after register
     register(scheme="lns:exponent=0.25", initialization="upstream")
     assert os.environ["OLMO_LNS_SCHEME"] == "lns:exponent=0.25" and os.environ["OLMO_LNS_INITIALIZATION"] == "upstream"
     assert TrainConfig.load(write(tmp_path, "lns")).model.layer_norm_type is LayerNormType["lns_rms:exponent=0.25"]
@@ -180,8 +180,8 @@ def test_register_sets_what_the_variables_set(monkeypatch, tmp_path):
         ("INITIALIZATION", "plane", "lns_rms", r"'plane' \(did you mean 'plain'\?\): expected one of plain, upstream"),
     ],
 )
-def test_a_wrong_variable_is_refused_where_it_bears_on_the_model(monkeypatch, name, value, kind, message):
-    """``OLMO_LNS_INITIALIZATION`` bears on stock models too; a misspelt scheme selects nothing."""
+def test_a_wrong_variable_is_refused_where_it_affects_the_model(monkeypatch, name, value, kind, message):
+    """``OLMO_LNS_INITIALIZATION`` affects stock models too; ``OLMO_LNS_SCHEME`` does not."""
     monkeypatch.setenv(f"OLMO_LNS_{name}", value)
     if name == "SCHEME":
         OLMo(model_config(layer_norm_type="rms"))

@@ -34,7 +34,7 @@ def expected_std(init_fn, matrix, block, *, depth_factor_on):
     [("rms", "llama", "", True), ("rms", "sequential", "plain", False), ("rms", "sequential", "upstream", True),
      ("lns_rms", "sequential", "", False), ("lns_rms", "llama", "plain", False), ("lns_rms", "llama", "upstream", True)],
 )  # fmt: skip
-def test_std_of_every_matrix(monkeypatch, kind, block_type, init_fn, policy, depth_factor_on):
+def test_every_std_is_that_of_olmos_formula(monkeypatch, kind, block_type, init_fn, policy, depth_factor_on):
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", policy)
     torch.manual_seed(0)
     model = OLMo(
@@ -47,7 +47,7 @@ def test_std_of_every_matrix(monkeypatch, kind, block_type, init_fn, policy, dep
         for name in (*projections, "ff_proj", "attn_out", "ff_out"):
             std = getattr(block, name).weight.std().item()
             assert std == pytest.approx(expected_std(init_fn, name, number, depth_factor_on=depth_factor_on), rel=0.03)
-        if init_fn != "normal":  # drawn within three standard deviations, which are scaled with them
+        if init_fn != "normal":  # drawn within three standard deviations; the depth factor scales this limit too
             limit = 3 * expected_std(init_fn, "attn_out", number, depth_factor_on=depth_factor_on) / TRUNCATED
             assert 0.9 * limit < block.attn_out.weight.abs().max().item() <= limit * (1 + 1e-6)
     head = STD if init_fn == "normal" else TRUNCATED / math.sqrt(D)
@@ -65,7 +65,7 @@ def test_a_second_draw_is_not_scaled_twice(init_fn, factor):
 # normal_scaled and normal_depth_scaled
 
 
-def test_unknown_init_fn_is_refused_by_name():
+def test_an_unknown_init_fn_is_refused_by_name():
     with pytest.raises(LNSConfigError, match="kaiming_normal.*normal, mitchell or full_megatron"):
         depth_factor("kaiming_normal", 1, 4)
 
@@ -75,21 +75,21 @@ def drawn(**changes):
     return OLMo(model_config(**{"layer_norm_type": "rms", "n_layers": LAYERS, **changes}))
 
 
-def test_our_initialization_is_recorded():
+def test_our_init_fns_are_in_the_record():
     lns = drawn(init_fn="normal_depth_scaled", layer_norm_type="lns_rms")
     assert record_of(lns) == Record(parse("lns"), "rms", "depth_scaled")
     assert record_of(drawn(init_fn="normal_scaled")) == Record(scaled_init="scaled")
 
 
 @pytest.mark.parametrize("asked", ["plain", "upstream"])
-def test_our_init_fn_and_the_variable_contradict_each_other(monkeypatch, asked):
+def test_our_init_fn_beside_a_variable_that_contradicts_it_is_refused(monkeypatch, asked):
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", asked)
     with pytest.raises(LNSConfigError, match=f"init_fn normal_scaled and OLMO_LNS_INITIALIZATION={asked} contradict"):
         drawn(init_fn="normal_scaled")
 
 
-def test_a_plain_string_draws_as_the_member_does():
-    """As hf_olmo passes it."""
+def test_an_init_fn_given_as_a_string_draws_as_the_enum_member_does():
+    """``hf_olmo`` passes a string."""
     config = model_config(layer_norm_type="rms", n_layers=LAYERS)
     config.init_fn = "normal_scaled"
     torch.manual_seed(5)

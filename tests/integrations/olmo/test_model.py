@@ -18,7 +18,7 @@ from olmo_lns.integrations.olmo.model import blocks_of
 
 register()
 
-#: Type, affine parameters, block, size of a group, tied weights, biases: every two values of these meet in a row.
+#: Type, affine parameters, block, size of a block group, tied weights, biases. Every pair of values is in some row.
 VARIANTS = [
     ("lns", "gain and bias", "sequential", 2, True, False),
     ("lns", "gain", "llama", 1, False, True),
@@ -36,14 +36,14 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("kind", "affine", "block_type", "group", "tied", "bias"), VARIANTS)
-def test_values_are_an_fp64_formulas_and_a_stock_models_with_output_hooks(kind, affine, block_type, group, tied, bias):
+def test_values_are_those_of_an_fp64_formula_and_a_hooked_stock_model(kind, affine, block_type, group, tied, bias):
     changes = dict(block_type=block_type, block_group_size=group, weight_tying=tied, include_bias=bias)
     changes |= dict(layer_norm_with_affine=affine != "none", bias_for_layer_norm="bias" in affine)
     base = kind.removeprefix("lns_").replace("lns", "rms")
     lns, stock, ids = build(layer_norm_type=kind, **changes), build(layer_norm_type=base, **changes), tokens()
     expected = reference_logits(lns, ids)
     np.testing.assert_allclose(lns(ids).logits.detach().numpy(), expected, rtol=2e-4, atol=2e-5)
-    # and the factor matters: without it the same weights are far away
+    # The factor matters: without it the same weights give other logits.
     assert np.abs(reference_logits(lns, ids, lns=False) - expected).max() > 0.05
     stock.load_state_dict(lns.state_dict())
     for number, block in enumerate(blocks_of(stock), start=1):
@@ -66,8 +66,8 @@ def test_a_block_built_without_the_factory_is_scaled_too():
 
 
 @pytest.mark.parametrize(("lost", "left"), [((1,), "lns is on 7"), ((0, 1, 2, 3), "preln is on 0")])
-def test_a_model_whose_blocks_lost_norms_is_refused(monkeypatch, lost, left):
-    """Without all of them it would train as Pre-LN under the name of LNS."""
+def test_a_model_whose_blocks_lost_scaled_norms_is_refused(monkeypatch, lost, left):
+    """A model that lost all of them would train as Pre-LN under the name of LNS."""
     original = OLMoSequentialBlock.__init__
 
     def init(self, layer_id, config, cache):

@@ -1,4 +1,4 @@
-"""What an OLMo checkpoint says of its model, in its record and in the trainer's state; every way of losing LNS."""
+"""The record of an OLMo checkpoint and the mark in its trainer's state: no save and no resume loses the scheme."""
 
 import copy
 import pickle
@@ -43,20 +43,20 @@ REFUSED = "this checkpoint was saved with lns:exponent=0.5 over rms"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process():
-    """As OLMo's checkpointers want it."""
+    """OLMo's checkpointers need a process group."""
     with process_group():
         yield
 
 
 def save(folder, kind, **changes):
-    """An unsharded checkpoint as OLMo lays it out, its config written by OLMo's own checkpointer."""
+    """Build a model and save it, unsharded, with OLMo's own checkpointer."""
     model = build(layer_norm_type=kind, **changes)
     save_built(folder, model)
     return model
 
 
 def save_built(folder, model, config=None, **state):
-    """:param config: of the checkpointer, default the model's own."""
+    """The checkpointer has ``config``; without one it has the config of the model."""
     if config is None:
         config = TrainConfig.new(model=TINY, save_folder=str(folder.parent))
         config.model = model.config  # as in a launch: one object
@@ -64,7 +64,7 @@ def save_built(folder, model, config=None, **state):
     FullCheckpointer(config).save_checkpoint(folder, DistributedDataParallel(model), optimizer, state)
 
 
-def test_the_record_is_of_the_model_that_was_built_and_so_is_what_resumes(tmp_path, monkeypatch):
+def test_record_and_resume_follow_the_built_model_and_not_the_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.25")
     model, running = build(layer_norm_type="lns_rms"), Running("lns_rms")
     monkeypatch.setenv("OLMO_LNS_SCHEME", "lns:exponent=0.5")
@@ -81,7 +81,7 @@ def test_the_record_is_of_the_model_that_was_built_and_so_is_what_resumes(tmp_pa
     ("kind", "built"),
     [("rms", "lns_rms"), ("lns_rms", "rms"), ("lns_rms", "lns_default"), ("lns_rms", "lns_rms:exponent=0.4")],
 )
-def test_a_config_of_another_scheme_is_not_saved_beside_a_model(tmp_path, kind, built):
+def test_a_model_is_not_saved_with_a_config_of_another_scheme(tmp_path, kind, built):
     config = TrainConfig.new(model={**TINY, "layer_norm_type": kind}, save_folder=str(tmp_path))
     model = OLMo(config.model.update_with(layer_norm_type=LayerNormType[built]))
     with pytest.raises(CheckpointMismatchError, match=f"names layer_norm_type {kind}. Give the checkpointer the conf"):
@@ -89,10 +89,10 @@ def test_a_config_of_another_scheme_is_not_saved_beside_a_model(tmp_path, kind, 
     assert not (tmp_path / "a").exists()
 
 
-def test_stock_checkpoints_are_untouched(tmp_path, monkeypatch):
+def test_a_stock_checkpoint_has_no_record_unless_an_initialization_was_chosen(tmp_path, monkeypatch):
     model = save(tmp_path / "a", "rms")
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["config.yaml", "model.pt", "optim.pt", "train.pt"]
-    # Nor does a setting of later change what was built.
+    # A variable that is set after the build does not change the record.
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "plain")
     save_built(tmp_path / "b", model)
     assert Record.read(tmp_path / "b") is None
@@ -100,15 +100,15 @@ def test_stock_checkpoints_are_untouched(tmp_path, monkeypatch):
     assert Record.read(tmp_path / "c") == Record(scaled_init="plain")
 
 
-def test_a_pickled_stock_model_does_not_need_us():
+def test_a_pickled_stock_model_does_not_refer_to_olmo_lns():
     data = pickle.dumps(build(layer_norm_type="rms"))
     assert b"olmo_lns." not in data
     assert record_of(pickle.loads(data)) == Record()
 
 
-def test_from_checkpoint_gives_the_same_logits_or_stops(tmp_path, monkeypatch):
+def test_from_checkpoint_gives_the_same_logits_and_refuses_another_exponent(tmp_path, monkeypatch):
     config = TrainConfig.new(model={**TINY, "layer_norm_type": "lns_rms"}, save_folder=str(tmp_path))
-    model = OLMo(config.model.update_with(init_device="cpu")).eval()  # of a copy
+    model = OLMo(config.model.update_with(init_device="cpu")).eval()  # update_with makes a copy
     save_built(tmp_path / "a", model, config)
     assert Record.read(tmp_path / "a") == record_of(model) == Record(parse("lns"), "rms", "plain")
     assert torch.equal(OLMo.from_checkpoint(str(tmp_path / "a"))(tokens()).logits, model(tokens()).logits)
@@ -117,7 +117,7 @@ def test_from_checkpoint_gives_the_same_logits_or_stops(tmp_path, monkeypatch):
         OLMo.from_checkpoint(str(tmp_path / "a"))
 
 
-#: (saved type, running type, difference, the flag that the error ends with); its words are test_record.py's.
+#: Saved type, type of the run, difference, type in the error's last line. test_record.py checks the other words.
 CASES = [
     ("lns_rms", "rms", "lns-to-preln", "lns"),
     ("rms", "lns_rms", "preln-to-lns", "rms"),
@@ -127,7 +127,7 @@ CASES = [
 
 
 class Running:
-    """A model that resumes by OLMo's own checkpointer."""
+    """A model that resumes through OLMo's own checkpointer."""
 
     def __init__(self, kind):
         self.model = build(seed=7, layer_norm_type=kind)
@@ -155,7 +155,7 @@ def test_every_checkpointer_is_guarded():
 
 
 @pytest.mark.parametrize(("saved", "running", "difference", "flag"), CASES)
-def test_resuming_with_another_setting_stops(tmp_path, monkeypatch, caplog, saved, running, difference, flag):
+def test_resuming_with_another_setting_is_refused(tmp_path, monkeypatch, caplog, saved, running, difference, flag):
     save(tmp_path / "step10-unsharded", saved)
     trainer = Running(running)
     with pytest.raises(CheckpointMismatchError, match=f"OLMO_LNS_ALLOW_MISMATCH={difference} ") as caught:
@@ -166,8 +166,8 @@ def test_resuming_with_another_setting_stops(tmp_path, monkeypatch, caplog, save
     assert trainer.loaded and f"although it differs ({difference})" in caplog.text
 
 
-def test_folded_weights_run_as_preln_alone_and_stay_folded_in_the_record(tmp_path, monkeypatch):
-    """Without the record ``export --unfold`` would take them for a model that never was LNS."""
+def test_folded_weights_run_only_as_preln_and_stay_folded_in_the_record(tmp_path, monkeypatch):
+    """Without the record, ``export --unfold`` would take them for a model that never had LNS."""
     for name in ("folded", "stock"):
         save(tmp_path / name, "rms")
     folded = Record(parse("lns"), "rms", "plain", folded=True)
@@ -194,7 +194,7 @@ def stock_norm(name):
     return lambda blocks: setattr(blocks[2], name, RMSLayerNorm(blocks[2].config))
 
 
-#: What is done to a model's blocks after it was built, and what is said of that.
+#: A change to the blocks of a built model, and the error that it causes.
 TAMPERED = {
     "exchanged": (exchange, "block 2 was built as block 3"),
     "factor": (
@@ -220,7 +220,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("name", TAMPERED)
-def test_a_model_that_was_changed_after_building_is_found(tmp_path, name):
+def test_a_model_that_was_changed_after_building_is_neither_resumed_nor_saved(tmp_path, name):
     kind = f"{name}_rms" if name in names() else "lns_rms"
     save(tmp_path / "step10-unsharded", kind)
     running, (tamper, message) = Running(kind), TAMPERED[name]
@@ -233,8 +233,8 @@ def test_a_model_that_was_changed_after_building_is_found(tmp_path, name):
     assert not (tmp_path / "saved").exists()
 
 
-def test_the_mark_is_compared_where_the_folder_lost_its_files(tmp_path, monkeypatch):
-    """Of a checkpoint's files only the ``*.pt`` were copied."""
+def test_the_mark_is_compared_where_config_and_record_are_lost(tmp_path, monkeypatch):
+    """Somebody copied only the ``*.pt`` files of the checkpoint."""
     model = build(layer_norm_type="lns_rms")
     trainer = Trainer.__new__(Trainer)
     trainer.model = model
@@ -252,7 +252,7 @@ def test_the_mark_is_compared_where_the_folder_lost_its_files(tmp_path, monkeypa
     assert running.loaded
 
 
-def test_a_lost_record_is_what_the_config_says(tmp_path):
+def test_a_checkpoint_without_its_record_has_the_scheme_of_its_config(tmp_path):
     for kind, init_fn, expected in (
         ("lns_default:exponent=0.25", "normal", Record(parse("lns:exponent=0.25"), "default", "plain")),
         ("lns_rms", "normal_scaled", Record(parse("lns"), "rms", "scaled")),
@@ -265,8 +265,8 @@ def test_a_lost_record_is_what_the_config_says(tmp_path):
         assert saved_record(folder) == expected
 
 
-def test_a_store_that_refuses_the_record(tmp_path, monkeypatch, caplog):
-    """It answers 403, as one does that hides what is not there: a stock checkpoint goes on, one with a scheme stops."""
+def test_an_unreadable_record_is_a_warning_for_stock_and_an_error_under_a_scheme(tmp_path, monkeypatch, caplog):
+    """The store answers 403, as some stores do for a file that does not exist."""
 
     def resource(folder, name, **_):
         if name == RECORD_FILE:
@@ -286,27 +286,27 @@ assert {"lns", "postln", "mixln", "deepnorm"} < set(STOCK_KEYS)
 
 
 @pytest.mark.parametrize("trained", STOCK_KEYS)
-def test_weights_with_names_and_shapes_of_pre_ln_run_under_their_scheme_alone(trained, tmp_path):
+def test_weights_with_names_and_shapes_of_pre_ln_run_only_under_their_own_scheme(trained, tmp_path):
     folder, stock = tmp_path / "step1-unsharded", build(layer_norm_type="rms")
     model = save(folder, f"{trained}_rms")
     shapes = [{key: value.shape for key, value in each.state_dict().items()} for each in (model, stock)]
-    assert shapes[0] == shapes[1], "otherwise there would be nothing to guard"
+    assert shapes[0] == shapes[1], "other keys or shapes than Pre-LN: this scheme is not one of STOCK_KEYS"
     check_checkpoint(folder, record_of(model))
-    # As somebody would who wants stock OLMo to open it: the record beside it still says what it is.
+    # Somebody may change the config so that stock OLMo opens it; the record still names the scheme.
     text = (folder / "config.yaml").read_text()
     for written in (text, text.replace(f"{trained}_rms", "rms")):
         (folder / "config.yaml").write_text(written)
         for running in {"lnsstart" if trained == "lns" else "lns", "preln"}:
             with pytest.raises(CheckpointMismatchError, match=f"was saved with {trained}"):
                 check_checkpoint(folder, replace(LNS, scheme=parse(running)))
-        for keeps_gains in (True, False):  # hf_olmo's, and OLMo's script or transformers' copy of it
+        for keeps_gains in (True, False):  # hf_olmo's converter does; OLMo's script and transformers' copy do not
             with pytest.raises(CheckpointMismatchError, match=f"was saved with {trained}"):
                 guards.check_conversion(folder, keeps_gains=keeps_gains)
 
 
 # The mark in the trainer's state: an OLMo without the plugin cannot resume what was trained under a scheme
 
-#: OLMo's Trainer with nothing of ours registered, where the plugin is switched off: stock OLMo on a CPU.
+#: Runs OLMo's Trainer on a CPU. With OLMO_LNS_DISABLE=1 that is stock OLMo.
 STOCK = """
 import sys
 from olmo.config import TrainConfig
@@ -328,7 +328,7 @@ def config_file(folder, **changes):
 
 
 def train(folder, *overrides):
-    """In this process, with the plugin."""
+    """Train in this process, with the plugin."""
     config = load_config(config_file(folder), overrides)
     with process_group() as device:
         prepare(config, device)
@@ -342,15 +342,15 @@ def stock(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def lns(tmp_path_factory):
-    """The checkpoint after two steps."""
+    """A checkpoint of an LNS run after two steps."""
     folder = tmp_path_factory.mktemp("lns")
     train(folder, "--model.layer_norm_type=lns", "--max_duration=2")
     return folder / "run" / "step2-unsharded"
 
 
 @pytest.mark.slow
-def test_without_the_plugin_it_is_not_resumed_as_preln(lns, tmp_path):
-    """With it and the flag the losses go on: test_train.py."""
+def test_without_the_plugin_an_lns_checkpoint_is_not_resumed_as_preln(lns, tmp_path):
+    """tests/runs/test_train.py resumes with the plugin and the flag."""
     result = stock(tmp_path, f"--load_path={lns}")
     assert result.code != 0 and not result.losses()
     assert REFUSED in result.text and "unset OLMO_LNS_DISABLE" in result.text
@@ -374,7 +374,7 @@ def test_a_folded_export_is_resumed_by_stock_olmo_and_an_unfolded_one_is_not(lns
 
 
 @pytest.mark.slow
-def test_stock_checkpoints_have_no_mark_and_their_state_is_copied_bit_for_bit(tmp_path):
+def test_stock_checkpoints_have_no_mark_and_marking_them_as_stock_changes_no_bit(tmp_path):
     train(tmp_path, "--max_duration=2")
     path = tmp_path / "run" / "step2-unsharded" / "train.pt"
     with zipfile.ZipFile(path) as archive:
@@ -384,7 +384,7 @@ def test_stock_checkpoints_have_no_mark_and_their_state_is_copied_bit_for_bit(tm
     assert path.read_bytes() == before
 
 
-def test_the_mark_is_taken_out_put_in_and_saved_again(tmp_path):
+def test_the_mark_can_be_removed_added_and_saved_again(tmp_path):
     path = tmp_path / "train.pt"
     path.write_bytes(b"opaque")
     with pytest.raises(LNSConfigError, match=r"train\.pt is truncated or not a file of torch\.save"):
@@ -401,4 +401,4 @@ def test_the_mark_is_taken_out_put_in_and_saved_again(tmp_path):
     with zipfile.ZipFile(path) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
     functions = [value for code, value, _ in pickletools.genops(pickled) if code.name == "GLOBAL"]
-    assert "olmo_lns.integrations.olmo.state needs_olmo_lns" in functions, "a name that checkpoints hold for good"
+    assert "olmo_lns.integrations.olmo.state needs_olmo_lns" in functions, "checkpoints hold this name for good"

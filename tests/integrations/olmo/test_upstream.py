@@ -1,4 +1,4 @@
-"""An OLMo that is not one of those verified."""
+"""Versions of OLMo that were not verified."""
 
 import sys
 
@@ -9,15 +9,15 @@ from olmo_lns.errors import UpstreamChangedError
 from olmo_lns.integrations.olmo import upstream
 
 
-def test_an_olmo_that_is_too_old_is_refused_and_a_newer_one_judged_by_its_source():
+def test_an_olmo_that_is_too_old_is_refused_and_a_newer_version_is_not():
     with pytest.raises(UpstreamChangedError, match=r"ai2-olmo 0\.3\.0: .*needs at least 0\.4\.0"):
         upstream.check_version("0.3.0")
     upstream.check_version("0.7.0")
 
 
-# An OLMo whose code is not what was verified: the error, not a wrong model
+# An OLMo whose code was not verified gives an error, not a wrong model
 
-#: Name -> file, a text, what stands in its place, and what is said of that.
+#: Name -> file, text, its replacement, and words of the error.
 CHANGES = {
     "signature": (
         "model.py",
@@ -43,7 +43,7 @@ config = ModelConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=16, embedding
 config.layer_norm_type = LayerNormType[sys.argv[1]]
 print(olmo.__path__[0], [getattr(block.attn_norm, "lns_scale", None) for block in OLMo(config).transformer.blocks])
 """
-#: Of a scheme that was asked for.
+#: Starts the error where a scheme was asked for.
 REFUSED = "A scheme was asked for, but this OLMo was left untouched: "
 
 
@@ -63,15 +63,15 @@ def changed(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_an_olmo_that_is_not_verified_stops_where_a_scheme_is_asked_for_and_there_alone(changed):
+def test_an_unverified_olmo_is_refused_only_where_a_scheme_or_an_initialization_is_asked_for(changed):
     name, said, build, untouched = changed
-    alone = build("rms", OLMO_LNS_DISABLE="1").ok()  # it works by itself: otherwise the errors would show nothing
-    stock = build("rms", OLMO_LNS_SCHEME="lns:exponent=0.25").ok()  # which selects nothing
+    alone = build("rms", OLMO_LNS_DISABLE="1").ok()  # it must work by itself, or the errors would show nothing
+    stock = build("rms", OLMO_LNS_SCHEME="lns:exponent=0.25").ok()  # this variable selects no scheme
     assert alone.last_line() == stock.last_line() == untouched and "untouched" not in alone.text
     assert stock.text.count("leaves this OLMo untouched") == 1 and said in stock.text
-    for refused in (build("lns_rms"), build("rms", OLMO_LNS_INITIALIZATION="plain")):  # on stock models too
+    for refused in (build("lns_rms"), build("rms", OLMO_LNS_INITIALIZATION="plain")):  # the second is a stock model
         assert refused.code != 0 and REFUSED in refused.text and said in refused.text
-    # A function that is not there cannot be gone on with.
+    # Nothing can be allowed where the function does not exist.
     assert ("OLMO_LNS_ALLOW_UNVERIFIED=1" in refused.text) == (name == "signature")
     allowed = build("lns_rms", OLMO_LNS_ALLOW_UNVERIFIED="1")
     if name == "signature":

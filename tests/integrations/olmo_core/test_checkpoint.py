@@ -1,4 +1,4 @@
-"""OLMo-core's own functions that save and load under the guards: what is written, refused, and let through."""
+"""OLMo-core's own functions for saving and loading, under the guards: what they write, refuse and allow."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ def _save(tmp_path, made, *, config=True, record=True):
     return checkpointer, folder
 
 
-def test_the_record_lies_in_the_checkpoint_from_its_first_moment(tmp_path):
+def test_a_save_writes_the_record_and_a_damaged_record_is_refused(tmp_path):
     _, folder = _save(tmp_path, apply(small.config(), exponent=0.25), config=False)
     assert Record.read(folder) == Record(Scheme.of("lns", exponent=0.25), "rms", "plain")
     assert Checkpointer.dir_is_checkpoint(folder)
@@ -57,14 +57,14 @@ def test_the_record_lies_in_the_checkpoint_from_its_first_moment(tmp_path):
         saved_record(folder)
 
 
-def test_a_stock_run_is_left_alone(tmp_path):
+def test_a_stock_checkpoint_has_no_file_of_ours_and_loads(tmp_path):
     checkpointer, folder = _save(tmp_path, small.config(), config=False)
     assert sorted(path.name for path in folder.iterdir()) == [".metadata.json", "model_and_optim", "train"]
     assert checkpointer.load(folder, _train_module(small.config()))["step"] == 1
 
 
 @pytest.mark.parametrize("record", [True, False])
-def test_a_run_resumes_under_the_scheme_of_its_checkpoint(record, tmp_path, monkeypatch):
+def test_a_run_resumes_only_under_the_scheme_of_its_checkpoint(record, tmp_path, monkeypatch):
     made = {"preln": small.config(), "lns": apply(small.config()), "other": apply(small.config(), exponent=0.25)}
     saved = {name: _save(tmp_path / name, config, record=record) for name, config in made.items() if name != "other"}
     flags = (
@@ -83,7 +83,7 @@ def test_a_run_resumes_under_the_scheme_of_its_checkpoint(record, tmp_path, monk
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_weights_that_are_saved_alone_keep_their_record(asynchronous, tmp_path, monkeypatch):
+def test_weights_saved_without_a_trainer_keep_their_record(asynchronous, tmp_path, monkeypatch):
     folder = tmp_path / "step1" / "model_and_optim"
     if asynchronous:
         async_save_model_and_optim_state(folder, apply(small.config()).build()).result()
@@ -106,8 +106,8 @@ def test_weights_that_are_saved_alone_keep_their_record(asynchronous, tmp_path, 
         load_model_and_optim_state(folder, apply(small.config()).build())
 
 
-def test_blocks_that_were_exchanged_are_not_saved(tmp_path):
-    """A reload would put each back where its number is, with another factor."""
+def test_a_model_whose_blocks_were_exchanged_is_not_saved(tmp_path):
+    """A reload would give the weights of each block the factor of the other."""
     built = small.model(apply(small.config()))
     built.blocks["1"], built.blocks["3"] = built.blocks["3"], built.blocks["1"]
     with pytest.raises(UpstreamChangedError, match="block 2 was built as block 4"):
@@ -115,8 +115,8 @@ def test_blocks_that_were_exchanged_are_not_saved(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_block_that_stayed_stock_is_seen_wherever_the_model_goes(tmp_path):
-    """Of the last block nobody hears while the model is built, nor of one that was put in later."""
+def test_a_model_with_a_stock_block_is_neither_loaded_nor_saved(tmp_path):
+    """The build does not notice that the last block is stock, nor that a block was replaced later."""
     whole, made = apply(small.config()), apply(small.config())
     save_model_and_optim_state(tmp_path / "weights", whole.build())
     made.block_overrides = {small.LAYERS - 1: small.config().block}
@@ -130,7 +130,7 @@ def test_a_block_that_stayed_stock_is_seen_wherever_the_model_goes(tmp_path):
 
 
 def test_folded_weights_that_are_trained_on_stay_folded_in_the_record(tmp_path):
-    """Else ``export --unfold`` would take them for a model that never was LNS."""
+    """Otherwise ``export --unfold`` would take them for a model that never had LNS."""
     checkpointer, folder = _save(tmp_path, small.config())
     folded = Record(Scheme.of("lns"), "rms", "plain", folded=True)
     folded.write(folder)
@@ -147,7 +147,7 @@ def test_folded_weights_that_are_trained_on_stay_folded_in_the_record(tmp_path):
 
 @pytest.fixture
 def converted(tmp_path):
-    """Of blocks that OLMo-core's converter takes: their config, a stock Hugging Face folder, and one of ours."""
+    """A config that OLMo-core's converter accepts; a stock Hugging Face model and one under a scheme, in a folder."""
     transformers = pytest.importorskip("transformers")
     from olmo_core.nn.hf import save_hf_model
 
@@ -161,7 +161,7 @@ def converted(tmp_path):
     return made, tmp_path
 
 
-def test_the_converter_out_is_stopped_where_it_would_drop_the_factor(converted, monkeypatch):
+def test_the_converter_to_hugging_face_is_refused_where_it_would_drop_the_factor(converted, monkeypatch):
     from olmo_core.nn.hf import save_hf_model
 
     made, folder = converted
@@ -174,7 +174,7 @@ def test_the_converter_out_is_stopped_where_it_would_drop_the_factor(converted, 
     save_hf_model(folder / "hf", built.state_dict(), built)
 
 
-def test_the_converter_in_is_stopped_both_ways(converted, monkeypatch):
+def test_the_converter_from_hugging_face_is_refused_where_the_schemes_differ(converted, monkeypatch):
     import transformers
     from olmo_core.nn.hf import load_hf_model
 
@@ -201,7 +201,7 @@ def test_the_converter_in_is_stopped_both_ways(converted, monkeypatch):
 
 
 @pytest.mark.parametrize("block", small.SCHEMES)
-def test_every_sub_layer_is_a_site_and_record_of_config_and_of_model_agree(block):
+def test_every_sub_layer_is_a_site_and_the_records_of_config_and_model_agree(block):
     scheme, norms = small.SCHEMES[block]
     made = small.with_scheme(small.config(block), exponent=0.25)
     expected = Record(Scheme.of(scheme, exponent=0.25), "rms", "plain")
@@ -225,7 +225,7 @@ def test_every_sub_layer_is_a_site_and_record_of_config_and_of_model_agree(block
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_resumed_with_the_other_router_it_is_refused(tmp_path, saved):
+def test_resuming_with_another_scale_router_is_refused(tmp_path, saved):
     made, other = (small.with_scheme(small.config("moe"), scale_router=value) for value in (saved, not saved))
     checkpointer, folder = _save(tmp_path, made)
     words = f"(?i)saved with block.scale_router={saved}, but this run has {not saved} in block 1.*Run with"
@@ -236,7 +236,7 @@ def test_resumed_with_the_other_router_it_is_refused(tmp_path, saved):
     checkpointer.load(folder, _train_module(made))
 
 
-def test_routers_of_blocks_with_configs_of_their_own(tmp_path):
+def test_scale_router_is_read_for_each_block_with_its_own_config(tmp_path):
     hidden, seen = (small.with_scheme(small.config("moe"), scale_router=value) for value in (False, True))
     overridden, named = copy.deepcopy(hidden), copy.deepcopy(hidden)
     overridden.block_overrides = {1: small.with_scheme(small.config()).block, 2: seen.block}
@@ -253,5 +253,5 @@ def test_routers_of_blocks_with_configs_of_their_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_several_processes_go_on_together_or_stop_together(tmp_path):
+def test_two_ranks_stop_together_and_groups_of_one_rank_load_alone(tmp_path):
     run_distributed_test(olmo_core_ranks.guard, start_method="spawn", func_args=(tmp_path,))

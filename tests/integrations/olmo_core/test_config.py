@@ -1,4 +1,4 @@
-"""Selecting a scheme: flags, Python, JSON, and everything that must not pass in silence."""
+"""Selecting a scheme by flags, in Python or in JSON, and the mistakes that must be an error."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from olmo_lns.olmo_core import BlockConfig, apply
 CLASS = "--block._CLASS_=olmo_lns.olmo_core.BlockConfig"
 
 
-def test_flags_of_an_unmodified_launch():
+def test_flags_of_an_unmodified_launch_select_the_scheme():
     made = small.config().merge([CLASS, "--block.scheme=lns", "--block.exponent=0.25"])
     assert type(made.block) is BlockConfig and str(made.block.resolved_scheme) == "lns:exponent=0.25"
     assert made.block.stock() == small.config().block
@@ -29,7 +29,7 @@ def test_flags_of_an_unmodified_launch():
     assert (block.scheme, block.exponent, block.initialization, block.scale_router) == ("lns", 0.5, "plain", True)
     block = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.25"]).block
     assert (block.scheme, block.exponent) == ("lns", 0.25)
-    for spelled, given in (("0.25", "1"), ("0.5", "0.25")):  # 0.5 is what is left out when a scheme is written
+    for spelled, given in (("0.25", "1"), ("0.5", "0.25")):  # 0.5 is the default, which a scheme's name leaves out
         with pytest.raises(Exception, match="contradict"):
             small.config().merge([CLASS, f"--block.scheme=lns:exponent={spelled}", f"--block.exponent={given}"])
     same = small.config().merge([CLASS, "--block.scheme=lns:exponent=0.5", "--block.exponent=0.5"])
@@ -41,8 +41,8 @@ WRONG = [f"olmo_lns.{module}BlockConfig" for module in NEARBY] + ["olmo_lns.olmo
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_another_class_of_ours_is_an_error_wherever_it_is_named(name):
-    """OLMo-core takes its own block, without a word, where a module has no such class."""
+def test_a_wrong_class_name_of_olmo_lns_is_refused_wherever_it_is_written(name):
+    """OLMo-core silently takes its own block where a module has no such class."""
     message = f"_CLASS_={name}: the block config of olmo-lns is olmo_lns.olmo_core.BlockConfig"
     with pytest.raises(LNSConfigError, match=message):
         small.config().merge([f"--block._CLASS_={name}"])
@@ -66,7 +66,7 @@ config.merge(["--block._CLASS_=olmo_lns.olmo_core.BlokConfig"])
 """
 
 
-def test_where_start_up_hooks_are_forbidden_the_class_brings_the_guards():
+def test_without_the_start_up_hook_naming_the_class_installs_the_guards():
     packages = [path for path in sys.path if path.endswith("site-packages")]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(olmo_lns.__file__).parents[1]), *packages])}
     done = subprocess.run([sys.executable, "-S", "-c", _WITHOUT_HOOKS], capture_output=True, text=True, env=variables)
@@ -90,7 +90,7 @@ def test_where_start_up_hooks_are_forbidden_the_class_brings_the_guards():
         ),
     ],
 )
-def test_what_is_refused(fields, message):
+def test_a_block_config_that_cannot_be_built_is_refused(fields, message):
     with pytest.raises(LNSConfigError, match=message):
         apply(small.config(), **fields)
     made = small.config()
@@ -100,7 +100,7 @@ def test_what_is_refused(fields, message):
 
 
 @pytest.mark.parametrize("block", ["reordered_norm", "peri_norm", "default_scaled", "normalized"])
-def test_the_papers_method_is_refused_on_other_blocks_by_their_name(block):
+def test_lns_is_refused_on_other_kinds_of_blocks_by_their_name(block):
     made = small.config()
     made.block.name = type(made.block.name)(block)
     post = "needs block.name default or moe or moe_hybrid.*not the method of the"
@@ -109,7 +109,7 @@ def test_the_papers_method_is_refused_on_other_blocks_by_their_name(block):
         apply(made)
 
 
-def test_apply_in_place_to_a_model_or_what_holds_one():
+def test_apply_changes_a_model_config_or_its_holder_in_place():
     made = small.config()
     assert apply(made, exponent=0.25) is made
     assert made.block.exponent == 0.25
@@ -130,7 +130,7 @@ def _patterned(block, **names):
     return TransformerConfig(**common, block={"wide": block, **names}, block_pattern=["wide", *names])
 
 
-def test_block_overrides_and_named_blocks_get_their_own_index():
+def test_block_overrides_and_named_blocks_get_the_factor_of_their_own_number():
     overridden, other = small.config(), copy.deepcopy(small.config().block)
     other.feed_forward.hidden_size = 16
     overridden.block_overrides = {2: other}
@@ -162,7 +162,7 @@ print(type(config.block).__name__, config.block.scheme, config.block.exponent, c
 """
 
 
-def test_json_in_another_process_and_without_the_package(tmp_path):
+def test_a_json_config_loads_in_another_process_and_fails_without_the_package(tmp_path):
     made = apply(small.config(), exponent=0.25)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(made.as_config_dict()))
@@ -174,7 +174,7 @@ def test_json_in_another_process_and_without_the_package(tmp_path):
     assert without.returncode and "olmo_lns" in without.stderr and "BlockConfig" not in without.stdout
 
 
-def test_switched_off_the_config_is_refused(monkeypatch):
+def test_a_config_with_a_scheme_is_refused_when_the_plugin_is_disabled(monkeypatch):
     made = apply(small.config())
     monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
     for build in (made.build, lambda init_device: made.block.build(d_model=32, block_idx=0, n_layers=2)):

@@ -14,7 +14,7 @@ NORMS = ("attention_norm", "feed_forward_norm")
 
 
 def overrides():
-    """One group a block: rate s·η, decay λ/s, ε/s. OLMo-core decays its gains unless told otherwise."""
+    """One group for each block: rate s·η, decay λ/s, ε/s. OLMo-core decays its gains unless told otherwise."""
     return [
         OptimGroupOverride(
             params=[f"blocks.{number - 1}.{norm}.weight" for norm in NORMS],
@@ -35,7 +35,7 @@ def losses(model, optimizer):
     return found
 
 
-def test_group_overrides_train_lns():
+def test_stock_blocks_with_group_overrides_train_as_lns_does():
     made = small.config()
     lns, stock = small.model(small.with_scheme(made), seed=None), small.model(made, seed=None)
     scale_(stock, block_gains(stock, *(f"blocks.{{}}.{norm}.weight" for norm in NORMS)))

@@ -1,6 +1,6 @@
 """OLMo-core's own example script, unmodified, from a checkout: ``OLMO_CORE_SRC=~/OLMo-core``.
 
-The script comes from the checkout, the package is the one that is installed here.
+The script comes from the checkout; OLMo-core itself is the installed package.
 """
 
 import os
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 LNS = ["--model.block._CLASS_=olmo_lns.olmo_core.BlockConfig", "--model.block.scheme=lns"]
-#: A model and data of a size for a CPU; everything else is the script's own.
+#: A model and data small enough for a CPU; everything else is the script's own.
 SMALL = [
     "--sequence-length=32",
     "--dataset.tokenizer.vocab_size=512",
@@ -88,7 +88,7 @@ def _losses(output):
     return [float(value) for value in re.findall(r"train/CE loss=([\d.]+)", output)]
 
 
-def test_train_kill_resume_and_forget_the_flags(launch, tmp_path):
+def test_a_killed_run_resumes_with_the_flags_and_is_refused_without_them(launch, tmp_path):
     save = tmp_path / "lns"
     code, whole = launch(tmp_path / "whole", *LNS, ranks=2)
     assert code == 0 and whole.count(LINE) == 1, whole[-4000:]
@@ -125,7 +125,7 @@ def test_without_the_flags_the_package_changes_nothing(launch, tmp_path):
 
 
 def test_the_patch_for_upstream_passes_its_own_tests(tmp_path):
-    """patches/olmo_core on a copy of the checkout; without it, the tests that it brings fail."""
+    """The patch is applied to a copy of the checkout. Without its code, the tests that it adds fail."""
     patch = Path(__file__).resolve().parents[3] / "patches" / "olmo_core" / "layernorm-scaling-float.patch"
     failed = {}
     for parts in ("src/*", "src/test/*"):

@@ -1,4 +1,4 @@
-"""What a built model is: keys, weights, sites, the start-up line, and what OLMo-core does to it afterwards."""
+"""A built model: its keys and weights, and what OLMo-core does with it afterwards."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ def experts(monkeypatch):
 
 @pytest.mark.parametrize("block", small.SCHEMES)
 @pytest.mark.parametrize("method", ["normal", "fan_in"])
-def test_same_keys_and_same_initial_weights_as_the_stock_block(block, method):
+def test_a_model_under_a_scheme_has_the_keys_and_initial_weights_of_stock(block, method):
     made = small.config(block)
     made.init_method = type(made.init_method)(method)
     stock, scaled = small.model(made, seed=None), small.model(small.with_scheme(made), seed=None)
@@ -42,7 +42,7 @@ def test_same_keys_and_same_initial_weights_as_the_stock_block(block, method):
 
 
 @pytest.mark.parametrize("method", ["llama", "llama_depth", "normalized"])
-def test_depth_scaled_initialization_is_refused_or_kept_knowingly(method, caplog):
+def test_depth_scaled_initialization_is_refused_unless_asked_for(method, caplog):
     made = small.config()
     made.init_method = type(made.init_method)(method)
     with pytest.raises(
@@ -56,7 +56,7 @@ def test_depth_scaled_initialization_is_refused_or_kept_knowingly(method, caplog
     assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), stock.parameters(), strict=True))
 
 
-def test_copies_and_pickles():
+def test_copies_and_pickles_compute_the_same_and_initialize_their_own_weights():
     built = small.model(apply(small.config()))
     expected = built(small.TOKENS)
     for other in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
@@ -66,8 +66,8 @@ def test_copies_and_pickles():
 
 
 @pytest.mark.slow
-def test_ddp_fsdp_hsdp_tensor_pipeline_and_context_parallel():
-    """Four gloo processes on one CPU give what one process gives."""
+def test_ddp_fsdp_hsdp_tensor_pipeline_and_context_parallel_equal_one_process():
+    """Four gloo processes run on one CPU."""
     blocks, everything = ("default", "reordered_norm", "peri_norm"), olmo_core_ranks.everything
     run_distributed_test(everything, world_size=4, backend="gloo", start_method="spawn", func_args=(blocks,))
 
@@ -88,7 +88,7 @@ _MODES = [
 
 @pytest.mark.parametrize(("mode", "arguments"), _MODES)
 @pytest.mark.parametrize("block", ["default", "peri_norm"])
-def test_activation_checkpointing(block, mode, arguments):
+def test_activation_checkpointing_gives_the_same_gradients(block, mode, arguments):
     made = small.with_scheme(small.config(block))
     expected = _gradients(small.model(made))
     built = small.model(made)
@@ -109,7 +109,7 @@ def test_activation_checkpointing(block, mode, arguments):
         (dict(name="rms", bias=False), Mode.budget, "aot_eager_decomp_partition"),
     ],
 )
-def test_compiled(norm, checkpointed, backend):
+def test_a_compiled_model_gives_the_same_gradients(norm, checkpointed, backend):
     torch._dynamo.reset()
     made = apply(small.config("default", norm))
     expected = _gradients(small.model(made))
@@ -156,8 +156,8 @@ def test_generation_does_not_load_or_average_across_schemes(tmp_path):
     assert record_of(Module.from_checkpoints([tmp_path / "lns", tmp_path / "again"], **here).model).active
 
 
-def test_generation_from_a_checkpoint(tmp_path, monkeypatch):
-    """OLMo-core builds the model that config.json names; nobody has to say the scheme again."""
+def test_generation_takes_the_scheme_from_the_checkpoint(tmp_path, monkeypatch):
+    """OLMo-core builds the model that config.json names, so nobody has to give the scheme again."""
     from olmo_core.generate.generation_module import GenerationConfig
     from olmo_core.generate.generation_module.transformer import TransformerGenerationModule as Module
 
@@ -176,8 +176,8 @@ def test_generation_from_a_checkpoint(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("name", "package"), [("fused_rms", "flash_attn"), ("cute_rms", "quack")])
-def test_kernels_of_the_gpu(name, package):
-    """OLMo-core's own norm kernels with the factor, against its RMSNorm with it."""
+def test_norm_kernels_of_the_gpu_agree_with_olmo_cores_rms_norm(name, package):
+    """Both have the factor."""
     pytest.importorskip(package)
     configs = (small.config("default", {"name": kind, "bias": False}) for kind in (name, "rms"))
     built, expected = (small.model(apply(each)).to("cuda", torch.bfloat16) for each in configs)

@@ -1,4 +1,4 @@
-"""What the blocks compute: an independent formula in fp64, and stock models with folded gains."""
+"""What the blocks compute, against an independent formula in fp64 and stock models with folded gains."""
 
 import copy
 import itertools
@@ -58,13 +58,13 @@ def kernels(monkeypatch):
 
 
 def _compare(made, block, *, exponent=0.5, tolerance=2e-6, **fields):
-    """An LNS model and a stock model with folded gains: same logits, gradients by the chain rule."""
+    """Compare an LNS model with a stock model with folded gains: logits, and gradients by the chain rule."""
     scaled = small.model(small.with_scheme(made, exponent=exponent, **fields))
     stock = small.model(copy.deepcopy(made))
     assert list(stock.state_dict()) == list(scaled.state_dict())
     stock.load_state_dict(scaled.state_dict())
     with torch.no_grad():
-        assert (stock(small.TOKENS) - scaled(small.TOKENS)).abs().max() > 1e-3  # unfolded, it is another model
+        assert (stock(small.TOKENS) - scaled(small.TOKENS)).abs().max() > 1e-3  # without the fold it is another model
     small.fold(stock, block, exponent)
     found, expected = scaled(small.TOKENS), stock(small.TOKENS)
     torch.testing.assert_close(found, expected, rtol=tolerance * 10, atol=tolerance)
@@ -77,7 +77,7 @@ def _compare(made, block, *, exponent=0.5, tolerance=2e-6, **fields):
 
 
 @pytest.mark.parametrize(("block", "exponent"), [("default", 0.5), ("reordered_norm", 0.25), ("peri_norm", 0.25)])
-def test_formula_in_fp64(block, exponent):
+def test_logits_and_gradients_equal_a_formula_in_fp64(block, exponent):
     made = small.config(block)
     built = small.model(small.with_scheme(made, exponent=exponent))
     logits = built(small.TOKENS)
@@ -94,12 +94,12 @@ WITH_GAIN = [name for name in KNOWN_NORMS if name not in ("l2_norm", "rms withou
 
 
 @pytest.mark.parametrize(("norm", "block"), zip(WITH_GAIN, itertools.cycle(DENSE), strict=False))
-def test_every_norm_equals_folded_gains(block, norm):
+def test_every_norm_with_the_factor_equals_folded_gains(block, norm):
     _compare(small.config(block, NORMS[norm]), block)
 
 
 @pytest.mark.parametrize("norm", ["l2_norm", "rms without gain"])
-def test_norm_without_gain_is_multiplied(norm):
+def test_the_output_of_a_norm_without_gain_is_multiplied(norm):
     made = small.config("default", NORMS[norm])
     scaled, stock = small.model(small.with_scheme(made)), small.model(made)
     for number, block in enumerate(stock.blocks.values(), start=1):
@@ -109,7 +109,7 @@ def test_norm_without_gain_is_multiplied(norm):
 
 
 @pytest.mark.parametrize(("option", "block"), zip([*OPTIONS, *OPTIONS], itertools.cycle(DENSE), strict=False))
-def test_every_option_equals_folded_gains(block, option):
+def test_lns_beside_every_option_of_a_model_equals_folded_gains(block, option):
     kwargs = dict(OPTIONS[option])
     window, alpha = kwargs.pop("sliding_window", False), kwargs.pop("alpha", False)
     if "tie_word_embeddings" in kwargs and "tie_word_embeddings" not in small.config().__dataclass_fields__:
@@ -132,12 +132,12 @@ def test_embedding_norm_final_norm_and_qk_norm_have_no_factor():
 
 
 @pytest.mark.parametrize("block", [name for name in small.SCHEMES if name.startswith("moe")])
-def test_mixture_of_experts_equals_folded_gains(block):
+def test_lns_in_a_mixture_of_experts_equals_folded_gains(block):
     _compare(small.config(block), block, tolerance=5e-6)
 
 
 @pytest.mark.parametrize("block", ["moe", "moe_hybrid"])
-def test_router_that_does_not_see_the_factor(block):
+def test_without_scale_router_the_router_does_not_see_the_factor(block):
     made = small.config(block)
     scaled = small.model(small.with_scheme(made, scale_router=False))
     stock = small.model(made)
@@ -152,7 +152,7 @@ def test_router_that_does_not_see_the_factor(block):
 
 @pytest.mark.parametrize("norm", ["rms", "default", "qwen_rms", "fused_rms"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_bf16_is_as_near_to_fp64_as_the_stock_norm_is(norm, weights):
+def test_a_scaled_norm_in_bf16_is_as_near_to_fp64_as_the_stock_norm(norm, weights):
     if norm not in KNOWN_NORMS:
         pytest.skip(f"this OLMo-core has no {norm}")
     made = small.config("default", NORMS[norm])

@@ -17,7 +17,7 @@ from olmo_lns.study.plan.check import arm_problems
 from olmo_lns.study.plan.spec import Study
 
 PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
-#: Of configs/olmo (tests/configs).
+#: The numbers of configs/olmo, which tests/configs checks.
 PARAMETERS = {"60M": 85_074_432, "150M": 190_532_352, "300M": 371_491_840, "1B": 1_279_854_592, "7B": 6_888_361_984}
 ARMS = ("preln", "lns")
 
@@ -28,7 +28,7 @@ def _check(path):
 
 @pytest.mark.parametrize("size", PARAMETERS)
 @pytest.mark.parametrize("arm", ARMS)
-def test_files_are_what_they_say(size, arm):
+def test_every_config_passes_its_check_and_has_its_number_of_parameters(size, arm):
     checked = _check(PACK / f"{size}-{arm}.yaml")
     assert (checked.problems, checked.notes, checked.kind, checked.arm) == ([], [], "olmo-core", arm)
     assert checked.parameters == checked.shape.parameters == PARAMETERS[size]
@@ -47,7 +47,7 @@ def test_arms_differ_in_the_block_only():
     assert scaled == stock
 
 
-def test_an_arm_that_it_is_not():
+def test_a_config_that_does_not_fit_its_arm_is_a_problem():
     settings = {"model.block._CLASS_": "olmo_lns.olmo_core.BlockConfig", "model.block.exponent": 0.25}
     (problem,) = arm_problems("lns", settings, OLMO_CORE)
     assert "model.block.scheme='lns:exponent=0.25', but arm 'lns' is model.block.scheme='lns'" in problem
@@ -71,7 +71,7 @@ def test_an_arm_that_it_is_not():
         ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "is in tokens: expected a multiple of 4096"),
     ],
 )
-def test_what_a_check_finds(old, new, message, tmp_path):
+def test_the_check_finds_a_mistake_in_a_config(old, new, message, tmp_path):
     text = (PACK / "60M-lns.yaml").read_text()
     assert old in text
     path = tmp_path / "60M-lns.yaml"
@@ -80,8 +80,8 @@ def test_what_a_check_finds(old, new, message, tmp_path):
     assert re.search(message, problems), problems
 
 
-def test_depthbench_s_shapes_have_the_parameters_of_its_table():
-    """Millions, from its README; 42 and 70 blocks are in no table but the paper's, about 400."""
+def test_the_shapes_of_depthbench_have_the_parameters_of_its_table():
+    """Millions, from its README. The sizes with 42 and 70 blocks are in the paper's table only, with about 400."""
     study = Study.load(PACK.parent / "study" / "depthbench.yaml")
     runs = {run.size: run for run in study.runs if run.arm == "preln"}
     table = {"L16": 407, "L20": 414, "L24": 405, "L28": 406, "L32": 399}

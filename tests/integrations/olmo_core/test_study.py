@@ -1,4 +1,4 @@
-"""A study in OLMo-core: what it plans, what it launches, what it reads; and a real one on the CPU."""
+"""A study in OLMo-core: its commands, the logs that it reads, and a real one on the CPU."""
 
 import json
 import os
@@ -37,7 +37,7 @@ LOG = """\
 """
 
 
-def test_command(tmp_path, monkeypatch):
+def test_the_commands_name_the_script_the_config_and_the_folder_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     paper = Study.load(CONFIGS / "study" / "paper-olmo-core.yaml")
     run = next(run for run in paper.runs if run.name == "7B-lns-s6198")
@@ -50,12 +50,12 @@ def test_command(tmp_path, monkeypatch):
     assert len(written) == 5 and "OLMO_DATA_DIR:?" in script and "7B-preln-s6198) COMMAND=(torchrun" in script
 
 
-def test_log_with_losses_after_their_progress(tmp_path):
+def test_losses_are_read_from_a_log_that_prints_them_after_their_step(tmp_path):
     path = tmp_path / "a.log"
     path.write_text(LOG)
     curve = logs.read(path)
     assert curve.losses == {1: 5.979, 2: 5.956, 3: 1005.9} and curve.total == 3
-    path.write_text(LOG[: LOG.index("    train/CE loss=5.956")])  # as a kill cuts it
+    path.write_text(LOG[: LOG.index("    train/CE loss=5.956")])  # as a kill leaves it
     assert logs.read(path).losses == {1: 5.979}
     path.write_text(LOG + LOG)
     with pytest.raises(LNSConfigError, match="damaged: step 1 comes after step 3"):
@@ -90,7 +90,7 @@ def micro(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_launched_killed_continued_and_reported(micro, tmp_path):
+def test_a_killed_study_goes_on_and_is_reported(micro, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "olmo_lns", "study", "all", str(micro), "--out", str(out)]
     process = subprocess.Popen(command, start_new_session=True)
@@ -111,7 +111,7 @@ def test_launched_killed_continued_and_reported(micro, tmp_path):
     assert Record.read(out / "s-lns-s1" / "step12") == Record(Scheme.of("lns"), "rms", "plain")
     assert Record.read(out / "s-preln-s1" / "step12") is None
     assert (out / "report" / "report.md").is_file()
-    # What a run used is what it saved: another exponent there is found, wherever the log says nothing of it.
+    # The saved config shows what a run used: another exponent there is found, even if the log does not name it.
     config = out / "s-lns-s1" / "step12" / "config.json"
     text = json.loads(config.read_text())
     text["model"]["block"]["exponent"] = 0.25

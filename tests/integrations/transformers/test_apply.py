@@ -1,4 +1,4 @@
-"""Every family under a scheme, against stock models whose norms or branches are multiplied from outside."""
+"""Every model family under a scheme, against stock models whose norms or branches are multiplied by hooks."""
 
 import copy
 
@@ -27,7 +27,7 @@ AFTER = ("lnsafterbranch", "lnsafterattn", "lnsafterff")
 
 @pytest.mark.parametrize("scheme", ["lns", *AFTER])
 @pytest.mark.parametrize("kind", IN_FRONT)
-def test_a_scheme_is_the_formula(kind, scheme, schemes):  # noqa: F811
+def test_a_scheme_equals_a_stock_model_with_hooks(kind, scheme, schemes):  # noqa: F811
     model = stock(kind).double()
     reference = hooked(kind, model, scheme, exponent=0.25)
     keys = list(model.state_dict())
@@ -38,7 +38,7 @@ def test_a_scheme_is_the_formula(kind, scheme, schemes):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ("olmo2", "olmo3") if kind in MODELS])
-def test_a_norm_on_the_branch_takes_the_branch_factor_and_no_other(kind, schemes):  # noqa: F811
+def test_a_model_with_norms_on_its_branches_takes_a_branch_factor_and_refuses_lns(kind, schemes):  # noqa: F811
     model = stock(kind)
     reference = hooked(kind, model, "branchnorm")
     apply(model, "branchnorm")
@@ -50,7 +50,7 @@ def test_a_norm_on_the_branch_takes_the_branch_factor_and_no_other(kind, schemes
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_folded_models_are_stock_and_compute_the_same(kind, schemes):  # noqa: F811
+def test_a_folded_model_is_stock_and_computes_the_same(kind, schemes):  # noqa: F811
     for scheme in ("branchnorm",) if kind in ("olmo2", "olmo3") else ("lns", *AFTER):
         model = stock(kind)
         kinds = [type(module) for module in model.modules()]
@@ -79,12 +79,12 @@ def _bert():
         (lambda: stock("gpt2", add_cross_attention=True), "lns", "third sub-layer"),
     ],
 )
-def test_what_is_refused(make, scheme, message, schemes):  # noqa: F811
+def test_a_scheme_that_does_not_fit_the_model_is_refused(make, scheme, message, schemes):  # noqa: F811
     with pytest.raises(LNSConfigError, match=message):
         apply(make(), scheme)
 
 
-def test_twice_and_trained_weights_are_refused(tmp_path):
+def test_apply_is_refused_twice_and_on_weights_that_may_be_trained(tmp_path):
     model = apply(stock("llama"))
     with pytest.raises(CheckpointMismatchError, match="lns:exponent=0.5 .* already"):
         apply(model)
@@ -99,7 +99,7 @@ def test_twice_and_trained_weights_are_refused(tmp_path):
     same("llama", apply(drawn, trained=False), hooked("llama", stock("llama")))
 
 
-def test_a_replaced_forward_is_noticed(tmp_path):
+def test_a_replaced_forward_is_found_and_not_saved(tmp_path):
     model = apply(stock("llama"))
     norm = blocks("llama", model)[1].input_layernorm
     norm.forward = lambda x: x
@@ -128,7 +128,7 @@ def test_a_norm_of_another_class_has_its_output_multiplied():
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [("llama", "lns"), ("gpt2", "lnsafterbranch"), ("vit", "lns")])
-def test_hidden_states_and_attentions_are_given(kind, scheme, tmp_path, schemes):  # noqa: F811
+def test_hidden_states_and_attentions_equal_those_of_the_hooked_model(kind, scheme, tmp_path, schemes):  # noqa: F811
     def outputs(model):
         with torch.no_grad():
             found = model(**inputs(kind), output_hidden_states=True, output_attentions=True)
@@ -143,8 +143,8 @@ def test_hidden_states_and_attentions_are_given(kind, scheme, tmp_path, schemes)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_initialization_is_plain_under_a_scheme(kind, schemes):  # noqa: F811
-    """Every matrix of a block has one standard deviation; without a scheme GPT-2's last projections have another."""
+def test_initialization_is_plain_under_a_scheme_unless_asked_otherwise(kind, schemes):  # noqa: F811
+    """Every matrix of a block has the same std; without a scheme GPT-2's output projections have a smaller one."""
     scheme = "branchnorm" if kind in ("olmo2", "olmo3") else "lns"
     wide = {"n_embd": 128} if kind == "gpt2" else {"hidden_size": 128, "intermediate_size": 256}
     outputs = OUTPUTS.get(kind, LLAMA_OUTPUTS)
@@ -161,7 +161,7 @@ def test_initialization_is_plain_under_a_scheme(kind, schemes):  # noqa: F811
     assert ratio(plain) == pytest.approx(6**-0.5 if kind == "gpt2" else 1.0, abs=0.03)
     applied = apply(copy.deepcopy(plain), scheme)
     assert ratio(applied) == pytest.approx(1.0, abs=0.03)
-    applied.apply(applied._init_weights)  # as a launcher does that builds on the meta device
+    applied.apply(applied._init_weights)  # as a launcher that builds on the meta device does
     assert ratio(applied) == pytest.approx(1.0, abs=0.03)
     scaled = apply(copy.deepcopy(plain), scheme, initialization="scaled")
     assert ratio(scaled) == pytest.approx(6**-0.5, abs=0.03)

@@ -1,4 +1,4 @@
-"""Out of transformers folded, and in from OLMo unfolded."""
+"""Exports of transformers folders to stock models, and imports of OLMo checkpoints."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ register()
 
 
 @pytest.mark.parametrize("kind", ["llama", "olmo", "gpt2", "dinov2"])
-def test_a_folder_of_ours_becomes_a_stock_model(kind, tmp_path, capsys):
+def test_the_export_of_a_folder_with_a_scheme_is_a_stock_model(kind, tmp_path, capsys):
     import transformers
 
     model = apply(stock(kind), "lns:exponent=0.25", initialization="upstream")
@@ -36,7 +36,7 @@ def test_a_folder_of_ours_becomes_a_stock_model(kind, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "fp32"), ("llama", "bf16"), ("dinov2", "fp32"), ("vit", "bf16")])
-def test_verify_runs_a_folder_of_ours_against_its_export(kind, dtype, tmp_path, capsys):
+def test_verify_passes_for_an_export_and_fails_against_another_exponent(kind, dtype, tmp_path, capsys):
     model = apply(stock(kind), initialization="upstream")
     model.save_pretrained(tmp_path / "lns")
     words = [str(tmp_path / "lns"), str(tmp_path / "out"), "--format", "hf", "--dtype", dtype]
@@ -51,8 +51,8 @@ def test_verify_runs_a_folder_of_ours_against_its_export(kind, dtype, tmp_path, 
     assert "FAIL" in capsys.readouterr().out
 
 
-def test_an_export_is_of_what_the_folder_holds(tmp_path, capsys):
-    """Shards of 20 kB, each weight in the dtype it has; nothing that is missing is drawn anew."""
+def test_an_export_keeps_dtypes_and_shards_and_refuses_a_folder_without_a_weight(tmp_path, capsys):
+    """The shards have 20 kB. A weight that is missing is not drawn anew."""
     from safetensors.torch import load_file, save_file
 
     model = apply(stock("gpt2"), initialization="upstream")
@@ -97,7 +97,7 @@ def test_an_export_is_of_what_the_folder_holds(tmp_path, capsys):
         ("llama", "lnsafterbranch_rms", {}),
     ],
 )
-def test_an_olmo_checkpoint_comes_in_as_trained_and_folded_ones_unfolded(kind, type_, changes, tmp_path, capsys):
+def test_an_olmo_checkpoint_is_imported_as_trained_and_a_folded_one_unfolded(kind, type_, changes, tmp_path, capsys):
     pytest.importorskip("olmo")
     import transformers
 

@@ -1,4 +1,4 @@
-"""Folders that carry a scheme: with the package, without it, with trust_remote_code, and under a stock class."""
+"""Folders with a scheme are loaded with the package, without it, with trust_remote_code, and by a stock class."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from olmo_lns.integrations.transformers import apply, fold, register
 register()
 
 AUTO = {"vit": "AutoModelForImageClassification", "dinov2": "AutoModelForImageClassification"}
-#: Prints the logits of the model in a folder on the inputs of a file, as repr of a nested list.
+#: Loads the model in a folder, prints its class, and saves its logits on the inputs of a file.
 PROGRAM = """
 import sys, json, torch, transformers
 folder, file, auto, trust = sys.argv[1:5]
@@ -28,19 +28,19 @@ torch.save(model(**torch.load(file)).logits.detach(), file + ".out")
 
 
 def run(folder, kind, *, trust=False, package=True, auto=""):
-    """Load in a new process; returns what it printed and the logits (None where it failed)."""
+    """Load the folder in a new process; return its output and the logits, or None where it failed."""
     file = folder.parent / f"{folder.name}-{trust}-{package}.pt"
     torch.save(inputs(kind), file)
     more = {"HF_MODULES_CACHE": str(folder.parent / "modules"), "OLMO_LNS_DISABLE": None if package else "1"}
     loader = auto or AUTO.get(kind, "AutoModelForCausalLM")
     command = [sys.executable, "-c", PROGRAM, folder, file, loader, str(int(trust))]
-    # Another directory than the repository's: what is found is what is installed.
+    # Outside the repository, so that Python finds the installed package.
     done = launch.run(command, cwd=folder.parent, env=environment(**more))
     return done.text, torch.load(f"{file}.out") if done.code == 0 else None
 
 
 @pytest.mark.parametrize("kind", IN_FRONT)
-def test_saved_and_loaded(kind, tmp_path):
+def test_a_saved_model_is_loaded_with_its_scheme_and_the_same_logits(kind, tmp_path):
     import transformers
 
     model = apply(stock(kind), "lns:exponent=0.25", initialization="upstream")
@@ -59,12 +59,12 @@ def test_saved_and_loaded(kind, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "scheme"), [("llama", "lns"), pytest.param("vit", "lnsafterff", marks=pytest.mark.exhaustive)]
 )
-def test_other_processes(kind, scheme, tmp_path, schemes):  # noqa: F811
+def test_another_process_needs_the_package_or_trust_remote_code(kind, scheme, tmp_path, schemes):  # noqa: F811
     model = apply(stock(kind), scheme, initialization="upstream")
     model.save_pretrained(folder := tmp_path / scheme)
     with torch.no_grad():
         expected = model(**inputs(kind)).logits
-    if scheme == "lns":  # the other row may be this test's
+    if scheme == "lns":  # the other scheme may exist in this test's fixture only
         text, logits = run(folder, kind)
         assert "CLASS olmo_lns.integrations.transformers.models" in text and "LayerNorm Scaling on: 6 norms" in text
         assert torch.equal(logits, expected)
@@ -78,7 +78,7 @@ def test_other_processes(kind, scheme, tmp_path, schemes):  # noqa: F811
 
 
 def test_factors_may_differ_in_their_last_digit_only(tmp_path):
-    """Powers of another machine's mathematical library."""
+    """The math library of another machine may compute the powers differently."""
     import transformers
 
     apply(stock("llama")).save_pretrained(tmp_path)
@@ -100,7 +100,7 @@ def test_factors_may_differ_in_their_last_digit_only(tmp_path):
             transformers.AutoConfig.from_pretrained(tmp_path)
 
 
-def test_heads_and_base_models(tmp_path):
+def test_other_heads_and_the_base_model_load_under_the_scheme(tmp_path):
     import transformers
 
     model = apply(stock("llama"))
@@ -118,7 +118,7 @@ def test_heads_and_base_models(tmp_path):
 SHAPE = [f"--set={text}" for text in ("num_hidden_layers=3", "hidden_size=32", "intermediate_size=64", "vocab_size=97", "num_attention_heads=4")]  # fmt: skip
 
 
-def test_init_from_a_model_type_and_from_a_folder(tmp_path, capsys):
+def test_hf_init_makes_a_model_from_a_model_type_and_from_a_folder(tmp_path, capsys):
     import transformers
 
     assert main(["hf", "init", "llama", *SHAPE, "--scheme", "lns:exponent=0.25", "-o", str(tmp_path / "one")]) == 0
@@ -137,7 +137,7 @@ def test_init_from_a_model_type_and_from_a_folder(tmp_path, capsys):
     assert blocks[0].mlp.c_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_init_starts_from_a_folded_folder_and_refuses_pre_ln_and_one_that_has_a_scheme(tmp_path, capsys):
+def test_hf_init_takes_a_folded_folder_and_refuses_preln_and_a_folder_with_a_scheme(tmp_path, capsys):
     fold(apply(stock("llama"))).save_pretrained(tmp_path / "folded")
     assert main(["hf", "init", str(tmp_path / "folded"), "-o", str(tmp_path / "lns")]) == 0
     for words, message in (
@@ -156,7 +156,7 @@ def test_init_starts_from_a_folded_folder_and_refuses_pre_ln_and_one_that_has_a_
         ("vision/deit3-small-36", "ImageClassification", 64_282_370),
     ],
 )
-def test_the_shipped_shapes(folder, head, parameters, tmp_path):
+def test_the_shipped_configs_have_their_number_of_parameters(folder, head, parameters, tmp_path):
     import transformers
 
     source = Path(__file__).resolve().parents[3] / "configs" / folder

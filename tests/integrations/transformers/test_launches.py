@@ -1,4 +1,4 @@
-"""A model of ours under torch's ``fully_shard``, in two processes of their own."""
+"""A model with a scheme under torch's ``fully_shard``, in two processes."""
 
 import json
 import runpy
@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parent / "programs" / "shard.py"
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_fully_shard_is_as_one_process(tmp_path, monkeypatch):
+def test_two_processes_under_fully_shard_train_as_one_does(tmp_path, monkeypatch):
     import transformers
 
     apply(stock("llama", large=False), "lns:exponent=0.7").save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""A model, its config and its folder that say different things: refused where they meet."""
+"""A model, its config and its folder must agree on the scheme; otherwise saving or loading is refused."""
 
 import copy
 import json
@@ -20,13 +20,13 @@ transformers = pytest.importorskip("transformers")
 
 
 def saved(folder, kind="llama", scheme="lns", **options):
-    """A folder of ours; also its config as AutoConfig reads it."""
+    """Save a model with a scheme; return the config that AutoConfig reads from the folder."""
     apply(stock(kind), scheme, **options).save_pretrained(folder)
     return transformers.AutoConfig.from_pretrained(folder)
 
 
 def remote(folder, kind="llama"):
-    """The config and the model class of the modeling file that lies in the folder."""
+    """The config and the model class from the modeling file in the folder."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
 
     names = (f"LNS{MODELS[kind][1]}", f"LNS{MODELS[kind][0]}")
@@ -35,7 +35,7 @@ def remote(folder, kind="llama"):
 
 
 @pytest.mark.parametrize("kind", IN_FRONT)
-def test_a_stock_class_builds_from_no_config_of_ours(kind, tmp_path):
+def test_a_stock_class_refuses_every_config_with_a_scheme(kind, tmp_path):
     config, cls = saved(tmp_path, kind), getattr(transformers, MODELS[kind][0])
     for given in (config, copy.deepcopy(config), type(config)(**config.to_dict()), remote(tmp_path, kind)[0]):
         for build in (cls, cls._from_config):
@@ -45,7 +45,7 @@ def test_a_stock_class_builds_from_no_config_of_ours(kind, tmp_path):
         cls.from_pretrained(tmp_path)
 
 
-def test_a_config_without_its_model_keeps_the_plain_activation_out_of_sight(tmp_path):
+def test_a_config_hides_the_plain_activation_from_stock_classes(tmp_path):
     config = saved(tmp_path)
     config.hidden_act = "gelu"
     assert config.hidden_act.endswith(": gelu") and config.to_dict()["hidden_act"] == config.hidden_act
@@ -57,7 +57,7 @@ def test_a_config_without_its_model_keeps_the_plain_activation_out_of_sight(tmp_
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_a_server_with_norms_of_its_own_is_refused(server, tmp_path, monkeypatch):
     config = saved(tmp_path)
-    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS  # to which the servers add theirs
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS  # servers add their own to these
     monkeypatch.setitem(functions, server, functions["sdpa"])
     config._attn_implementation = server
     with pytest.raises(LNSConfigError, match=f"'{server}': this server replaces .* Serve the folded export"):
@@ -69,7 +69,7 @@ def test_a_server_with_norms_of_its_own_is_refused(server, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("asked", "std"), [("", 0.02), ("scaled", 0.02 / 6**0.5), ("upstream", 0.02 / 6**0.5)])
-def test_remote_code_draws_as_the_record_says(asked, std, tmp_path):
+def test_remote_code_initializes_as_the_record_says(asked, std, tmp_path):
     model = stock("gpt2", large=False, n_embd=128)
     apply(model, initialization=asked).save_pretrained(tmp_path)
     config, cls = remote(tmp_path, "gpt2")
@@ -81,7 +81,7 @@ def test_remote_code_draws_as_the_record_says(asked, std, tmp_path):
     assert torch.equal(loaded.transformer.h[1].mlp.c_proj.weight, model.transformer.h[1].mlp.c_proj.weight)
 
 
-def test_a_scheme_beside_a_record_is_compared(tmp_path):
+def test_a_scheme_that_contradicts_the_record_is_refused(tmp_path):
     saved(tmp_path)
     made = transformers.AutoConfig.for_model("lns_llama", lns="lns:exponent=0.25")
     assert made.lns_record["parameters"] == {"exponent": 0.25}
@@ -95,8 +95,8 @@ def test_a_scheme_beside_a_record_is_compared(tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_models_of_one_config_are_apart(tmp_path):
-    """Two arms of a comparison: the config stays as it is, for the models that it built and for the next."""
+def test_models_built_from_one_config_do_not_affect_each_other(tmp_path):
+    """Two arms of a study share a config. A change to one model must not reach the other or the config."""
     auto, config = transformers.AutoModelForCausalLM, stock("llama").config
     pre, lns = auto.from_config(config), apply(auto.from_config(config))
     pre.save_pretrained(tmp_path / "pre")
@@ -112,7 +112,7 @@ def test_models_of_one_config_are_apart(tmp_path):
         two.save_pretrained(tmp_path / "three")
 
 
-def test_a_stock_model_around_one_of_ours_is_saved_where_its_config_says_so(tmp_path):
+def test_a_stock_model_around_blocks_under_a_scheme_is_saved_only_after_a_fold(tmp_path):
     model = apply(stock("llama"))
     head = transformers.LlamaForSequenceClassification(stock("llama").config)
     for change in (lambda: setattr(head, "model", model.model), lambda: setattr(head.model, "layers", model.model.layers)):  # fmt: skip
@@ -126,7 +126,7 @@ def test_a_stock_model_around_one_of_ours_is_saved_where_its_config_says_so(tmp_
 
 
 @pytest.mark.parametrize("start", ["config", "apply"])
-def test_a_model_of_ours_inside_a_composite_one_is_saved_as_it_is_or_not_at_all(start, tmp_path):
+def test_a_composite_model_is_saved_only_if_its_config_has_the_scheme_of_its_blocks(start, tmp_path):
     text = saved(tmp_path / "text") if start == "config" else stock("llama").config
     vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8)  # fmt: skip
     llava = transformers.LlavaForConditionalGeneration
@@ -153,8 +153,8 @@ def test_a_model_of_ours_inside_a_composite_one_is_saved_as_it_is_or_not_at_all(
     assert not (tmp_path / "changed").exists()
 
 
-def test_a_folder_says_folded_only_of_weights_that_were_folded(tmp_path):
-    """A fresh model takes the shape of a folded folder; what it is saved and resumed as is Pre-LN."""
+def test_a_folder_is_marked_as_folded_only_if_its_weights_were_folded(tmp_path):
+    """A fresh model may have the config of a folded folder; it is saved and resumed as Pre-LN."""
     auto, folded = transformers.AutoModelForCausalLM, fold(apply(stock("llama")))
     folded.save_pretrained(tmp_path / "folded")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "folded")
@@ -167,7 +167,7 @@ def test_a_folder_says_folded_only_of_weights_that_were_folded(tmp_path):
         model.save_pretrained(tmp_path / name)
         written = read_config(tmp_path / name)
         assert ("lns_record" in written) == ("lns" in written) == (name != "fresh")
-    assert record_of(config).folded  # it is not this model's alone
+    assert record_of(config).folded  # other models share this config
     trainer(auto.from_config(config), tmp_path / "run", max_steps=3).train()
     trainer(auto.from_config(config), tmp_path / "run").train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointMismatchError, match="folded"):
@@ -195,8 +195,8 @@ def _other_norms(model, blocks=(0, 1, 2), norms=("input_layernorm", "post_attent
 CHANGES = {
     "a block pruned": lambda model: model.model.layers.__delitem__(1),
     "the last block pruned": lambda model: model.model.layers.__delitem__(-1),
-    "pruned, and the config says so": _fewer,
-    "scaled up": _more,
+    "a block pruned, and the config says so": _fewer,
+    "a block added, and the config says so": _more,
     "a stock block": lambda model: model.model.layers.__setitem__(1, stock("llama", 1).model.layers[1]),
     "a stock norm": lambda model: _other_norms(model, (1,), ("input_layernorm",)),
     "all norms stock": _other_norms,
@@ -205,7 +205,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_saved_is_what_was_built(change, tmp_path):
+def test_a_model_that_was_changed_after_apply_is_not_saved(change, tmp_path):
     model = apply(stock("llama"))
     CHANGES[change](model)
     with pytest.raises(CheckpointMismatchError, match="is not what its config says .* Fold the model before"):
@@ -213,7 +213,7 @@ def test_what_is_saved_is_what_was_built(change, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_and_a_config_given_beside_it(tmp_path, monkeypatch):
+def test_a_folder_is_not_loaded_with_a_config_of_another_scheme(tmp_path, monkeypatch):
     ours, other = saved(tmp_path / "lns"), saved(tmp_path / "other", scheme="lns:exponent=0.25")
     stock("llama").save_pretrained(tmp_path / "stock")
     plain = transformers.LlamaConfig.from_pretrained(tmp_path / "stock")
@@ -238,7 +238,7 @@ def test_a_folder_and_a_config_given_beside_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("resume", [True, "checkpoint-3"])
-def test_a_trainer_resumes_under_the_scheme_of_its_checkpoint(resume, tmp_path):
+def test_a_trainer_resumes_only_under_the_scheme_of_its_checkpoint(resume, tmp_path):
     made = {"lns": lambda: apply(stock("llama")), "stock": lambda: stock("llama")}
     made["other"] = lambda: apply(stock("llama"), "lns:exponent=0.25")
     for was, now, difference in (
@@ -254,7 +254,7 @@ def test_a_trainer_resumes_under_the_scheme_of_its_checkpoint(resume, tmp_path):
     trainer(made["stock"](), tmp_path / "stock").train(resume_from_checkpoint=True)
 
 
-def test_beside_sharded_weights_a_trainer_keeps_the_record(tmp_path, caplog):
+def test_a_trainer_keeps_and_compares_the_record_beside_sharded_weights(tmp_path, caplog):
     """FSDP's sharded checkpoints have no config.json: a Trainer that saves no model stands for them here."""
 
     def sharded(model, steps):
@@ -267,7 +267,7 @@ def test_beside_sharded_weights_a_trainer_keeps_the_record(tmp_path, caplog):
     with pytest.raises(CheckpointMismatchError, match="lns-to-preln"):
         sharded(stock("llama"), 6).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-3" / "lns.json").unlink()
-    with pytest.raises((ValueError, OSError)):  # of transformers: this checkpoint holds no weights
+    with pytest.raises((ValueError, OSError)):  # from transformers: this checkpoint holds no weights
         sharded(apply(stock("llama")), 6).train(resume_from_checkpoint=True)
     assert "no config.json and no lns.json: nothing is compared" in caplog.text
 

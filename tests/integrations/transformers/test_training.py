@@ -1,4 +1,4 @@
-"""The tools people train with, on a model of ours: Trainer, PEFT, checkpointing, torch.compile."""
+"""Training tools on a model with a scheme: Trainer, PEFT, gradient checkpointing, torch.compile."""
 
 import copy
 
@@ -12,7 +12,7 @@ from olmo_lns.integrations.transformers import apply, fold, register
 
 register()
 transformers = pytest.importorskip("transformers")
-#: In CI PEFT and TRL stand in the environment of OLMo-core.
+#: In CI, PEFT and TRL are installed in the environment of OLMo-core.
 SFT = "pip install 'olmo-lns[sft]'"
 
 
@@ -21,7 +21,7 @@ def losses(done):
 
 
 def by_hand(model):
-    """The same training written out, on a stock model whose norms are multiplied by hooks."""
+    """Do the same training in a plain loop, and return the losses."""
     optimizer, found, data = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, eps=1e-8), [], rows()
     model.train()
     for step in range(STEPS):
@@ -35,7 +35,7 @@ def by_hand(model):
     return found
 
 
-def test_trainer_equals_a_hand_written_loop_also_when_resumed(tmp_path):
+def test_trainer_equals_a_hand_written_loop_even_when_resumed(tmp_path):
     model = stock("llama")
     expected = by_hand(hooked("llama", model))
     done = trainer(apply(copy.deepcopy(model)), tmp_path)
@@ -50,7 +50,7 @@ def test_trainer_equals_a_hand_written_loop_also_when_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
-def test_gradient_checkpointing(kind):
+def test_gradient_checkpointing_gives_the_same_gradients(kind):
     model = apply(stock(kind), initialization="upstream").train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -62,7 +62,7 @@ def test_gradient_checkpointing(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["lns", pytest.param("lnsafterbranch", marks=pytest.mark.exhaustive)])
-def test_compiled(scheme, schemes):  # noqa: F811
+def test_a_compiled_model_equals_the_eager_one(scheme, schemes):  # noqa: F811
     model = apply(stock("llama"), scheme)
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
@@ -71,7 +71,7 @@ def test_compiled(scheme, schemes):  # noqa: F811
 
 
 @pytest.mark.parametrize("scheme", ["lns", "lnsafterbranch"])
-def test_lora_with_the_default_targets(scheme, tmp_path, schemes):  # noqa: F811
+def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(scheme, tmp_path, schemes):  # noqa: F811
     peft = pytest.importorskip("peft", reason=SFT)
     model, reference = apply(stock("llama"), scheme), hooked("llama", stock("llama"), scheme)
     tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
@@ -90,7 +90,7 @@ def test_lora_with_the_default_targets(scheme, tmp_path, schemes):  # noqa: F811
 
 
 @pytest.mark.parametrize(("kind", "scheme", "kept"), [("llama", "lns", True), ("olmo", "lns", False), ("llama", "lnsafterbranch", False)])  # fmt: skip
-def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind, scheme, kept, schemes, tmp_path):  # noqa: F811
+def test_an_adapter_fits_the_folded_base_only_where_no_matrix_was_folded(kind, scheme, kept, schemes, tmp_path):  # noqa: F811
     peft = pytest.importorskip("peft", reason=SFT)
     model = apply(stock(kind), scheme)
     base = fold(copy.deepcopy(model))
@@ -103,7 +103,7 @@ def test_an_adapter_goes_on_the_folded_base_only_where_no_matrix_was_folded(kind
             refused = copy.deepcopy(tuned)
             with pytest.raises(LNSConfigError, match="Merge adapters first"):
                 fold(refused.base_model.model)
-            assert torch.equal(refused(**inputs(kind)).logits, expected)  # the projections before it are as they were
+            assert torch.equal(refused(**inputs(kind)).logits, expected)  # the refused fold changed no projection
         merged_first = fold(tuned.merge_and_unload())(**inputs(kind)).logits
         on_folded = peft.PeftModel.from_pretrained(base, tmp_path).eval()(**inputs(kind)).logits
     limit = 1e-5 * expected.abs().max()

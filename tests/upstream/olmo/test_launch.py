@@ -1,7 +1,7 @@
-"""A user's launches after ``pip install olmo-lns`` from a wheel: a script of his own, and OLMo's ``scripts/train.py``.
+"""Launches after the wheel was installed with pip: a user's own script, and OLMo's ``scripts/train.py``.
 
-The second needs a checkout in ``OLMO_SRC``; of OLMo's main branch on CPU, since the script of the tag v0.6.0 needs CUDA.
-It trains, is resumed, dies and starts again, and refuses what does not fit.
+OLMo's script comes from the checkout in ``OLMO_SRC``. On CPU it must be of the main branch, since v0.6.0 needs CUDA.
+It trains, resumes, is killed and starts again, and refuses a checkpoint of another scheme.
 """
 
 import json
@@ -24,7 +24,7 @@ pytest.importorskip("olmo", reason="needs pip install 'olmo-lns[olmo]'")
 STEPS, SAVED = 30, (0, 10, 20, 30)
 LNS = Record(parse("lns"), "rms", "plain")
 ON = "--model.layer_norm_type=lns"
-#: What a script can see of the plugin, without training anything.
+#: Prints the types that a script sees; trains nothing.
 PROBE = """
 import sys
 from olmo.config import LayerNormType
@@ -48,7 +48,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def train_own(installed, name, *arguments, disable=None):
-    """What is printed, the folder of the run, and what its two ranks saw."""
+    """Train with the user's script; return its output, the folder of the run and the result of rank 0."""
     config = launch.write_config(installed.folder / name)
     command = [launch.PROGRAMS / "launch.py", config, *arguments]
     env = launch.environment(OLMO_LNS_DISABLE=disable)
@@ -59,11 +59,11 @@ def train_own(installed, name, *arguments, disable=None):
 
 @pytest.fixture(scope="module")
 def on(installed):
-    """LNS on, by one word on the command line."""
+    """A run with LNS, switched on by one flag."""
     return train_own(installed, "on", "--model.layer_norm_type=lns_rms")
 
 
-def test_lns_on(on, installed):
+def test_one_flag_scales_every_norm_of_the_blocks(on, installed):
     result, folder, saw = on
     assert saw["plugin"].startswith(str(launch.site_packages(installed.python))), "not the wheel's plugin"
     expected = {
@@ -75,21 +75,21 @@ def test_lns_on(on, installed):
     assert result.text.count("LayerNorm Scaling on: 8 norms (lns_rms)") == 1
 
 
-def test_off_is_olmo_alone(installed, on):
-    """The plugin is there and not selected: OLMo without it, to the last bit, over a whole short training."""
+def test_without_a_scheme_the_plugin_leaves_a_training_as_it_is_to_the_last_bit(installed, on):
+    """The plugin is installed, and no scheme is selected; the run beside it has the plugin disabled."""
     kind = "--model.layer_norm_type=rms"
     stock, alone, without = train_own(installed, "stock", kind, disable="1")
     registered, beside, saw = train_own(installed, "off", kind)
     assert without["plugin"] is None and saw["plugin"] is not None and saw["scales"] == {}
     assert registered.losses() == stock.losses() and len(stock.losses()) == 4
-    assert stock.losses() != on[0].losses(), "LNS on and off gave one result"
+    assert stock.losses() != on[0].losses(), "LNS on and off gave the same losses"
     before, after = (tensors(torch.load(folder / "state.pt")) for folder in (alone, beside))
     different = [key for key, value in before.items() if not torch.equal(value, after[key])]
     assert len(before) > 120 and before.keys() == after.keys() and not different, different
 
 
 def tensors(state, prefix=""):
-    """Every number and tensor of a nested state, by its place."""
+    """Return every number and tensor of a nested state, by its path."""
     if isinstance(state, dict | list):
         items = state.items() if isinstance(state, dict) else enumerate(state)
         return {key: value for name, part in items for key, value in tensors(part, f"{prefix}/{name}").items()}
@@ -97,8 +97,8 @@ def tensors(state, prefix=""):
 
 
 @pytest.mark.parametrize(("flags", "hook"), [([], True), (["-I"], True), (["-S"], False)])
-def test_hook_and_launcher_module(installed, flags, hook):
-    """``-S`` is an interpreter without ``site``, hence without hook; the launcher module works everywhere."""
+def test_the_hook_works_where_site_runs_and_the_launcher_module_everywhere(installed, flags, hook):
+    """``-S`` starts an interpreter without ``site``, and therefore without the hook."""
     (path := installed.folder / "probe.py").write_text(PROBE)
     env = launch.environment(PYTHONPATH=f"{launch.site_packages(installed.python)}:{sysconfig.get_paths()['purelib']}")
     command = [installed.python, *flags]
@@ -129,7 +129,7 @@ def olmo(checkout):
 
 
 def config(olmo, name, **changes):
-    """For OLMo's script: RMSNorm, no hub, every checkpoint kept."""
+    """Write a config for OLMo's script: RMSNorm, a local tokenizer, every checkpoint kept."""
     (folder := olmo.folder / name).mkdir()
     values = {
         **{"max_duration": STEPS, "stop_at": STEPS, "save_interval_unsharded": 10, "model.layer_norm_type": "rms"},
@@ -140,7 +140,7 @@ def config(olmo, name, **changes):
 
 
 def variables(**more):
-    """What torchrun or Slurm gives the only process of a run; at port 0 it listens wherever the system says."""
+    """The variables that torchrun or Slurm sets for a run of one process. Port 0 stands for any free port."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "FS_LOCAL_RANK": "0"}
     return launch.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", **ranks, **more)
 
@@ -162,14 +162,14 @@ def assert_same_end(folder, reference):
 
 @pytest.fixture(scope="module")
 def uninterrupted(olmo):
-    """30 steps under torchrun, LNS by one word on the command line."""
+    """A run of 30 steps under torchrun, with LNS by one flag."""
     path = config(olmo, "uninterrupted")
     result = launch.torchrun(olmo.python, 1, olmo.script, path, ON, cwd=olmo.folder).ok()
     return SimpleNamespace(result=result, losses=result.losses(), folder=path.parent)
 
 
-def test_trains_with_a_record_in_every_checkpoint_and_is_resumed_under_lns_alone(olmo, uninterrupted):
-    """Every difference and its message: test_state.py of OLMo's integration."""
+def test_every_checkpoint_has_a_record_and_resumes_only_under_lns(olmo, uninterrupted):
+    """tests/integrations/olmo/test_state.py checks every difference and its message."""
     assert len(uninterrupted.losses) == STEPS and uninterrupted.losses[-1] < uninterrupted.losses[0] - 0.3
     assert uninterrupted.result.text.count("LayerNorm Scaling on: 8 norms (lns_rms)") == 1
     folders = [saved(uninterrupted.folder, step) for step in SAVED]
@@ -185,8 +185,8 @@ def test_trains_with_a_record_in_every_checkpoint_and_is_resumed_under_lns_alone
     assert_same_end(path.parent, uninterrupted.folder)
 
 
-def test_killed_while_a_checkpoint_is_saved_and_nothing_lost(olmo, uninterrupted):
-    """Before the checkpoint is complete, and before its final rename."""
+def test_a_run_killed_while_it_saves_goes_on_from_the_last_complete_checkpoint(olmo, uninterrupted):
+    """It is killed before the checkpoint is complete, and again before the final rename."""
     path = config(olmo, "killed")
     folder, start = path.parent, [ON, "--try_load_latest_save=true"]
     half = [folder / "run" / f"step{step}-unsharded-tmp" for step in (20, 30)]
@@ -205,7 +205,7 @@ def test_killed_while_a_checkpoint_is_saved_and_nothing_lost(olmo, uninterrupted
 DDP = ["--distributed_strategy=ddp", "--model.init_device=cuda"]
 FSDP = ["--distributed_strategy=fsdp", "--model.init_device=meta", "--fsdp.wrapping_strategy=by_block"]
 MIXED = ["--precision=amp_bf16", "--fsdp.precision=mixed"]
-#: What OLMo runs on CUDA only: its launcher under ddp and fsdp, CUDA autocast, unsharded saving under fsdp.
+#: What OLMo runs only on CUDA: its launcher under ddp and fsdp, CUDA autocast, unsharded saving under fsdp.
 ON_CUDA: dict[str, list[str]] = {
     "ddp amp_bf16": [*DDP, "--precision=amp_bf16"],
     "fsdp unwrapped": [*FSDP[:2], "--fsdp.wrapping_strategy=null"],
@@ -218,7 +218,7 @@ ON_CUDA: dict[str, list[str]] = {
     not torch.cuda.is_available(), reason="needs CUDA: OLMo's script forces `single` on CPU, its autocast is CUDA's"
 )
 @pytest.mark.parametrize("name", ON_CUDA)
-def test_unmodified_launch_on_cuda(checkout, name):
+def test_an_unmodified_launch_trains_on_cuda_and_writes_the_record(checkout, name):
     path = config(checkout, name.replace(" ", "-").replace(",", ""), save_interval_unsharded=STEPS, save_interval=STEPS)
     arguments = [checkout.script, path, ON, *ON_CUDA[name]]
     result = launch.torchrun(checkout.python, 1, *arguments, cwd=checkout.folder).ok()

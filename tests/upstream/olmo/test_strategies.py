@@ -1,4 +1,4 @@
-"""LNS and every other scheme under the distributed strategies that OLMo has, as far as they run on CPU.
+"""LNS and every other scheme under those distributed strategies of OLMo that run on CPU.
 
 Loss, gradients and initial weights are those of one process; sharded checkpointers keep what a scheme adds.
 """
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 LNS = ("rms", "lns_rms")
 KINDS = tuple(f"{name}_rms" for name in names() if name not in ("preln", "lns"))
-#: Post-LN blocks, second norms, gates, omegas, gains of the draw, factors of the branch.
+#: One scheme each with Post-LN blocks, second norms, gates, omegas, gains of the initial weights, branch factors.
 OF_EACH_FORM = tuple(f"{name}_rms" for name in ("mixln", "sandwich_depth", "layerscale", "admin", "deepnorm", "lnsafterbranch"))  # fmt: skip
 
 
@@ -64,11 +64,11 @@ INITIALIZED: dict[str, dict[str, Any]] = {
     "fsdp meta init, mitchell": initialized(init_fn="mitchell"),
     "fsdp meta init, full_megatron": initialized(init_fn="full_megatron"),
 }
-#: Of each kind of key one.
+#: One scheme for each kind of key that a scheme adds.
 KEPT = {"layerscale_rms": "gate", "sandwich_rms": "norm_out", "admin_rms": "omega"}
 RESUMED = {"fsdp, saved by olmo_core": fsdp("by_block", "postln_rms", *KEPT, what="resume")}
 CASES = {**COMPARED, **INITIALIZED, **RESUMED}
-#: What a slow run tries.
+#: The cases of a slow run; the others are exhaustive.
 FEW = (
     "ddp",
     "ddp, compiled",
@@ -85,7 +85,7 @@ FEW = (
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Of a case on two ranks. The cases of FEW are one launch, the rest is another."""
+    """Return the results of a case on two ranks. One launch runs the cases of FEW, another the rest."""
 
     @functools.cache
     def launched(few):
@@ -108,23 +108,23 @@ def cases(table):
 
 
 @pytest.mark.parametrize(("name", "kind"), cases(COMPARED))
-def test_same_as_one_process(results, name, kind):
+def test_loss_and_gradients_are_those_of_one_process(results, name, kind):
     ours, stock = results(name)[kind], results(name)["rms"]
     assert "error" not in stock, f"stock OLMo fails here: {stock}"
     assert "error" not in ours, ours
-    if kind not in ("lnsbefore_rms", "lnsrate_rms"):  # which are Pre-LN: but for eps, and at the start
+    if kind not in ("lnsbefore_rms", "lnsrate_rms"):  # the first is Pre-LN but for eps, the second starts as Pre-LN
         least = 1e-3 if kind == "lns_rms" else 1e-4
         assert abs(ours["expected"] - stock["expected"]) > least, "the scheme changed nothing: this case shows nothing"
     bf16 = COMPARED[name].get("autocast", False)
     assert ours["loss"] == pytest.approx(ours["expected"], rel=5e-3 if bf16 else 1e-6)
-    # What the strategy itself costs in accuracy shows in the stock model.
+    # The stock model shows the error of the strategy itself.
     room = (0.03 if kind == "lns_rms" else 0.05) if bf16 else 1e-5
     assert ours["gradient_error"] <= max(3 * stock["gradient_error"], room)
 
 
 @pytest.mark.parametrize(("name", "kind"), cases(INITIALIZED))
-def test_initial_weights_on_meta_device(results, name, kind):
-    """As stock's, which on shards draws the same numbers, times the scheme's gains and without OLMo's factor of depth.
+def test_initial_weights_from_the_meta_device_are_stocks_times_the_gains_of_the_scheme(results, name, kind):
+    """Stock draws the same numbers on shards. A scheme multiplies them by its gains and drops OLMo's depth factor.
 
     Learned factors are at their start.
     """
@@ -132,12 +132,12 @@ def test_initial_weights_on_meta_device(results, name, kind):
     assert "error" not in stock and "error" not in ours, (stock, ours)
     plan = parse(kind.removesuffix("_rms")).plan(1, 4, "attn")
     gain = 32**-0.25 if kind == "deepnorm_rms" else 1.0
-    # With more parameters FSDP cuts elsewhere, and the second rank draws other numbers.
+    # With more parameters FSDP cuts the shards elsewhere, and the second rank draws other numbers.
     same = 1e-5 if plan.stock_keys else 0.05
     for weight, found in ours.items():
         of, in_block = weight.split(".")[-2], "blocks." in weight
         layer = int(weight.split("blocks.")[1].split(".")[0]) + 1 if in_block else 1
-        # The two experiments with LNS's start: of what reads a norm.
+        # The gain of lnsrate and lnsstart on matrices that read a norm.
         read = {"lnsrate_rms": layer**0.5, "lnsstart_rms": layer**-0.5}.get(kind, 1.0)
         depth = {"mitchell": (2 * layer) ** -0.5, "full_megatron": 8**-0.5}.get(CASES[name]["model"]["init_fn"], 1.0)
         if "gate" in weight or "omega" in weight:
@@ -154,11 +154,11 @@ def test_initial_weights_on_meta_device(results, name, kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), cases(RESUMED))
-def test_a_sharded_checkpoint_is_loaded_into_another_model_and_goes_on_alike(results, name, kind):
-    """By the one of OLMo's sharded checkpointers that works under current torch as it is (docs/olmo.md)."""
+def test_after_loading_a_sharded_checkpoint_another_model_trains_on_alike(results, name, kind):
+    """Only one of OLMo's sharded checkpointers works under current torch without a change (docs/olmo.md)."""
     ours = results(name)[kind]
     assert "error" not in ours, ours
-    assert ours["step"] == 1 and ours["apart"] > 1e-3, "two models that are equal already show nothing"
+    assert ours["step"] == 1 and ours["apart"] > 1e-3, "the two models were equal before the load: this shows nothing"
     assert ours["loaded"] == 0.0 and ours["next"] == 0.0
     new = KEPT.get(kind)
     assert len(ours["own"]) == 2 * 4 * bool(new) and all(f"_{new}." in name for name in ours["own"]), ours["own"]

@@ -1,4 +1,4 @@
-"""A model folder trained by hand under torch's ``fully_shard``: ``torchrun shard.py MODEL OUTPUT``; alone: unsharded."""
+"""Train the model in a folder under torch's ``fully_shard``: ``torchrun shard.py MODEL OUTPUT``."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""Kills its own process at a chosen file operation: ``DIE_WHEN=event:end of the path``.
+"""Kill this process at a chosen file operation: ``DIE_WHEN=event:end of the path``.
 
-Loaded by a ``.pth`` line of a test environment. An audit hook sees the operation before it
-happens, so that the death falls at the same place of a checkpoint each time.
+A ``.pth`` line of a test environment imports this module. An audit hook sees the operation
+before it happens, so the process always dies at the same point of a checkpoint.
 """
 
 import os

@@ -1,6 +1,6 @@
 """A training script shaped like a user's: OLMo's own config parsing and Trainer, DDP over gloo.
 
-Nothing in it knows of LayerNorm Scaling. Usage: ``launch.py config.yaml --key=value …``; rank 0
+It does not mention LayerNorm Scaling. Usage: ``launch.py config.yaml --key=value …``; rank 0
 writes ``result.json`` and ``state.pt`` into the save folder (OLMo 0.6.0 saves no checkpoint without CUDA).
 """
 

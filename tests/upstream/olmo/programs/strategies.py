@@ -1,7 +1,7 @@
 """One forward, backward and SGD step of an OLMo model under each given strategy, against one process.
 
 Usage: ``torchrun … strategies.py cases.json results.json``. Every case runs with each of its ``kinds``, the stock
-type first: a crash in it is not ours. A result holds the loss, the reference's loss, the largest gradient error
+type first: a crash there is not ours. A result holds the loss, the reference's loss, the largest gradient error
 relative to the largest gradient, or the error that was raised.
 """
 
@@ -25,7 +25,7 @@ BATCH, LENGTH, RATE = 4, 16, 1.0
 
 
 def precision(case):
-    """CPU autocast: OLMo's own is hard-wired to CUDA."""
+    """Autocast on the CPU; OLMo's own works on CUDA only."""
     return torch.autocast("cpu", torch.bfloat16) if case.get("autocast") else nullcontext()
 
 
@@ -36,7 +36,7 @@ def loss_of(model, ids, case):
 
 
 def prepared(kind, case):
-    """The same weights on every rank, with what OLMo's launcher does before it wraps."""
+    """Build the same weights on every rank, and do what OLMo's launcher does before it wraps the model."""
     from olmo.config import ActivationCheckpointingStrategy
 
     model = build(layer_norm_type=kind, **case.get("model", {})).train()
@@ -106,7 +106,7 @@ def compare(kind, case):
 
 
 def allocate(module):
-    """What OLMo's launcher does, but the storage holds a value that no initialization draws."""
+    """Allocate as OLMo's launcher does, and fill with a value that no initialization draws."""
     module.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in module.parameters():
@@ -114,7 +114,7 @@ def allocate(module):
 
 
 def initialize(kind, case):
-    """Meta device, FSDP, ``reset_parameters`` as in OLMo's launcher; the mean size of each weight."""
+    """Build on the meta device, wrap and reset as OLMo's launcher does; return the mean size of each weight."""
     from olmo.model import OLMo
     from olmo.torch_util import seed_all
 
@@ -122,7 +122,7 @@ def initialize(kind, case):
     model = OLMo(model_config(layer_norm_type=kind, init_device="meta", d_model=64, **case["model"]))
     wrapped = wrap(model, case, allocate)
     model.reset_parameters()
-    # Of a fused projection the rows of v, which are its last third, apart.
+    # The rows of v, the last third of a fused projection, have their own number.
     return {
         name: [
             part.abs().mean().item()
@@ -133,9 +133,9 @@ def initialize(kind, case):
 
 
 def resume(kind, case):
-    """A step, a save by OLMo's sharded checkpointer, a load into another model that has moments, a step of both.
+    """Take a step, save with OLMo's sharded checkpointer, load into another model with moments, take a step of both.
 
-    The largest difference of any parameter before and after loading and after the last step, and the names of the
+    Return the largest difference of any parameter before and after loading and after the last step, and names of the
     scheme's own parameters that moved from their start.
     """
     from olmo.checkpoint import build_sharded_checkpointer
@@ -193,7 +193,7 @@ def main():
                 result = {"compare": compare, "initialize": initialize, "resume": resume}[case.get("what", "compare")](
                     kind, case
                 )
-            except Exception as error:  # what a strategy raises is the result; the test knows which may
+            except Exception as error:  # the error of a strategy is its result; the test judges it
                 result = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
             results.setdefault(name, {})[kind] = result
             dist.barrier()
