@@ -66,7 +66,7 @@ def test_a_config_that_does_not_fit_its_arm_is_a_problem():
         (
             "init_method: normal",
             "init_method: llama_depth",
-            "LayerNorm Scaling|the scaled initialization 'llama_depth'",
+            "the scaled initialization 'llama_depth'",
         ),
         ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "is in tokens: expected a multiple of 4096"),
     ],
