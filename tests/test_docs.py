@@ -50,7 +50,7 @@ def test_every_command_line_of_the_pages_parses(page, words, monkeypatch):
     plain = argparse.ArgumentParser.parse_args
 
     def parse(self, *arguments, **options):
-        plain(self, *arguments, **options)  # type: ignore[call-overload]
+        plain(self, *arguments, **options)
         raise _Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)

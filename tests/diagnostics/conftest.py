@@ -43,7 +43,6 @@ def olmo_folder(tmp_path_factory, tokenizer_file):
     """Write an unsharded OLMo checkpoint with LNS as the Trainer does: config.yaml, lns.json, model.pt."""
     import torch
     from olmo.config import ModelConfig, TokenizerConfig, TrainConfig
-    from olmo.model import OLMo
     from support.olmo_models import build
 
     from olmo_lns.record import Record
@@ -51,7 +50,7 @@ def olmo_folder(tmp_path_factory, tokenizer_file):
 
     folder = tmp_path_factory.mktemp("models") / "step4-unsharded"
     folder.mkdir()
-    model: OLMo = build(layer_norm_type="lns_rms", vocab_size=97, max_sequence_length=32, eos_token_id=1)
+    model = build(layer_norm_type="lns_rms", vocab_size=97, max_sequence_length=32, eos_token_id=1)
     assert isinstance(model.config, ModelConfig)
     config = TrainConfig.new(model=model.config, tokenizer=TokenizerConfig(identifier=str(tokenizer_file)))
     config.run_name, config.save_folder = "tiny", str(folder)

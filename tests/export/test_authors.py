@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from olmo_lns.export.model_folder import Authors
 
 IDS = tokens(batch=2, length=16)
 #: The keys of the authors' configs/llama_130m.json, with smaller values.
-CONFIG: dict[str, Any] = json.loads("""{
+CONFIG = json.loads("""{
     "architectures": ["LLaMAForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu", "hidden_size": 32,
     "intermediate_size": 88, "initializer_range": 0.02, "max_sequence_length": 1024, "model_type": "llama",
     "num_attention_heads": 4, "num_hidden_layers": 5, "pad_token_id": -1, "rms_norm_eps": 1e-06,

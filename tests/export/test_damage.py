@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-from pathlib import Path
-from typing import Any, Callable
 
 import pytest
 import torch
@@ -61,7 +59,7 @@ def record(**changes):
 
 
 WEIGHT = "transformer.blocks.2.attn_norm.weight"
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+DAMAGE = {
     "truncated": (lambda f: os.truncate(f / "model.pt", 5000), "truncated"),
     "flipped bit": (lambda f: flip(f / "model.pt", (f / "model.pt").stat().st_size // 2, 1 << 30), "checksum"),
     "missing key": (state_change(lambda s: s.pop(WEIGHT)), f"lacks the weight {WEIGHT}"),
@@ -132,7 +130,7 @@ def rewritten(change):
 
     def damage(folder):
         place = folder / "model_and_optim"
-        stored: Any = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+        stored = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
         state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
         dcp.load(state, checkpoint_id=place, no_dist=True)
         shutil.rmtree(place)
@@ -150,7 +148,7 @@ def outside(folder):
     path.write_bytes(pickle.dumps(metadata))
 
 
-SHARD_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+SHARD_DAMAGE = {
     "NaN": (
         rewritten(lambda s: s["model.transformer.blocks.1.ff_out.weight"][2, 3].fill_(torch.nan)),
         "transformer.blocks.1.ff_out.weight holds NaN or infinite values (1 of",

@@ -2,7 +2,6 @@
 
 import json
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from olmo_lns.checkpoints.distributed import DistributedCheckpoint
 NO_GAIN = {"layer_norm_with_affine": False}
 TIED, BIASES = {"weight_tying": True}, {"include_bias": True, "weight_tying": True}
 #: Name, which begins with the base norm -> the changed settings of the model.
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     "rms": {},
     "rms_tied": TIED,
     "rms_tied_without_padding": TIED | {"embedding_size": None},
@@ -139,7 +138,7 @@ def test_a_checkpoint_of_two_fsdp_ranks_is_exported_and_unfolded(tmp_path):
     weights = (folder / "model.pt").rename(tmp_path / "weights.pt")
     torch.multiprocessing.spawn(write_on_rank, (str(folder), str(weights)), nprocs=2)
     state = DistributedCheckpoint(folder / "model_and_optim")
-    entry: Any = state.metadata.state_dict_metadata["model.transformer.blocks.0.att_proj.weight"]
+    entry = state.metadata.state_dict_metadata["model.transformer.blocks.0.att_proj.weight"]
     assert len(entry.chunks) == 2, "FSDP must have sharded the weight"
     for form in ("olmo", "olmo-unsharded", "hf"):
         assert export(folder, tmp_path / form, "--format", form, "--tokenizer", "none") == 0

@@ -7,7 +7,6 @@ import sys
 import textwrap
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.exports import export, save_olmo
@@ -122,12 +121,12 @@ def test_guards_watch_no_file_and_import_no_framework():
 
 @needs_source
 def test_an_imported_converter_is_guarded(checkpoints, tmp_path, monkeypatch):
-    stub: Any = types.ModuleType(GONE)
+    stub = types.ModuleType(GONE)
     stub.GPTNeoXTokenizerFast = None
     monkeypatch.setitem(sys.modules, GONE, stub)
     monkeypatch.syspath_prepend(str(Path(OLMO_SRC, "scripts")))
     guards.install()
-    import convert_olmo_to_hf_new  # type: ignore[import-not-found]
+    import convert_olmo_to_hf_new
 
     with pytest.raises(CheckpointMismatchError, match="was saved with lns:"):
         convert_olmo_to_hf_new.write_model(tmp_path / "out", str(checkpoints / "lns"))

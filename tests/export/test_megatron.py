@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def one_process():
 
 
 #: Name -> changes of the config, whether layers are stacked, whether the folder gets the layout of Core 0.19.
-CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
+CASES = {
     "stacked": ({}, True, False),
     "numbered_gqa": ({"num_query_groups": 2}, False, False),
     "core_0_19": ({}, True, True),
@@ -159,7 +158,7 @@ def argument(**changes):
 
 
 #: Name -> the change of the common state, the format asked for, part of the message.
-REFUSED: dict[str, tuple[Any, str, str]] = {
+REFUSED = {
     "q/k norms": (argument(qk_layernorm=True), "hf", "qk_layernorm=True"),
     "channels": (argument(kv_channels=99), "hf", "kv_channels=99"),
     "exponent": (argument(layernorm_scaling_exponent=1e9), "megatron", "exponent must be at most 8"),  # s is 0

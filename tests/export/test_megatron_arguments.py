@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.megatron_saved import RECORDED, names_read, saved_arguments
@@ -16,7 +15,7 @@ from olmo_lns.integrations.megatron.settings import ZERO_CENTRED, Settings
 
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
 #: Case -> the values that the exporter must read from it, where they differ from the first case's.
-READ: dict[str, dict[str, Any]] = {
+READ = {
     "base": {},
     "zero_centred": {"shift": 1.0},
     "exponent": {"exponent": 0.25},

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def model_section(folder):
-    section: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    section = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     return section
 
 
@@ -166,7 +165,7 @@ def test_the_tokenizer_goes_with_the_export(tmp_path, monkeypatch, capsys):
 
 
 #: Name -> files of the --tokenizer folder (a number: a tokenizer of that size), message. The model has 128 rows.
-TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
+TOKENIZERS = {
     "too many tokens": ({"tokenizer.json": 129}, "has 129 tokens, the model only 128"),
     "added beyond": ({"tokenizer.json": 128, "added_tokens.json": '{"<new>": 128}'}, "has 129 tokens, the model only"),
     "a link": ({"tokenizer.json": 64, "vocab.txt": Path("/etc/hostname")}, "vocab.txt is a symbolic link to"),

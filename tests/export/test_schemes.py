@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ REASONS = {
     **dict.fromkeys(("lnsbefore", "lnsafterresidual"), "equals Pre-LN only up to the eps"),
     "groupln": "statistics over groups of channels",
 }
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "rms": {},
     "default, llama blocks": {"block_type": "llama"},
     "biases": {"include_bias": True, "weight_tying": True},

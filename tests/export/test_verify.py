@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
-from typing import Callable
 
 import pytest
 import torch
@@ -43,7 +41,7 @@ def test_the_report_compares_files_logits_and_perplexity(checkpoint, exports, tm
         out = capsys.readouterr().out
         assert "files match" in out and out.rstrip().endswith("PASS")
         assert re.search(r"positions compared +128\n", out)
-        found, allowed = map(float, re.search(r"logit (\S+) \(allowed (\S+)\)", out).groups())  # type: ignore[union-attr]
+        found, allowed = map(float, re.search(r"logit (\S+) \(allowed (\S+)\)", out).groups())
         assert 0 < found <= allowed
         line = re.search(r"perplexity +(\S+) checkpoint, (\S+) export, of (.*)\n", out)
         assert line is not None and line[3] == (str(words[1]) if words else "random tokens (seed 0)")
@@ -78,7 +76,7 @@ def without_the_factor(state):
 
 GAIN, MATRIX = "model.layers.2.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
 OLMOS = "transformer.blocks.1.ff_out.weight"
-TAMPERED: dict[str, tuple[str, Callable[[Path], None], str]] = {
+TAMPERED = {
     "a weight": ("hf", in_weights("hf", lambda s: s[MATRIX][0, 0].mul_(1.001)), f"{MATRIX}: 1 of"),
     "a NaN": ("hf", in_weights("hf", lambda s: s[MATRIX][0, 0].fill_(torch.nan)), f"{MATRIX}: 1 of"),
     "a shape": ("hf", in_weights("hf", lambda s: s.update({GAIN: s[GAIN][:-1].clone()})), f"{GAIN}: shape (31,), exp"),
@@ -127,7 +125,7 @@ def test_a_change_fails_with_and_without_checksums(checkpoint, exports, tmp_path
     out = capsys.readouterr().out
     assert found in out and out.rstrip().endswith("FAIL")
     if form == "bf16":
-        off, allowed = map(float, re.search(r"logit (\S+) \(allowed (\S+)\)", out).groups())  # type: ignore[union-attr]
+        off, allowed = map(float, re.search(r"logit (\S+) \(allowed (\S+)\)", out).groups())
         assert off <= allowed
 
 

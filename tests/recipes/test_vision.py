@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas
 import pytest
@@ -24,8 +23,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "vision"
 SHAPE = dict(image_size=8, patch_size=2, num_channels=1, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, mlp_ratio=2, num_labels=10)  # fmt: skip
 COLOURS = {"blue": (40, 60, 200), "green": (40, 190, 60), "red": (200, 50, 40)}
 spec = importlib.util.spec_from_file_location("vision_recipe", FOLDER / "train.py")
-recipe: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-spec.loader.exec_module(recipe)  # type: ignore[union-attr]
+recipe = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(recipe)
 
 
 def pictures(folder):

@@ -27,7 +27,7 @@ class Watcher:
     """Keeps the loss of each step, and sends this process a SIGINT at step ``signal_at``."""
 
     def __init__(self, signal_at=None):
-        self.losses: dict[int, float] = {}
+        self.losses = {}
         self.signal_at = signal_at
         self.first = -1
 

@@ -92,7 +92,7 @@ class Block(torch.nn.Module):
 def test_the_toy_integration_scales_its_norms(tmp_path, monkeypatch):
     (tmp_path / "toyframe.py").write_text(TOYFRAME)
     monkeypatch.syspath_prepend(tmp_path)
-    import toyframe  # type: ignore[import-not-found]
+    import toyframe
 
     found = patching.fingerprint(toyframe.Block.__init__)
     integration = {

@@ -65,7 +65,7 @@ def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, ca
 )
 def test_a_bad_file_is_named(tmp_path, capsys, write, words, message):
     path = tmp_path / "a.npy"
-    write(path)  # type: ignore[operator]
+    write(path)
     code, text = check(path, *words, capsys=capsys)
     assert code == 1
     (problem,) = [line for line in text.splitlines() if "PROBLEM" in line]

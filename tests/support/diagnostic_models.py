@@ -1,7 +1,5 @@
 """Models for the diagnostics: every architecture of the table built offline, and toys with closed forms."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import nn
@@ -24,7 +22,7 @@ LLAMA_LIKE = dict(
 )
 _GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
 #: model_type -> (class of the model, class of the config, its arguments).
-ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA_LIKE),
     "olmo": ("OlmoForCausalLM", "OlmoConfig", LLAMA_LIKE),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", LLAMA_LIKE),

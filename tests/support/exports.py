@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from olmo_lns.integrations.olmo import types
 from olmo_lns.record import Record
@@ -48,7 +47,7 @@ def save_distributed(folder, model, optim=None):
     """Save a distributed checkpoint of one process, with OLMo's names."""
     import torch.distributed.checkpoint as dcp
 
-    state: dict[str, Any] = {"model": model.state_dict()}
+    state = {"model": model.state_dict()}
     if optim is not None:
         names = optim["param_groups"][0]["param_names"]
         state["optim"] = {"state": {names[i]: value for i, value in optim["state"].items()}}

@@ -6,7 +6,6 @@ a GPU, nothing changes.
 
 import contextlib
 import os
-from typing import Any
 from unittest import mock
 
 import torch
@@ -44,7 +43,7 @@ def cuda_answered():
     if torch.cuda.is_available():
         yield
         return
-    cuda: Any = torch.cuda
+    cuda = torch.cuda
     patches = [
         (cuda, "current_device", lambda: "cpu"),
         (cuda, "synchronize", lambda *a, **k: None),

@@ -165,7 +165,7 @@ def run(options):
 
     cfg, models = build(options)
     sites = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in norm_sites.sites(model)]
-    losses: list[float | None] = []
+    losses = []
     if folder := options.get("load"):
         # All chunks at once, as Megatron does: together they must ask for every shard.
         state = {f"model{index}": model.sharded_state_dict() for index, model in enumerate(models)}

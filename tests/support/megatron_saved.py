@@ -7,12 +7,11 @@ compared with the checkout that MEGATRON_LM_SRC names.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 #: Version of Megatron -> case -> what it saves.
-RECORDED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("megatron_arguments.json").read_text())
+RECORDED = json.loads(Path(__file__).with_name("megatron_arguments.json").read_text())
 #: Case -> the flags that the program adds to those of a small model.
-FLAGS: dict[str, str] = RECORDED.pop("flags")
+FLAGS = RECORDED.pop("flags")
 
 
 def saved_arguments(version, case="base"):
@@ -39,5 +38,5 @@ def names_read(args):
     architecture(reading, 128, "recorded")
     gain_shift(reading, "recorded")
     Settings.of(reading).record(reading)
-    found: set[str] = vars(reading)["_read"]
+    found = vars(reading)["_read"]
     return found

@@ -4,8 +4,6 @@ The reference is the stock model with a forward hook on each norm before attenti
 multiplies the norm's output. That is slow, and right because autograd differentiates the product.
 """
 
-from typing import Any
-
 import torch
 
 VOCAB, SEQUENCE, BATCH, LAYERS, HIDDEN = 128, 16, 2, 4, 32
@@ -15,7 +13,7 @@ def config(kind=None, **changes):
     """A ``TransformerConfig``, or one of another ``kind``."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    values: dict[str, Any] = {
+    values = {
         "num_layers": LAYERS,
         "hidden_size": HIDDEN,
         "num_attention_heads": 4,
@@ -65,7 +63,7 @@ class ParallelRMSNorm:
 
     def __new__(cls, config, hidden_size, eps=1e-5, **kwargs):
         norm = torch.nn.RMSNorm(hidden_size, eps)
-        norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        norm.weight.sequence_parallel = config.sequence_parallel
         return norm
 
 
@@ -85,7 +83,7 @@ def build(cfg, spec=None, *, vp_stage=None, seed=1234, **kwargs):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(seed)
-    where: dict[str, Any] = {} if vp_stage is None else {"vp_stage": vp_stage}
+    where = {} if vp_stage is None else {"vp_stage": vp_stage}
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=local_spec(cfg) if spec is None else spec,

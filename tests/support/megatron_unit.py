@@ -11,7 +11,7 @@ import typing_extensions
 from support import megatron_cpu
 
 if not hasattr(typing, "override"):  # main wants Python 3.12
-    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    typing.override = typing_extensions.override
 _cuda = megatron_cpu.cuda_answered()
 _cuda.__enter__()
 
@@ -37,5 +37,5 @@ class Utils:
 
 
 _utilities = types.ModuleType("tests.unit_tests.test_utilities")
-_utilities.Utils = Utils  # type: ignore[attr-defined]
+_utilities.Utils = Utils
 sys.modules[_utilities.__name__] = _utilities

@@ -108,8 +108,8 @@ def kernel_modules():
 
     names = ("flash_attn", "flash_attn.ops", "flash_attn.ops.triton", "flash_attn.ops.triton.layer_norm", "quack")
     modules = {name: types.ModuleType(name) for name in names}
-    modules["flash_attn.ops.triton.layer_norm"].rms_norm_fn = rms_norm  # type: ignore[attr-defined]
-    modules["quack"].rmsnorm = rms_norm  # type: ignore[attr-defined]
+    modules["flash_attn.ops.triton.layer_norm"].rms_norm_fn = rms_norm
+    modules["quack"].rmsnorm = rms_norm
     return modules
 
 

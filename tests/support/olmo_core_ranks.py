@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-from typing import Any, Callable
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def _tensor_parallel_and_fsdp(built):
 
 
 #: Name -> the wrapper that a model gets before its weights are drawn; every rank sees the whole batch.
-WRAPPED: dict[str, Callable[[Any], None]] = {
+WRAPPED = {
     "ddp": lambda built: built.apply_ddp(_mesh(4)),
     "fsdp": lambda built: built.apply_fsdp(_mesh(4), prefetch_factor=1),
     "fsdp, fine grained": lambda built: built.apply_fsdp(_mesh(4), wrapping_strategy=Wrapping.fine_grained),
@@ -124,7 +123,7 @@ def _context_parallel(made, reference):
         )
 
 
-CHECKS: dict[str, Callable[[Any, Any], None]] = {
+CHECKS = {
     **{name: functools.partial(_wrapped, name) for name in WRAPPED},
     "pipeline": _pipeline,
     "context parallel": _context_parallel,

@@ -42,7 +42,7 @@ def build(self, **kwargs):
     return _build(apply(copy.deepcopy(self), scheme), **kwargs)
 
 
-TransformerConfig.build = build  # type: ignore[method-assign]
+TransformerConfig.build = build
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -20,7 +20,7 @@ NAMES = (
 def residual(name, x, f, n, m, p, which, number, count, exponent=0.5):
     """The stream after one sub-layer. :param n: its first norm. :param m: its second. :param p: the block's weights."""
     root = number**exponent
-    formulas: dict[str, Callable[[], Tensor]] = {
+    formulas = {
         "preln": lambda: x + f(n(x)),
         "lns": lambda: x + f(n(x) / root),
         "postln": lambda: n(x + f(x)),

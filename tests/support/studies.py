@@ -51,7 +51,7 @@ class Built:
         run = next(run for run in self.study.runs if run.name == name)
         stamp(self.study, run, self.out)
         folder = self.out / name
-        tree: dict[str, Any] = {}
+        tree = {}
         for key, value in {**run.settings, **changed, "save_folder": str(folder)}.items():
             *parents, last = key.split(".")
             node = tree

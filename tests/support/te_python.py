@@ -18,7 +18,6 @@ import tempfile
 import types
 import zipfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 VERSION = os.environ.get("TE_VERSION", "2.11.0")
@@ -61,7 +60,7 @@ class _Names(type):
     def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        value = enum.IntEnum(cls.__name__, {name: len(vars(cls)) + 100})[name]  # type: ignore[misc]
+        value = enum.IntEnum(cls.__name__, {name: len(vars(cls)) + 100})[name]
         setattr(cls, name, value)
         return value
 
@@ -89,7 +88,7 @@ def install():
         del sys.modules[name]
     sys.modules.update(present)
 
-    sys.modules["transformer_engine"].pytorch = te  # type: ignore[attr-defined]
+    sys.modules["transformer_engine"].pytorch = te
     _take_cpu_tensors()
 
 
@@ -98,7 +97,7 @@ def _install_tex():
 
     module = tex.module()
     if not hasattr(tex.DType, "kFloat4E2M1"):  # only named, as a default argument
-        tex.DType.kFloat4E2M1 = 10  # type: ignore[attr-defined]
+        tex.DType.kFloat4E2M1 = 10
 
     def missing(name):
         if name.startswith("__"):
@@ -107,8 +106,8 @@ def _install_tex():
         setattr(module, name, value)
         return value
 
-    module.__getattr__ = missing  # type: ignore[method-assign]
-    module.get_num_cublas_streams = lambda: 1  # type: ignore[attr-defined]
+    module.__getattr__ = missing
+    module.get_num_cublas_streams = lambda: 1
     sys.modules["transformer_engine_torch"] = module
 
 
@@ -122,14 +121,14 @@ def _install_package(folder):
     )
     package = types.ModuleType("transformer_engine")
     package.__path__ = [str(folder / "transformer_engine")]
-    package.__version__ = VERSION  # type: ignore[attr-defined]
+    package.__version__ = VERSION
     package.__file__ = str(folder / "transformer_engine" / "__init__.py")
     package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
     sys.modules["transformer_engine"] = package
     import transformer_engine.common as common
 
     common.load_framework_extension = lambda *args: None
-    package.common = common  # type: ignore[attr-defined]
+    package.common = common
     import transformer_engine.common.recipe  # noqa: F401
 
 
@@ -139,7 +138,7 @@ def _take_cpu_tensors():
     from olmo_lns.norm import transformer_engine as norm_op
 
     norm_op.DEVICE_TYPES.add("cpu")
-    cuda: Any = torch.cuda
+    cuda = torch.cuda
     cuda.is_current_stream_capturing = lambda: False
     cuda.current_stream = cuda.default_stream = lambda *args: mock.MagicMock(cuda_stream=0)
     cuda.get_device_capability = lambda *args: (9, 0)
@@ -158,7 +157,7 @@ def _take_cpu_tensors():
 
     _kept.append(SaysCuda())
     _kept[-1].__enter__()
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
     init = base.TransformerEngineBaseModule.__init__
 
     def built(self, *args, **kwargs):
@@ -172,7 +171,7 @@ def _take_cpu_tensors():
         module.get_dummy_wgrad = lambda shape, dtype, zero=False: torch.zeros(shape, dtype=dtype)
 
 
-_kept: list[Any] = []
+_kept = []
 
 
 def _gemm(

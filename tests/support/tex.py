@@ -20,7 +20,7 @@ from olmo_lns.norm import transformer_engine as te
 
 NAMES = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
 #: (function, dtype of x, dtype of gamma, zero_centered_gamma) of every call, oldest first.
-CALLS: list[tuple[str, torch.dtype, torch.dtype, bool]] = []
+CALLS = []
 
 
 class DType(enum.IntEnum):
@@ -123,7 +123,7 @@ def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma, /):
 def module():
     """The stand-in as a module object named ``transformer_engine_torch``."""
     fake = types.ModuleType("transformer_engine_torch")
-    fake.DType = DType  # type: ignore[attr-defined]
+    fake.DType = DType
     for name in NAMES:
         setattr(fake, name, globals()[name])
     return fake
@@ -138,7 +138,7 @@ def _clear_caches():
 def installed(version="2.11.0"):
     """Transformer Engine ``version`` seems installed and takes CPU tensors; everything is as before afterwards."""
     package, framework = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
-    package.__version__, package.pytorch, package.__path__ = version, framework, []  # type: ignore[attr-defined]
+    package.__version__, package.pytorch, package.__path__ = version, framework, []
     modules = {package.__name__: package, framework.__name__: framework, "transformer_engine_torch": module()}
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)

@@ -13,12 +13,11 @@ import os
 import sys
 import typing
 from pathlib import Path
-from typing import Any
 
 import typing_extensions
 
 if not hasattr(typing, "override"):  # Megatron from 0.18 on declares Python 3.12
-    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    typing.override = typing_extensions.override
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
 RECORDED = Path(__file__).resolve().parents[2] / "support" / "megatron_arguments.json"
 
@@ -49,7 +48,7 @@ def record():
     from olmo_lns.errors import LNSConfigError
     from olmo_lns.study.engines import megatron
 
-    parsed: dict[str, Any] = {}
+    parsed = {}
     for case in FLAGS:
         flags = flags_of(case)
         try:
@@ -62,7 +61,7 @@ def record():
     from megatron import core
 
     names = sorted({name for case in ("base", "gqa") for name in names_read(parsed[case])})
-    found: dict[str, Any] = {}
+    found = {}
     for case, args in parsed.items():
         values = None if args is None else {name: getattr(args, name) for name in names if hasattr(args, name)}
         values = json.loads(json.dumps(values))

@@ -97,7 +97,7 @@ def test_a_run_trains_saves_resumes_and_refuses_another_scheme(scheme, saved, tr
     (folder, first), other = saved[scheme], "lns" if scheme != "lns" else "lnsafterff"
     assert re.search(rf"olmo-lns: [\w -]+ on: {re.escape(SCHEMES[scheme])}", first.stdout), first.stdout
     proj, fc2, qkv = (
-        float(re.search(rf"probe: std {kind} ([0-9.]+)", first.stdout)[1])  # type: ignore[index]
+        float(re.search(rf"probe: std {kind} ([0-9.]+)", first.stdout)[1])
         for kind in ("linear_proj", "linear_fc2", "linear_qkv")
     )
     assert proj == pytest.approx(qkv, rel=0.05) and fc2 == pytest.approx(qkv, rel=0.05)

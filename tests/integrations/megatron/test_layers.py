@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -154,7 +153,7 @@ class PythonLayerNorm(torch.autograd.Function):
         return unit * weight + bias
 
     @staticmethod
-    def backward(ctx, upstream):  # type: ignore[override]
+    def backward(ctx, upstream):
         unit, weight, rsigma = ctx.saved_tensors
         g = upstream * weight
         dx = rsigma * (g - g.mean(-1, keepdim=True) - unit * (g * unit).mean(-1, keepdim=True))
@@ -190,7 +189,7 @@ def test_a_norm_that_also_returns_the_residual_leaves_it_unscaled():
         def forward(self, x):
             return super().forward(x), x
 
-    norm: Any = TEFusedResidualRMSNorm(WIDTH, eps=EPS)
+    norm = TEFusedResidualRMSNorm(WIDTH, eps=EPS)
     x = torch.randn(4, WIDTH)
     plain = torch.nn.functional.rms_norm(x, (WIDTH,), None, EPS)
     attach_norm(norm, SITE)
@@ -209,7 +208,7 @@ def test_a_fused_linear_that_is_not_megatrons_is_refused():
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "Apex"])
 def test_a_scaled_norm_keeps_its_factor_when_saved_or_copied(kind, apex):
-    norm: Any = apex[0](tiny.config(**apex[1]), WIDTH) if kind == "Apex" else torch.nn.RMSNorm(WIDTH, eps=EPS)
+    norm = apex[0](tiny.config(**apex[1]), WIDTH) if kind == "Apex" else torch.nn.RMSNorm(WIDTH, eps=EPS)
     attach_norm(norm, SITE)
     file = io.BytesIO()
     torch.save(torch.nn.Sequential(norm), file)

@@ -24,7 +24,7 @@ MEGATRON_FSDP = DISTRIBUTED | {
     "gradient_reduce_div_fusion": False,
 }
 #: Name -> the options of support.megatron_ranks.
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "TP2": {"tp": 2},
     "TP2, sequence parallel": {"tp": 2, "config": {"sequence_parallel": True}},
     # With another transformer_impl FSDP2 shards linear layers twice.
@@ -73,7 +73,7 @@ def found(tmp_path_factory):
     pytest.importorskip("einops", reason="Megatron-FSDP needs it: pip install 'olmo-lns[test]'")
     folders = {scheme: str(tmp_path_factory.mktemp(scheme.split(":")[0])) for scheme in ("lns", *SCHEMES)}
     starts = {scheme: {"scheme": scheme, "load": folders[scheme], "steps": 3} for scheme in SCHEMES}
-    alone: dict[tuple[str, str], dict[str, Any]] = {
+    alone = {
         ("saved", "plugin"): {"save": folders["lns"]},
         ("loaded", "off"): {"mode": "off", "load": folders["lns"], "allow": "lns-to-preln"},
     }

@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from support import megatron_launch
@@ -119,7 +118,7 @@ def test_an_unknown_megatron_is_refused_where_a_scheme_is_asked_for_later(unknow
 
     for name in ("load", "save"):  # so that monkeypatch restores what the tested code sets
         monkeypatch.setattr(dist_checkpointing, name, getattr(dist_checkpointing, name))
-    saved: dict[str, Any] = {"args": Namespace(tensor_parallel=1)}
+    saved = {"args": Namespace(tensor_parallel=1)}
     monkeypatch.setattr(serialization, "load", lambda state, folder: saved)
     monkeypatch.setattr(serialization, "save", lambda state, folder: None)
     registration._extend(unknown)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +25,7 @@ def llava(cfg, tower):
 
     language = decoder_model_with_local_default_spec(None, False)
     torch.manual_seed(1)
-    options: dict[str, Any] = dict(
+    options = dict(
         language_transformer_config=cfg, language_transformer_layer_spec=language, language_vocab_size=tiny.VOCAB,
         language_max_sequence_length=64, language_position_embedding_type="rope",
         vision_transformer_config=tower, vision_transformer_layer_spec=get_vit_layer_with_local_spec(),

@@ -63,11 +63,7 @@ def test_a_config_that_does_not_fit_its_arm_is_a_problem():
     [
         ("olmo_core.BlockConfig", "olmo_core.BlokConfig", "olmo_lns.olmo_core has no 'BlokConfig'"),
         ("d_model: 512", "d_modle: 512", "the config has no 'model.d_model'"),
-        (
-            "init_method: normal",
-            "init_method: llama_depth",
-            "the scaled initialization 'llama_depth'",
-        ),
+        ("init_method: normal", "init_method: llama_depth", "the scaled initialization 'llama_depth'"),
         ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "is in tokens: expected a multiple of 4096"),
     ],
 )

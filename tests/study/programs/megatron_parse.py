@@ -15,14 +15,13 @@ import sys
 import types
 import typing
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 import typing_extensions
 
 if not hasattr(typing, "override"):  # Megatron 0.18 and later import it; Python 3.12 and later have it
-    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    typing.override = typing_extensions.override
 
 
 class Module(types.ModuleType):
@@ -96,7 +95,7 @@ def parameters(args, vocabulary):
         use_cpu_initialization=True,
         perform_initialization=False,
     )
-    torch.cuda.current_device = lambda: "meta"  # type: ignore[assignment, return-value]
+    torch.cuda.current_device = lambda: "meta"
     with torch.device("meta"):
         model = GPTModel(
             config,
@@ -148,7 +147,7 @@ def main(files):
         from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel()
-        counted: dict[tuple[Any, ...], int] = {}
+        counted = {}
         for record in found.values():
             key = tuple(record[name] for name in KEYS[:4])
             if key not in counted:

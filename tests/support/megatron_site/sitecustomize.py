@@ -12,10 +12,9 @@ import os
 import sys
 import types
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-_kept: list[Any] = []  # a context manager ends when it is collected
+_kept = []  # a context manager ends when it is collected
 
 
 class Stream(mock.MagicMock):
@@ -32,13 +31,13 @@ def answer_cuda():
     import torch.utils.data
     from support.megatron_cpu import cuda_answered
 
-    cuda: Any = torch.cuda
+    cuda = torch.cuda
     if cuda.is_available():
         return
     _kept.append(answers := cuda_answered())
     answers.__enter__()
     properties = types.SimpleNamespace(major=8, minor=0, total_memory=1 << 34, name="cpu", multi_processor_count=1)
-    values: dict[str, Any] = dict(
+    values = dict(
         is_available=True, device_count=1, memory_stats={}, mem_get_info=(1 << 34, 1 << 34), is_bf16_supported=True,
         get_device_name="cpu", get_device_capability=(8, 0), get_device_properties=properties,
         is_current_stream_capturing=False,
@@ -59,7 +58,7 @@ def answer_cuda():
     def unpinned(self, *args, **kwargs):
         init(self, *args, **(kwargs | {"pin_memory": False}))
 
-    loader.__init__ = unpinned  # type: ignore[method-assign]
+    loader.__init__ = unpinned
 
 
 def no_fused_kernels(module):
@@ -91,7 +90,7 @@ def start():
     import typing_extensions
 
     if not hasattr(typing, "override"):  # main is written for Python 3.12
-        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+        typing.override = typing_extensions.override
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
     if os.environ.get("MEGATRON_NO_HOOK") == "1":
         sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "olmo_lns_start_up", False)]

@@ -206,7 +206,7 @@ DDP = ["--distributed_strategy=ddp", "--model.init_device=cuda"]
 FSDP = ["--distributed_strategy=fsdp", "--model.init_device=meta", "--fsdp.wrapping_strategy=by_block"]
 MIXED = ["--precision=amp_bf16", "--fsdp.precision=mixed"]
 #: What OLMo runs only on CUDA: its launcher under ddp and fsdp, CUDA autocast, unsharded saving under fsdp.
-ON_CUDA: dict[str, list[str]] = {
+ON_CUDA = {
     "ddp amp_bf16": [*DDP, "--precision=amp_bf16"],
     "fsdp unwrapped": [*FSDP[:2], "--fsdp.wrapping_strategy=null"],
     "fsdp amp_bf16, compiled": [*FSDP, *MIXED, "--compile.fullgraph=false", "--activation_checkpointing=whole_layer"],

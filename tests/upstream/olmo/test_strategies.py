@@ -6,7 +6,6 @@ Loss, gradients and initial weights are those of one process; sharded checkpoint
 import functools
 import json
 import sys
-from typing import Any
 
 import pytest
 from support import launch
@@ -31,7 +30,7 @@ def ddp(*kinds, **more):
     return {"strategy": "ddp", "kinds": (*LNS, *kinds), **more}
 
 
-COMPARED: dict[str, dict[str, Any]] = {
+COMPARED = {
     "ddp": ddp("admin_rms", "mixln_rms", "skipinit_rms"),
     "ddp, compiled": ddp(compile="aot_eager"),
     "ddp, bf16 autocast": ddp(autocast=True),
@@ -58,7 +57,7 @@ def initialized(*kinds, **model):
     )
 
 
-INITIALIZED: dict[str, dict[str, Any]] = {
+INITIALIZED = {
     "fsdp meta init": initialized(*KINDS),
     "fsdp meta init, llama blocks": initialized(*KINDS, block_type="llama"),
     "fsdp meta init, mitchell": initialized(init_fn="mitchell"),
