@@ -181,7 +181,7 @@ def _transformer_engine() -> Finding:
         return Finding("Transformer Engine", "-", "absent", f"{extras.advice('te')} (CUDA)")
     from olmo_lns.norm import transformer_engine as te
 
-    status = te.status()
+    status = te.availability()
     if status.problem is None:
         state, detail = "ok", "fused kernels carry the factor"
     else:

@@ -67,7 +67,7 @@ RUNS: Sequence[tuple[str, str, str, str]] = (
         "Megatron-LM main and its `pretrain_gpt.py`",
         "the same, and triton",
         '-k "not converter" tests/integrations/megatron/test_launch.py',
-        "9 passed, 2 skipped (with one scheme more than today's test)",
+        "9 passed, 2 skipped",
     ),
     (
         "torch 2.15.0, PyPI's CUDA build on a CPU",
@@ -115,7 +115,7 @@ def page() -> str:
         "## What was run",
         "",
         "The suite runs with `constraints.txt` and `constraints-olmo-core.txt`. These ran besides, on a CPU with",
-        "Python 3.11 and torch 2.13.0 where nothing else stands, on 24 November 2026:",
+        "Python 3.11 and torch 2.13.0 where nothing else stands, on 24 November 2026, with the tests of that day:",
         "",
         "| what | environment | `pytest -q` | printed |",
         "|---|---|---|---|",

@@ -35,7 +35,8 @@ def commands():
         for words in re.findall(r"(?:^|do |; )olmo-lns ([^;|&]+)", line)
     ]
     assert len(found) > 30, "the pages' shell blocks were not found"
-    return found
+    helps = [line for lines in cli.EXAMPLES.values() for line in lines if "megatron-args" not in line]
+    return found + [("help", line.removeprefix("olmo-lns ")) for line in helps]
 
 
 class _Parsed(Exception):

@@ -20,7 +20,7 @@ def test_settings_that_cannot_work_fail_with_their_reasons():
     done = run(OLMO_LNS_DISABLE="1", OLMO_LNS_INITIALIZATION="maybe", OLMO_LNS_NORM_BACKEND="te")
     assert done.returncode == 1 and "OLMO_LNS_DISABLE=1 is set" in done.stdout
     assert "OLMO_LNS_INITIALIZATION='maybe'" in done.stdout
-    assert te.status().problem is None or "Transformer Engine is not installed" in done.stdout
+    assert te.availability().problem is None or "Transformer Engine is not installed" in done.stdout
 
 
 def test_an_olmo_that_cannot_be_imported_is_a_note(monkeypatch):
@@ -39,7 +39,7 @@ def test_an_unverified_olmo_is_unsupported(monkeypatch):
 
 
 def test_an_unverified_transformer_engine_is_unsupported(monkeypatch):
-    monkeypatch.setattr(te, "status", lambda: te.Availability("3.1", "Transformer Engine 3.1 is not supported"))
+    monkeypatch.setattr(te, "availability", lambda: te.Availability("3.1", "Transformer Engine 3.1 is not supported"))
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     assert doctor._transformer_engine().state == "unsupported"
 

@@ -70,7 +70,7 @@ ENTRIES = {"olmo-lns train": ["-m", "olmo_lns", "train", "config.yaml"], "launch
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_unknown_variable_stops_every_entry_point(tmp_path, entry):
+def test_an_unknown_variable_stops_training_and_the_launcher(tmp_path, entry):
     """Each entry point runs in its own interpreter, as a user runs it."""
     env = {**os.environ, "OLMO_LNS_EXPONANT": "0.3"}
     done = subprocess.run([sys.executable, *ENTRIES[entry]], capture_output=True, text=True, env=env, cwd=tmp_path)
@@ -164,3 +164,26 @@ def test_a_world_without_a_rank_is_an_error(tmp_path):
     env = launch.environment(WORLD_SIZE="2", RANK=None, CUDA_VISIBLE_DEVICES="")
     result = launch.run([sys.executable, "-c", code], cwd=tmp_path, env=env)
     assert result.code != 0 and "RANK" in result.last_line() and "alone" not in result.text
+
+
+PROGRAM_WITH_A_GROUP = """
+import os
+from pathlib import Path
+from olmo_lns.arguments import process_group
+
+def gloo():
+    return [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
+
+with process_group():
+    import torch._dynamo  # imports functions that have the default group as a default argument
+    assert gloo(), "no thread of gloo's to look for"
+assert not gloo(), "gloo's threads outlive the group"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc: lists the threads of a process")
+def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
+    launch.run(
+        [sys.executable, "-c", PROGRAM_WITH_A_GROUP], cwd=tmp_path, env=launch.environment(CUDA_VISIBLE_DEVICES="")
+    ).ok()

@@ -1,4 +1,4 @@
-"""The map of CONTRIBUTING.md holds: imports run only downwards, and modules and functions stay small."""
+"""The map of CONTRIBUTING.md holds: imports run only downwards, names are unique, files are short."""
 
 import ast
 from graphlib import TopologicalSorter

@@ -100,9 +100,9 @@ def run(args: argparse.Namespace) -> list[str]:
     if args.unfold and options.dtype is not None:
         raise LNSConfigError("--unfold keeps the dtype of the checkpoint: training continues from it")
     rounding = options.rounding
-    target = (source.unfold if args.unfold else source.fold)(checkpoint, options)
+    planned = (source.unfold if args.unfold else source.fold)(checkpoint, options)
     with atomic_folder(options.output) as folder:
-        lines = target.write(folder)
+        lines = planned.write(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if changed := len(rounding.changed):
         where = f" ({rounding.where})" if rounding.worst else ""
@@ -288,9 +288,9 @@ def _import(args: argparse.Namespace) -> list[str]:
     from olmo_lns.norm.dtypes import DTYPES
 
     options = Options(str(args.output), HF, DTYPES.get(args.dtype or ""), tokenizer=args.tokenizer)
-    target = source_of(args.checkpoint).train(args.checkpoint, options)
+    planned = source_of(args.checkpoint).train(args.checkpoint, options)
     with atomic_folder(args.output) as folder:
-        return target.write(folder)
+        return planned.write(folder)
 
 
 def _init(args: argparse.Namespace) -> list[str]:

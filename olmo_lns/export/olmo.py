@@ -62,9 +62,9 @@ class OLMo(Source):
             lines = [
                 f"OLMo, {layout}, layer_norm_type {kind}: not folded ({problem}); it runs in OLMo with olmo-lns only"
             ]
-            return _target(checkpoint, record, layout, options, {}, lines)
+            return _planned(checkpoint, record, layout, options, {}, lines)
         factors = fold.factors(model, record.scheme, checkpoint.tensors) if active else {}
-        return _target(checkpoint, record, layout, options, factors, _in_words(checkpoint, layout))
+        return _planned(checkpoint, record, layout, options, factors, _in_words(checkpoint, layout))
 
     def unfolded(self, checkpoint: OLMoCheckpoint, options: Options) -> PlannedExport:
         model = checkpoint.architecture
@@ -80,7 +80,7 @@ class OLMo(Source):
         moments, optimizer, note = _optimizer(checkpoint, scales, options)
         inverse: dict[str, Factor] = {name: 1 / scale for name, scale in scales.items()}
         lines = [f"{record}, {checkpoint.layout}: the factor is outside again", note]
-        return _target(checkpoint, record, checkpoint.layout, options, inverse, lines, moments, optimizer)
+        return _planned(checkpoint, record, checkpoint.layout, options, inverse, lines, moments, optimizer)
 
     def model(self, folder: Path, exported: Record | None = None) -> Any:
         from olmo_lns.models.loading import open_olmo
@@ -149,7 +149,7 @@ def _rescaled(
     return state | {"state": map_tensors(held, rescale)}, len(found)
 
 
-def _target(
+def _planned(
     checkpoint: OLMoCheckpoint,
     record: Record,
     layout: str,

@@ -131,7 +131,7 @@ def plan_export(stock: Stock, record: Record, options: Options) -> PlannedExport
     return PlannedExport(write, stock.weights, stock.config)
 
 
-def plan_training(stock: Stock, saved: Record, options: Options) -> PlannedExport:
+def plan_import(stock: Stock, saved: Record, options: Options) -> PlannedExport:
     """A model folder of ours to train on in transformers, its factors outside the weights.
 
     :param saved: of the checkpoint, from which ``stock`` was unfolded where it was folded.
@@ -225,7 +225,7 @@ class Source:
         if self.formats == (HF,):
             raise LNSConfigError(f"hf import reads OLMo, OLMo-core and Megatron checkpoints, not {self.kind}")
         checkpoint = self.open(folder)
-        return plan_training(self.stock(checkpoint, options, trained=True), checkpoint.record, options)
+        return plan_import(self.stock(checkpoint, options, trained=True), checkpoint.record, options)
 
 
 def nothing_to_fold(record: Record, folder: Path, otherwise: str = "Pre-LN", note: str = "") -> LNSConfigError:

@@ -129,7 +129,7 @@ def _decide(asked: str, origin: str, device: torch.device | None) -> Backend:
     problem = _device_problem(device)
     if asked == "auto" and problem:  # no import of Transformer Engine where it could not run
         return _torch_backend(device, problem)
-    imported = te.status().problem
+    imported = te.availability().problem
     if asked == "te" and (problem or imported):
         found = "; and ".join(dict.fromkeys(filter(None, (problem, imported))))
         raise BackendUnavailableError(
@@ -140,7 +140,7 @@ def _decide(asked: str, origin: str, device: torch.device | None) -> Backend:
     if imported:
         return _torch_backend(device, imported)
     why = f"asked for by {origin}" if asked == "te" else "its fused kernels take the factor in gamma"
-    return Backend("te", f"Transformer Engine {te.status().version}: {why}")
+    return Backend("te", f"Transformer Engine {te.availability().version}: {why}")
 
 
 def _device_problem(device: torch.device) -> str | None:

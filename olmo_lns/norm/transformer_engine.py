@@ -35,7 +35,7 @@ class Availability:
 
 
 @functools.cache
-def status() -> Availability:
+def availability() -> Availability:
     """Import Transformer Engine once and say whether its norm kernels can be called."""
     version = None
     try:

@@ -57,12 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--slurm", type=Path, metavar="FOLDER", help="write Slurm array scripts to this folder")
     launch.add_argument("--workers", type=at_least(1), help="runs at a time, instead of the description's")
     launch.add_argument("--only", nargs="+", metavar="RUN", help="these runs only")
-    site = launch.add_argument_group("lines of the Slurm scripts")
-    site.add_argument("--activate", metavar="PATH", help="virtual environment, or file to source, at the job's start")
-    site.add_argument("--modules", nargs="+", default=(), metavar="MODULE", help="for `module load`")
+    job = launch.add_argument_group("lines of the Slurm scripts")
+    job.add_argument("--activate", metavar="PATH", help="virtual environment, or file to source, at the job's start")
+    job.add_argument("--modules", nargs="+", default=(), metavar="MODULE", help="for `module load`")
     for name in ("partition", "account"):
-        site.add_argument(f"--{name}", help=f"#SBATCH --{name}")
-    for group in (plan, site):
+        job.add_argument(f"--{name}", help=f"#SBATCH --{name}")
+    for group in (plan, job):
         group.add_argument(
             "--gpu", choices=sorted(GPUS), default=GPU, help="plan the times for this GPU (default A100)"
         )

@@ -24,10 +24,10 @@ from olmo_lns.record import Record
 from olmo_lns.schemes import parse
 
 
-def _save(folder, made, built, *, record=None, optimizer=None, identifier=None):
+def _save(folder, made, built, *, record=None, optimizer=None):
     """Save weights, optimizer and config.json as OLMo-core's trainer does, and our record beside them."""
     save_model_and_optim_state(folder / "model_and_optim", built, optimizer or AdamWConfig(lr=1e-3).build(built))
-    tokenizer = {"vocab_size": 60, "eos_token_id": 0, "pad_token_id": 1, "identifier": identifier}
+    tokenizer = {"vocab_size": 60, "eos_token_id": 0, "pad_token_id": 1, "identifier": None}
     config = {"model": made.as_config_dict(), "dataset": {"sequence_length": 32, "tokenizer": tokenizer}}
     (folder / "config.json").write_text(json.dumps(config))
     if record:

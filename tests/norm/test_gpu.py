@@ -25,7 +25,7 @@ CASES += [(torch.bfloat16, torch.float32, True), (torch.float32, torch.bfloat16,
 
 @pytest.fixture(params=["te", "torch-fused", "torch"])
 def backend(request):
-    if request.param == "te" and (problem := te.status().problem):
+    if request.param == "te" and (problem := te.availability().problem):
         pytest.skip(problem)
     return Backend(request.param, "test")
 
@@ -34,7 +34,7 @@ def backend(request):
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "autocast"), CASES, ids=str)
 @pytest.mark.parametrize("affine", ["weight+bias", "none"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_forward_and_backward_equal_fp64(shape, x_dtype, p_dtype, kind, affine, autocast, backend):
+def test_forward_and_backward_agree_with_fp64(shape, x_dtype, p_dtype, kind, affine, autocast, backend):
     inputs = reference.tensors(shape, x_dtype, p_dtype, affine, "cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         y = reference.ours(kind, *inputs, EPS, SCALE, backend=backend)

@@ -53,7 +53,7 @@ CASES = [
 
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "affine", "autocast", "zero_centered"), CASES, ids=str)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_values_and_gradients_equal_fp64(kind, x_dtype, p_dtype, autocast, affine, zero_centered, backend):
+def test_values_and_gradients_agree_with_fp64(kind, x_dtype, p_dtype, autocast, affine, zero_centered, backend):
     inputs = reference.tensors((3, 7, 71), x_dtype, p_dtype, affine)
     x = inputs[0]
     given = (kind, *inputs, EPS, SCALE)

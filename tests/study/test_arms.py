@@ -13,6 +13,7 @@ from olmo_lns.study.arms import ARMS, Arm
 from olmo_lns.study.engines import MEGATRON, OLMO, settings_of
 from olmo_lns.study.engines.olmo import load
 from olmo_lns.study.plan.check import arm_problems, init_problems
+from olmo_lns.study.plan.spec import Study
 
 
 def arm(scheme, initialization, init_fn=""):
@@ -55,6 +56,9 @@ def test_every_scheme_is_a_shipped_arm_with_plain_initialization():
     assert {name for name, found in ARMS.items() if name == found.scheme.name and found.initialization == "plain"} == {
         *schemes.names()
     }
+    assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.colour for a in ARMS.values()}) == len(ARMS)
+    shown = {ARMS[name].scheme.name for name in Study.load(REPOSITORY / "configs" / "study" / "tiny-schemes.yaml").arms}
+    assert shown == {name for name in schemes.names() if not schemes.definition(name).olmo_only}
 
 
 def test_settings_that_contradict_the_arm_are_named():

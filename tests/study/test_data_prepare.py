@@ -218,7 +218,7 @@ _LINE = b'{"text": "a"}\n'
         ("other.jsonl", b'{"body": "a"}\n', "line 1: expected a JSON object with text under 'text'"),
     ],
 )
-def test_a_file_whose_lines_hold_no_text_is_refused(tmp_path, name, content, message):
+def test_a_file_that_cannot_be_read_or_holds_no_text_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(LNSConfigError, match=f"{name}.*{message}"):
         list(documents("jsonl", [str(tmp_path / name)]))

@@ -22,7 +22,6 @@ def test_a_run_in_slices_reaches_the_loss_of_a_run_in_one_piece(tmp_path, monkey
     from olmo_lns.study.plan.spec import Study
 
     spec = importlib.util.spec_from_file_location("gpu_evidence", SCRIPT)
-    assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, script)
     spec.loader.exec_module(script)

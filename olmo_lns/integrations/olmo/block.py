@@ -266,7 +266,7 @@ class LNSRMSLayerNorm(Scaled, RMSLayerNorm):
         return y
 
 
-class LNSDefaultLayerNorm(Scaled, LayerNorm):
+class LNSOLMoLayerNorm(Scaled, LayerNorm):
     """``lns_scale * LayerNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``LayerNorm``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -307,7 +307,7 @@ class GroupedLayerNorm(_Grouped, LayerNorm):
 #: OLMo's class -> ours, without and with groups of channels.
 _SCALED: dict[type, tuple[type, type]] = {
     RMSLayerNorm: (LNSRMSLayerNorm, GroupedRMSLayerNorm),
-    LayerNorm: (LNSDefaultLayerNorm, GroupedLayerNorm),
+    LayerNorm: (LNSOLMoLayerNorm, GroupedLayerNorm),
 }
 
 

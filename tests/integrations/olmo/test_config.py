@@ -76,7 +76,7 @@ def test_the_type_can_be_overridden_by_interpolation_by_a_mapping_or_twice(tmp_p
 
 
 def test_a_warning_names_a_checkpointer_that_torch_broke_before_training(tmp_path, caplog):
-    for kind, name, named in (("rms", "local", False), ("lns", "olmo_core", False), ("lns", "local", True)):
+    for kind, name, named in (("rms", "local", False), ("lns", "olmo_core", False), ("lns", "torch_legacy", True)):
         overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]
         TrainConfig.load(write(tmp_path, kind), overrides)
         assert (f"sharded_checkpointer: {name}" in caplog.text) is named

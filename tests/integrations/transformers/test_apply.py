@@ -1,15 +1,18 @@
 """Every model family under a scheme, against stock models whose norms or branches are multiplied by hooks."""
 
 import copy
+import sys
 
 import pytest
 import torch
+from support import launch
 from support.transformers_models import (  # noqa: F401
     IN_FRONT,
     LLAMA_OUTPUTS,
     MODELS,
     OUTPUTS,
     blocks,
+    environment,
     hooked,
     inputs,
     same,
@@ -167,3 +170,12 @@ def test_initialization_is_plain_under_a_scheme_unless_asked_otherwise(kind, sch
     assert ratio(scaled) == pytest.approx(6**-0.5, abs=0.03)
     upstream = apply(copy.deepcopy(plain), scheme, initialization="upstream")
     assert ratio(upstream) == ratio(plain)
+
+
+def test_another_process_unpickles_a_model(tmp_path, schemes):  # noqa: F811
+    for kind, scheme in (("llama", "lns"), ("llama", "lnsafterbranch"), ("gpt2", "lnsafterattn")):
+        torch.save(apply(stock(kind), scheme), tmp_path / f"{kind}-{scheme}.pt")
+    program = "import sys, torch; [print(type(torch.load(file, weights_only=False))) for file in sys.argv[1:]]"
+    files = sorted(tmp_path.iterdir())
+    done = launch.run([sys.executable, "-c", program, *files], cwd=tmp_path, env=environment())
+    assert done.code == 0 and done.text.count("LNSLlamaForCausalLM") == 2, done.text
