@@ -13,7 +13,6 @@ from support.exports import byte_tokenizer, export, load_hf, refused, save_olmo
 
 from olmo_lns.checkpoints import record_in
 from olmo_lns.cli import main
-from olmo_lns.export.cli import byte_size
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme
 
@@ -62,11 +61,6 @@ def test_stock_olmo_gets_a_stock_init_fn_and_unfolding_restores_ours(tmp_path, k
 def test_options_that_do_not_fit_are_refused(checkpoint, folded, tmp_path, capsys, options, reason):
     source = folded if "--unfold" in options else checkpoint
     assert reason in refused(capsys, source, tmp_path / "out", *options)
-
-
-def test_units_of_sizes_are_powers_of_a_thousand():
-    found = [byte_size(text) for text in ("5GB", "1.5 MB", "60kb", "512")]
-    assert found == [5_000_000_000, 1_500_000, 60_000, 512]
 
 
 def test_a_lost_record_is_read_from_the_config(tmp_path, capsys):

@@ -62,7 +62,7 @@ def first_moments(model):
     torch.nn.functional.cross_entropy(model(IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
     for index, parameter in enumerate(model.parameters()):
         state["state"][index]["exp_avg"] = 0.1 * parameter.grad
-        state["state"][index]["exp_avg_sq"] = 0.05 * parameter.grad**2
+        state["state"][index]["exp_avg_sq"] = state["state"][index]["max_exp_avg_sq"] = 0.05 * parameter.grad**2
     return state
 
 
@@ -130,10 +130,7 @@ def of_lost(state):
     ("change", "reason"),
     [
         (rename_one, f"the moments of 7 of the 8 parameters to rescale, none or not all of {LOST}'s"),
-        (
-            lambda s: of_lost(s).pop("exp_avg_sq"),
-            f"the moments of 7 of the 8 parameters to rescale, none or not all of {LOST}'s",
-        ),
+        (lambda s: of_lost(s).pop("exp_avg_sq"), f"7 of the 8 parameters to rescale, none or not all of {LOST}'s"),
         (lambda s: of_lost(s).update(hessian=torch.ones(1)), "'hessian' of unknown scaling: give --drop-optimizer"),
     ],
 )
@@ -173,5 +170,6 @@ def test_unfolding_is_refused_without_a_fold_or_with_options_that_do_not_fit(che
         (folded, ("--dtype", "bf16"), "--unfold keeps the dtype"),
     ):
         assert reason in refused(capsys, source, tmp_path / "x-unsharded", "--unfold", *options)
+    assert "call it x-unsharded\n" in refused(capsys, folded, tmp_path / "x", "--unfold")
     with pytest.raises(SystemExit, match="2"):
         export(folded, tmp_path / "x-unsharded", "--unfold", "--format", "hf")

@@ -97,6 +97,8 @@ def test_one_block_with_another_form_decides_for_the_model(monkeypatch):
     order = [(number, sub_layer) for number, sub_layer, _ in mixed.plans(2)]
     assert order == [(1, "attn"), (1, "ff"), (2, "attn"), (2, "ff")]
     assert parse("mixed:blocks=0").folds_into_pre_ln(4)
+    with pytest.raises(ValueError, match="scheme name 'mixed': taken"):
+        schemes.define(definition("mixed"))
 
 
 def test_initializations_have_their_factors_and_defaults():

@@ -202,7 +202,8 @@ def test_the_record_is_that_of_the_built_model(tmp_path):
     load(folder, built)
     stage = tiny.model_of("lnsafterff")
     del stage.decoder.layers[:]
-    found = record_in(save(tmp_path / "stage", stage))
+    tower = tiny.build(tiny.config()).sharded_state_dict(prefix="tower.")  # Pre-LN, as a vision tower is
+    found = record_in(save(tmp_path / "stage", stage, tower=tower))
     assert found is not None and found.scheme == parse("lnsafterff")
     both = {str(p): tiny.model_of(f"lns:exponent={p}").sharded_state_dict(prefix=f"{p}.") for p in (0.25, 0.5)}
     with pytest.raises(LNSConfigError, match=r"one checkpoint with lns:exponent=0.25 .* and lns:exponent=0.5"):

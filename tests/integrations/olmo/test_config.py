@@ -75,6 +75,11 @@ def test_the_type_can_be_overridden_by_interpolation_by_a_mapping_or_twice(tmp_p
     assert config.model.layer_norm_type is LayerNormType[resolved]
 
 
+def test_a_model_config_loaded_by_key_keeps_the_base_norm_of_its_file(tmp_path):
+    model = ModelConfig.load(write(tmp_path, "rms"), ["layer_norm_type=lns"], key="model")
+    assert model.layer_norm_type is LayerNormType.lns_rms
+
+
 def test_a_warning_names_a_checkpointer_that_torch_broke_before_training(tmp_path, caplog):
     for kind, name, named in (("rms", "local", False), ("lns", "olmo_core", False), ("lns", "torch_legacy", True)):
         overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]

@@ -22,7 +22,8 @@ from support import olmo_core_models as small
 from support import olmo_core_ranks
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import norm_sites
+from olmo_lns.integrations import norm_sites, patching
+from olmo_lns.integrations.olmo_core import upstream
 from olmo_lns.integrations.olmo_core.blocks import record_of, routers_of
 from olmo_lns.integrations.olmo_core.checkpoint import saved_record, saved_routers
 from olmo_lns.integrations.olmo_core.config import from_config
@@ -46,6 +47,10 @@ def _save(tmp_path, made, *, config=True, record=True):
     if not record:
         (folder / "lns.json").unlink(missing_ok=True)
     return checkpointer, folder
+
+
+def test_olmo_lns_has_wrapped_every_function_that_it_names():
+    assert [target.path for target in upstream.TARGETS if not patching.is_patched(target.locate()[2])] == []
 
 
 def test_a_save_writes_the_record_and_a_damaged_record_is_refused(tmp_path):

@@ -19,6 +19,7 @@ def test_the_export_of_a_folder_with_a_scheme_is_a_stock_model(kind, tmp_path, c
 
     model = apply(stock(kind), "lns:exponent=0.25", initialization="upstream")
     model.save_pretrained(tmp_path / "lns")
+    assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out"), "--exponent", "0.5"]) == 1
     assert main(["export", str(tmp_path / "lns"), str(tmp_path / "out"), "--format", "hf"]) == 0
     out = capsys.readouterr().out
     assert f"-> {type(stock(kind)).__name__}: lns folded into the weights" in out and "tensors changed" in out

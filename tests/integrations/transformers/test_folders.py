@@ -43,7 +43,7 @@ def run(folder, kind, *, trust=False, package=True, auto=""):
 def test_a_saved_model_is_loaded_with_its_scheme_and_the_same_logits(kind, tmp_path):
     import transformers
 
-    model = apply(stock(kind), "lns:exponent=0.25", initialization="upstream")
+    model = apply(stock(kind), "lns:exponent=0.25")
     model.save_pretrained(tmp_path)
     written = read_config(tmp_path)
     assert written["model_type"] == f"lns_{kind}" and written["lns"] == "lns:exponent=0.25"

@@ -157,16 +157,18 @@ def test_a_folder_is_marked_as_folded_only_if_its_weights_were_folded(tmp_path):
     """A fresh model may have the config of a folded folder; it is saved and resumed as Pre-LN."""
     auto, folded = transformers.AutoModelForCausalLM, fold(apply(stock("llama")))
     folded.save_pretrained(tmp_path / "folded")
+    stock("llama").save_pretrained(tmp_path / "stock")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "folded")
     for name, model in {
         "fresh": auto.from_config(config),
+        "stock": auto.from_pretrained(tmp_path / "stock", config=config),
         "loaded": auto.from_pretrained(tmp_path / "folded"),
         "copied": copy.deepcopy(folded),
         "base": transformers.AutoModel.from_pretrained(tmp_path / "folded"),
     }.items():
         model.save_pretrained(tmp_path / name)
         written = read_config(tmp_path / name)
-        assert ("lns_record" in written) == ("lns" in written) == (name != "fresh")
+        assert ("lns_record" in written) == ("lns" in written) == (name not in ("fresh", "stock"))
     assert record_of(config).folded  # other models share this config
     trainer(auto.from_config(config), tmp_path / "run", max_steps=3).train()
     trainer(auto.from_config(config), tmp_path / "run").train(resume_from_checkpoint=True)
