@@ -144,7 +144,7 @@ def test_an_olmo_model_on_te_equals_it_on_torch_and_runs_where_te_does_not(kind,
             assert reference.relative_error(got, want) < (2e-2 if autocast else 1e-4)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 def test_the_operators_pass_opcheck(dtype, low):
     out = low if low is not None and dtype == torch.float32 else dtype

@@ -81,7 +81,7 @@ def again(built, key, value):
             lambda b: b.finish("a-lns-s1", 2.9, global_train_batch_size=16),
             "a-preln-s1 and a-lns-s1 differ in more than the arm: global_train_batch_size is 8 and 16",
         ),
-        (lambda b: b.finish("a-lns-s1", 2.9, **{"optimizer.learning_rate": 2e-3}), "rate is 0.001 and 0.002"),
+        (lambda b: b.finish("a-lns-s1", 2.9, **{"optimizer.learning_rate": 2e-3}), "learning_rate is 0.001 and 0.002"),
         # The file has the same path and size but other content; then a variable changes what is trained.
         (lambda b: again(b, "data", [{"sha256": "0"}]), "b-preln-s1 and b-lns-s1 differ .*: data is .*train.npy"),
         (

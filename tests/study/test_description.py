@@ -49,7 +49,7 @@ def test_any_scheme_with_its_parameters_can_be_an_arm(tmp_path):
 
 
 def test_an_unknown_arm_is_refused(tmp_path):
-    with pytest.raises(LNSConfigError, match="unknown arm 'lnss'.*did you mean 'lns'"):
+    with pytest.raises(LNSConfigError, match="unknown arm 'lnss'.*did you mean 'lns'.*expected a scheme, such as lns"):
         load(tmp_path, arms=["preln", "lnss"])
 
 
