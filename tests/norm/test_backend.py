@@ -68,9 +68,7 @@ def test_te_needs_ampere_or_later(cuda):
 
 
 def test_an_unknown_backend_is_refused(monkeypatch):
-    with pytest.raises(
-        LNSConfigError, match=r"'tee' \(did you mean 'te'\?\) \(from argument\); allowed: auto, te, torch"
-    ):
+    with pytest.raises(LNSConfigError, match=r"'tee' \(did you mean 'te'\?\) .*allowed: auto, te, torch"):
         choose_backend("tee")
     monkeypatch.setenv(NORM_BACKEND, "tee")
     with pytest.raises(LNSConfigError, match=NORM_BACKEND):
