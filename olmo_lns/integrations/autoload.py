@@ -99,6 +99,7 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
         callback(module)
         return
     _callbacks.setdefault(name, []).append(callback)
+    importlib.import_module("olmo_lns.hook")  # whom the start-up finder asks
     if not any(map(_is_ours, sys.meta_path)):
         sys.meta_path.insert(0, _PostImportFinder())
 
