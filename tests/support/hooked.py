@@ -9,7 +9,9 @@ import torch
 #: Class of the model -> (its blocks, the two norms of one, its residual output projections).
 _KNOWN = {
     "OLMo": (
-        lambda m: m.transformer.blocks if "blocks" in m.transformer else [b for g in m.transformer.block_groups for b in g],
+        lambda m: (
+            m.transformer.blocks if "blocks" in m.transformer else [b for g in m.transformer.block_groups for b in g]
+        ),
         ("attn_norm", "ff_norm"),
         ("attn_out", "ff_out"),
     ),
@@ -41,14 +43,16 @@ def scaled(output, factor):
 def hooked(model, blocks=None, names=None, exponent=0.5, numbers=None):
     """Multiply what both norms of block l return by ``l ** -exponent``, from outside. Returns the model.
 
-    :param names: attribute paths in a block; one name for a parallel block. A name that no block has is an error.
+    :param names: attribute paths in a block; one name for a parallel block; a list of names for each block where the blocks
+        differ, as in families.json. A name that a block does not have is an error.
     :param numbers: of the blocks, from 1; by default their places in the list.
     """
     find, usual, _ = known(model) or (None, None, None)
     blocks = list(find(model) if blocks is None else blocks)
     for number, block in zip(numbers or range(1, len(blocks) + 1), blocks, strict=True):
         factor = float(torch.tensor(number, dtype=torch.float64) ** -exponent)
-        for name in usual if names is None else names:
+        own = usual if names is None else names
+        for name in own if isinstance(own[0], str) else own[number - 1]:
             norm = block.get_submodule(name)
             norm.register_forward_hook(lambda module, args, output, factor=factor: scaled(output, factor))
     return model

@@ -15,10 +15,10 @@ stream, and what they end in:
 """
 
 import json
-import math
-import multiprocessing
 import os
+import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -41,24 +41,71 @@ _SIZES = {
     LAYERS: "num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers "
     "num_encoder_layers num_blocks",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
-    "num_local_experts n_routed_experts moe_num_experts num_decoder_attention_heads num_encoder_attention_heads "
-    "index_n_heads mamba_n_heads",
+    "num_local_experts n_routed_experts num_decoder_attention_heads num_encoder_attention_heads "
+    "index_n_heads mamba_n_heads moe_num_experts",
     2: "num_key_value_heads num_experts_per_tok moe_topk moe_k top_k_experts first_k_dense_replace_limit n_groups",
-    8: "head_dim kv_channels attention_head_size v_head_dim rotary_dim index_head_dim",
-    16: "kv_lora_rank q_lora_rank sliding_window chunk_size state_size mamba_d_state ssm_state_size",
+    8: "head_dim kv_channels attention_head_size v_head_dim qk_rope_head_dim qk_nope_head_dim rotary_dim",
+    16: "index_head_dim kv_lora_rank q_lora_rank sliding_window chunk_size state_size mamba_d_state ssm_state_size",
     1: "n_group topk_group n_shared_experts moe_num_shared_experts mamba_n_groups pad_token_id bos_token_id eos_token_id "
     "decoder_start_token_id",
 }  # fmt: skip
 SIZES = {name: value for value, names in _SIZES.items() for name in names.split()}
 #: Family -> fields that the table above gets wrong or does not know.
-OVERRIDES: dict[str, dict] = {}
+OVERRIDES: dict[str, dict] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3n_text": {
+        "intermediate_size": [64] * LAYERS,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0] * LAYERS,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "dots3_note_text": {"per_layer_config": {}, "num_key_value_heads": 4, "head_dim": 16},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "musicgen": {"decoder": {"num_codebooks": 1}},
+    "musicgen_melody": {"decoder": {"num_codebooks": 1}},
+    "longcat_flash": {"head_dim": 8},
+    "zamba": {
+        "layers_block_type": ["hybrid", "mamba", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "nemotron": {"num_key_value_heads": 2},
+    "reformer": {"axial_pos_shape": [2, 3], "axial_pos_embds_dim": [16, 16], "attn_layers": ["local", "lsh", "local"]},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {
+        "layer_types": ["mamba", "hybrid", "mamba"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+    },
+}
 #: Lists with one entry a layer, made anew by the config for another depth.
-PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layers", "block_types", "attn_types")
+PER_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "layers_block_type",
+    "no_rope_layers",
+    "moe_layers",
+    "block_types",
+    "attn_types",
+)
 
 
 def shrink(config, overrides=None):
     """A config of the same class whose sizes are tiny."""
-    found = {**config.to_dict(), **{name: getattr(config, name) for name in config.attribute_map if hasattr(config, name)}}
+    found = {
+        **config.to_dict(),
+        **{name: getattr(config, name) for name in config.attribute_map if hasattr(config, name)},
+    }
     changes = {}
     for name, value in found.items():
         if name in getattr(config, "sub_configs", {}) and value is not None:
@@ -66,9 +113,14 @@ def shrink(config, overrides=None):
             changes[name] = shrink(sub, (overrides or {}).get(name)).to_dict()
         elif name in PER_LAYER or name not in SIZES:
             continue
-        elif isinstance(value, int) and not isinstance(value, bool) or (value is None and "head_dim" == name):
+        elif (isinstance(value, int) and not isinstance(value, bool)) or (value is None and name == "head_dim"):
             changes[name] = SIZES[name]
-    changes |= {name: value for name, value in (overrides or {}).items() if name not in getattr(config, "sub_configs", {})}
+    if "kv_lora_rank" in found:  # latent attention: as many heads of keys as of queries
+        changes |= {"num_key_value_heads": 4}
+        changes.pop("head_dim", None)
+    changes |= {
+        name: value for name, value in (overrides or {}).items() if name not in getattr(config, "sub_configs", {})
+    }
     mapped = getattr(config, "attribute_map", {})
     changes = {name: value for name, value in changes.items() if mapped.get(name) not in changes}
     return type(config)(**changes)
@@ -91,17 +143,19 @@ def tiny(model_type, seed=0):
     config._attn_implementation = "eager"
     kind = getattr(transformers, families()[model_type])
     if not isinstance(config, kind.config_class):
-        config = config.get_text_config()
-    for name in ("is_decoder",):
-        if hasattr(config, name):
-            setattr(config, name, True)
+        config = config.get_text_config(decoder=True)
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
     model = kind(config).eval().float()
+    with torch.no_grad():  # away from the near-identity of the initial state
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model, torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def forward(model, ids):
     """Logits of shape (1, 6, vocabulary)."""
-    cache = {"use_cache": False} if "use_cache" in model.config.get_text_config().to_dict() else {}
+    cache = {"use_cache": False} if "use_cache" in model.config.get_text_config(decoder=True).to_dict() else {}
     return model(input_ids=ids, **cache).logits
 
 
@@ -117,8 +171,8 @@ FACTOR = {"mul", "mul_", "div", "div_"}
 
 
 def is_norm(module):
-    name = type(module).__name__.lower()
-    return "norm" in name and not any("norm" in type(child).__name__.lower() for child in module.children())
+    """A module that is called a norm and has no matrix."""
+    return "norm" in type(module).__name__.lower() and all(p.dim() < 2 for p in module.parameters())
 
 
 class Node:
@@ -162,7 +216,7 @@ class Trace(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if torch.is_tensor(tensor):
                 node = self.put(tensor, Node(name, parents))
-                if name.endswith("_") and not name.startswith("_") or name == "index_put_":
+                if (name.endswith("_") and not name.startswith("_")) or name == "index_put_":
                     self.writes[tensor.untyped_storage().data_ptr()] = node
         return result
 
@@ -255,11 +309,22 @@ def stream_of(ordered, depends, start, through_norms):
         if node.op in ADD and others:
             added.append((node, others[0]))
             version[id(node)] = len(added)
-        elif node.op in SAME | FACTOR | ADD and not others and len(mine) == 1:
-            version[id(node)] = version[id(mine[0])]
-        elif node.op == "norm" and through_norms:
+        elif (node.op in SAME | FACTOR | ADD and not others and len(mine) == 1) or (node.op == "norm" and through_norms):
             version[id(node)] = version[id(mine[0])]
     return version, added
+
+
+def multiplied(start, end, version):
+    """Whether the stream is multiplied on its way through a block."""
+    todo, seen = [end], {id(start)}
+    while todo:
+        node = todo.pop()
+        if id(node) not in seen and id(node) in version:
+            seen.add(id(node))
+            if node.op in FACTOR:
+                return True
+            todo += node.parents
+    return False
 
 
 def reads(branch, version, depends):
@@ -302,8 +367,8 @@ def label_of(start, end):
         version, added = stream_of(ordered, depends, start, through_norms=True)
         if id(end) not in version:
             return "other", [], "the output is no sum with the input"
-        norms = [n.norm[0] for n in ordered if n.op == "norm" and id(n) in version]
-        return "post", norms, ""
+        norms = [n.norm[0] for n in ordered if n.op == "norm" and id(n) in version and n is not start]
+        return "post", list(dict.fromkeys(norms)), ""
     sites, raw, ends, versions = [], False, [], []
     for _, branch in added:
         found = reads(branch, version, depends)
@@ -315,7 +380,9 @@ def label_of(start, end):
     if not added:
         return "other", sites, "nothing is added to the stream"
     if raw:
-        return ("branch", ends, "") if ends and not sites else ("other", sites + ends, "a branch reads the stream itself")
+        return (
+            ("branch", ends, "") if ends and not sites else ("other", sites + ends, "a branch reads the stream itself")
+        )
     if ends:
         return "sandwich", sites + ends, ""
     if any(len(v) > 1 for v in versions):
@@ -323,12 +390,18 @@ def label_of(start, end):
     if all(v == {0} for v in versions):
         if len(added) == 1 and summands == [1]:
             return "other", sites, "one branch"
-        return "parallel", sites, ""
-    return ("pre", sites, "") if len(added) == 2 == len(sites) else ("other", sites, f"{len(added)} branches, {len(sites)} norms")
+        return "parallel", sites, "the stream is multiplied" if multiplied(start, end, version) else ""
+    if multiplied(start, end, version):
+        return "other", sites, "the stream is multiplied"
+    return (
+        ("pre", sites, "")
+        if len(added) == 2 == len(sites)
+        else ("other", sites, f"{len(added)} branches, {len(sites)} norms")
+    )
 
 
 def describe(model_type):
-    """The row of a family in families.json."""
+    """The row of a family in families.json. Where the blocks differ, ``sites`` has a list for each of them."""
     model, ids = tiny(model_type)
     calls = trace(model, lambda: forward(model, ids))
     path, found = blocks_of(model, calls)
@@ -339,16 +412,15 @@ def describe(model_type):
         name = next(n for n, m in model.named_modules() if m is block)
         label, sites, note = label_of(start, end)
         rows.append((label, tuple(s.removeprefix(name + ".") for s in sites), note))
-    different = list(dict.fromkeys(rows))
-    labels = {row[0] for row in different}
-    row = {"label": labels.pop() if len(labels) == 1 else "other", "blocks": path, "sites": [list(r[1]) for r in different]}
-    note = "; ".join(dict.fromkeys(r[2] or r[0] for r in different if len(labels) or r[2]))
+    labels, sites = {row[0] for row in rows}, [list(row[1]) for row in rows]
+    row = {"label": labels.pop() if len(labels) == 1 else "other", "blocks": path}
+    row["sites"] = sites[0] if all(each == sites[0] for each in sites) else sites
+    notes = dict.fromkeys(note or (label if label != row["label"] else "") for label, _, note in rows)
+    note = "; ".join(filter(None, notes))
     return row | ({"note": note} if note else {})
 
 
 def _row(model_type, seconds=SECONDS):
-    import signal
-
     def stop(*_):
         raise TimeoutError(f"more than {seconds} s")
 
@@ -356,7 +428,7 @@ def _row(model_type, seconds=SECONDS):
     signal.alarm(seconds)
     try:
         return describe(model_type)
-    except Exception as error:  # noqa: BLE001  the reason is the result
+    except Exception as error:
         text = str(error).strip().splitlines() or [""]
         return {"label": "not built", "note": f"{type(error).__name__}: {text[0][:160]}"}
     finally:
@@ -367,8 +439,6 @@ def main(names):
     os.nice(10)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    import time
-
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
