@@ -22,8 +22,8 @@ def _fraction(value: float) -> None:
         raise ValueError(f"expected a factor above 0, up to 1, found {value!r}")
 
 
-EXPONENT = {"exponent": Parameter(0.5, _nonnegative, "of the factor l ** -exponent")}
-FACTOR = {"factor": Parameter(0.35, _fraction, "of every block; 0.35 is LNS's mean over 24 blocks")}
+E = {"exponent": Parameter(0.5, _nonnegative, "of the factor l ** -exponent")}
+S = {"factor": Parameter(0.35, _fraction, "of every block; 0.35 is LNS's mean over 24 blocks")}
 
 
 def _inputs_drawn_times(gain: float) -> tuple[tuple[str, float], ...]:
@@ -57,11 +57,11 @@ def reversed_profile(layer_number: int, n_layers: int, sub_layer: str, *, expone
     return Plan(norm_scale=(n_layers + 1 - layer_number) ** -exponent)
 
 
-define(Definition("lnsvalue", "LNS on values and feed-forward", "LNS, logits unscaled", value_path, SOURCE, EXPONENT))
-define(Definition("lnsrate", "LNS without its start", "LNS, started as Pre-LN", rate_alone, SOURCE, EXPONENT))
-define(Definition("lnsstart", "LNS's start without its factor", "Pre-LN, started as LNS", start_alone, SOURCE, EXPONENT))
-define(Definition("lnsuniform", "one factor for all blocks", "Pre-LN x s", uniform, SOURCE, FACTOR))
-define(Definition("lnsreversed", "LNS with its profile reversed", "LNS, reversed", reversed_profile, SOURCE, EXPONENT))
+define(Definition("lnsvalue", "LNS on values and feed-forward", "LNS, logits unscaled", value_path, SOURCE, E))
+define(Definition("lnsrate", "LNS without its start", "LNS, started as Pre-LN", rate_alone, SOURCE, E))
+define(Definition("lnsstart", "LNS's start without its factor", "Pre-LN, started as LNS", start_alone, SOURCE, E))
+define(Definition("lnsuniform", "one factor for all blocks", "Pre-LN x s", uniform, SOURCE, S))
+define(Definition("lnsreversed", "LNS with its profile reversed", "LNS, reversed", reversed_profile, SOURCE, E))
 
 for _name, _label, _colour, _line, _marker in (
     ("lnsvalue", "LNS, logits unscaled", "#393B79", "-", "8"),
