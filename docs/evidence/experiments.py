@@ -1,6 +1,8 @@
 """Five schemes and their arms, by which the runs of E1, E2 and E4 take LNS apart.
 
-Import this module before a description that names them is read, in the process that plans and in the one that trains.
+The process that plans and the one that trains both need this module: name it in an entry point of the group
+``olmo_lns.schemes``, as docs/own-scheme.md does, or import it before a description is read.
+
 In the equations x is the stream, f the sub-layer, N the norm, l the number of the block from 1, L the number of blocks.
 """
 
