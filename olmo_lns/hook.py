@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Sequence
 
-from olmo_lns.environment import DISABLE, is_set
+from olmo_lns.environment import DISABLE, is_set, warn
 from olmo_lns.errors import UpstreamChangedError, one_line
 from olmo_lns.integrations import autoload  # what is not in INTEGRATIONS yet
 
@@ -168,6 +168,7 @@ def activate(framework: str) -> None:
     if framework in _activated or is_set(DISABLE):
         return
     _activated.add(framework)
+    warn()
     try:
         importlib.import_module(INTEGRATIONS[framework]).register()
         for name in FOLLOWERS:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.studies import REPOSITORY, Built
 
+from olmo_lns import sites
 from olmo_lns.integrations import norm_sites, patching
-from olmo_lns.record import Record
 from olmo_lns.schemes import LNS, Scheme, registry, table
 from olmo_lns.study import arms, cli
 
@@ -56,10 +56,8 @@ def test_the_toy_arm_is_planned_and_reported(study, capsys):
     assert "Toy + scaled init" in (study.out / "report" / "report.md").read_text()
 
 
-def test_the_toy_scheme_is_in_the_start_up_line_and_the_record(study, caplog):
+def test_the_toy_scheme_is_in_the_start_up_line_and_read_back(study, caplog):
     from olmo.model import OLMo
-
-    from olmo_lns.integrations.olmo.model import record_of
 
     run = next(run for run in study.study.runs if run.arm == "toy_arm")
     with caplog.at_level(logging.INFO, logger="olmo_lns"):
@@ -67,7 +65,7 @@ def test_the_toy_scheme_is_in_the_start_up_line_and_the_record(study, caplog):
     (line,) = [record.getMessage() for record in caplog.records if " on: " in record.getMessage()]
     assert line.startswith("Toy norms on: 6 norms (toy_rms:base=3.0); alpha = 3 (block 1) to 27 (block 3); ")
     assert "norm after the addition in blocks 1 to 3; base 3; " in line and "initialization on, scaled" in line
-    assert record_of(model) == Record(Scheme.of("toy", base=3), "rms", "scaled")
+    assert sites.read_back(model) == Scheme.of("toy", base=3)
 
 
 TOYFRAME = """
