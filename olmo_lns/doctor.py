@@ -94,7 +94,9 @@ def framework_row(framework: Framework) -> Finding:
         # A script of this folder would import it; `olmo-lns` itself, which lies elsewhere, does not.
         return Finding(label, "-", "absent", f"only ./{here}, for scripts of this folder: python -m olmo_lns doctor")
     own = f"olmo_lns.integrations.{framework.extra.replace('-', '_')}.upstream"
-    upstream = importlib.import_module(own) if importlib.util.find_spec(own) else None  # None: measured when it is built
+    upstream = (
+        importlib.import_module(own) if importlib.util.find_spec(own) else None
+    )  # None: measured when it is built
     path, name = framework.release
     try:  # as the sources that would be imported say; metadata may be another copy's
         version = str(runpy.run_path(str(tree / path))[name])

@@ -19,7 +19,6 @@ import inspect
 import logging
 import os
 import sys
-import weakref
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Sequence
@@ -42,7 +41,7 @@ FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 MARKER = "__olmo_lns_wrapped__"
 
 _callbacks: dict[str, dict[Callable[[ModuleType], object], None]] = {}
-_ran: dict[str, Any] = {}  # name -> a weak reference to the module that its callbacks ran for
+_ran: dict[str, Any] = {}  # name -> the spec, new in each execution, that its callbacks ran after
 _activated: set[str] = set()
 _missing: dict[str, list[str]] = {}
 
@@ -72,7 +71,7 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
 
 
 def _run_callbacks(name: str, module: ModuleType) -> None:
-    _ran[name] = weakref.ref(module)
+    _ran[name] = module.__spec__
     done: set[Callable[[ModuleType], object]] = set()
     while todo := [callback for callback in _callbacks.get(name, ()) if callback not in done]:  # one may ask for others
         for callback in todo:
@@ -96,7 +95,7 @@ def _catch_up() -> None:
     """Run the callbacks of modules that were executed by a loader that this finder has not seen."""
     for name in list(_callbacks):
         module = sys.modules.get(name)
-        if module is not None and _is_executed(module) and (name not in _ran or _ran[name]() is not module):
+        if module is not None and _is_executed(module) and _ran.get(name) is not module.__spec__:
             _run_callbacks(name, module)
 
 
@@ -159,7 +158,7 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     known[callback] = None
     install()
     if _is_executed(module := sys.modules.get(name)):
-        _ran[name] = weakref.ref(module)
+        _ran[name] = module.__spec__  # type: ignore[union-attr]
         _run(callback, module)  # type: ignore[arg-type]
 
 

@@ -22,7 +22,9 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
 
-__all__ = ["Call", "Found", "Response", "agree", "check_drawn", "find_blocks", "pre_ln_sites", "response", "structure", "twin"]
+__all__ = [
+    "Call", "Found", "Response", "agree", "check_drawn", "find_blocks", "pre_ln_sites", "response", "structure", "twin",
+]  # fmt: skip
 
 #: Relative difference below which two fp32 results are the same.
 SAME = 1e-4

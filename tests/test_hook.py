@@ -84,11 +84,9 @@ FINDERS = {
     "typeguard, one submodule": "import typeguard; typeguard.install_import_hook('olmo.config')",
     "jaxtyping": "import jaxtyping; jaxtyping.install_import_hook('olmo', 'typeguard.typechecked')",
     "pytest": """
-import pytest
-from _pytest.assertion import rewrite
-pytest.Config = None
+from _pytest import assertion
 from _pytest.config import get_config
-rewrite.install_importhook(get_config()).mark_rewrite("olmo")
+assertion.install_importhook(get_config()).mark_rewrite("olmo")
 """,
     "one that has only find_module": "sys.meta_path.insert(0, type('Old', (), {'find_module': lambda *a: None})())",
     "one that loads by a class of its own": """
@@ -139,7 +137,7 @@ def test_stand_ins_in_sys_modules_do_not_fail_an_import(tmp_path, kind):
 AGAIN = {
     "reload of the model": "import importlib, olmo.model; importlib.reload(olmo.model)",
     "reload of the config and the model": "import importlib, olmo.model; importlib.reload(olmo.config); importlib.reload(olmo.model)",
-    "reload after a finder was put in front": "import importlib, olmo.model, typeguard; typeguard.install_import_hook('olmo'); import colorsys; importlib.reload(olmo.model)",
+    "reload after a finder was put in front": "import importlib, olmo.model, typeguard; typeguard.install_import_hook('olmo'); importlib.reload(olmo.model); import tabnanny",
     "deleted and imported again": "import olmo, olmo.train\nfor name in [n for n in sys.modules if n.split('.')[0] == 'olmo']: del sys.modules[name]\nimport olmo.train",
     "two modules deleted and imported again": "import olmo.train\nfor name in ('olmo.train', 'olmo.model'): del sys.modules[name]\nimport olmo.model, olmo.train; olmo.train = sys.modules['olmo.train']",
 }  # fmt: skip

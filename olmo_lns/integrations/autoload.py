@@ -94,8 +94,8 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     An exception of the callback fails the import of ``name``.
     """
     module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    if isinstance(module, ModuleType) and getattr(spec, "loader", None) and not getattr(spec, "_initializing", False):
+    spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
+    if module is not None and getattr(spec, "loader", None) and not getattr(spec, "_initializing", False):
         callback(module)
         return
     _callbacks.setdefault(name, []).append(callback)

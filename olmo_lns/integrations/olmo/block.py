@@ -351,7 +351,7 @@ def _become(block: Any, plans: dict[str, Plan]) -> None:
     for sub_layer, plan in plans.items():
         setattr(block, f"lns_residual_{sub_layer}", _Residual(plan))
     block.lns_gains = {sub_layer: plan.gains for sub_layer, plan in plans.items()}
-    block.__class__ = sites.derived(SchemeBlock, type(block))
+    block.__class__ = sites.derived(SchemeBlock, block.__class__)
 
 
 def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
@@ -378,7 +378,8 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
             setattr(block, f"{sub_layer}_norm_out", LayerNormBase.build(config, size=config.d_model))
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
-                setattr(block, f"{sub_layer}_{name}", sites.derived(LearnedFactor, LayerNormBase)(config, learned))
+                kind: Any = sites.derived(LearnedFactor, LayerNormBase)
+                setattr(block, f"{sub_layer}_{name}", kind(config, learned))
         # The constants beside a norm are folded into it; without one it stays OLMo's own.
         first = getattr(block, f"{sub_layer}_norm")
         if plan.pre and (plan.norm_scale, plan.groups) != (1.0, 1):

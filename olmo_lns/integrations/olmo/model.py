@@ -112,13 +112,13 @@ def _line(model: Any, asked: types.Asked, measured: list[str]) -> str:
 
 
 def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``LayerNormBase.build``, which sees OLMo's own types while a model is built: another caller has no number."""
+    """Wrap ``LayerNormBase.build``: while a model is built it sees OLMo's own types; another caller has no number."""
 
     def wrapped(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         if types.has_scheme(config.layer_norm_type):
             raise LNSConfigError(
-                f"layer_norm_type={config.layer_norm_type!s} is for whole models: found a norm or a block that is built "
-                "by itself, expected OLMo(config). Take a stock type here, and olmo_lns.apply on the finished model."
+                f"layer_norm_type={config.layer_norm_type!s} is for whole models: found a norm or a block that is "
+                "built by itself, expected OLMo(config). Take a stock type, and olmo_lns.apply on the finished model."
             )
         return build(cls, config, *args, **kwargs)
 

@@ -86,4 +86,5 @@ def compare(folder: Any, model: Any, *, local_cache: Any = None) -> None:
     own = types.base_type(model.config.layer_norm_type)
     if saved == running and not running.is_pre_ln and types.base_type(kind) != own:
         differing = f"layer_norm_type {kind}, another base norm than {own}"
-    require_same(saved, running, source=folder, setting=lambda _: f"--model.layer_norm_type={kind}", differing=differing)
+    setting = f"--model.layer_norm_type={kind}"
+    require_same(saved, running, source=folder, setting=lambda _: setting, differing=differing)

@@ -61,7 +61,9 @@ def test_values_are_those_of_an_fp64_formula_and_a_hooked_stock_model(kind, affi
 
 
 def test_a_block_built_by_itself_is_refused_because_nothing_counts_it():
-    with pytest.raises(LNSConfigError, match=r"found a norm or a block that is built by itself, expected OLMo\(config\)"):
+    with pytest.raises(
+        LNSConfigError, match=r"found a norm or a block that is built by itself, expected OLMo\(config\)"
+    ):
         OLMoSequentialBlock(8, model_config(layer_norm_type="lns_rms"), BufferCache())
 
 
@@ -84,8 +86,13 @@ def test_a_failed_measurement_leaves_nothing_half_done(monkeypatch):
     """The next model of the same config, and the config, are as if nothing had happened."""
     config = model_config(layer_norm_type="lns", init_fn="normal_scaled")
     forward = OLMoSequentialBlock.forward
-    with monkeypatch.context() as patch, pytest.raises(LNSConfigError, match="block . .OLMoSequentialBlock. is not Pre-LN"):
-        patch.setattr(OLMoSequentialBlock, "forward", lambda self, x, **kwargs: forward(self, self.attn_norm(x), **kwargs))
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(LNSConfigError, match="block . .OLMoSequentialBlock. is not Pre-LN"),
+    ):
+        patch.setattr(
+            OLMoSequentialBlock, "forward", lambda self, x, **kwargs: forward(self, self.attn_norm(x), **kwargs)
+        )
         OLMo(config)
     assert (str(config.layer_norm_type), str(config.init_fn)) == ("lns", "normal_scaled")
     assert sites.read_back(OLMo(config)) == LNS
