@@ -1,4 +1,4 @@
-"""Wraps the construction of an OLMo model: attach the scheme at the end of its constructor, measure, say what was built.
+"""Wraps the construction of an OLMo model: attach at the end of its constructor, measure, say so.
 
 ``attn_out`` and ``ff_out`` of block l (1-based) of L blocks are drawn by OLMo with the standard deviation of the other
 matrices times a depth factor: 1/sqrt(2·l) for ``init_fn: mitchell``, 1/sqrt(2·L) for ``full_megatron``, 1 for
