@@ -33,6 +33,7 @@ log = logging.getLogger("olmo_lns")
 #: start-up finder in ``olmo_lns_autoload.pth`` has the same names.
 INTEGRATIONS: dict[str, str] = {
     "olmo": "olmo_lns.integrations.olmo",
+    "olmo_core": "olmo_lns.integrations.olmo_core",
 }
 #: Module of a framework -> a module of this package, above the integrations, whose ``register()`` runs after it.
 FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}

@@ -378,8 +378,7 @@ def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
             setattr(block, f"{sub_layer}_norm_out", LayerNormBase.build(config, size=config.d_model))
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
-                kind: Any = sites.derived(LearnedFactor, LayerNormBase)
-                setattr(block, f"{sub_layer}_{name}", kind(config, learned))
+                setattr(block, f"{sub_layer}_{name}", sites.derived(LearnedFactor, LayerNormBase)(config, learned))
         # The constants beside a norm are folded into it; without one it stays OLMo's own.
         first = getattr(block, f"{sub_layer}_norm")
         if plan.pre and (plan.norm_scale, plan.groups) != (1.0, 1):
