@@ -182,11 +182,13 @@ def twin(block: nn.Module) -> nn.Module:
     if any(not parameter.is_floating_point() for parameter in block.parameters()):
         raise _NotPreLN("its weights are quantized; apply the scheme before quantization")
     copied = copy.deepcopy(block).float().eval()
-    generator = torch.Generator().manual_seed(1)
+    generators: dict[torch.device, torch.Generator] = {}
     for parameter in copied.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator) if parameter.dim() else torch.tensor(1.3)
-        wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
-        parameter.data = (drawn * wide if parameter.dim() > 1 else 1 + 0.2 * drawn).to(parameter.device)
+        device = parameter.device  # where drawing a matrix of a 7B takes no time
+        generator = generators.setdefault(device, torch.Generator(device).manual_seed(1))
+        drawn = torch.randn(parameter.shape, generator=generator, device=device)
+        middle = 1.0 if parameter.dim() else 1.3  # a scalar of 1 would hide what it weighs
+        parameter.data = drawn * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else middle + 0.2 * drawn
     return copied
 
 
