@@ -242,8 +242,10 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
         raise LNSConfigError(f"{type(model).__name__} has no list of blocks {path!r}, which its config names.")
     name = min(matching, key=len)
     blocks = list(lists[name])
-    each = names if isinstance(names[0], list) else [names] * len(blocks)
-    return Blocks(name, blocks, [tuple(row) for row in each], int(model.config.get_text_config().hidden_size))
+    each = [tuple(row) for row in (names if isinstance(names[0], list) else [names] * len(blocks))]
+    weight = next(blocks[0].get_submodule(each[0][0]).parameters(), None)
+    width = model.config.get_text_config().hidden_size if weight is None else weight.shape[-1]
+    return Blocks(name, blocks, each, int(width))
 
 
 def drawn(model: Any, blocks: list[nn.Module]) -> tuple[str, list[nn.Parameter]]:
