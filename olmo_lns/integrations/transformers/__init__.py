@@ -29,7 +29,13 @@ def register() -> None:
 
 
 def apply(
-    model: Any, scheme: str | Scheme = "lns", *, blocks: Any = None, example: Any = None, initialization: str = "plain"
+    model: Any,
+    scheme: str | Scheme = "lns",
+    *,
+    blocks: Any = None,
+    example: Any = None,
+    initialization: str = "",
+    trained: bool | None = None,
 ) -> Any:
     """Put a built transformers model under ``scheme``, in place, measure what was built, and return the model.
 
@@ -39,9 +45,11 @@ def apply(
     :param model: of any family whose blocks are Pre-LN or parallel, with any head.
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.
     :param blocks, example: as of :func:`olmo_lns.apply`.
-    :param initialization: ``plain``, or ``upstream`` to keep the family's own draw.
+    :param initialization: ``plain`` (default), or ``upstream`` to keep the family's own draw.
+    :param trained: True: its weights were trained under ``scheme``, or are to be from here on; they stay as they are.
+        False: they were drawn just now. None: drawn, unless they were loaded and their norms have moved.
     :raises LNSConfigError: its blocks are not Pre-LN, it has another scheme, or ``initialization`` is neither.
-    :raises CheckpointMismatchError: its weights were loaded and trained, without a factor.
+    :raises CheckpointMismatchError: its weights were trained without a factor, as far as can be seen.
     :raises MeasurementError: a block cannot be run again. In every case the model is left as it was.
 
     Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
@@ -54,26 +62,28 @@ def apply(
 
     register()
     wanted = parse(scheme) if isinstance(scheme, str) else scheme
-    if initialization not in ("plain", "upstream"):
+    if initialization not in ("", "plain", "upstream"):
         raise LNSConfigError(f"initialization {initialization!r}: in transformers expected plain or upstream.")
     if not isinstance(model, PreTrainedModel):
         raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}.")
     anything.require_unwrapped(model)
     again = isinstance(model, models.SchemeModel)
-    if not again and _is_trained(model):
-        require_same(PRE_LN, wanted, source=model.name_or_path, setting=lambda scheme: "no apply()")
+    if not again and trained is None and _is_trained(model):
+        setting = "no apply, or trained=True if the weights go on under the scheme"
+        require_same(PRE_LN, wanted, source=model.name_or_path, setting=lambda scheme: setting)
     shared, own = model.config, copy.deepcopy(model.config)
     if not again:
         _give_config(model, own)
     try:
-        models.measure(model, wanted, blocks, example, initialization=None if again else initialization)
+        drawn = None if again or trained else initialization or "plain"
+        models.measure(model, wanted, blocks, example, initialization=drawn)
     except Exception:
         _give_config(model, shared)
         raise
     if not again:
         own.__class__ = models.config_class(type(shared))
         own.lns = str(wanted)
-        if initialization != "plain":
+        if initialization == "upstream":
             own.lns_initialization = initialization
         models.convert(model)
     return model
