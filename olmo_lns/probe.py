@@ -181,7 +181,9 @@ def _twin(block: nn.Module) -> nn.Module:
     twin = copy.deepcopy(block).float().eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in twin.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator, device="cpu") if parameter.dim() else torch.tensor(1.3)
+        drawn = (
+            torch.randn(parameter.shape, generator=generator, device="cpu") if parameter.dim() else torch.tensor(1.3)
+        )
         wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
         parameter.data = (drawn * wide if parameter.dim() > 1 else 1 + 0.2 * drawn).to(parameter.device)
     return twin

@@ -39,7 +39,9 @@ def fold(model: Any) -> Any:
     for norm in norms:
         for parameter, value in _folded(norm, readers.get(norm, []), found.width).items():
             if parameter in new:
-                raise LNSConfigError(f"a weight of {type(norm).__name__} belongs to two sub-layers: its factor has no one place.")
+                raise LNSConfigError(
+                    f"a weight of {type(norm).__name__} belongs to two sub-layers: its factor has no one place."
+                )
             new[parameter] = value
     old = {parameter: parameter.detach().clone() for parameter in new} if readers else {}
     _write(new)

@@ -66,7 +66,7 @@ class SchemeModel:
         if _loading.get():
             return
         if measurable(self):
-            measure(self, scheme)
+            measure(self, scheme, initialization=getattr(config, "lns_initialization", "plain"))
         elif names is None:
             raise LNSConfigError(
                 f"{type(self).__name__} is built without weights, and its config has no lns_norms, which say where "

@@ -78,7 +78,9 @@ def convert_weights(module: Any) -> None:
     """Have transformers 5 convert the weights of a type of ours (fused experts) as those of the stock type."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda name, *args, **kwargs: original(_stock_type(name) or str(name).removeprefix("LNS"), *args, **kwargs)
+        return lambda name, *args, **kwargs: original(
+            _stock_type(name) or str(name).removeprefix("LNS"), *args, **kwargs
+        )
 
     wrap("transformers.conversion_mapping:get_checkpoint_conversion_mapping", make, needed=False)
 
