@@ -133,20 +133,26 @@ def families():
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny(model_type, seed=0):
-    """A tiny random model of a family in evaluation mode, and ids of shape (1, 6) that it takes."""
+def config_of(model_type):
+    """A tiny config of a family, of the class that its causal LM takes."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    torch.manual_seed(seed)
     config = shrink(CONFIG_MAPPING[model_type](), OVERRIDES.get(model_type))
     config._attn_implementation = "eager"
-    kind = getattr(transformers, families()[model_type])
-    if not isinstance(config, kind.config_class):
+    if not isinstance(config, getattr(transformers, families()[model_type]).config_class):
         config = config.get_text_config(decoder=True)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
-    model = kind(config).eval().float()
+    return config
+
+
+def tiny(model_type, seed=0):
+    """A tiny random model of a family in evaluation mode, and ids of shape (1, 6) that it takes."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = getattr(transformers, families()[model_type])(config_of(model_type)).eval().float()
     with torch.no_grad():  # away from the near-identity of the initial state
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -309,7 +315,9 @@ def stream_of(ordered, depends, start, through_norms):
         if node.op in ADD and others:
             added.append((node, others[0]))
             version[id(node)] = len(added)
-        elif (node.op in SAME | FACTOR | ADD and not others and len(mine) == 1) or (node.op == "norm" and through_norms):
+        elif (node.op in SAME | FACTOR | ADD and not others and len(mine) == 1) or (
+            node.op == "norm" and through_norms
+        ):
             version[id(node)] = version[id(mine[0])]
     return version, added
 
