@@ -19,7 +19,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from olmo_lns import sites
+from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import anything
 from olmo_lns.integrations.anything import Blocks
@@ -58,7 +58,7 @@ class SchemeModel:
                 f"attn_implementation {asked!r}: this server replaces the norms of a transformers model by its own, "
                 "which know no factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
             )
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
         scheme, names = scheme_of(config), getattr(config, "lns_norms", None)
         if names is not None:
@@ -75,11 +75,11 @@ class SchemeModel:
 
     def _init_weights(self: Any, module: Any) -> None:
         super()._init_weights(module)  # type: ignore[misc]
-        projection = getattr(module, _DEPTH_SCALED.get(self.lns_made_of.config_class.model_type, ""), None)
-        if projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain":
-            if not getattr(projection.weight, "_is_hf_initialized", False):
-                with torch.no_grad():
-                    projection.weight.mul_(math.sqrt(2.0 * self.config.num_hidden_layers))
+        projection: Any = getattr(module, _DEPTH_SCALED.get(self.lns_made_of.config_class.model_type, ""), None)
+        plain = projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain"
+        if plain and not getattr(projection.weight, "_is_hf_initialized", False):
+            with torch.no_grad():
+                projection.weight.mul_(math.sqrt(2.0 * self.config.num_hidden_layers))
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def config_class(stock: Any) -> Any:
 
 @functools.cache
 def model_class(stock: Any) -> Any:
-    """The model class of ours for one of transformers' own; its module is the stock class's, in which it is looked up."""
+    """The model class of ours for one of transformers' own, in whose module transformers looks things up."""
     members = {"lns_made_of": stock, "__module__": stock.__module__, "config_class": config_class(stock.config_class)}
     made = type(stock)(f"LNS{stock.__name__}", (SchemeModel, stock), members)
     # Where TRL looks for the class that config.json names, and transformers 5 for what output_hidden_states= records.
@@ -159,8 +159,9 @@ def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
 
 def under_scheme(config: Any, scheme: Scheme, initialization: str = "plain") -> Any:
     """A copy of a stock config that says ``scheme``: what ``AutoModelForCausalLM.from_config`` takes."""
+    stock: Any = type(config)
     made = copy.deepcopy(config)
-    made.__class__ = config_class(type(config))
+    made.__class__ = config_class(stock)
     made.lns = str(scheme)
     if initialization != "plain":
         made.lns_initialization = initialization
@@ -172,9 +173,10 @@ def convert(model: Any) -> None:
     from transformers import PreTrainedModel
 
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config is model.config:
-            if not isinstance(module, SchemeModel):
-                module.__class__ = model_class(type(module))
+        same = isinstance(module, PreTrainedModel) and module.config is model.config
+        if same and not isinstance(module, SchemeModel):
+            kind: Any = type(module)
+            module.__class__ = model_class(kind)
 
 
 def measurable(model: nn.Module) -> bool:
@@ -280,3 +282,11 @@ def draw_plain(model: Any, blocks: list[nn.Module]) -> str:
                 parameter.mul_(math.sqrt(2.0 * len(blocks)))
         words, _ = drawn(model, blocks)
     return words
+
+
+def plain_initialization(model: Any) -> None:
+    """Take the depth factor off a freshly drawn stock model. :raises LNSConfigError: its draw is not known."""
+    with anything.undisturbed(model):
+        _, blocks, _ = probe.find_blocks(model, anything.forward(model, usual_example(model)))
+    if draw_plain(model, blocks) != "scaled initialization off":
+        raise LNSConfigError(f"{type(model).__name__}: found weights that were not drawn just now, or by another rule.")
