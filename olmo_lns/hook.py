@@ -34,6 +34,7 @@ log = logging.getLogger("olmo_lns")
 INTEGRATIONS: dict[str, str] = {
     "olmo": "olmo_lns.integrations.olmo",
     "olmo_core": "olmo_lns.integrations.olmo_core",
+    "transformers": "olmo_lns.integrations.transformers",
 }
 #: Module of a framework -> a module of this package, above the integrations, whose ``register()`` runs after it.
 FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
