@@ -20,10 +20,11 @@ _SAME = {torch.float32: 1e-4, torch.float64: 1e-4}
 _SAME_ROUNDED = 0.05
 
 
-def open(folder: Path, scheme: Scheme | None = None) -> Opened:  # noqa: A001  one name in all formats
+def open(folder: Path, scheme: Scheme | None = None, **how: Any) -> Opened:
     """Open a transformers folder, ours (``lns_llama``, …) or stock; its own loader decides which files it reads.
 
-    :param scheme: that a stock folder was trained with.
+    :param folder: or a name of the hub. :param scheme: that a stock folder was trained with.
+    :param how: for ``from_pretrained``; None is as if it were not given.
     :raises LNSConfigError: transformers cannot load it, or weights are missing.
     """
     import transformers
@@ -34,7 +35,8 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:  # noqa: A001  o
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         loader = getattr(transformers, auto_class(config))
-        model, found = loader.from_pretrained(folder, torch_dtype="auto", output_loading_info=True)
+        given = {name: value for name, value in how.items() if value is not None}
+        model, found = loader.from_pretrained(folder, torch_dtype="auto", output_loading_info=True, **given)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise LNSConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
     except Exception as error:
@@ -138,17 +140,26 @@ def _readers(model: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, list[n
     return found
 
 
+def vocabulary(model: nn.Module) -> int:
+    """Rows of the embedding, padding included."""
+    return next(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+
+
 def prompt(model: nn.Module, count: int = 1, length: int = 12, seed: int = 0) -> torch.Tensor:
-    """Random token ids, int64 (count, length)."""
-    size = next(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
-    size = min(size, int(getattr(getattr(model, "config", None), "vocab_size", size)))
-    return torch.randint(size, (count, length), generator=torch.Generator().manual_seed(seed))
+    """Random input: token ids, int64 (count, length); for a model of images, fp32 (count, channels, height, width)."""
+    generator, config = torch.Generator().manual_seed(seed), getattr(model, "config", None)
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        shape = (count, config.num_channels, config.image_size, config.image_size)  # type: ignore[union-attr]
+        return torch.randn(shape, generator=generator)
+    size = min(vocabulary(model), int(getattr(config, "vocab_size", 1 << 62)))
+    return torch.randint(size, (count, length), generator=generator)
 
 
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits in fp32, (count, length, vocabulary). :param ids: int64 (count, length); default: some."""
-    output = model(prompt(model) if ids is None else ids)
+    """Logits in fp32, (count, length, vocabulary). :param ids: as :func:`prompt` gives them; default: some."""
+    ids = prompt(model) if ids is None else ids
+    output = model(ids.to(next(model.parameters()).dtype) if ids.is_floating_point() else ids)
     result: torch.Tensor = getattr(output, "logits", output).float()
     return result
 
@@ -158,7 +169,9 @@ def require_same(found: torch.Tensor, expected: torch.Tensor, model: Any, what: 
     allowed = _SAME.get(next(model.parameters()).dtype, _SAME_ROUNDED)
     difference = float((found - expected).abs().max() / expected.abs().max())
     if not difference <= allowed:
-        raise LNSConfigError(f"{what}: logits differ by {difference:.1e} of the largest, expected {allowed:.0e} at most.")
+        raise LNSConfigError(
+            f"{what}: logits differ by {difference:.1e} of the largest, expected {allowed:.0e} at most."
+        )
 
 
 def build(values: Mapping[str, Any], state: Mapping[str, torch.Tensor], source: Path) -> Any:
@@ -177,7 +190,9 @@ def build(values: Mapping[str, Any], state: Mapping[str, torch.Tensor], source: 
 
 def _give(model: Any, state: Mapping[str, torch.Tensor], source: Path) -> None:
     """Load into a model on the meta device, whose tables (RoPE) are made anew on the CPU."""
-    shared = {name for name, p in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
+    shared = {name for name, p in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
     state = dict(state)
     for name in shared - set(state):  # of tied weights one is stored
         twin = model.get_parameter(name)
@@ -198,7 +213,7 @@ def measure(model: Any, reference: Any, source: Path) -> None:
 
 def tokens(opened: Opened) -> dict[str, int | None]:
     """The special tokens of a config; an id outside the vocabulary is left out."""
-    size = next(m for m in opened.model.modules() if isinstance(m, nn.Embedding)).num_embeddings
+    size = vocabulary(opened.model)
     ids = {"bos_token_id": None, "eos_token_id": opened.eos_token_id, "pad_token_id": opened.pad_token_id}
     return {role: i if isinstance(i, int) and 0 <= i < size else None for role, i in ids.items()}
 

@@ -156,7 +156,7 @@ class _KeepBytes(DefaultLoadPlanner):
 
 
 class _WriteBytes(DefaultSavePlanner):
-    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002  torch's name
+    def transform_object(self, write_item: Any, object: Any) -> Any:
         return io.BytesIO(object) if isinstance(object, bytes) else super().transform_object(write_item, object)
 
 
@@ -164,7 +164,12 @@ def _objects(folder: Path, names: list[str]) -> dict[str, bytes]:
     state: dict[str, Any] = dict.fromkeys(names)
     if names:
         reader = FileSystemReader(folder)
-        dcp_load(state, storage_reader=reader, planner=_KeepBytes(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=True)
+        dcp_load(
+            state,
+            storage_reader=reader,
+            planner=_KeepBytes(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
     return state
 
 
@@ -175,7 +180,9 @@ def _common(folder: Path, stored: Any) -> dict[str, Any]:
     """
     path = folder / COMMON
     if not path.is_file() and COMMON_OBJECT not in stored:
-        raise LNSConfigError(f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: the arguments of the run are missing.")
+        raise LNSConfigError(
+            f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: the arguments of the run are missing."
+        )
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
@@ -241,7 +248,9 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
         buffer = io.BytesIO()
         torch.save([common], buffer)
         state[COMMON_OBJECT] = buffer.getvalue()
-    dcp_save(state, storage_writer=FileSystemWriter(target), planner=_WriteBytes(flatten_state_dict=False), no_dist=True)
+    dcp_save(
+        state, storage_writer=FileSystemWriter(target), planner=_WriteBytes(flatten_state_dict=False), no_dist=True
+    )
     shutil.copyfile(saved.folder / "metadata.json", target / "metadata.json")
     iteration = saved.folder.name.removeprefix("iter_").lstrip("0") or "0"
     (out / TRACKER).write_text(iteration, encoding="utf-8")
@@ -254,7 +263,7 @@ def _agreed(saved: Saved, scheme: Scheme | None) -> Scheme:
     return saved.scheme if scheme is None else scheme
 
 
-def open(folder: Path, scheme: Scheme | None = None) -> Opened:  # noqa: A001  one name in all formats
+def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open a checkpoint as a Llama under its scheme. :param scheme: for one whose arguments name none.
 
     :raises LNSConfigError: as :func:`read`, or Llama doesn't compute this model; it says why.

@@ -31,7 +31,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 _OLMO_EPS = 1e-5
 
 
-def open(folder: Path, scheme: Scheme | None = None) -> Opened:  # noqa: A001  one name in all formats
+def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open an OLMo checkpoint, unsharded or sharded. :param scheme: laid over a stock type.
 
     :raises LNSConfigError: OLMo refuses the config, or the weights are not its model's.
@@ -93,7 +93,9 @@ def _settings(config: Any) -> dict[str, Any]:
 def blocks(model: Any) -> Iterator[Any]:
     """The blocks of an OLMo model in order, inside their groups where it has groups."""
     held = model.transformer
-    yield from (block for group in held.block_groups for block in group) if hasattr(held, "block_groups") else held.blocks
+    yield from (
+        (block for group in held.block_groups for block in group) if hasattr(held, "block_groups") else held.blocks
+    )
 
 
 def _readers(block: Any, sub_layer: str) -> list[nn.Module]:

@@ -20,20 +20,20 @@ import torch
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.export import HF, OLMO_CORE, fold, huggingface
 from olmo_lns.export.open import Opened, load_state
+from olmo_lns.integrations.olmo_core.config import CLASS
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
 
 #: Folder of the weights inside a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
-#: The block config's name in saved configs: ours, OLMo-core's.
-CLASS = "olmo_lns.olmo_core.BlockConfig"
+#: The name of OLMo-core's own block config in saved configs.
 STOCK_CLASS = "olmo_core.nn.transformer.config.TransformerBlockConfig"
 _OURS = ("scheme", "exponent", "initialization", "scale_router")
 #: OLMo-core's own LNS blocks, and the buffer that holds their factor in most versions.
 DEFAULT_SCALED, BUFFER = "default_scaled", "ln_scale"
 
 
-def open(folder: Path, scheme: Scheme | None = None) -> Opened:  # noqa: A001  one name in all formats
+def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open an OLMo-core checkpoint. :param scheme: of one whose blocks are stock or ``default_scaled``.
 
     :raises LNSConfigError: OLMo-core isn't installed or refuses the config, or the weights are not its model's.

@@ -39,14 +39,20 @@ class Opened:
 
 
 def kind_of(folder: Path) -> str:
-    """The format of a checkpoint folder.
+    """The format of a checkpoint folder; of a hub's ``name`` or ``owner/name``, transformers'.
 
     :raises LNSConfigError: no folder, an adapter, the folder of a run, or no checkpoint; it says what is missing.
     """
+    if not folder.exists() and len(folder.parts) <= 2 and not str(folder).startswith((".", "~", "/")):
+        return HF
     if not folder.is_dir():
-        raise LNSConfigError(f"{folder} is not a folder. Give a checkpoint folder.")
+        raise LNSConfigError(
+            f"{folder} is no such folder. Give a checkpoint folder, or a name of the Hugging Face hub."
+        )
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()), save that model, export it.")
+        raise LNSConfigError(
+            f"{folder} is an adapter. Merge it first (merge_and_unload()), save that model, export it."
+        )
     if (folder / "config.yaml").is_file() and any((folder / name).exists() for name in ("model.pt", "model_and_optim")):
         return OLMO
     if (folder / "config.json").is_file():
@@ -69,10 +75,12 @@ def kind_of(folder: Path) -> str:
     )
 
 
-def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> Opened:
+def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None, **how: Any) -> Opened:
     """Open ``folder`` on the CPU in the dtype that it was saved in.
 
+    :param folder: a checkpoint folder, or a name of the Hugging Face hub.
     :param scheme: for a checkpoint that doesn't say it, such as ``"lns"``.
+    :param how: for transformers' ``from_pretrained``, such as ``device_map="auto"``.
     :raises LNSConfigError: damaged, incomplete, or says another scheme.
 
     Example: ``open_checkpoint("runs/lns/step1000-unsharded").model``.
@@ -80,7 +88,8 @@ def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> O
     folder, asked = Path(folder), parse(scheme) if isinstance(scheme, str) else scheme
     kind = kind_of(folder)
     module = "huggingface" if kind == HF else kind.replace("-", "_")
-    opened: Opened = importlib.import_module(f"olmo_lns.export.{module}").open(folder, asked)
+    given = how if kind == HF else {}
+    opened: Opened = importlib.import_module(f"olmo_lns.export.{module}").open(folder, asked, **given)
     opened.model.eval()
     if asked is not None and opened.scheme != asked:
         raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {asked}. Leave --scheme away.")

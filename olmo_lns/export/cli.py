@@ -1,0 +1,120 @@
+"""``olmo-lns export`` and ``verify``: checkpoints folded for stock software."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Sequence
+
+from olmo_lns.arguments import DTYPES, at_least, seed
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export import FORMATS, HF, MEGATRON
+from olmo_lns.schemes import parse
+
+_RAW = argparse.RawDescriptionHelpFormatter
+_EXPORT = """\
+examples:
+  olmo-lns export runs/lns/step1000 folded --format olmo           run in stock OLMo
+  olmo-lns export runs/lns/step1000 model --format hf --dtype bf16 transformers, vLLM, llama.cpp
+  olmo-lns export LNS_1B model --scheme lns                        a stock Llama that was trained with LNS elsewhere
+then compare: olmo-lns verify runs/lns/step1000 model
+"""
+_VERIFY = """\
+Run a checkpoint and its export on the same random tokens and compare.
+
+It passes when the config says the same of everything that changes a function; when every weight is the checkpoint's,
+folded anew; and when no logit of an fp32 export is off by more than 1e-5 of the largest; of a bf16 or fp16 export, by
+more than twice what running the checkpoint itself in that dtype costs.
+"""
+_SCHEME = "of a checkpoint that doesn't say it, such as lns or lns:exponent=0.25"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``olmo-lns export``. :raises LNSError: refused or failed; nothing is left behind."""
+    args = _export_parser().parse_args(argv)
+    print("\n".join(run(args)))
+    return 0
+
+
+def run(args: argparse.Namespace) -> list[str]:
+    """Do what the parsed arguments say; returns the report, one line each."""
+    from olmo_lns.export import megatron
+    from olmo_lns.export.convert import WRITTEN_AS, convert, finished, module_of, write_tokenizer
+    from olmo_lns.export.huggingface import save as save_huggingface
+    from olmo_lns.export.open import kind_of, open_checkpoint
+    from olmo_lns.norm.dtypes import DTYPES as TORCH
+
+    folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH.get(args.dtype)
+    kind, scheme = kind_of(folder), parse(args.scheme) if args.scheme else None
+    form = args.format or WRITTEN_AS[kind][0]
+    if form not in WRITTEN_AS[kind]:
+        written = " or ".join(WRITTEN_AS[kind])
+        raise LNSConfigError(f"--format {form}: {folder} is of kind {kind}, which is written as {written}.")
+    if args.tokenizer not in (None, "none") and form != HF:
+        raise LNSConfigError(f"--tokenizer is of --format hf. --format {form} has no place for it: leave it away.")
+    if dtype is not None and form == MEGATRON:
+        raise LNSConfigError("--dtype is for other formats: Megatron loads weights in the dtype of its own flags.")
+    with finished(out) as part:
+        if form == MEGATRON:
+            name = megatron.save_folded(folder, part, scheme)
+            lines = [f"Megatron torch_dist, {name}: load it with --finetune, without --layernorm-scaling"]
+        else:
+            opened = open_checkpoint(folder, scheme)
+            trained = opened.scheme
+            if trained.is_pre_ln and scheme is None and form == kind:
+                raise LNSConfigError(
+                    f"{folder} says nothing of a scheme: there is nothing to fold. If it was trained with one, say "
+                    "which: --scheme lns."
+                )
+            made = convert(opened, form, dtype)
+            lines = [f"{type(made.model).__name__}: {trained} folded into the weights"]
+            if form == HF:
+                lines.append(write_tokenizer(part, made, args.tokenizer))
+                save_huggingface(made, part, args.max_shard_size)
+            else:
+                module_of(form).save(made, part)
+                lines.append("the optimizer's state is left out: its moments belong to the unfolded weights")
+        size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
+    return [*lines, f"wrote {out}: {size / 1e6:,.1f} MB"]
+
+
+def _export_parser() -> argparse.ArgumentParser:
+    about = "Fold the factor into the weights, for software that knows nothing of it."
+    parser = argparse.ArgumentParser("olmo-lns export", description=about, epilog=_EXPORT, formatter_class=_RAW)
+    add = parser.add_argument
+    add("checkpoint", help="checkpoint folder of OLMo, OLMo-core, Megatron or transformers")
+    add("output", help="folder to create; must not exist")
+    add("--format", choices=FORMATS, help="default: the checkpoint's own")
+    add("--scheme", help=_SCHEME)
+    add("--dtype", choices=("keep", *DTYPES), default="keep", help="of the weights written")
+    add("--max-shard-size", default="5GB", help="of a file of weights, with --format hf (default %(default)s)")
+    add("--tokenizer", help="tokenizer.json, a folder, a hub name, or none; default: the checkpoint's own")
+    return parser
+
+
+def verify(argv: Sequence[str]) -> int:
+    """Run ``olmo-lns verify``. Exit code 0: the export computes what the checkpoint computes; 1: it doesn't."""
+    parser = argparse.ArgumentParser("olmo-lns verify", description=_VERIFY, formatter_class=_RAW)
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="the LNS checkpoint")
+    add("export", type=Path, help="what olmo-lns export made of it")
+    add("--scheme", help=_SCHEME)
+    add("--prompts", type=at_least(1), default=8, help="how many (default %(default)s)")
+    add(
+        "--length",
+        type=at_least(2),
+        default=64,
+        help="tokens of each (default %(default)s)",
+    )
+    add("--seed", type=seed, default=0, help="of the random tokens (default %(default)s)")
+    args = parser.parse_args(argv)
+    if os.path.realpath(args.checkpoint) == os.path.realpath(args.export):
+        raise LNSConfigError(f"{args.export} is the checkpoint itself. Give what olmo-lns export made of it.")
+    from olmo_lns.export.verify import verify as compare
+
+    scheme = parse(args.scheme) if args.scheme else None
+    how = {"prompts": args.prompts, "length": args.length, "seed": args.seed}
+    result = compare(args.checkpoint, args.export, scheme=scheme, **how)
+    print(result)
+    return 0 if result.passed else 1
