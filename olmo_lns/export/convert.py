@@ -15,7 +15,7 @@ import torch
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, fold, huggingface
 from olmo_lns.export.open import Opened
-from olmo_lns.tokenizers import load_tokenizer
+from olmo_lns.tokenizers import find_tokenizer, load_tokenizer
 
 #: Kind of checkpoint -> the formats that it is written as, its own first.
 WRITTEN_AS = {
@@ -82,18 +82,18 @@ def write_tokenizer(out: Path, opened: Opened, asked: str | None) -> str:
         own = None
     if asked == "none" or (asked or own) is None:
         return "no tokenizer: give --tokenizer to include one"
-    name = str(asked or own)
+    name, eos = str(asked or own), opened.eos_token_id
+    if name.endswith(".json") and find_tokenizer(name, opened.folder) is None:
+        raise LNSConfigError(f"tokenizer {name} is not there. Give --tokenizer FILE, or --tokenizer none.")
     try:
-        tokenizer = load_tokenizer(
-            name, opened.folder, opened.eos_token_id if isinstance(opened.eos_token_id, int) else None
-        )
+        tokenizer = load_tokenizer(name, opened.folder, eos if isinstance(eos, int) else None)
     except LNSError as error:
         raise LNSConfigError(f"{error}; or leave it out: --tokenizer none") from None
     size, rows = max(tokenizer.get_vocab().values(), default=-1) + 1, huggingface.vocabulary(opened.model)
     if size > rows:
         raise LNSConfigError(
-            f"tokenizer {name} has {size} tokens, the model only {rows}: it is another model's. Give --tokenizer FILE, or "
-            "--tokenizer none to leave it out."
+            f"tokenizer {name} has {size} tokens, the model only {rows}: it is another model's. Give --tokenizer FILE "
+            "or --tokenizer none, which leaves it out."
         )
     if tokenizer.pad_token is None and opened.pad_token_id in range(size):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)

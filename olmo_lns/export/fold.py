@@ -1,8 +1,8 @@
 """Multiply a scheme's factors into the weights of a built model, in place.
 
 ``s * N(x)`` is ``N(x)`` with gain and bias times ``s``. A zero-centred norm stores its gain less one, which becomes
-``s * (1 + g) - 1``. A norm without a gain is followed by linear layers, and their weights are multiplied. Products are in
-fp64 and are rounded once, to the dtype of the weight that is written.
+``s * (1 + g) - 1``. A norm without a gain is followed by linear layers, and their weights are multiplied. Products are
+in fp64 and are rounded once, to the dtype of the weight that is written.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def fold_norm(norm: Any, dtype: torch.dtype | None = None, *, where: str, reader
         for name, parameter in own.items():
             shift = 0.0 if "bias" in name or "beta" in name else centre
             parameter.data = multiplied(kept[name], factor, dtype, shift)
+            check_finite([(f"{where}.{name}", parameter)])
         rounding = max(torch.finfo(parameter.dtype).eps for parameter in own.values())
         if float((_output(norm, own) - before).abs().max()) <= max(1e-5, 2 * rounding) * float(before.abs().max()):
             return
@@ -136,6 +137,6 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise LNSConfigError(
-                f"{name} holds NaN or infinite values ({bad} of {tensor.numel()}). Expected finite weights: those of an "
-                "earlier checkpoint, or a dtype that holds them (bf16 or fp32)."
+                f"{name} holds NaN or infinite values ({bad} of {tensor.numel()}). Expected finite weights: those of "
+                "an earlier checkpoint, or a dtype that holds them (bf16 or fp32)."
             )

@@ -49,10 +49,10 @@ def _init(args: argparse.Namespace, out: Path) -> list[str]:
     torch.manual_seed(args.seed)
     try:
         with torch.device("cpu" if args.weights else "meta"):
-            model = getattr(transformers, name).from_config(config)
+            built = getattr(transformers, name).from_config(config)
     except (ValueError, TypeError, AttributeError) as error:
         raise LNSConfigError(f"{name} cannot be built from this config: {one_line(error)}") from error
-    model = apply(model, scheme, initialization=args.initialization, trained=False)
+    model: Any = apply(built, scheme, initialization=args.initialization, trained=False)
     dtype = args.dtype or "fp32"
     tokenizer = _copy_tokenizer(args.source, out)
     if not args.weights:
@@ -74,11 +74,13 @@ def _stock_config(source: str, changes: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     fresh = source in CONFIG_MAPPING and not Path(source).exists()
+    hint = did_you_mean(source, CONFIG_MAPPING)
+    if hint and not fresh and "/" not in source and not Path(source).exists():
+        raise LNSConfigError(f"{source}{hint} is neither a folder nor a model type of transformers.")
     try:
         config = AutoConfig.for_model(source) if fresh else AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = did_you_mean(source, CONFIG_MAPPING)
-        raise LNSConfigError(f"{source}{hint}: no config could be read: {one_line(error)}") from error
+        raise LNSConfigError(f"{source}: no config could be read: {one_line(error)}") from error
     if str(config.model_type).startswith("lns_"):
         raise LNSConfigError(f"{source} has a scheme already. Start from the stock config that it was made from.")
     for name in changes:
@@ -120,8 +122,9 @@ def _import(args: argparse.Namespace, out: Path) -> list[str]:
         found = "a transformers folder" if opened.kind == HF else "Pre-LN"
         raise LNSConfigError(f"{args.checkpoint} is {found}. Give an LNS checkpoint of OLMo, OLMo-core or Megatron.")
     made = opened if opened.kind == MEGATRON else module_of(opened.kind).to_huggingface(opened, keep=True)
-    made.model.to(dtype=TORCH.get(args.dtype or "")).save_pretrained(out)
-    return [f"{made.model.config.model_type}: {made.scheme}", write_tokenizer(out, made, args.tokenizer)]
+    model: Any = made.model.to(dtype=TORCH.get(args.dtype or ""))
+    model.save_pretrained(out)
+    return [f"{model.config.model_type}: {made.scheme}", write_tokenizer(out, made, args.tokenizer)]
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -97,12 +98,7 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
         raise LNSConfigError(f"{opened.folder}: the model has adapters. Merge them first (merge_and_unload()).")
     name = type(model).__name__.removeprefix("LNS")
     gainless = [norm for _, norm, _ in sites(model) if not any(True for _ in norm.parameters(recurse=False))]
-    if gainless:
-        before = logits(model)
-        fold.fold_scaled(model, dtype, _readers(model, gainless))
-        require_same(logits(model), before, model, f"{opened.folder}: {name} folded into the layers behind its norms")
-    else:
-        fold.fold_scaled(model, dtype)
+    fold.fold_scaled(model, dtype, _readers(model, gainless) if gainless else None)
     config = transformers.AutoConfig.for_model(**settings(model))
     with torch.device("meta"):
         stock = getattr(transformers, name)(config).eval()
@@ -114,7 +110,10 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
 
 def _readers(model: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """The layers with a matrix whose input is the very tensor that a norm gave."""
+    """The layers with a matrix whose input is the very tensor that a norm gave.
+
+    :raises LNSConfigError: something else reads a norm, too.
+    """
     given: dict[int, nn.Module] = {}
     kept: list[torch.Tensor] = []  # so that no address is used twice
     found: dict[nn.Module, list[nn.Module]] = {norm: [] for norm in norms}
@@ -127,17 +126,29 @@ def _readers(model: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, list[n
         if args and id(args[0]) in given:
             found[given[id(args[0])]].append(module)
 
-    handles = [norm.register_forward_hook(note) for norm in norms]
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if torch.is_tensor(weight) and weight.dim() == 2:
-            handles.append(module.register_forward_pre_hook(read))
+    matrices = [m for m in model.modules() if torch.is_tensor(w := getattr(m, "weight", None)) and w.dim() == 2]
+    with _hooks(
+        [norm.register_forward_hook(note) for norm in norms] + [m.register_forward_pre_hook(read) for m in matrices]
+    ):
+        expected = logits(model)
+    doubled = [norm.register_forward_hook(lambda module, args, output: output * 2) for norm in norms]
+    halved = [
+        reader.register_forward_pre_hook(lambda module, args: (args[0] / 2, *args[1:]))
+        for readers in found.values()
+        for reader in readers
+    ]
+    with _hooks(doubled + halved):
+        require_same(logits(model), expected, model, f"{type(model).__name__}: more than linear layers read its norms")
+    return found
+
+
+@contextmanager
+def _hooks(handles: list[Any]) -> Iterator[None]:
     try:
-        logits(model)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return found
 
 
 def vocabulary(model: nn.Module) -> int:

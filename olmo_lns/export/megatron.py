@@ -1,9 +1,9 @@
 """Megatron's distributed checkpoints (``torch_dist``): folded for stock Megatron, and run as a Llama.
 
 Layers lie stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` of shape [L, …]) or under their number
-(``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each group holds its query heads, then one key and one
-value head. ``linear_fc1`` is [gate, up]. The saved arguments are in ``common.pt``; from Megatron Core 0.19 on, in an object
-of the distributed checkpoint.
+(``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each group holds its query heads, then one key and
+one value head. ``linear_fc1`` is [gate, up]. The saved arguments are in ``common.pt``; from Megatron Core 0.19 on, in
+an object of the distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def read(folder: Path) -> Saved:
             (saved.names if isinstance(entry, TensorStorageMetadata) else saved.objects).append(name)
     layers = int(saved.args.num_layers)
     gains = [(name, layer) for name, layer, part in saved.sites() if part == "weight"]
-    found = sum(stored[name].size[0] if layer is None else 1 for name, layer in gains)
+    sizes: dict[str, Any] = dict(stored)
+    found = sum(int(sizes[name].size[0]) if layer is None else 1 for name, layer in gains)
     if found != 2 * layers:
         raise LNSConfigError(
             f"{folder}: found {found} block norms in {layers} layers, expected {2 * layers}. Only a plain transformer "
@@ -180,9 +181,7 @@ def _common(folder: Path, stored: Any) -> dict[str, Any]:
     """
     path = folder / COMMON
     if not path.is_file() and COMMON_OBJECT not in stored:
-        raise LNSConfigError(
-            f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: the arguments of the run are missing."
-        )
+        raise LNSConfigError(f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: the run's arguments are missing.")
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))

@@ -238,7 +238,7 @@ def _renamed(model: Any) -> dict[str, torch.Tensor]:
     made = {"model.embed_tokens": held.wte, "model.norm": held.ln_f}
     if not config.weight_tying:
         made["lm_head"] = held.ff_out
-    result = {}
+    result: dict[str, torch.Tensor] = {}
     for index, block in enumerate(blocks(model)):
         layer = f"model.layers.{index}"
         made |= {f"{layer}.input_layernorm": block.attn_norm, f"{layer}.post_attention_layernorm": block.ff_norm}

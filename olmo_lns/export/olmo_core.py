@@ -118,9 +118,9 @@ def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: 
     found = f"the factors {', '.join(f'{value:.3g}' for value in values)} in its buffers" if present else "no buffer"
     if scheme is None:
         raise LNSConfigError(
-            f"{folder} was trained with block.name={DEFAULT_SCALED} and has {found}. OLMo-core up to 3.0 overwrites that "
-            "buffer when it draws weights; without one the factor was a number that nothing overwrites. Say what it was "
-            "trained with: --scheme lns or --scheme preln."
+            f"{folder} was trained with block.name={DEFAULT_SCALED} and has {found}. OLMo-core up to 3.0 overwrites "
+            "that buffer when it draws weights; without one the factor was a number that nothing overwrites. Say what "
+            "it was trained with: --scheme lns or --scheme preln."
         )
     wanted = [scheme.plan(number, n_layers, "attn").norm_scale for number in range(1, n_layers + 1)]
     wrong = len(values) != n_layers or any(abs(v - w) > 1e-6 * w for v, w in zip(values, wanted, strict=True))

@@ -69,7 +69,7 @@ class Comparison:
 def verify(
     checkpoint: Path, export: Path, *, scheme: Scheme | None = None, prompts: int = 8, length: int = 64, seed: int = 0
 ) -> Comparison:
-    """Run a checkpoint and its export on the same random tokens; fold the checkpoint anew and compare it with the export.
+    """Run a checkpoint and its export on the same random tokens; compare config and weights with a fresh fold.
 
     :param scheme: of a checkpoint that doesn't say it. :param prompts: how many. :param length: tokens of each.
     :raises LNSConfigError: either cannot be opened (weights are missing, say), or the export still needs its factor.
@@ -79,14 +79,12 @@ def verify(
     found = open_checkpoint(export)
     if not found.scheme.is_pre_ln:
         raise LNSConfigError(
-            f"{export} still needs its factor ({found.scheme}). Give the checkpoint and what olmo-lns export made of it: "
-            "olmo-lns verify CHECKPOINT EXPORT."
+            f"{export} still needs its factor ({found.scheme}). Give the checkpoint and what olmo-lns export made of "
+            "it: olmo-lns verify CHECKPOINT EXPORT."
         )
     opened = open_checkpoint(checkpoint, scheme)
     if found.kind not in WRITTEN_AS[opened.kind]:
-        raise LNSConfigError(
-            f"{export} is no export of {checkpoint}: an {opened.kind} checkpoint is never {found.kind}."
-        )
+        raise LNSConfigError(f"{export} is no export of {checkpoint}: {opened.kind} is never made into {found.kind}.")
     dtype = next(found.model.parameters()).dtype
     ids = prompt(opened.model, prompts, min(length, opened.max_length), seed)
     reference = opened.model.float()

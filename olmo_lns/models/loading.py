@@ -23,8 +23,9 @@ __all__ = ["LoadedModel", "load_model", "load_tokenizer", "pick_device"]
 class LoadedModel:
     """A model in evaluation mode with what the diagnostics ask of it.
 
-    :param kind: ``olmo``, ``olmo-core`` or ``huggingface`` (Megatron's run as a Llama). :param scheme: that it was trained with.
-    :param device: where token ids go. :param max_length: longest sequence it was made for.
+    :param kind: ``olmo``, ``olmo-core`` or ``huggingface`` (Megatron's run as a Llama).
+    :param scheme: that it was trained with. :param device: where token ids go.
+    :param max_length: longest sequence it was made for.
     :param token_dtype: of its raw training data files. :param tokenizer_name: file or name, None when unknown.
     :param eos_token_id: its document end, for tokenizer files that do not say which token that is.
     """
