@@ -10,7 +10,7 @@ from typing import Any, Iterator, Mapping
 import torch
 from torch import nn
 
-from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.export import HF, fold
 from olmo_lns.export.open import Opened, load_state
 from olmo_lns.schemes import PRE_LN, Scheme
@@ -38,12 +38,10 @@ def open(folder: Path, scheme: Scheme | None = None, **how: Any) -> Opened:
         loader = getattr(transformers, auto_class(config))
         given = {name: value for name, value in how.items() if value is not None}
         model, found = loader.from_pretrained(folder, torch_dtype="auto", output_loading_info=True, **given)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise LNSConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
-    except Exception as error:
-        if type(error).__module__.startswith("safetensors"):
-            raise LNSConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
+    except LNSError:
         raise
+    except Exception as error:  # transformers raises almost anything for a folder that it cannot load
+        raise LNSConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
     for problem, key in (("is missing", "missing_keys"), ("has another shape", "mismatched_keys")):
         if names := sorted(map(str, found[key])):
             raise LNSConfigError(f"{folder}: {names[0]} {problem} ({len(names)} such weights). Expected its model's.")

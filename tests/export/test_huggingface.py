@@ -93,7 +93,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert "Merge it first" in refused(capsys, tmp_path / "adapter", tmp_path / "out")
     assert "is written as hf" in refused(capsys, tmp_path / "lns", tmp_path / "out", "--format", "olmo")
-    assert "is not there" in refused(capsys, tmp_path / "no" / "such", tmp_path / "out")
+    assert "no such folder" in refused(capsys, tmp_path / "no" / "such", tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

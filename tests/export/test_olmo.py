@@ -171,7 +171,7 @@ def test_damage_is_named_and_nothing_is_left_behind(tmp_path, capsys):
     lost = "transformer.blocks.1.ff_norm.weight"
     assert f"{lost} is missing" in again(lambda state: state.pop(lost))
     assert "odd has no place" in again(lambda state: state.update(odd=torch.ones(1)))
-    assert "size mismatch" in again(lambda state: state.update({lost: torch.ones(3)})) or True
+    assert lost in again(lambda state: state.update({lost: torch.ones(3)}))
     assert "NaN or infinite" in again(lambda state: state.update({lost: torch.full((32,), torch.nan)}))
     (tmp_path / "run" / "model.pt").write_bytes(b"\x80no archive")
     assert "cannot be read" in refused(capsys, tmp_path / "run", tmp_path / "out")

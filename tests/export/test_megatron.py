@@ -1,0 +1,143 @@
+"""Checkpoints that Megatron Core itself wrote: stock Megatron loads the fold, a stock Llama runs it."""
+
+import argparse
+import os
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("psutil", reason="megatron-core writes checkpoints only with psutil")
+
+import torch
+from support import megatron_tiny as tiny
+from support.exports import export, load_hf, logits, refused, relative, verify
+from support.megatron_checkpoints import TOKENS, arguments, as_core_0_19, load, perturbed, run, save
+from support.megatron_cpu import single_process
+
+from olmo_lns.cli import main
+from olmo_lns.export.megatron import COMMON, read
+from olmo_lns.export.open import open_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    with single_process():
+        yield
+
+
+#: Name -> changes of the config, of the arguments, whether layers are stacked, whether in the layout of Core 0.19.
+CASES = {
+    "stacked": ({}, {}, True, False),
+    "numbered_gqa": ({"num_query_groups": 2}, {"layernorm_scaling_exponent": 0.25}, False, False),
+    "core_0_19": ({}, {}, True, True),
+    "experts": ({"num_moe_experts": 4}, {"num_experts": 4}, False, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stock_megatron_and_a_stock_llama_compute_the_same(case, tmp_path, capsys):
+    changes, said, stacked, newer = CASES[case]
+    config = tiny.config(**changes)
+    model = perturbed(config)
+    root = save(tmp_path / "run", model, arguments(config, **said), stacked)
+    if newer:
+        as_core_0_19(root)
+    expected = run(tiny.hook_reference(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
+    assert export(root, tmp_path / "folded") == 0
+    assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
+    saved = read(tmp_path / "folded")
+    assert not [name for name in vars(saved.args) if "layernorm_scaling" in name or "scaled_init" in name]
+    assert not any("optimizer" in name for name in [*saved.names, *saved.objects, *saved.common])
+    assert "nothing to fold" in refused(capsys, tmp_path / "folded", tmp_path / "again")
+    if case == "experts":
+        assert "num_experts=4" in refused(capsys, root, tmp_path / "hf", "--format", "hf")
+        return
+    assert relative(logits(open_model(root), TOKENS), expected) <= 1e-5
+    assert export(root, tmp_path / "hf", "--format", "hf") == 0
+    assert relative(logits(load_hf(tmp_path / "hf"), TOKENS), expected) <= 1e-5
+    assert verify(root, tmp_path / "hf") == 0 and verify(root, tmp_path / "folded") == 0
+    assert main(["hf", "import", str(root), "-o", str(tmp_path / "lns")]) == 0
+    assert relative(logits(open_model(tmp_path / "lns"), TOKENS), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("version", ["0.15", "0.20"])
+def test_zero_centred_gains(version, tmp_path):
+    """The file holds gain - 1, under either name of the argument; the fold holds s·gain - 1."""
+    config = tiny.config()
+    plain, centred = perturbed(config), perturbed(config)
+    with torch.no_grad():
+        for name, parameter in centred.named_parameters():
+            if "norm" in name:
+                parameter.sub_(1)
+    root = save(tmp_path / "run", centred, arguments(config, "zero_centred", version))
+    expected = run(tiny.hook_reference(plain))
+    assert export(root, tmp_path / "folded") == 0 and export(root, tmp_path / "hf", "--format", "hf") == 0
+    loaded = load(tmp_path / "folded", tiny.build(config))
+    with torch.no_grad():
+        for name, parameter in loaded.named_parameters():
+            if "norm" in name:
+                parameter.add_(1)
+    assert relative(run(loaded), expected) <= 1e-5
+    assert relative(logits(load_hf(tmp_path / "hf"), TOKENS), expected) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    config = tiny.config()
+    return save(tmp_path_factory.mktemp("plain") / "run", perturbed(config), arguments(config))
+
+
+def again(saved, folder, change):
+    """A copy of the iteration whose arguments are changed."""
+    folder.mkdir()
+    for path in (saved / "iter_0000010").iterdir():
+        os.link(path, folder / path.name)
+    common = read(saved).common
+    change(common)
+    (folder / COMMON).unlink()
+    torch.save(common, folder / COMMON)
+    return folder
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("this must never run",)
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        ("rope_scaling", "use_rope_scaling=True"),
+        ("qk_layernorm", "qk_layernorm=True"),
+        ("layer_norm", "normalization='LayerNorm'"),
+        ("rotary_percent", "rotary_percent=0.5"),
+        ("window", "window_size="),
+        ("yarn", "position_embedding_type='yarn'"),
+        ("not_swiglu", "swiglu=False"),
+        ("biases", "add_bias_linear=True"),
+    ],
+)
+def test_what_no_llama_computes_is_refused(saved, case, found, tmp_path, capsys):
+    args = arguments(tiny.config(), case, "0.20")
+    root = again(saved, tmp_path / "run", lambda common: common.update(args=args))
+    assert found in refused(capsys, root, tmp_path / "out", "--format", "hf")
+
+
+def test_arguments_that_do_not_say_it_or_are_damaged(saved, tmp_path, capsys):
+    def case(name, change):
+        return again(saved, tmp_path / name, change), tmp_path / "out"
+
+    def set_to(**values):
+        return lambda common: vars(common["args"]).update(values)
+
+    assert "nothing to fold" in refused(capsys, *case("stock", set_to(layernorm_scaling=False)))
+    assert export(*case("given", set_to(layernorm_scaling=False))[:1], tmp_path / "fold", "--scheme", "lns") == 0
+    assert "says scheme lns" in refused(capsys, *case("two", set_to()), "--scheme", "lns:exponent=1")
+    assert "norm_scheme='sandwich'" in refused(capsys, *case("old", set_to(norm_scheme="sandwich")))
+    assert "names the class" in refused(capsys, *case("hostile", set_to(odd=Hostile())))
+    lacking = case("lacking", lambda common: common.update(args=argparse.Namespace()))
+    assert "holds no arguments" in refused(capsys, *lacking)
+    assert "found 8 block norms in 5 layers" in refused(capsys, *case("layers", set_to(num_layers=5)))
+    (tmp_path / "two" / ".metadata").unlink()
+    (tmp_path / "two" / ".metadata").write_bytes(b"no pickle")
+    assert "cannot be read" in refused(capsys, tmp_path / "two", tmp_path / "out")

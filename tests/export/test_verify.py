@@ -1,0 +1,101 @@
+"""``verify`` finds a wrong weight, a missing one, a wrong setting; it doesn't take what still needs its factor."""
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("olmo.model", reason="ai2-olmo is not installed")
+
+import torch
+from safetensors.torch import load_file, save_file
+from support.exports import export, save_olmo, verify
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint with exports in fp32 and bf16 for transformers, and one for OLMo."""
+    place = tmp_path_factory.mktemp("verify")
+    save_olmo(place / "run", layer_norm_type="lns_rms")
+    assert export(place / "run", place / "fp32", "--format", "hf", "--tokenizer", "none") == 0
+    assert export(place / "run", place / "bf16", "--format", "hf", "--tokenizer", "none", "--dtype", "bf16") == 0
+    assert export(place / "run", place / "olmo") == 0
+    return place
+
+
+def test_whole_exports_pass(made, capsys):
+    for name in ("fp32", "bf16", "olmo"):
+        assert verify(made / "run", made / name) == 0
+        out = capsys.readouterr().out
+        assert "PASS" in out and "top-1 agreement         100.00%" in out and "differs" not in out
+
+
+NORM = "model.layers.2.post_attention_layernorm.weight"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("change", ["thousandth", "nan", "missing", "unfolded"])
+def test_a_wrong_weight_is_found(made, dtype, change, tmp_path, capsys):
+    shutil.copytree(made / dtype, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    weights = load_file(path)
+    if change == "missing":
+        del weights[NORM]
+    elif change == "unfolded":
+        weights[NORM] *= 3**0.5
+    else:
+        weights[NORM][5] = torch.nan if change == "nan" else weights[NORM][5].float() * 1.02
+    save_file(weights, path, {"format": "pt"})
+    assert verify(made / "run", tmp_path / "out") == 1
+    printed = capsys.readouterr()
+    assert NORM in printed.out + printed.err and "PASS" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("rms_norm_eps", 2e-6),
+        ("rope_theta", 5000.0),
+        ("max_position_embeddings", 8),
+        ("hidden_act", "gelu"),
+        ("sliding_window", 4),
+    ],
+)
+def test_a_wrong_setting_is_found(made, setting, value, tmp_path, capsys):
+    """A window or a limit changes nothing within a short prompt, so that only the config tells."""
+    shutil.copytree(made / "fp32", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if setting == "rope_theta" and "rope_parameters" in config:
+        config["rope_parameters"]["rope_theta"] = value
+    config[setting] = value
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert verify(made / "run", tmp_path / "out") == 1
+    assert f"{setting} is {value!r}" in capsys.readouterr().out
+
+
+def test_a_wrong_setting_of_an_olmo_export_is_found(made, tmp_path, capsys):
+    shutil.copytree(made / "olmo", tmp_path / "out")
+    path = tmp_path / "out" / "config.yaml"
+    path.write_text(path.read_text().replace("rope_theta: 10000", "rope_theta: 9999"))
+    assert verify(made / "run", tmp_path / "out") == 1
+    assert "rope_theta is 9999, expected 10000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("pair", "reason"),
+    [
+        (("run", "run"), "is the checkpoint itself"),
+        (("olmo", "run"), "still needs its factor"),
+        (("fp32", "olmo"), "is never made into"),
+        (("run", "nothing"), "no such folder"),
+    ],
+)
+def test_what_is_no_pair_is_refused(made, pair, reason, capsys):
+    assert verify(*(made / name for name in pair)) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_other_weights_fail(made, tmp_path, capsys):
+    save_olmo(tmp_path / "other", seed=1, layer_norm_type="lns_rms")
+    assert verify(tmp_path / "other", made / "fp32") == 1
+    assert "more" in capsys.readouterr().out
