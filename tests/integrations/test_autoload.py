@@ -77,23 +77,6 @@ def test_a_failing_plugin_fails_every_import_and_is_named(plugin):
     assert done.stdout.count("plugin 'probe' (lns_test_plugin:register, group olmo.plugins) failed: out of order") == 2
 
 
-def test_an_entry_point_that_another_package_puts_in_our_group_is_not_run(plugin):
-    """Other packages may use ``transformers.plugins`` and ``converters.plugins`` for something else."""
-    folder = plugin()
-    info = folder / "lns_test_plugin-1.0.dist-info" / "entry_points.txt"
-    groups = ("transformers.plugins", "converters.plugins")
-    info.write_text("".join(f"[{group}]\nprobe = lns_test_plugin:register\n" for group in groups))
-    code = """
-    from olmo_lns.integrations.autoload import load_plugins
-    for group in ("transformers.plugins", "converters.plugins"):
-        assert any(entry.name == "probe" for entry in md.entry_points(group=group))
-        load_plugins(group)
-    from olmo_lns.export import guards
-    print(guards.install.cache_info().currsize == 1)
-    """
-    assert run("import importlib.metadata as md\n" + textwrap.dedent(code), path=folder).stdout == "True\n"
-
-
 def test_on_import_calls_back_at_once_or_at_the_import_and_an_error_fails_the_import(tmp_path):
     (tmp_path / "lns_later.py").write_text("VALUE = 1\n")
     code = """
