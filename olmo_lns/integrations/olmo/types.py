@@ -241,11 +241,6 @@ def require_supported(config: Any) -> None:
             " with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false, or a stock "
             "layer_norm_type."
         )
-    elif scheme.name == "lnsvalue" and config.clip_qkv is not None:
-        problem = (
-            f" with clip_qkv={config.clip_qkv:g}: lnsvalue is LNS but for the attention logits, a clipped v is not. "
-            "Set clip_qkv: null."
-        )
     else:
         from olmo_lns.integrations.olmo.block import unsupported  # torch, not before a scheme is selected
 
@@ -353,6 +348,4 @@ def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
     if spelled == written:
         return
     model.layer_norm_type = LayerNormType[spelled]
-    over = f"keeps the config's base norm {base_type(kept)!r}" if overridden else "means RMSNorm when a file names it"
-    reason = over if bare else "without the parameters that are at their default"
-    log.info("layer_norm_type=%s %s: using %s", written, reason, spelled)
+    log.info("layer_norm_type=%s (over %s in the config): using %s", written, kept, spelled)
