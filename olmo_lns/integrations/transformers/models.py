@@ -252,7 +252,7 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
 
 
 def _deviations(model: Any, blocks: list[nn.Module]) -> dict[str, tuple[float, list[nn.Parameter]]]:
-    """For each matrix of a block its standard deviation, over all blocks, in units of the config's; and the matrices."""
+    """For each matrix of a block its standard deviation in units of the config's, over all blocks; and the matrices."""
     std = getattr(model.config.get_text_config(), "initializer_range", None)
     found: dict[str, list[nn.Parameter]] = {}
     for block in blocks if std and len(blocks) > 1 else ():
@@ -287,8 +287,8 @@ def depth_scaled(model: Any, blocks: list[nn.Module]) -> list[nn.Parameter]:
     for name, (value, _) in measured.items():
         if not _near(value, 1.0) and not _near(value, scaled):
             raise MeasurementError(
-                f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, expected 1 "
-                f"or {scaled:.3g} times. This transformers draws them by another rule: "
+                f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, expected "
+                f"1 or {scaled:.3g} times. This transformers draws them by another rule: "
                 'apply(model, initialization="upstream") keeps it.'
             )
     return [parameter for value, each in measured.values() if _near(value, scaled) for parameter in each]
