@@ -60,18 +60,10 @@ class SchemeModel:
             )
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
-        scheme, names = scheme_of(config), getattr(config, "lns_norms", None)
-        if names is not None:
-            anything.attach(self, by_names(self, names), scheme, folded)
-        if _loading.get():
-            return
-        if measurable(self):
-            measure(self, scheme, initialization=getattr(config, "lns_initialization", "plain"))
-        elif names is None:
-            raise LNSConfigError(
-                f"{type(self).__name__} is built without weights, and its config has no lns_norms, which say where "
-                "its norms are. Build it once with weights (from_config on a CPU) and use that model's config."
-            )
+        if (names := getattr(config, "lns_norms", None)) is not None:
+            anything.attach(self, by_names(self, names), scheme_of(config), folded)
+        if not _loading.get():
+            _finish(self, getattr(config, "lns_initialization", "plain"))
 
     def _init_weights(self: Any, module: Any) -> None:
         super()._init_weights(module)  # type: ignore[misc]
@@ -92,8 +84,7 @@ class SchemeModel:
         finally:
             _loading.reset(token)
         model = result[0] if isinstance(result, tuple) else result  # with output_loading_info
-        if measurable(model):
-            measure(model, scheme_of(model.config))
+        _finish(model, None)
         return result
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,9 +169,23 @@ def convert(model: Any) -> None:
             module.__class__ = model_class(kind)
 
 
-def measurable(model: nn.Module) -> bool:
-    """Whether its weights are here and are not quantized."""
-    return all(p.is_floating_point() and not p.is_meta and p.numel() for p in model.parameters())
+def _finish(model: Any, initialization: str | None) -> None:
+    """Measure a model that was built or loaded; where its weights cannot be run, its norms alone have been."""
+    scheme, names = scheme_of(model.config), getattr(model.config, "lns_norms", None)
+    # Not on the meta device, quantized, sharded by tensor parallelism, or taken away by DeepSpeed.
+    here = (
+        p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements")
+        for p in model.parameters()
+    )
+    if all(here):
+        measure(model, scheme, initialization=initialization)
+    elif names is not None:
+        anything.report(model, by_names(model, names), ["output", "gradient"])
+    else:
+        raise LNSConfigError(
+            f"{type(model).__name__} is built without weights, or quantized, and its config has no lns_norms, which say "
+            "where its norms are. Build it once with weights (from_config on a CPU) and use that model's config."
+        )
 
 
 def measure(
@@ -247,7 +252,7 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
     blocks = list(lists[name])
     each = [tuple(row) for row in (names if isinstance(names[0], list) else [names] * len(blocks))]
     weight = next(blocks[0].get_submodule(each[0][0]).parameters(), None)
-    width = model.config.get_text_config().hidden_size if weight is None else weight.shape[-1]
+    width = weight.shape[-1] if weight is not None and weight.numel() else model.config.get_text_config().hidden_size
     return Blocks(name, blocks, each, int(width))
 
 
