@@ -172,12 +172,8 @@ def convert(model: Any) -> None:
 def _finish(model: Any, initialization: str | None) -> None:
     """Measure a model that was built or loaded; where its weights cannot be run, its norms alone have been."""
     scheme, names = scheme_of(model.config), getattr(model.config, "lns_norms", None)
-    # Not on the meta device, quantized, sharded by tensor parallelism, or taken away by DeepSpeed.
-    here = (
-        p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements")
-        for p in model.parameters()
-    )
-    if all(here):
+    weights = list(model.parameters())  # here, not quantized, not sharded by tensor parallelism or DeepSpeed
+    if all(p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements") for p in weights):
         measure(model, scheme, initialization=initialization)
     elif names is not None:
         anything.report(model, by_names(model, names), ["output", "gradient"])
