@@ -179,8 +179,8 @@ def _finish(model: Any, initialization: str | None) -> None:
         anything.report(model, by_names(model, names), ["output", "gradient"])
     else:
         raise LNSConfigError(
-            f"{type(model).__name__} is built without weights, or quantized, and its config has no lns_norms, which say "
-            "where its norms are. Build it once with weights (from_config on a CPU) and use that model's config."
+            f"{type(model).__name__} is built without weights, or quantized, and its config has no lns_norms, which "
+            "say where its norms are. Build it once with weights (from_config on a CPU) and use that model's config."
         )
 
 
