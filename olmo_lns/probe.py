@@ -379,7 +379,10 @@ def response(module: nn.Module, width: int) -> Response:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(4)
     own = {
-        name: (1 + 0.25 * torch.randn(p.shape, generator=generator, device="cpu")).to(device, p.dtype)
+        # ds_shape: of a weight that DeepSpeed has taken away
+        name: (1 + 0.25 * torch.randn(getattr(p, "ds_shape", p.shape), generator=generator, device="cpu")).to(
+            device, p.dtype
+        )
         for name, p in parameters.items()
     }
     with torch.enable_grad():
