@@ -93,19 +93,19 @@ def framework_row(framework: Framework) -> Finding:
             return Finding(label, "-", "absent", extras.advice(framework.extra))
         # A script of this folder would import it; `olmo-lns` itself, which lies elsewhere, does not.
         return Finding(label, "-", "absent", f"only ./{here}, for scripts of this folder: python -m olmo_lns doctor")
-    upstream = importlib.import_module(f"olmo_lns.integrations.{framework.extra.replace('-', '_')}.upstream")
+    own = f"olmo_lns.integrations.{framework.extra.replace('-', '_')}.upstream"
+    upstream = importlib.import_module(own) if importlib.util.find_spec(own) else None  # None: measured when it is built
     path, name = framework.release
     try:  # as the sources that would be imported say; metadata may be another copy's
         version = str(runpy.run_path(str(tree / path))[name])
     except (KeyError, OSError):
         return Finding(label, "-", "unsupported", f"{tree / path} says no {name}")
-    if framework.module == "olmo_core" and Version(version) < Version(upstream.OLDEST):
+    if upstream and framework.module == "olmo_core" and Version(version) < Version(upstream.OLDEST):
         return Finding(label, version, "note", f"older than {upstream.OLDEST}: not used; ai2-olmo brings it for itself")
     try:
-        if framework.module == "olmo":
-            upstream.check_version(version)
         # Of Megatron's symbols no version has all.
-        changed = patching.unverified(tree, upstream.TARGETS, all_needed=framework.extra != "megatron")
+        all_needed = framework.extra != "megatron"
+        changed = patching.unverified(tree, upstream.TARGETS, all_needed=all_needed) if upstream else []
     except (LNSError, OSError, SyntaxError) as error:
         return Finding(label, version, "unsupported", f"{type(error).__name__}: {error}")
     if changed:

@@ -22,7 +22,7 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
 
-__all__ = ["Call", "Found", "Response", "agree", "check_drawn", "find_blocks", "pre_ln_sites", "response", "structure"]
+__all__ = ["Call", "Found", "Response", "agree", "check_drawn", "find_blocks", "pre_ln_sites", "response", "structure", "twin"]
 
 #: Relative difference below which two fp32 results are the same.
 SAME = 1e-4
@@ -158,9 +158,10 @@ def pre_ln_sites(block: nn.Module, call: Call, *, where: str = "block 1") -> Fou
     for a Llama.
     """
     try:
-        twin, call = _twin(block), _as_fp32(call)
-        with torch.no_grad():
-            return _Replay(twin, call).sites()
+        call = _as_fp32(call)
+        # Each run is seeded; the launch's own random numbers go on as they would have.
+        with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
+            return _Replay(twin(block), call).sites()
     except _NotPreLN as reason:
         raise LNSConfigError(
             f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches read "
@@ -173,18 +174,19 @@ def pre_ln_sites(block: nn.Module, call: Call, *, where: str = "block 1") -> Fou
         ) from error
 
 
-def _twin(block: nn.Module) -> nn.Module:
+def twin(block: nn.Module) -> nn.Module:
+    """A copy of ``block`` in fp32 and evaluation mode, its parameters drawn at random."""
     if any(parameter.is_meta for parameter in block.parameters()):
         raise _NotPreLN("its weights are on the meta device; build or load them first")
     if any(not parameter.is_floating_point() for parameter in block.parameters()):
         raise _NotPreLN("its weights are quantized; apply the scheme before quantization")
-    twin = copy.deepcopy(block).float().eval()
+    copied = copy.deepcopy(block).float().eval()
     generator = torch.Generator().manual_seed(1)
-    for parameter in twin.parameters():
+    for parameter in copied.parameters():
         drawn = torch.randn(parameter.shape, generator=generator, device="cpu") if parameter.dim() else torch.tensor(1.3)
         wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
         parameter.data = (drawn * wide if parameter.dim() > 1 else 1 + 0.2 * drawn).to(parameter.device)
-    return twin
+    return copied
 
 
 def _as_fp32(call: Call) -> Call:

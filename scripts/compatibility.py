@@ -16,7 +16,6 @@ from typing import Sequence
 from packaging.requirements import Requirement
 
 from olmo_lns.integrations.megatron import upstream as megatron
-from olmo_lns.integrations.olmo import upstream as olmo
 from olmo_lns.integrations.olmo_core import upstream as olmo_core
 from olmo_lns.integrations.patching import Target
 from olmo_lns.integrations.transformers import families
@@ -26,7 +25,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
 _TOO_NEW = transformer_engine.SUPPORTED[1]
 #: Heading, package, extra that installs it, what was verified, what is replaced.
 FRAMEWORKS: Sequence[tuple[str, str, str, str, Sequence[Target]]] = (
-    ("OLMo", "ai2-olmo", "olmo", olmo.VERIFIED, olmo.TARGETS),
+    ("OLMo", "ai2-olmo", "olmo", "0.5.0, 0.5.1, 0.6.0 and main (59a53e3, September 2025)", ()),
     ("OLMo-core", "ai2-olmo-core", "olmo-core", olmo_core.VERIFIED, olmo_core.TARGETS),
     ("Megatron-LM", "megatron-core", "megatron", ", ".join(megatron.VERSIONS), megatron.TARGETS),
     ("transformers", "transformers", "hf", families.VERIFIED, ()),

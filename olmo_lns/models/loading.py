@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,7 +19,6 @@ from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.integrations.olmo_core.config import CONFIG_FILE
 from olmo_lns.models.structure import find_blocks, is_masked_lm, vocabulary_size
 from olmo_lns.norm.dtypes import DTYPES
-from olmo_lns.record import Record
 
 
 @dataclass(frozen=True)
@@ -155,12 +153,11 @@ def open_olmo(folder: Path) -> nn.Module:
     from olmo.exceptions import OLMoConfigurationError
     from olmo.model import OLMo
 
-    from olmo_lns.integrations.olmo.state import saved_record
     from olmo_lns.integrations.olmo.types import check_sizes
 
     tensors = OLMoCheckpoint.open(folder).tensors
     path = folder / "config.yaml"
-    with _selected(saved_record(folder) or Record()):
+    with mock.patch.dict(os.environ, {environment.INITIALIZATION: ""}):  # of no meaning to weights that are loaded
         try:
             config = ModelConfig.load(path, key="model", validate_paths=False)
             check_sizes(config)
@@ -171,17 +168,6 @@ def open_olmo(folder: Path) -> nn.Module:
         # Not by OLMo's own loader: that of OLMo 0.6.0 cannot read shards under torch >= 2.6.
         model.load_state_dict(model._make_state_dict_compatible({n: t.load() for n, t in tensors.items()})[0])
     return model.float().eval()
-
-
-@contextmanager
-def _selected(record: Record) -> Iterator[None]:
-    """The record's scheme in place of what the environment selects."""
-    with mock.patch.dict(os.environ):
-        for name in (environment.SCHEME, environment.INITIALIZATION):
-            os.environ.pop(name, None)
-        if record.active:
-            os.environ[environment.SCHEME] = str(record.scheme)
-        yield
 
 
 def open_olmo_core(folder: Path) -> Any:
