@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from olmo_lns import probe, sites
@@ -64,35 +65,38 @@ def apply(
 
     Example: ``olmo_lns.apply(GPT(config), "lns:exponent=0.25", example=torch.zeros(1, 8, dtype=torch.long))``.
     """
-    wanted = parse(scheme) if isinstance(scheme, str) else scheme
-    modules = [base.__module__ for base in type(model).__mro__]
-    problem, error = "", None
+    problem = None
     try:
-        require_unwrapped(model)
-        if any(module.startswith("megatron.core.") for module in modules):
-            from olmo_lns.integrations import megatron
-
-            megatron.apply(model, wanted)
-        elif any(module == "transformers.modeling_utils" for module in modules):
-            from olmo_lns.integrations import transformers
-
-            transformers.apply(model, wanted, blocks=blocks, example=example)
-        else:
-            if "olmo.model" in modules and blocks is None:
-                groups = getattr(model.transformer, "block_groups", None)
-                blocks = [b for group in groups for b in group] if groups else list(model.transformer.blocks)  # type: ignore[union-attr]
-            found = locate(model, forward(model, example), blocks)
-            measured = attach(model, found, wanted)
-            report(model, found, measured)
-    except LNSError as raised:
-        problem, error = str(raised), raised
-    if error is not None and not torch.distributed.is_initialized():
-        raise error
-    try:
-        probe.agree(problem)
-    except MeasurementError as everywhere:
-        raise error or everywhere from None
+        _apply(model, parse(scheme) if isinstance(scheme, str) else scheme, blocks, example)
+    except LNSError as error:
+        problem = error
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        probe.agree(str(problem or ""))
+    if problem is not None:
+        raise problem
     return model
+
+
+def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
+    require_unwrapped(model)
+    modules = [base.__module__ for base in type(model).__mro__]
+    if any(module.startswith("megatron.core.") for module in modules):
+        if scheme.name != "lns":
+            raise LNSConfigError(f"scheme {scheme}: the Megatron integration has lns and its exponent.")
+        from olmo_lns.integrations import megatron
+
+        megatron.apply(model, exponent=scheme.parameters["exponent"])
+    elif "transformers.modeling_utils" in modules:
+        from olmo_lns.integrations import transformers
+
+        transformers.apply(model, scheme, blocks=blocks, example=example)
+    else:
+        if "olmo.model" in modules and blocks is None:
+            groups = model.transformer
+            groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
+            blocks = [block for group in groups for block in group]
+        found = locate(model, forward(model, example), blocks)
+        report(model, found, attach(model, found, scheme))
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -160,6 +164,7 @@ def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module]
     :param run: runs one forward.
     :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
     """
+    blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
     with undisturbed(model):
         path, found, calls = probe.find_blocks(model, run, blocks)
         kinds: dict[Any, probe.Found] = {}

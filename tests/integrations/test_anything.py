@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.hooked import hooked
-from support.other_models import IDS, MODELS, Own, own
+from support.other_models import IDS, MODELS, Block, Own, own
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -75,7 +75,9 @@ def test_applied_again_it_is_measured_again_and_another_scheme_is_refused(capfd)
     first = olmo_lns.apply(model).blocks[1].norms["a"]
     assert torch.equal(torch.get_rng_state(), state) and model.training
     assert olmo_lns.apply(model) is model and first.lns_scale == 2**-0.5
-    assert capfd.readouterr().err.count("LayerNorm Scaling on: 6 norms (RMSNorm, LayerNorm); s = 1 (block 1) to 0.57") == 2
+    assert (
+        capfd.readouterr().err.count("LayerNorm Scaling on: 6 norms (RMSNorm, LayerNorm); s = 1 (block 1) to 0.57") == 2
+    )
     with pytest.raises(LNSConfigError, match="lns already"):
         olmo_lns.apply(model, "lns:exponent=0.25")
     first.forward = lambda x: x
@@ -87,7 +89,7 @@ def _flat():
     return nn.Sequential(nn.Embedding(96, 8), nn.Linear(8, 8))
 
 
-class Functional(Block := own()[1][0].__class__):
+class Functional(Block):
     """Norms that are functions."""
 
     def forward(self, x):

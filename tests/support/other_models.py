@@ -34,7 +34,9 @@ def torchtitan():
     llama3 = _module("torchtitan.models.llama3", "TORCHTITAN_SRC")
     config = llama3.llama3_configs["debugmodel"]("flex")
     for layer in config.layers:  # flex attention needs a compiler, or masks
-        layer.attention.inner_attention = _module("torchtitan.models.common.attention", "").ScaledDotProductAttention.Config()
+        layer.attention.inner_attention = _module(
+            "torchtitan.models.common.attention", ""
+        ).ScaledDotProductAttention.Config()
     model = config.build()
     torch.manual_seed(0)
     model.init_states(buffer_device=torch.device("cpu"))

@@ -88,7 +88,9 @@ def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> bool:
     Each block by its own number: OLMo-core gives it to the block, which may ask for it.
     """
     values = config.stock().as_config_dict()
-    values["sequence_mixer"].update(backend=None, use_flash=None)  # fp32 on a CPU
+    mixer = values["sequence_mixer" if "sequence_mixer" in values else "attention"]
+    for name in ("backend", "use_flash"):  # the twin runs in fp32 on a CPU
+        mixer.pop(name, None)
     return _probe_twin(json.dumps(values), width, block_idx, n_layers)
 
 

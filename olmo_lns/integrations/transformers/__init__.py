@@ -81,7 +81,8 @@ def apply(
         _give_config(model, shared)
         raise
     if not again:
-        own.__class__ = models.config_class(type(shared))
+        kind: Any = type(shared)
+        own.__class__ = models.config_class(kind)
         own.lns = str(wanted)
         if initialization == "upstream":
             own.lns_initialization = initialization

@@ -27,19 +27,21 @@ def fold(model: Any) -> Any:
 
     Example: ``fold(model).save_pretrained("folded")``.
     """
-    if not isinstance(model, SchemeModel):
+    if not hasattr(model, "lns_made_of"):
         raise LNSConfigError(f"{type(model).__name__} has no scheme of ours: there is nothing to fold.")
     found = models.by_names(model, model.config.lns_norms)
     sites.check(model, models.scheme_of(model.config), len(found.blocks))
     norms = list(dict.fromkeys(norm for _, norm, _ in sites.sites(model)))
     run = anything.forward(model, models.usual_example(model))
     bare = [norm for norm in norms if not list(norm.parameters())]
-    readers, before = _readers(model, bare, run) if bare else ({}, None)
+    readers, before = _readers(model, bare, run) if bare else ({}, torch.empty(0))
     new: dict[nn.Parameter, torch.Tensor] = {}
     for norm in norms:
         for parameter, value in _folded(norm, readers.get(norm, []), found.width).items():
             if parameter in new:
-                raise LNSConfigError(f"a weight of {type(norm).__name__} belongs to two sub-layers: its factor has no one place.")
+                raise LNSConfigError(
+                    f"a weight of {type(norm).__name__} belongs to two sub-layers: its factor has no one place."
+                )
             new[parameter] = value
     old = {parameter: parameter.detach().clone() for parameter in new} if readers else {}
     _write(new)
@@ -69,8 +71,8 @@ def _rescale(scales: dict[Any, Any]) -> None:
 
 def _readers(
     model: nn.Module, norms: list[Any], run: Callable[[], Any]
-) -> tuple[dict[Any, list[nn.Module]], torch.Tensor | None]:
-    """For each norm the projections that read its output as it is, and the model's logits; nothing without norms."""
+) -> tuple[dict[Any, list[nn.Module]], torch.Tensor]:
+    """For each norm the projections that read its output as it is; and the model's logits."""
     found: dict[Any, list[nn.Module]] = {norm: [] for norm in norms}
     outputs: dict[int, tuple[Any, torch.Tensor]] = {}
 

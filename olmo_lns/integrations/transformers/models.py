@@ -19,7 +19,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from olmo_lns import sites
+from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import anything
 from olmo_lns.integrations.anything import Blocks
@@ -58,7 +58,7 @@ class SchemeModel:
                 f"attn_implementation {asked!r}: this server replaces the norms of a transformers model by its own, "
                 "which know no factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
             )
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
         scheme, names = scheme_of(config), getattr(config, "lns_norms", None)
         if names is not None:
@@ -66,7 +66,7 @@ class SchemeModel:
         if _loading.get():
             return
         if measurable(self):
-            measure(self, scheme)
+            measure(self, scheme, initialization=getattr(config, "lns_initialization", "plain"))
         elif names is None:
             raise LNSConfigError(
                 f"{type(self).__name__} is built without weights, and its config has no lns_norms, which say where "
@@ -75,11 +75,10 @@ class SchemeModel:
 
     def _init_weights(self: Any, module: Any) -> None:
         super()._init_weights(module)  # type: ignore[misc]
-        projection = getattr(module, _DEPTH_SCALED.get(self.lns_made_of.config_class.model_type, ""), None)
-        if projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain":
-            if not getattr(projection.weight, "_is_hf_initialized", False):
-                with torch.no_grad():
-                    projection.weight.mul_(math.sqrt(2.0 * self.config.num_hidden_layers))
+        projection: Any = getattr(module, _DEPTH_SCALED.get(self.lns_made_of.config_class.model_type, ""), None)
+        plain = projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain"
+        if plain and not getattr(projection.weight, "_is_hf_initialized", False):
+            _multiply([projection.weight], math.sqrt(2.0 * self.config.num_hidden_layers))
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +120,7 @@ def config_class(stock: Any) -> Any:
 
 @functools.cache
 def model_class(stock: Any) -> Any:
-    """The model class of ours for one of transformers' own; its module is the stock class's, in which it is looked up."""
+    """The model class of ours for one of transformers' own, in whose module transformers looks things up."""
     members = {"lns_made_of": stock, "__module__": stock.__module__, "config_class": config_class(stock.config_class)}
     made = type(stock)(f"LNS{stock.__name__}", (SchemeModel, stock), members)
     # Where TRL looks for the class that config.json names, and transformers 5 for what output_hidden_states= records.
@@ -159,8 +158,9 @@ def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
 
 def under_scheme(config: Any, scheme: Scheme, initialization: str = "plain") -> Any:
     """A copy of a stock config that says ``scheme``: what ``AutoModelForCausalLM.from_config`` takes."""
+    stock: Any = type(config)
     made = copy.deepcopy(config)
-    made.__class__ = config_class(type(config))
+    made.__class__ = config_class(stock)
     made.lns = str(scheme)
     if initialization != "plain":
         made.lns_initialization = initialization
@@ -172,9 +172,10 @@ def convert(model: Any) -> None:
     from transformers import PreTrainedModel
 
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config is model.config:
-            if not isinstance(module, SchemeModel):
-                module.__class__ = model_class(type(module))
+        same = isinstance(module, PreTrainedModel) and module.config is model.config
+        if same and not isinstance(module, SchemeModel):
+            kind: Any = type(module)
+            module.__class__ = model_class(kind)
 
 
 def measurable(model: nn.Module) -> bool:
@@ -198,12 +199,14 @@ def measure(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
             "transformers builds the family in another way: apply the scheme to a stock model of it."
         )
+    scaled = depth_scaled(model, found.blocks) if initialization == "plain" else []
     measured = anything.attach(model, found, scheme, folded)
+    _multiply(scaled, math.sqrt(2.0 * len(found.blocks)))
     model.config.lns_norms = names
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would put a kernel there that knows no factor
             type(norm).kernel_layer_name = "LNSScaled"
-    words = draw_plain(model, found.blocks) if initialization == "plain" else drawn(model, found.blocks)[0]
+    words = drawn(model, found.blocks)
     anything.report(model, found, [*measured, *(["initialization"] if words else [])], words)
 
 
@@ -248,35 +251,59 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
     return Blocks(name, blocks, each, int(width))
 
 
-def drawn(model: Any, blocks: list[nn.Module]) -> tuple[str, list[nn.Parameter]]:
-    """How the block's matrices were drawn, in words, and those that were drawn at std / sqrt(2·L).
-
-    The words are empty where nothing can be measured: loaded weights, another draw, no ``initializer_range``.
-    """
+def _deviations(model: Any, blocks: list[nn.Module]) -> dict[str, tuple[float, list[nn.Parameter]]]:
+    """For each matrix of a block its standard deviation in units of the config's, over all blocks; and the matrices."""
     std = getattr(model.config.get_text_config(), "initializer_range", None)
-    pooled: dict[str, list[nn.Parameter]] = {}
-    for block in blocks:
+    found: dict[str, list[nn.Parameter]] = {}
+    for block in blocks if std and len(blocks) > 1 else ():
         for name, parameter in block.named_parameters():
             if parameter.dim() == 2 and parameter.is_floating_point() and not parameter.is_meta:
-                pooled.setdefault(name, []).append(parameter)
-    if not std or not pooled or len(blocks) < 2:
-        return "", []
-    measured = {n: float(torch.stack([p.detach().float().std() for p in each]).mean()) for n, each in pooled.items()}
-    scaled = std / math.sqrt(2.0 * len(blocks))
-    low = [name for name, value in measured.items() if 0.9 * scaled < value < 1.1 * scaled]
-    if low:
-        return "scaled initialization on", [parameter for name in low for parameter in pooled[name]]
-    plain = all(0.9 * std < value < 1.1 * std for value in measured.values())
-    return ("scaled initialization off" if plain else ""), []
+                found.setdefault(name, []).append(parameter)
+    return {n: (float(torch.stack([p.detach().float().std() for p in e]).mean()) / std, e) for n, e in found.items()}
 
 
-def draw_plain(model: Any, blocks: list[nn.Module]) -> str:
-    """Take the depth factor off the freshly drawn matrices of a family that is known to have it; say what is there."""
-    words, low = drawn(model, blocks)
-    family = model.config.model_type.removeprefix(PREFIX)
-    if low and family in _DEPTH_SCALED:
-        with torch.no_grad():
-            for parameter in low:
-                parameter.mul_(math.sqrt(2.0 * len(blocks)))
-        words, _ = drawn(model, blocks)
-    return words
+def _near(value: float, expected: float) -> bool:
+    return 0.9 * expected < value < 1.1 * expected
+
+
+def drawn(model: Any, blocks: list[nn.Module]) -> str:
+    """How the matrices were drawn; ``""`` where nothing can be said: loaded weights, or another rule."""
+    measured = [value for value, _ in _deviations(model, blocks).values()]
+    if measured and all(_near(value, 1.0) for value in measured):
+        return "scaled initialization off"
+    return "scaled initialization on" if any(_near(v, (2.0 * len(blocks)) ** -0.5) for v in measured) else ""
+
+
+def depth_scaled(model: Any, blocks: list[nn.Module]) -> list[nn.Parameter]:
+    """The freshly drawn matrices with the depth factor of a family that is known to have it.
+
+    :raises MeasurementError: such a family draws a matrix by another rule.
+    """
+    measured = _deviations(model, blocks)
+    known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
+    if not known or not any(_near(value, 1.0) for value, _ in measured.values()):
+        return []
+    scaled = (2.0 * len(blocks)) ** -0.5
+    for name, (value, _) in measured.items():
+        if not _near(value, 1.0) and not _near(value, scaled):
+            raise MeasurementError(
+                f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, expected "
+                f"1 or {scaled:.3g} times. This transformers draws them by another rule: "
+                'apply(model, initialization="upstream") keeps it.'
+            )
+    return [parameter for value, each in measured.values() if _near(value, scaled) for parameter in each]
+
+
+def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(factor)
+
+
+def plain_initialization(model: Any) -> None:
+    """Take the depth factor off a freshly drawn stock model. :raises LNSConfigError: its draw is not known."""
+    with anything.undisturbed(model):
+        _, blocks, _ = probe.find_blocks(model, anything.forward(model, usual_example(model)))
+    _multiply(depth_scaled(model, blocks), math.sqrt(2.0 * len(blocks)))
+    if drawn(model, blocks) != "scaled initialization off":
+        raise LNSConfigError(f"{type(model).__name__}: found weights that were not drawn just now, or by another rule.")

@@ -55,8 +55,8 @@ def find_models(module: Any) -> None:
     def keys(original: Callable[..., Any]) -> Callable[..., Any]:
         def made(self: Any) -> Any:
             found = original(self)  # transformers before 5.0 looks a config up in this list
-            ours = [kind for stock in found if isinstance(stock, type) for kind in stock.__subclasses__()]
-            return [*found, *(kind for kind in ours if getattr(kind, "lns_made_of", None) in found)]
+            subclasses: list[Any] = [each for stock in found for each in stock.__subclasses__()]
+            return [*found, *(each for each in subclasses if getattr(each, "lns_made_of", None) in found)]
 
         return made
 
@@ -78,7 +78,9 @@ def convert_weights(module: Any) -> None:
     """Have transformers 5 convert the weights of a type of ours (fused experts) as those of the stock type."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda name, *args, **kwargs: original(_stock_type(name) or str(name).removeprefix("LNS"), *args, **kwargs)
+        return lambda name, *args, **kwargs: original(
+            _stock_type(name) or str(name).removeprefix("LNS"), *args, **kwargs
+        )
 
     wrap("transformers.conversion_mapping:get_checkpoint_conversion_mapping", make, needed=False)
 
@@ -96,7 +98,7 @@ def compare_on_resume(module: Any) -> None:
     Beside sharded weights (FSDP) the Trainer writes no config: the model's own is written there.
     """
 
-    class SaveConfig(module.TrainerCallback):  # type: ignore[misc, name-defined]
+    class SaveConfig(module.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             if state.is_world_process_zero and folder.is_dir() and not (folder / "config.json").exists():
