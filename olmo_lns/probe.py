@@ -324,14 +324,14 @@ class _Replay:
 
         def hold(name: str) -> Callable[..., Any]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-                inputs[name] = (_input(args, kwargs).reshape(x.shape) - x).double()
+                inputs[name] = (_input(args, kwargs).detach().reshape(x.shape) - x).double()
                 value = held[name].reshape(_first(output).shape)
                 return (value, *output[1:]) if isinstance(output, tuple) else value
 
             return hook
 
         with _hooks(self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in held):
-            return self.call.on(self.block, x).double() - x.double(), inputs
+            return self.call.on(self.block, x).detach().double() - x.double(), inputs
 
     def constant(self, names: Sequence[str]) -> bool:
         """Whether, with these norms held, neither block(x) - x nor the input of a norm minus x depends on x."""

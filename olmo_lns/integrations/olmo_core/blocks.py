@@ -100,7 +100,8 @@ def _probe_twin(text: str, width: int, block_idx: int, n_layers: int) -> bool:
     try:
         config = TransformerBlockConfig.from_dict(json.loads(text))
         twin = config.build(d_model=width, block_idx=block_idx, n_layers=n_layers, init_device="cpu")
-        found = probe.pre_ln_sites(twin, probe.Call((torch.randn(2, 8, width),), {}, 0)).names
+        call = probe.Call((torch.randn(2, 8, width),), {}, 0)
+        found = probe.pre_ln_sites(twin, call, where=f"block {block_idx + 1}").names
     except (MeasurementError, RuntimeError, NotImplementedError) as error:  # kernels for GPUs, such as a mixture's
         log.debug("%s", error)
         return False
