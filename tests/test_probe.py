@@ -1,4 +1,4 @@
-"""What the probe finds: the sites of a block, and the blocks of a model; each row is a block that is built in one way."""
+"""What the probe finds: each row is a block or a model that is built in one way."""
 
 import copy
 
@@ -16,12 +16,16 @@ D, IDS = 32, torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_see
 
 
 class Block(nn.Module):
+    half = False
+
     def __init__(self, number, norm=nn.RMSNorm):
         super().__init__()
         self.number, self.n1, self.n2 = number, norm(D), norm(D)
         self.q, self.k, self.v, self.o, self.gate, self.up, self.down = (nn.Linear(D, D) for _ in range(7))
 
     def attn(self, x, y=None):
+        if self.half and x.dtype == torch.float32:
+            raise RuntimeError("only fp16 and bf16")
         y = x if y is None else y
         return self.o(F.scaled_dot_product_attention(self.q(x), self.k(y), self.v(y), is_causal=True))
 
@@ -34,12 +38,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, kind=Block, keys=None, **options):
+    def __init__(self, forward=Block.forward, keys="0123", tail=None, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.norm, self.head = nn.Embedding(96, D), nn.RMSNorm(D), nn.Linear(D, 96)
-        keys = ["0", "1", "2", "3"] if keys is None else keys
+        kind = type("Other", (Block,), {"forward": forward, "half": options.pop("half", False)})
+        self.embedding, self.head = nn.Sequential(nn.Embedding(96, D)), nn.Linear(D, 96)
         self.layers = nn.ModuleDict({key: kind(number, **options) for number, key in enumerate(keys)})
+        self.norm = nn.RMSNorm(D) if tail is None else tail(self)
 
     def forward(self, ids):
         x = self.embedding(ids)
@@ -48,33 +53,17 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def block(forward, base=Block):
-    return type("Other", (base,), {"forward": forward})
-
-
-class Keyword(nn.RMSNorm):
-    def forward(self, hidden_states):
-        return super().forward(hidden_states)
-
-
 class Running(nn.RMSNorm):
-    """Has statistics that a call in training moves."""
+    """Has statistics that a call in training moves, and takes keywords alone."""
 
     def __init__(self, width):
         super().__init__(width)
         self.register_buffer("size", torch.ones(()))
 
-    def forward(self, x):
+    def forward(self, hidden_states):
         if self.training:
-            self.size.lerp_(x.detach().square().mean(), 0.5)
-        return super().forward(x) * self.size
-
-
-class Half(Block):
-    def attn(self, x, y=None):
-        if x.dtype == torch.float32:
-            raise RuntimeError("only fp16 and bf16 data type")
-        return super().attn(x, y)
+            self.size.lerp_(hidden_states.detach().square().mean(), 0.5)
+        return super().forward(hidden_states) * self.size
 
 
 def by_keyword(self, x):
@@ -106,38 +95,20 @@ def last_is_post(self, x):
     return Block.forward(self, x) if self.number < 3 else self.n2(self.mlp(self.n1(self.attn(x) + x)) + x)
 
 
-def sequential_with_tail():
-    model = Model()
-    model.norm = nn.Sequential(nn.RMSNorm(D), nn.Dropout(0.0))
-    return model
-
-
 def first_outside():
     model = Model(keys="0")
-    model.embedding = nn.Sequential(model.embedding, Block(0))
+    model.embedding.append(type(model.layers["0"])(0))
     return model
-
-
-def final_norm_shared():
-    model = Model()
-    model.norm = model.layers["3"].n2
-    return model
-
-
-def _seeded(model):
-    torch.manual_seed(2)
-    return model(IDS)
 
 
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        (lambda: Model(block(by_keyword), norm=Keyword), ("n1", "n2")),
-        (lambda: Model(block(parallel)), ("n1",)),
-        (lambda: Model(block(dropped)), ("n1", "n2")),
-        (lambda: Model(norm=Running), ("n1", "n2")),
-        (lambda: Model(Half).bfloat16(), ("n1", "n2")),
-        (sequential_with_tail, ("n1", "n2")),
+        (lambda: Model(by_keyword, norm=Running), ("n1", "n2")),
+        (lambda: Model(parallel), ("n1",)),
+        (lambda: Model(dropped), ("n1", "n2")),
+        (lambda: Model(half=True).bfloat16(), ("n1", "n2")),
+        (lambda: Model(tail=lambda model: nn.Sequential(nn.RMSNorm(D), nn.Dropout(0.0))), ("n1", "n2")),
     ],
 )
 def test_a_model_equals_hooks_in_training(model, names):
@@ -145,20 +116,20 @@ def test_a_model_equals_hooks_in_training(model, names):
     reference = copy.deepcopy(model)
     hooked(reference, reference.layers.values(), names)
     olmo_lns.apply(model, example=IDS)
-    found, expected = (_seeded(each) for each in (model, reference))
+    found, expected = (torch.random.manual_seed(2) and each(IDS) for each in (model, reference))
     assert (found - expected).norm() <= (1e-6 if found.dtype == torch.float32 else 0.01) * expected.norm()
 
 
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: Model(block(last_is_post)), "block 4 .* is not Pre-LN"),
-        (lambda: Model(block(past_the_norm)), "in training"),
-        (lambda: Model(block(fused_in_half)).bfloat16(), "n1 of block 1 0 times"),
-        (lambda: Model(block(lambda self, x: x + self.attn(self.n1(x)))), "one branch"),
-        (lambda: Model(block(lambda self, x: x + self.mlp(self.n1(x)))), "one branch"),
-        (lambda: Model(block(lambda self, x: x + self.attn(self.n1(x), self.n2(x)))), "one branch"),
-        (final_norm_shared, "n2 of block 4 2 times"),
+        (lambda: Model(last_is_post), "block 4 .* is not Pre-LN"),
+        (lambda: Model(past_the_norm), "in training"),
+        (lambda: Model(fused_in_half).bfloat16(), "n1 of block 1 0 times"),
+        (lambda: Model(lambda self, x: x + self.attn(self.n1(x))), "one branch"),
+        (lambda: Model(lambda self, x: x + self.mlp(self.n1(x))), "one branch"),
+        (lambda: Model(lambda self, x: x + self.attn(self.n1(x), self.n2(x))), "one branch"),
+        (lambda: Model(tail=lambda model: model.layers["3"].n2), "n2 of block 4 2 times"),
         (first_outside, "besides"),
         (lambda: Model(keys="23"), "stages"),
     ],
@@ -170,14 +141,9 @@ def test_what_would_be_silently_wrong_is_refused(model, reason):
     assert not list(sites.sites(model))
 
 
-class Misread(sites.Scaled):
-    def forward(self, x):
-        return x * self.variance_epsilon
-
-
 def test_a_norm_without_what_its_mixin_reads_has_its_output_multiplied():
-    norm = nn.RMSNorm(D)
-    sites.scale(norm, 0.5, where="a", width=D, folded=Misread)
+    norm, misread = nn.RMSNorm(D), {"forward": lambda self, x: x * self.variance_epsilon}
+    sites.scale(norm, 0.5, where="a", width=D, folded=type("Misread", (sites.Scaled,), misread))
     assert isinstance(norm, sites.ScaledOutput)
     with pytest.raises(MeasurementError, match="rows of 16"):
         sites.scale(nn.RMSNorm(D), 0.5, where="a", width=16)
