@@ -230,14 +230,24 @@ def scale(
     """
     respond = respond or functools.partial(probe.response, width=width)
     stock: Any = type(module)
-    before, problem = respond(module), ""
+    try:
+        before, problem = respond(module), ""
+    except Exception as error:
+        raise MeasurementError(
+            f"{where} ({stock.__name__}): it does not take rows of {width} channels alone ({type(error).__name__}: "
+            f"{error}); expected a norm of the stream."
+        ) from error
     plain = "forward" not in vars(module) and is_plain(stock)
     for mixin in [*([folded] if folded is not None and plain else []), ScaledOutput]:
         give(module, derived(mixin, stock), factor, form=form, field=field)
         own = vars(module).get("forward")
         if own is not None:
             module.forward = Product(module, own)
-        if not (problem := respond(module).problem(before, factor)):
+        try:
+            problem = respond(module).problem(before, factor)
+        except Exception as error:  # the arithmetic that was known reads what this norm no longer has
+            problem = f"{type(error).__name__}: {error}"
+        if not problem:
             return
         _ungive(module, stock, own)
     raise MeasurementError(
