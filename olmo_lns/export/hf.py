@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from olmo_lns.arguments import DTYPES, seed
-from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.errors import LNSConfigError, LNSError, did_you_mean, one_line
 from olmo_lns.schemes import parse
 
 _EXAMPLES = """\
@@ -97,16 +97,15 @@ def _stock_config(source: str, changes: dict[str, Any]) -> Any:
 
 
 def _copy_tokenizer(source: str, out: Path) -> str:
-    from transformers import CONFIG_MAPPING, AutoTokenizer
+    from olmo_lns.tokenizers import load_tokenizer
 
-    if source in CONFIG_MAPPING and not Path(source).exists():
-        return f"no tokenizer: {source} is a model type"
-    if Path(source).is_dir() and not any(Path(source).glob("tokenizer*")):
-        return f"no tokenizer: {source} has none"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        tokenizer.save_pretrained(out)
-        return f"tokenizer: {type(tokenizer).__name__} of {source}"
+    if (Path(source).is_dir() and any(Path(source).glob("tokenizer*"))) or (
+        "/" in source and not Path(source).exists()
+    ):
+        with contextlib.suppress(LNSError):
+            tokenizer = load_tokenizer(source)
+            tokenizer.save_pretrained(out)
+            return f"tokenizer: {type(tokenizer).__name__} of {source}"
     return f"no tokenizer: {source} has none that could be loaded"
 
 

@@ -1,14 +1,13 @@
 """llama.cpp runs an export as transformers does. Needs `pip install xllamacpp gguf`; about 3 s."""
 
 import pytest
+import torch
+from support.exports import export, load_hf, logits, save_olmo
+from support.olmo_models import tokens
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 llama_cpp = pytest.importorskip("xllamacpp", reason="pip install xllamacpp")
 pytest.importorskip("olmo.model", reason="ai2-olmo is not installed")
-
-import torch
-from support.exports import export, load_hf, logits, save_olmo
-from support.olmo_models import tokens
 
 
 def to_gguf(model, path):
