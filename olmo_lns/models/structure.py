@@ -35,24 +35,21 @@ def is_masked_lm(kind: str | None) -> bool:
 def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     """The transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
-    They are the one outermost list of at least two modules of one class. OLMo's block groups count as their blocks, under
-    FSDP too.
+    They are the one outermost list of at least two modules of one class. OLMo's block groups count as their blocks,
+    under FSDP too.
 
     :param path: dotted path of the list inside ``model``, when it is known.
     :raises LNSError: not found, or not sure which: the candidates are listed; or a single block.
     """
-    candidates = _candidates(model)
+    candidates, found = _candidates(model), list[nn.Module]()
     if path is not None:
         found = [module for name, module in model.named_modules() if name == path and isinstance(module, _LISTS)]
     else:
         found = list(candidates.values())
     if len(found) != 1:
-        where = (
-            "not sure which are the transformer blocks, name them with --blocks"
-            if path is None
-            else f"none at {path!r}"
-        )
-        lists = [f"{name} ({len(m)} x {type(next(m.children())).__name__})" for name, m in candidates.items()]
+        where = "not sure which holds the blocks, name it with --blocks" if path is None else f"none at {path!r}"
+        members = {name: list(module.children()) for name, module in candidates.items()}
+        lists = [f"{name} ({len(m)} x {type(m[0]).__name__})" for name, m in members.items()]
         raise LNSError(
             f"{type(model).__name__} has no list of blocks: {where}. Candidates: "
             f"{', '.join(lists) or 'no list of two or more modules of one class'}"
