@@ -27,6 +27,7 @@ log = logging.getLogger("olmo_lns")
 #: start-up finder in ``olmo_lns_autoload.pth`` has the same names.
 INTEGRATIONS: dict[str, str] = {
     "olmo_core": "olmo_lns.integrations.olmo_core",
+    "transformers": "olmo_lns.integrations.transformers",
 }
 
 #: Attribute of every function that stands in an upstream's place.

@@ -19,7 +19,6 @@ from olmo_lns.integrations.megatron import upstream as megatron
 from olmo_lns.integrations.olmo import upstream as olmo
 from olmo_lns.integrations.olmo_core import upstream as olmo_core
 from olmo_lns.integrations.patching import Target
-from olmo_lns.integrations.transformers import families
 from olmo_lns.norm import transformer_engine
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
@@ -29,7 +28,7 @@ FRAMEWORKS: Sequence[tuple[str, str, str, str, Sequence[Target]]] = (
     ("OLMo", "ai2-olmo", "olmo", olmo.VERIFIED, olmo.TARGETS),
     ("OLMo-core", "ai2-olmo-core", "olmo-core", olmo_core.VERIFIED, olmo_core.TARGETS),
     ("Megatron-LM", "megatron-core", "megatron", ", ".join(megatron.VERSIONS), megatron.TARGETS),
-    ("transformers", "transformers", "hf", families.VERIFIED, ()),
+    ("transformers", "transformers", "hf", "4.48.0 to 5.23.0", ()),
     ("Transformer Engine", "transformer-engine", "te", f"{transformer_engine.SUPPORTED[0]} to before {_TOO_NEW}", ()),
 )
 

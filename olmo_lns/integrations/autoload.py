@@ -24,12 +24,8 @@ from olmo_lns.errors import LNSError
 PLUGIN_GROUPS = {
     "olmo": "olmo.plugins",
     "megatron.core": "megatron.plugins",
-    # Of transformers: what a converter of OLMo's imports instead of OLMo, the auto classes, which find a model type of
-    # ours, what loads, and what resumes.
+    # What a converter of OLMo's imports instead of OLMo.
     "transformers.models.olmo.configuration_olmo": "transformers.plugins",
-    "transformers.models.auto.configuration_auto": "transformers.plugins",
-    "transformers.modeling_utils": "transformers.plugins",
-    "transformers.trainer": "transformers.plugins",
 }
 #: The same, loaded before the module is executed: it holds what is to be guarded, or imports it while it runs.
 EARLY_GROUPS = dict.fromkeys(
