@@ -48,8 +48,7 @@ def _init(args: argparse.Namespace, out: Path) -> list[str]:
         raise LNSConfigError(f"--head {args.head}: transformers has no {name}")
     torch.manual_seed(args.seed)
     try:
-        with torch.device("cpu" if args.weights else "meta"):
-            built = getattr(transformers, name).from_config(config)
+        built = getattr(transformers, name).from_config(config)
     except (ValueError, TypeError, AttributeError) as error:
         raise LNSConfigError(f"{name} cannot be built from this config: {one_line(error)}") from error
     model: Any = apply(built, scheme, initialization=args.initialization, trained=False)
@@ -143,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     init = commands.add_parser("init", help="a model with fresh weights, to train from scratch")
     init.add_argument("source", help="a model type such as llama, or a folder or hub name with a config.json")
     init.add_argument("--scheme", default="lns", help="such as lns or lns:exponent=0.25 (default %(default)s)")
-    init.add_argument("--initialization", default="", help="plain (default), scaled, depth_scaled or upstream")
+    init.add_argument("--initialization", default="", help="plain (default) or upstream: the family's own")
     init.add_argument("--set", type=_setting, action="append", default=[], metavar="name=value", help="of the config")
     init.add_argument("--head", default="CausalLM", help="CausalLM (default), SequenceClassification, …")
     init.add_argument("--seed", type=seed, default=0, help="of the fresh weights (default %(default)s)")
