@@ -82,10 +82,9 @@ def trained(tmp_path_factory):
 RUN = {
     "diagnostics.md": ("olmo-lns analyze variance", "olmo-lns analyze jacobian", "olmo-lns analyze gradnorm"),
     "export.md": (
-        "olmo-lns export runs/lns/step1000 folded-unsharded ",
+        "olmo-lns export runs/lns/step1000 folded",
         "olmo-lns export runs/lns/step1000 model",
         "olmo-lns verify",
-        "olmo-lns export folded-unsharded lns-again",
     ),
     "olmo.md": ("olmo-lns doctor",),
     "study.md": ("olmo-lns study plan paper",),

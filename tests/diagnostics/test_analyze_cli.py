@@ -9,14 +9,11 @@ import pytest
 import torch
 from pandas.testing import assert_frame_equal
 from support.diagnostic_models import huggingface
-from support.exports import save_olmo
 
 from olmo_lns import cli
 from olmo_lns.diagnostics import MEASURES
 from olmo_lns.diagnostics.results import Report
 from olmo_lns.errors import LNSError
-from olmo_lns.integrations.olmo.model import record_of
-from olmo_lns.models.loading import load_model
 
 
 def analyze(*arguments):
