@@ -21,7 +21,7 @@ COMMANDS = {
     "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run", ()),
     "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare", ("olmo", "analysis")),
     "train": ("olmo_lns.runs.train", "run OLMo's Trainer on a config, from the pip package alone", ("olmo",)),
-    "config": ("olmo_lns.study.cli:config", "list and copy the configs of the pack", ()),
+    "config": ("olmo_lns.study.files:config", "list and copy the configs of the pack", ()),
     "data": ("olmo_lns.study.data.commands", "make and check tokenised data", ()),
     "megatron-args": ("olmo_lns.study.engines.megatron", "expand a Megatron YAML config to flags", ("megatron",)),
     "study": ("olmo_lns.study.cli", "plan, launch, collect and report a study; check any config", ("olmo", "study")),

@@ -28,7 +28,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.extras import require
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, check_environment
-from olmo_lns.study.collect import Result, attempts, merge, read, write_results
+from olmo_lns.study.collect import attempts, merge, read
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import environment, run_here
 
@@ -150,7 +150,7 @@ class Row:
     """
 
     run: Run
-    result: Result
+    result: Any
     before: list[float]
     after: list[float]
     growth: float
@@ -162,8 +162,7 @@ def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
     from olmo_lns.diagnostics.results import Report
     from olmo_lns.study.collect import collect
 
-    results = collect(study, out)
-    write_results(results, out / "results.csv")
+    results = [*collect(study, out).itertuples()]
     rows = []
     for run, result in zip(study.runs, results, strict=True):
         variances = []

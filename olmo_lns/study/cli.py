@@ -1,4 +1,4 @@
-"""``olmo-lns study`` (plan, launch, collect, report) and ``olmo-lns config`` (the pack)."""
+"""``olmo-lns study``: plan, launch, collect and report a comparison of arms; plan checks any config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Callable, Sequence
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files, launch, slurm
 from olmo_lns.study import plan as planning
-from olmo_lns.study.collect import collect, read_results, write_results
+from olmo_lns.study.collect import COMPLETE, collect, read_results
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines.base import GPUS
 
@@ -107,11 +107,6 @@ def _launch(args: argparse.Namespace) -> int:
         launch.check(study, runs, args.out)
         os.environ.update(launch.environment(study, args.out))  # before the configs that read it are resolved
     planning.compare_planned(study.runs)
-    for run in runs:
-        nodes, nproc = study.layout(run)
-        machine = run.engine.machine(run.settings)
-        if problem := machine.problem(run.shape, nodes * nproc, even=run.engine.even):
-            raise LNSConfigError(f"run {run.name}: {problem}")
     if args.run:
         return min(1, launch.run_here(study, runs, args.out, workers=args.workers))
     if args.slurm:
@@ -124,13 +119,10 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _collect(args: argparse.Namespace) -> int:
     study = Study.load(args.study)
-    results = collect(study, args.out, allow_missing=args.allow_missing)
-    files.make_folder(args.out)
-    write_results(results, path := args.out / "results.csv")
-    for result in results:
-        loss = f"{result.loss:.4f}" if result.loss is not None else result.status
-        print(f"{result.run:<32} {result.step:>8,}/{result.steps:,}  {loss}")
-    print(f"wrote {path}")
+    for row in collect(study, args.out, allow_missing=args.allow_missing).itertuples():
+        loss = f"{row.loss:.4f}" if row.status == COMPLETE else row.status
+        print(f"{row.run:<32} {row.step:>8,}/{row.steps:,}  {loss}")
+    print(f"wrote {args.out / 'results.csv'}")
     return 0
 
 
@@ -147,17 +139,3 @@ def _all(args: argparse.Namespace) -> int:
     nothing = dict.fromkeys(("slurm", "only", "gpus", "nodes", "gpu"))
     failed = _launch(argparse.Namespace(**{**vars(args), **nothing, "run": True}))
     return max(failed, _collect(args), _report(args))
-
-
-def config(argv: Sequence[str] | None = None) -> int:
-    """``olmo-lns config list`` and ``copy NAME``."""
-    files.degrade_output()
-    parser = argparse.ArgumentParser(prog="olmo-lns config", description="List and copy the configs of the package.")
-    commands = parser.add_subparsers(required=True, dest="command")
-    commands.add_parser("list", help="the files of the pack")
-    copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study', to here")
-    copying.add_argument("name")
-    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
-    args = parser.parse_args(argv)
-    print("\n".join(files.pack_names()) if args.command == "list" else files.pack_copy(args.name, args.out))
-    return 0

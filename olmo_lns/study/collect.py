@@ -8,14 +8,14 @@ import re
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, Sequence
+from typing import Any, Iterable
+
+import pandas as pd
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.describe import Run, Study
+from olmo_lns.study.files import make_folder, write_whole
 from olmo_lns.study.plan import arm_problems, compare_arms
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -157,47 +157,8 @@ def other_run(run: Run, folder: Path) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Result:
-    """One run. ``loss`` (mean over the last part of the run, nats per token) is None unless ``status`` is complete.
-
-    :param last_loss: the latest loss seen, of an incomplete run too.
-    :param heldout: loss on held-out data after the last step, where the config has an evaluator ``heldout``.
-    """
-
-    run: str
-    size: str
-    arm: str
-    seed: int
-    parameters: int
-    status: str
-    step: int
-    steps: int
-    tokens: int
-    loss: float | None
-    loss_std: float | None
-    points: int
-    last_loss: float | None
-    source: str
-    heldout: float | None
-    layers: int
-    width: int
-    learning_rate: float
-
-
-def write_results(results: Sequence[Result], path: Path) -> None:
-    """Whole or not at all."""
-    import pandas as pd
-
-    from olmo_lns.study.files import write_whole
-
-    write_whole(path, pd.DataFrame(list(results)).to_csv(index=False))
-
-
 def read_results(path: Path) -> pd.DataFrame:
     """:raises LNSConfigError: no such file, or not one that ``study collect`` wrote."""
-    import pandas as pd
-
     if not path.is_file():
         raise LNSConfigError(f"{path}: not there; run `olmo-lns study collect` first")
     found = pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
@@ -206,32 +167,40 @@ def read_results(path: Path) -> pd.DataFrame:
     return found
 
 
-def collect(study: Study, out: Path, *, allow_missing: bool = False) -> list[Result]:
-    """Read every run of the study from ``<out>/<run>/``: its console logs and the settings that its framework saved.
+def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataFrame:
+    """Read every run of the study from ``<out>/<run>/`` and write ``<out>/results.csv``.
+
+    ``loss`` is the mean over the last part of a run (nats per token), None unless its ``status`` is complete;
+    ``last_loss`` the latest, of an incomplete run too; ``heldout`` the loss on held-out data after the last step, where
+    the config has an evaluator ``heldout``.
 
     :param allow_missing: report a run of which nothing was found as missing, instead of refusing the study.
+    :returns: a row for each run, in the description's order.
     :raises LNSConfigError: a missing run, a damaged log, a loss that is not finite, a run that is not the
         description's, or arms that differ in more than the arm; each with the run and what was found.
     """
     settings: dict[str, Any] = {}
-    results = []
+    rows = []
     for run in study.runs:
         curve = curve_of(out / run.name)
         if curve is None and not allow_missing:
             raise LNSConfigError(
-                f"run {run.name} is missing: no log in {out / run.name}: launch it, or give --allow-missing"
+                f"run {run.name} is missing: no log in {out / run.name}: launch it, or --allow-missing"
             )
         if curve and curve.losses:
             if problem := other_run(run, out / run.name):
                 raise LNSConfigError(problem)
             if used := run.engine.used(out / run.name):
                 settings[run.name] = used
-        results.append(_result(study, run, curve or Curve("no log"), settings.get(run.name)))
+        rows.append(_row(study, run, curve or Curve("no log"), settings.get(run.name)))
     compare_arms(study.runs, settings)
-    return results
+    table = pd.DataFrame(rows)
+    make_folder(out)
+    write_whole(out / "results.csv", table.to_csv(index=False))
+    return table
 
 
-def _result(study: Study, run: Run, curve: Curve, used: dict[str, Any] | None) -> Result:
+def _row(study: Study, run: Run, curve: Curve, used: dict[str, Any] | None) -> dict[str, Any]:
     shape = run.shape
     if shape.steps and curve.total not in (None, shape.steps):
         raise LNSConfigError(
@@ -242,23 +211,11 @@ def _result(study: Study, run: Run, curve: Curve, used: dict[str, Any] | None) -
     heldout = curve.heldout.get(curve.total or -1)
     if heldout is not None:  # nats per token with a label
         heldout *= run.engine.padding(used or run.settings)
-    return Result(
-        run=run.name,
-        size=run.size,
-        arm=run.arm,
-        seed=run.seed,
-        parameters=shape.parameters,
-        status=COMPLETE if curve.done else INCOMPLETE if curve.losses else MISSING,
-        step=curve.last,
-        steps=curve.total or shape.steps,
-        tokens=shape.tokens_per_step * curve.last,
-        loss=mean,
-        loss_std=std,
-        points=points,
-        last_loss=curve.losses[curve.last] if curve.losses else None,
-        source=curve.source,
-        heldout=heldout,
-        layers=shape.layers,
-        width=shape.width,
-        learning_rate=shape.learning_rate,
-    )
+    return {
+        **{"run": run.name, "size": run.size, "arm": run.arm, "seed": run.seed, "parameters": shape.parameters},
+        "status": COMPLETE if curve.done else INCOMPLETE if curve.losses else MISSING,
+        **{"step": curve.last, "steps": curve.total or shape.steps, "tokens": shape.tokens_per_step * curve.last},
+        **{"loss": mean, "loss_std": std, "points": points, "last_loss": curve.losses.get(curve.last)},
+        **{"heldout": heldout, "source": curve.source},
+        **{"layers": shape.layers, "width": shape.width, "learning_rate": shape.learning_rate},
+    }

@@ -38,7 +38,9 @@ def _none(value: Any) -> Any:
 def _table(value: Any) -> Any:
     """``[a, b]`` or ``{a: {settings}, b: }`` as ``{a: {...}, b: {}}``."""
     if isinstance(value, list):
-        return {name if isinstance(name, str) else str(name): {} for name in value}
+        if len({*map(str, value)}) < len(value):
+            raise ValueError("a name is listed twice")
+        return {str(name): {} for name in value}
     if isinstance(value, dict):
         return {name: {} if _none(own) is None else own for name, own in value.items()}
     return value
@@ -265,6 +267,8 @@ def _names(run: Run) -> tuple[str, str]:
 def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
     """Size by size as listed, and within a size the arms of a seed together: a study cut short still compares arms."""
     arms = {arm_named(name).name: own for name, own in keys.arms.items()}
+    if len(arms) < len(keys.arms):
+        raise LNSConfigError(f"arms: two names of one arm among {', '.join(keys.arms)}")
     by_size = isinstance(keys.rates, dict) and {*keys.rates} & {*keys.sizes}
     rates: dict[str, Any] = keys.rates if by_size else dict.fromkeys(keys.sizes, keys.rates)  # type: ignore[assignment]
     for key, values in (("only", keys.only), ("more_seeds", keys.more_seeds), ("rates", rates)):
@@ -301,7 +305,7 @@ def _by_arm(value: Any, arms: Mapping[str, Any]) -> dict[str, Any]:
 def _run(
     path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, extra: dict[str, Any], tried: str | None
 ) -> Run:
-    """The file of the arm, or where it has none the baseline's with the arm's keys.
+    """The file of the arm, or where it has none a stock one with the arm's keys.
 
     The file is looked for where the description says, then in the pack.
     """
@@ -315,9 +319,11 @@ def _run(
     own = settings_of(ARMS[arm], engine)
     if "{arm}" not in pattern:
         overrides |= own
-    elif not config.is_file() and (stock := file(BASELINE)).is_file():
-        config = stock
-        overrides |= dict.fromkeys(settings_of(ARMS[BASELINE], engine)) | own
+    elif not config.is_file():
+        # Megatron's files of this arm have no flag that would have to be taken back.
+        base = "preln_scaled_init" if engine.arm(ARMS["preln_scaled_init"]) == {} else BASELINE
+        config = file(base)
+        overrides |= dict.fromkeys(settings_of(ARMS[base], engine)) | own
     if tried is not None:
         rate = float(tried.removesuffix("x"))
         if tried.endswith("x"):

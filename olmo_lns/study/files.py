@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import re
 import shutil
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any, Hashable, Mapping
+from typing import Any, Hashable, Mapping, Sequence
 
 import yaml
 
@@ -128,21 +128,12 @@ def flatten(config: Any) -> dict[str, Any]:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
-            file.close()
-            os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def degrade_output() -> None:
@@ -209,6 +200,20 @@ def pack_copy(name: str, out: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
     return target
+
+
+def config(argv: Sequence[str] | None = None) -> int:
+    """``olmo-lns config list`` and ``copy NAME``."""
+    degrade_output()
+    parser = argparse.ArgumentParser(prog="olmo-lns config", description="List and copy the configs of the package.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("list", help="the files of the pack")
+    copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study', to here")
+    copying.add_argument("name")
+    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
+    args = parser.parse_args(argv)
+    print("\n".join(pack_names()) if args.command == "list" else pack_copy(args.name, args.out))
+    return 0
 
 
 def script(word: str) -> str:

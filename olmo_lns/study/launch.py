@@ -33,10 +33,13 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     """The command line of one run; it starts the run or resumes it from its last checkpoint.
 
     :param job: a name that is the same on all nodes of a run.
+    :raises LNSConfigError: the run's GPUs do not divide its batch.
     """
     folder, options = (out / run.name).resolve(), study.launch
-    words = ["-m", "olmo_lns", files.script(options.command), *run.engine.words(run, folder), *options.args]
     nodes, nproc = study.layout(run)
+    if problem := run.engine.machine(run.settings).problem(run.shape, nodes * nproc, even=run.engine.even):
+        raise LNSConfigError(f"run {run.name}: {problem}")
+    words = ["-m", "olmo_lns", files.script(options.command), *run.engine.words(run, folder), *options.args]
     if nproc == nodes == 1:
         return [python, *words]
     torchrun = ["torchrun", "--nproc-per-node", str(nproc)]

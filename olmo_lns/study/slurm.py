@@ -92,7 +92,10 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     """Words between srun and the command: the image, and the folders that the run reads and writes."""
     if (container := study.launch.container) is None:
         return ""
-    own = [str(Path.cwd()), str(out), *(str(run.config.resolve().parent) for run in runs)]
+    paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
+    if (script := Path(files.script(study.launch.command))).is_file():
+        paths.append(script.parent)
+    own = map(str, paths)
     data = f'"${study.engine.data_variable}",' if study.engine.data_variable == "OLMO_DATA_DIR" else ""
     mounts = data + shlex.quote(",".join(dict.fromkeys([*own, *container.mounts])))
     image, where = shlex.quote(container.image), shlex.quote(str(Path.cwd()))

@@ -8,8 +8,7 @@ import yaml
 from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import Scheme
-from olmo_lns.study import cli
+from olmo_lns.study import cli, files
 from olmo_lns.study.arms import ARMS
 from olmo_lns.study.describe import Description, Launch, Study, published
 from olmo_lns.study.plan import compare_planned
@@ -102,6 +101,8 @@ def test_a_merge_key_is_no_second_key(tmp_path):
         ("launch: {container: {image: x, runtime: docker}}\n", "pyxis.*apptainer"),
         ("published: lns-2\n", "published: 'lns-2'.*did you mean 'lns-"),
         ("sizes: [a/b]\n", "sizes: a/b"),
+        ("sizes: [60M, 60M]\n", "a name is listed twice"),
+        ("arms: [lns, 'lns:exponent=0.5']\n", "two names of one arm"),
         ("only: {1B: [lns]}\n", "only names 1B, which is not among the sizes: 60M"),
         ("launch: {nodes: {1B: 2}}\n", "launch: nodes names 1B"),
         ("more_seeds: {60M: [1]}\n", "a seed is listed twice"),
@@ -119,12 +120,12 @@ def test_a_wrong_value_is_named(tmp_path, text, message):
 
 
 def test_any_scheme_with_its_parameters_can_be_an_arm(tmp_path):
-    """The pack has no file for such an arm, so the run takes the file of Pre-LN with the keys of the arm."""
+    """The pack has no file for such an arm, so the run takes a stock file with the keys of the arm."""
     study = load(tmp_path, arms=["preln", "lns:exponent=0.3", "lns:exponent=0.5"])
     assert study.arms == ["preln", "lns_exponent_0.3", "lns"]
     run = study.runs[1]
-    assert run.name == "60M-lns_exponent_0.3-s1" and run.config.name == "60M-preln.yaml"
-    assert run.engine.scheme(run.settings) == Scheme.of("lns", exponent=0.3)
+    assert run.name == "60M-lns_exponent_0.3-s1" and run.config.name == "60M-preln_scaled_init.yaml"
+    assert run.settings["layernorm_scaling_exponent"] == 0.3 and "no_scaled_init" not in run.engine.words(run, tmp_path)
     compare_planned(study.runs)
     assert study.runs[2].config.name == "60M-lns.yaml"
 
@@ -179,17 +180,17 @@ def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatc
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in ("llama-c4", "tiny"):
-        assert cli.config(["copy", f"study/{name}"]) == 0
+        assert files.config(["copy", f"study/{name}"]) == 0
     (tmp_path / "olmo" / "llama-c4").mkdir(parents=True)
-    assert cli.config(["copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
+    assert files.config(["copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
     found = {run.size: run.config.resolve() for run in Study.load("llama-c4.yaml").runs}
     assert found["71M"] == tmp_path / "olmo" / "llama-c4" / "71M.yaml"
     assert found["130M"] == CONFIGS / "olmo" / "llama-c4" / "130M.yaml"
     with pytest.raises(LNSConfigError, match="exists: give another name"):
-        cli.config(["copy", "study/tiny"])
+        files.config(["copy", "study/tiny"])
     with pytest.raises(LNSConfigError, match="the pack has no 'olmo/60M-lsn.yaml' .did you mean 'olmo/60M-lns.yaml'"):
-        cli.config(["copy", "olmo/60M-lsn.yaml"])
-    assert cli.config(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
+        files.config(["copy", "olmo/60M-lsn.yaml"])
+    assert files.config(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
 
 
 def test_the_page_has_every_key():

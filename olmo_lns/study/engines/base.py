@@ -10,10 +10,9 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Protocol
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.files import flatten
 
@@ -153,7 +152,7 @@ class Machine:
         return None
 
 
-class Engine:
+class Engine(Protocol):
     """One framework. Methods without a body are each framework's own.
 
     :param name: as ``framework:`` of a description. :param title: in sentences.
@@ -169,30 +168,24 @@ class Engine:
     name: str
     title: str
     file_key: str
-    default_seed = 6198
+    default_seed: int = 6198
     arm_keys: frozenset[str]
     compared: re.Pattern[str]
-    save_variable = "OLMO_SAVE_DIR"
-    data_variable = "OLMO_DATA_DIR"
+    save_variable: str = "OLMO_SAVE_DIR"
+    data_variable: str = "OLMO_DATA_DIR"
     plain_keys: Mapping[str, str]
     rate_keys: tuple[str, ...]
-    even = True
+    even: bool = True
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         """The settings that make a run this arm; None where there is no such arm."""
-        raise NotImplementedError
 
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that define an arm; a missing one has its default."""
         return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
-    def scheme(self, settings: Mapping[str, Any]) -> Scheme:
-        """The scheme that flat settings select."""
-        raise NotImplementedError
-
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         """Overrides that name a run and set its seed."""
-        raise NotImplementedError
 
     def rate(self, config: Path, rate: float) -> dict[str, Any]:
         """Overrides that set the peak learning rate; the lowest keeps its share of it."""
@@ -203,7 +196,6 @@ class Engine:
 
         :raises LNSConfigError: the framework refuses it.
         """
-        raise NotImplementedError
 
     def settings(self, loaded: Any) -> dict[str, Any]:
         """Flat settings of what :meth:`load` returned."""
@@ -221,15 +213,12 @@ class Engine:
 
     def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the shape that are not one key of the settings."""
-        raise NotImplementedError
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
         """How a run is laid over its GPUs."""
-        raise NotImplementedError
 
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
         """The checkpoints that a run of ``steps`` leaves on disk."""
-        raise NotImplementedError
 
     def corpus(self, settings: Mapping[str, Any]) -> tuple[int, bool]:
         """``(vocabulary, whether label masks are read)`` of the data that the config expects."""
@@ -241,14 +230,12 @@ class Engine:
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
         """``(problems, notes)`` of a file that the framework loads; a note names what could not be checked."""
-        raise NotImplementedError
 
     def words(self, run: Run, folder: Path) -> list[str]:
         """Config and flags of a run in ``folder``, started or resumed, for the training script."""
-        raise NotImplementedError
 
     def variables(self, run: Run) -> dict[str, str]:
-        """Environment variables of this run, beyond those that its config file reads."""
+        """Environment variables of this run, beyond those of its config file."""
         return {}
 
     def padding(self, settings: Mapping[str, Any]) -> float:
@@ -257,7 +244,6 @@ class Engine:
 
     def used(self, folder: Path) -> dict[str, Any]:
         """Flat settings that the run in ``folder`` really used, as it saved them; empty when it saved none."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

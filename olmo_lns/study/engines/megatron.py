@@ -21,7 +21,7 @@ from unittest import mock
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron.settings import variables
-from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme
+from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Machine, Run
 from olmo_lns.study.files import VARIABLE, filled, located
@@ -176,10 +176,6 @@ class MegatronEngine(Engine):
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         found = {key: default if settings.get(key) is None else settings[key] for key, default in DEFAULTS.items()}
         return found | {"layernorm_scaling_exponent": float(found["layernorm_scaling_exponent"])}
-
-    def scheme(self, settings: Mapping[str, Any]) -> Scheme:
-        found = self.defining(settings)
-        return Scheme.of("lns", exponent=found["layernorm_scaling_exponent"]) if found["layernorm_scaling"] else PRE_LN
 
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"seed": seed}

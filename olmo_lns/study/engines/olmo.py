@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Mapping
+from unittest import mock
 
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
-from olmo_lns.schemes import Scheme
 from olmo_lns.study import files
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Machine, Run
@@ -34,24 +33,13 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     from olmo.exceptions import OLMoConfigurationError
 
     files.read_text(path)  # a key that is given twice, in a sentence
-    with _placeholders(path), warnings.catch_warnings():
+    missing = {name: f"/{name}-is-not-set" for name in files.needed(path) if name not in os.environ}
+    with mock.patch.dict(os.environ, missing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo's, at every load
         try:
             return TrainConfig.load(str(path), _dot_list(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
             raise LNSConfigError(f"{path}: OLMo refuses it: {one_line(error)}") from error
-
-
-@contextmanager
-def _placeholders(path: Path) -> Iterator[None]:
-    """Give the variables that a file needs a stand-in where they are not set, so that it can be checked anywhere."""
-    missing = [name for name in files.needed(path) if name not in os.environ]
-    os.environ.update({name: f"/{name}-is-not-set" for name in missing})
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
 
 
 def _dot_list(overrides: Mapping[str, Any]) -> list[str]:
@@ -78,9 +66,6 @@ class OLMoEngine(Engine):
         if init_fn is None:
             return None
         return {"model.layer_norm_type": types.spell(arm.scheme, "rms"), "model.init_fn": init_fn}
-
-    def scheme(self, settings: Mapping[str, Any]) -> Scheme:
-        return types.scheme_of(settings.get("model.layer_norm_type", ""))
 
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"run_name": name, "seed": seed}

@@ -12,8 +12,8 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo_core.blocks import record_of
 from olmo_lns.schemes import Scheme
-from olmo_lns.study.engines import OLMO_CORE, olmo_core
 from olmo_lns.study.describe import Study
+from olmo_lns.study.engines import OLMO_CORE, olmo_core
 from olmo_lns.study.plan import arm_problems, check
 
 PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
