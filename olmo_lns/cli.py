@@ -21,10 +21,10 @@ COMMANDS = {
     "doctor": ("olmo_lns.doctor", "what is installed, what is supported, which norm backend would run", ()),
     "demo": ("olmo_lns.demo", "train a small model with and without LNS and compare", ("olmo", "analysis")),
     "train": ("olmo_lns.runs.train", "run OLMo's Trainer on a config, from the pip package alone", ("olmo",)),
-    "config": ("olmo_lns.study.plan.check", "list and copy the configs of the pack, check anybody's", ("olmo",)),
+    "config": ("olmo_lns.study.files:config", "list and copy the configs of the pack", ()),
     "data": ("olmo_lns.study.data.commands", "make and check tokenised data", ()),
     "megatron-args": ("olmo_lns.study.engines.megatron", "expand a Megatron YAML config to flags", ("megatron",)),
-    "study": ("olmo_lns.study.cli", "plan, launch, collect and report a scaling study", ("olmo", "study")),
+    "study": ("olmo_lns.study.cli", "plan, launch, collect and report a study; check any config", ("olmo", "study")),
     "analyze": ("olmo_lns.diagnostics.cli", "draw the paper's diagnostics for a model", ("analysis", "olmo")),
     "hf": ("olmo_lns.export.hf", "model folders for transformers that carry a scheme", ("hf",)),
     "export": ("olmo_lns.export.cli", "fold the factor into the weights for stock software", ("hf", "olmo")),
@@ -35,12 +35,14 @@ COMMANDS = {
 EXAMPLES = {
     "doctor": ("olmo-lns doctor", "olmo-lns doctor --require olmo --json"),
     "demo": ("olmo-lns demo", "olmo-lns demo --steps 50 --layers 8 --arms preln,lns --out /tmp/demo"),
-    "config": ("olmo-lns config list", "olmo-lns config check 60M-lns.yaml"),
+    "config": ("olmo-lns config list",),
     "config list": ("olmo-lns config list",),
     "config copy": ("olmo-lns config copy olmo/60M-lns.yaml",),
-    "config check": ("olmo-lns config check 60M-lns.yaml --gpus 64 --budget 20e9",),
     "data": ("olmo-lns data check /data/dolma --budget 20e9",),
-    "data check": ("olmo-lns data check /data/dolma", "olmo-lns data check tokens.npy --vocab-size 50304 --budget 0"),
+    "data check": (
+        "olmo-lns data check /data/dolma --budget 20e9",
+        "olmo-lns data check tokens.npy --vocab-size 50304",
+    ),
     "data fetch": ("olmo-lns data fetch dolma -o /data/dolma",),
     "data prepare": ("olmo-lns data prepare text notes/ --tokenizer my/tokenizer.json --eos '</s>' --out /data/notes",),
     "data megatron": ("olmo-lns data megatron /data/dolma -o /data/megatron",),
@@ -49,12 +51,14 @@ EXAMPLES = {
         "torchrun --nproc-per-node=8 pretrain_gpt.py $(olmo-lns megatron-args 60M-lns)",
     ),
     "study": ("olmo-lns study plan paper", "olmo-lns study all tiny --out runs/tiny"),
-    "study plan": ("olmo-lns study plan paper --gpu H100 --gpus 16 --time 24:00:00",),
+    "study plan": (
+        "olmo-lns study plan paper --gpu H100 --gpus 16 --only 7B-preln",
+        "olmo-lns study plan 60M-lns.yaml --budget 20e9",
+    ),
     "study launch": (
         "olmo-lns study launch tiny --out runs/tiny --run",
-        "olmo-lns study launch paper --out /runs/paper --slurm jobs --partition gpu --time 24:00:00",
+        "olmo-lns study launch paper --out /runs/paper --slurm jobs",
     ),
-    "study status": ("olmo-lns study status paper --out /runs/paper",),
     "study collect": ("olmo-lns study collect paper --out /runs/paper --allow-missing",),
     "study report": ("olmo-lns study report paper --out /runs/paper",),
     "study all": ("olmo-lns study all tiny --out runs/tiny",),
@@ -86,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(10_000, 10, 10)
     try:
         code = _main(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # `olmo-lns config list | head`: nobody reads on, and the last flush must not try again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -28,10 +28,9 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.extras import require
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, check_environment
-from olmo_lns.study.collect.folder import attempts, merge, read
-from olmo_lns.study.collect.gather import Result, write_results
-from olmo_lns.study.launch.start import environment, run_here
-from olmo_lns.study.plan.spec import Run, Study
+from olmo_lns.study.collect import attempts, merge, read
+from olmo_lns.study.describe import Run, Study
+from olmo_lns.study.launch import environment, run_here
 
 TOKENS = 32_768  #: held-out tokens of which a variance is the mean
 START, MEASURE = 8, 4  #: a run's start and the measurement of a checkpoint, in steps of the bar
@@ -151,7 +150,7 @@ class Row:
     """
 
     run: Run
-    result: Result
+    result: Any
     before: list[float]
     after: list[float]
     growth: float
@@ -161,10 +160,9 @@ def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
     """Collected as every study's; the variances by ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
     from olmo_lns.diagnostics.results import Report
-    from olmo_lns.study.collect.gather import collect
+    from olmo_lns.study.collect import collect
 
-    results = collect(study, out)
-    write_results(results, out / "results.csv")
+    results = [*collect(study, out).itertuples()]
     rows = []
     for run, result in zip(study.runs, results, strict=True):
         variances = []
@@ -213,7 +211,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     late: list[float] = []
     for row in rows:
         arm = ARMS[row.run.arm]
-        losses = pandas.Series(merge(read(log) for log in attempts(path.parent / row.run.name)).losses)
+        losses = pandas.Series(merge(map(read, attempts(path.parent / row.run.name))).losses)
         losses = losses.rolling(smoothing).mean().dropna()
         late += losses.iloc[len(losses) // 10 :].tolist()
         style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}

@@ -13,7 +13,7 @@ from olmo_lns import cli, demo
 from olmo_lns.diagnostics.results import Report
 from olmo_lns.record import Record
 from olmo_lns.schemes import LNS
-from olmo_lns.study.collect.gather import COMPLETE, read_results
+from olmo_lns.study.collect import COMPLETE, read_results
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
@@ -47,7 +47,7 @@ def test_the_demo_prints_the_factors_of_lns_and_the_numbers_of_each_arm(finished
     (at,) = [n for n, line in enumerate(lines) if line == "Pre-LN + LNS, learning rate 0.01, seed 1: the run has started"]  # fmt: skip
     assert lines[at + 1].startswith("  LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4)")
     assert text.count("LayerNorm Scaling on") == 1 and "Shown: after 12,288 tokens V is " in text
-    results = read_results(out / "results.csv")
+    results = [*read_results(out / "results.csv").itertuples()]
     assert [result.status for result in results] == [COMPLETE] * 3
     for result in results:
         variance = Report.read(out / result.run / "variance-step6.json").result
