@@ -1,0 +1,172 @@
+"""How a model is built under the scheme, and stock, in each framework; the one place that knows the package.
+
+Everything here runs in a process that has imported a framework and not yet the package (see driver.py).
+"""
+
+import importlib
+
+import torch
+
+#: Mutants for which the package is not ready today, by framework: these tests may fail. To be deleted.
+EXPECTED_TODAY: dict[str, tuple[str, ...]] = {}
+
+IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+class Olmo:
+    """ai2-olmo, drawn by Mitchell's method: std / sqrt(2 l)."""
+
+    norm, block, model = "olmo.model:RMSLayerNorm", "olmo.model:OLMoSequentialBlock", "olmo.model:OLMo"
+    norms, depth = ("attn_norm", "ff_norm"), "each"
+    touched = (
+        "olmo.model:RMSLayerNorm.forward", "olmo.model:LayerNormBase.build", "olmo.model:OLMoBlock.attention",
+        "olmo.model:OLMoBlock.reset_parameters", "olmo.model:OLMoSequentialBlock.__init__",
+        "olmo.model:OLMoSequentialBlock.forward", "olmo.model:OLMoSequentialBlock.reset_parameters",
+        "olmo.model:OLMo.__init__", "olmo.model:OLMo.reset_parameters", "olmo.config:BaseConfig.load",
+    )  # fmt: skip
+
+    def register(self):
+        from olmo_lns.integrations.olmo import register
+
+        register()
+
+    def stock(self, kind="rms"):
+        from support import olmo_models
+
+        return olmo_models.build(layer_norm_type=kind, block_type="sequential", init_fn="mitchell", perturb=False)
+
+    def scheme(self):
+        return self.stock("lns_rms")
+
+    def output(self, model):
+        return model(IDS).logits
+
+
+class Megatron:
+    """Megatron Core's local spec; residual output projections drawn at std / sqrt(2 L)."""
+
+    norm, block = "torch.nn:RMSNorm", "megatron.core.transformer.transformer_layer:TransformerLayer"
+    model = "megatron.core.models.gpt.gpt_model:GPTModel"
+    norms, depth = ("input_layernorm", "pre_mlp_layernorm"), "all"
+    touched = (
+        f"{block}.__init__", f"{block}._forward_attention", f"{block}._forward_mlp", f"{block}._forward_post_mlp",
+        "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
+        "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
+        "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+        "megatron.core.transformer.mlp:MLP.__init__", f"{model}.__init__",
+        "megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add",
+    )  # fmt: skip
+
+    def register(self):
+        from olmo_lns.integrations.megatron import register
+
+        register()
+
+    def stock(self, config=None, **how):
+        from support import megatron_tiny as tiny
+
+        return tiny.build(config or tiny.config(**how))
+
+    def scheme(self, **how):
+        from support import megatron_tiny as tiny
+
+        from olmo_lns.integrations.megatron import apply
+
+        config = tiny.config(**how)
+        apply(config)
+        return self.stock(config)
+
+    def output(self, model):
+        from support import megatron_tiny as tiny
+
+        tokens = tiny.batch()
+        return model(*tiny.inputs(tokens), labels=tokens[:, 1:])
+
+
+class Transformers:
+    """A family of transformers; Llama draws without a depth factor."""
+
+    kind, depth = "llama", None
+    norm = "transformers.models.llama.modeling_llama:LlamaRMSNorm"
+    block = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
+    model = "transformers.models.llama.modeling_llama:LlamaForCausalLM"
+    norms, path = ("input_layernorm", "post_attention_layernorm"), "model.layers"
+    touched = (
+        f"{norm}.forward", f"{block}.__init__", f"{block}.forward",
+        "transformers.models.llama.modeling_llama:LlamaModel.__init__",
+        "transformers.models.llama.modeling_llama:LlamaForCausalLM.__init__",
+        "transformers.models.llama.modeling_llama:LlamaAttention.forward",
+        "transformers.models.llama.modeling_llama:LlamaMLP.forward",
+    )  # fmt: skip
+
+    def register(self):
+        from olmo_lns.integrations.transformers import register
+
+        register()
+
+    def stock(self):
+        from support import trace_families
+
+        torch.manual_seed(0)
+        module, _, name = self.model.partition(":")
+        return getattr(importlib.import_module(module), name)(trace_families.config_of(self.kind)).eval()
+
+    def scheme(self):
+        from olmo_lns.integrations.transformers import apply
+
+        return apply(self.stock(), "lns")
+
+    def output(self, model):
+        return model(input_ids=IDS, use_cache=False).logits
+
+    def blocks(self, model):
+        return model.get_submodule(self.path)
+
+
+class Gpt2(Transformers):
+    """GPT-2, whose residual output projections are drawn at std / sqrt(2 L)."""
+
+    kind, depth, norms, path = "gpt2", "all", ("ln_1", "ln_2"), "transformer.h"
+    model = "transformers.models.gpt2.modeling_gpt2:GPT2LMHeadModel"
+    projections = ("attn.c_proj", "mlp.c_proj")
+
+
+class OlmoCore:
+    """ai2-olmo-core; init_method normal has no depth factor."""
+
+    norm, block = "olmo_core.nn.layer_norm:RMSNorm", "olmo_core.nn.transformer.block:TransformerBlock"
+    model = "olmo_core.nn.transformer.model:Transformer"
+    norms, depth = ("attention_norm", "feed_forward_norm"), None
+    touched = (
+        f"{norm}.forward", f"{block}.__init__", f"{block}.forward", f"{model}.__init__", f"{model}.init_weights",
+        "olmo_core.nn.transformer.config:TransformerBlockConfig.build", "olmo_core.config:Config.from_dict",
+        "olmo_core.train.checkpoint:Checkpointer.load", "olmo_core.train.checkpoint:Checkpointer.save",
+    )  # fmt: skip
+
+    def register(self):
+        import olmo_lns.olmo_core  # noqa: F401  it registers itself
+
+    def _config(self):
+        from olmo_core.nn.transformer import TransformerConfig
+
+        return TransformerConfig.llama_like(d_model=32, vocab_size=64, n_layers=4, n_heads=4)
+
+    def _build(self, config):
+        model = config.build(init_device="meta")
+        torch.manual_seed(0)
+        model.init_weights(max_seq_len=12, max_local_microbatch_size=24, device=torch.device("cpu"))
+        return model
+
+    def stock(self):
+        return self._build(self._config())
+
+    def scheme(self):
+        from olmo_lns.olmo_core import apply
+
+        return self._build(apply(self._config()))
+
+    def output(self, model):
+        return model(IDS)
+
+
+FRAMEWORKS = {"olmo": Olmo, "megatron": Megatron, "transformers": Transformers, "gpt2": Gpt2, "olmo_core": OlmoCore}
