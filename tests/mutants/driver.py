@@ -1,18 +1,23 @@
-"""Run every mutant of one framework, each in a fork of a process that has imported the framework and not the package.
+"""Run mutants of one framework, each in a fork of a process that has imported the framework and not the package.
 
-``python -m mutants.driver olmo`` prints one line of JSON: mutant -> (outcome, detail). The outcomes: ``agrees`` with hooks
-on the mutated upstream, ``refused`` by an error of the package, ``differs``, ``crashed`` by any other error, ``invalid``
-where the mutated upstream does not run or is not another.
+``python -m mutants.driver``, started with OLMO_LNS_DISABLE=1, reads lines such as ``olmo norm_times_7`` from stdin and answers
+each with a line of JSON, (outcome, detail). Outcomes: ``agrees`` with hooks on the mutated upstream, ``refused`` by an error of the
+package, ``differs``, ``crashed`` by any other error, ``invalid`` where the mutated upstream does not run or is not another.
+:func:`check` is what the tests call.
 """
 
+import atexit
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -23,9 +28,11 @@ def perturb(model):
     """Gains that differ from each other and from one, and matrices far from the near-identity of the start."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if name.endswith("gain_elsewhere"):
+                parameter.copy_(1 + 0.3 * noise)
+            elif parameter.dim() == 1:
                 parameter.add_(noise, alpha=0.3)
             elif parameter.std() < 0.05:
                 parameter.mul_(4.0)
@@ -56,13 +63,13 @@ def reference(row, mutant, framework, first):
     return model, drawn, lambda: hooked(model, blocks(row, model), names, numbers=numbers)
 
 
-def fold(row, model):
+def fold(row, model, gain):
     """The factor in the gains."""
     from support.hooked import known
 
     for number, block in enumerate(known(model)[0](model) if known(model) else row.blocks(model), start=1):
         for name in row.norms:
-            block.get_submodule(name).weight.data.mul_(number**-0.5)
+            getattr(block.get_submodule(name), gain).data.mul_(number**-0.5)
 
 
 def difference(one, other):
@@ -116,13 +123,18 @@ def judge(framework, mutant, rank=0):
             return "differs", f"drawn at another standard deviation (found, expected): {wrong}"
         perturb(model)
         expected.load_state_dict(model.state_dict())
-        fold(row, expected) if mutant.folded else hook()
+        unscaled = output(row, expected)
+        folded = mutant.folded or getattr(row, "folded", False)
+        fold(row, expected, mutant.gain or getattr(row, "gain", "weight")) if folded else hook()
         if mutant.calls is not None:
             mutant.calls.clear()
         result = output(row, model)
         if mutant.calls is not None and not mutant.calls:
             return "differs", "the wrapper around the norms' forward did not run"
-        error = difference(result, output(row, expected))
+        wanted = output(row, expected)
+        if not difference(wanted, unscaled) > 100 * TOLERANCE:
+            return "invalid", "the reference's factors change nothing"
+        error = difference(result, wanted)
         return ("agrees", f"{error:.1e}") if error < TOLERANCE else ("differs", f"off by {error:.1e}")
     except LNSError as error:
         return "refused", str(error)
@@ -134,7 +146,7 @@ def judge(framework, mutant, rank=0):
 
 def in_child(framework, mutant, rank, file, pipe):
     sys.stdout = sys.stderr
-    if framework == "megatron":
+    if framework.startswith("megatron"):
         import torch.distributed as dist
         from support import megatron_cpu
 
@@ -171,24 +183,81 @@ def run(framework, mutant):
     return min(results, key=lambda result: order.index(result[0]))
 
 
-def main(framework, only):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+@functools.cache
+def imported(framework):
+    """Import what the mutants of a framework change. Returns why that cannot be."""
     from mutants.routes import FRAMEWORKS
-    from mutants.table import MUTANTS
-    from support import hooked, megatron_tiny, trace_families  # noqa: F401  before the forks
-
-    row = FRAMEWORKS[framework]
     from mutants.source import locate
+    from support import hooked, megatron_tiny, olmo_models, te_python, trace_families  # noqa: F401  before the forks
 
-    with contextlib.suppress(ImportError):
-        import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    if framework == "megatron_te":
+        try:
+            te_python.install()
+        except te_python.Unavailable as reason:
+            return str(reason)
+    row = FRAMEWORKS[framework]
     for path in (f"{row.norm}.forward", f"{row.block}.forward", *row.touched):
         locate(path)
-    for mutant in MUTANTS:
-        if framework in mutant.apply and (not only or mutant.name in only):
-            print(json.dumps([mutant.name, *run(framework, mutant)]), flush=True)
+    return ""
+
+
+def serve():
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    from mutants.table import MUTANTS
+
+    mutants = {mutant.name: mutant for mutant in MUTANTS}
+    for line in sys.stdin:
+        framework, name = line.split()
+        reason = imported(framework)
+        found = ("unavailable", reason) if reason else run(framework, mutants[name])
+        print(json.dumps(found), file=answers, flush=True)
+
+
+@functools.cache
+def server(transformer_engine):
+    """A process for all frameworks of this environment, or one that imports Transformer Engine before Megatron."""
+    variables = {"OLMO_LNS_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    if transformer_engine:  # switches off TE's assertion that there is a GPU
+        variables |= {"PYTHONOPTIMIZE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "mutants.driver"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | variables,
+    )  # fmt: skip
+    atexit.register(process.kill)
+    return process
+
+
+def cases(*frameworks):
+    """A parameter of a test for each mutant of these frameworks."""
+    import pytest
+    from mutants.routes import EXPECTED_TODAY
+    from mutants.table import MUTANTS
+
+    for framework in frameworks:
+        for mutant in (each for each in MUTANTS if framework in each.apply):
+            marks = [pytest.mark.slow] if framework == "megatron_te" else []
+            if mutant.name in EXPECTED_TODAY.get(framework, ()):
+                marks.append(
+                    pytest.mark.xfail(strict=False, reason="not followed, or not refused, by the package today")
+                )
+            yield pytest.param(framework, mutant, id=f"{framework}-{mutant.name}", marks=marks)
+
+
+def check(framework, mutant):
+    """Fail unless the package followed the mutant, or, where that may be, refused it."""
+    import pytest
+
+    process = server(framework == "megatron_te")
+    print(framework, mutant.name, file=process.stdin, flush=True)
+    outcome, detail = json.loads(process.stdout.readline() or '["crashed", "the driver died"]')
+    if outcome == "unavailable":
+        pytest.skip(detail)
+    allowed = ("agrees",) if mutant.harmless or mutant.followed else ("agrees", "refused")
+    if outcome not in allowed:
+        pytest.fail(f"{outcome}, expected {' or '.join(allowed)}: {detail}", pytrace=False)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    serve()

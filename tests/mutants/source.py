@@ -101,7 +101,9 @@ def renamed_local(text):
     function = _first(tree)
     arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     stored = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-    imported = {a.asname or a.name for n in ast.walk(function) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
+    imported = {
+        a.asname or a.name for n in ast.walk(function) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names
+    }
     own = [name for name in stored if name not in arguments | imported]
     for node in ast.walk(function):
         if own and isinstance(node, ast.Name) and node.id == own[0]:

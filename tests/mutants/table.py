@@ -5,6 +5,7 @@ followed. In a framework that is not in its row a mutant has no meaning, or cann
 called alone, so that what they compute between the norms is not measured; transformers builds no block by a hook of ours.
 """
 
+import dataclasses
 import functools
 import importlib
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from mutants import source
 from mutants.source import around, edit
 
-OLMO, MEGATRON, HF, GPT2, CORE = "olmo", "megatron", "transformers", "gpt2", "olmo_core"
+OLMO, MEGATRON, TE, HF, GPT2, CORE = "olmo", "megatron", "megatron_te", "transformers", "gpt2", "olmo_core"
 ALL = (OLMO, MEGATRON, HF, CORE)
 
 
@@ -25,6 +26,7 @@ class Mutant:
     :param names: framework -> the norms' names afterwards.
     :param depth: framework -> the depth factor of the residual projections afterwards, as in hooked.drawn_plain.
     :param folded: upstream reads only the gain: the reference has the factor there, not in hooks.
+    :param gain: the name of that gain, where it is another one.
     :param visible: stock computes or draws something else than before.
     """
 
@@ -36,6 +38,7 @@ class Mutant:
     depth: dict[str, Any] = field(default_factory=dict)
     projections: dict[str, tuple[str, ...]] = field(default_factory=dict)
     folded: bool = False
+    gain: str = ""
     visible: bool = True
     ranks: int = 1
     calls: list[str] | None = None
@@ -71,6 +74,36 @@ def gain_elsewhere(row):
 
     around(f"{row.norm}.__init__", make)
     norm_forward(lambda forward, self, x: rms(x) * self.gain_elsewhere)(row)
+
+
+def fused_gain_elsewhere(row):
+    def make(init):
+        @functools.wraps(init)
+        def changed(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            self.gain_elsewhere = torch.nn.Parameter(torch.ones_like(self.layer_norm_weight))
+
+        return changed
+
+    around(f"{row.norm}.__init__", make)
+    edit(
+        "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear.forward",
+        ("self.layer_norm_weight", "self.gain_elsewhere"),
+    )
+
+
+def times_7(forward, self, x):
+    """Seven times what a norm, or a fused norm and linear, returns."""
+    out = forward(self, x)
+    return (7 * out[0], *out[1:]) if isinstance(out, tuple) else 7 * out
+
+
+def plain(config):
+    """Upstream's own config of a block, without what a subclass added."""
+    from olmo_core.nn.transformer.config import TransformerBlockConfig
+
+    names = [each.name for each in dataclasses.fields(TransformerBlockConfig)]
+    return TransformerBlockConfig(**{name: getattr(config, name) for name in names})
 
 
 def text(path, *pairs):
@@ -149,16 +182,17 @@ def wrapped_norms(row):
 
 def everywhere(change):
     """A harmless change of every function that a wrapper or a reading of the package has anything to do with."""
-    return dict.fromkeys((*ALL,), lambda row: [change(path) for path in row.touched] and None)
+    return dict.fromkeys(ALL, lambda row: [change(path) for path in row.touched] and None)
 
 
 LLAMA = "transformers.models.llama.modeling_llama"
 STAGE = "megatron.core.transformer.transformer_layer:get_transformer_layer_offset"
 MUTANTS = [
-    Mutant("norm_times_7", dict.fromkeys(ALL, norm_forward(lambda f, self, x: 7 * f(self, x))), followed=True),
+    Mutant("norm_times_7", dict.fromkeys((*ALL, TE), norm_forward(times_7)), followed=True),
     Mutant("norm_ignores_its_gain", dict.fromkeys(ALL, norm_forward(lambda f, self, x: rms(x)))),
     Mutant("norm_adds_the_residual", dict.fromkeys(ALL, norm_forward(lambda f, self, x: f(self, x) + x))),
     Mutant("norm_reads_its_gain_elsewhere", dict.fromkeys(ALL, gain_elsewhere)),
+    Mutant("fused_forward_reads_its_gain_elsewhere", {TE: fused_gain_elsewhere}, gain="gain_elsewhere"),
     Mutant("norm_on_the_branch", {
         OLMO: text("forward", ("if not self.config.norm_after:", "if False:"), ("if self.config.norm_after:", "if True:")),
         HF: text("forward", ("self.input_layernorm(hidden_states)\n", "hidden_states\n"),
@@ -209,7 +243,7 @@ MUTANTS = [
         MEGATRON: another_model_class,
         CORE: text("olmo_core.nn.transformer.model:Transformer.__init__", (
             "block_configs[block_idx].build(",
-            "__import__('olmo_core.nn.transformer.config').nn.transformer.config.TransformerBlockConfig.build(block_configs[block_idx], ",
+            "__import__('mutants.table').table.plain(block_configs[block_idx]).build(",
         )),
     }, visible=False),
     Mutant("comment", everywhere(lambda path: source.rewrite(path, source.comment)), harmless=True, visible=False),

@@ -62,7 +62,7 @@ def drawn_plain(model, depth, blocks=None, projections=None):
     """Take the depth factor off the freshly drawn residual output projections of a stock model. Returns the model.
 
     :param depth: ``"all"`` where they were drawn at std / sqrt(2 L), ``"each"`` at std / sqrt(2 l), else a function of
-        (l, L) that gives the divisor.
+        (l, L) that gives the divisor of std.
     """
     find, _, usual = known(model) or (None, None, None)
     blocks = list(find(model) if blocks is None else blocks)

@@ -315,7 +315,9 @@ def stream_of(ordered, depends, start, through_norms):
         if node.op in ADD and others:
             added.append((node, others[0]))
             version[id(node)] = len(added)
-        elif (node.op in SAME | FACTOR | ADD and not others and len(mine) == 1) or (node.op == "norm" and through_norms):
+        elif (node.op in SAME | FACTOR | ADD and not others and len(mine) == 1) or (
+            node.op == "norm" and through_norms
+        ):
             version[id(node)] = version[id(mine[0])]
     return version, added
 
