@@ -149,7 +149,7 @@ def respond(module: nn.Module, width: int) -> probe.Response:
     generator, fused = torch.Generator("cpu").manual_seed(4), is_fused(module)
     values = {}
     for name, parameter in module.named_parameters(recurse=False):
-        if fused and not name.startswith("layer_norm"):
+        if fused and parameter.dim() > 1:
             values[name] = _matrix(parameter, device)
         else:
             drawn = 1 + 0.25 * torch.randn(parameter.shape, generator=generator, device="cpu")
