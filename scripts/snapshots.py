@@ -16,15 +16,18 @@ from __future__ import annotations
 import argparse
 import csv
 import fnmatch
+import hashlib
 import os
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,41 +74,71 @@ def unpack(repository: str, commit: str, folder: Path) -> None:
 
 
 def launch(tree: Path, flags: list[str], variables: dict[str, str], ranks: int) -> list[float]:
-    """Run pretrain_gpt.py; return the loss of each iteration.
+    """Run pretrain_gpt.py in forks of this process, which has imported torch; return the loss of each iteration.
 
     :raises RuntimeError: it did not train; the message is the last line that names an error.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "pretrain_gpt.py", *megatron_launch.model_flags(), *flags]
-    command += ["--pipeline-model-parallel-size", str(ranks)]
-    # PYTHONPATH's first entry is the folder of sitecustomize.py; the tree's Megatron comes before an installed one.
-    base = megatron_launch.environment() | variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    base |= {"PYTHONPATH": os.pathsep.join((base["PYTHONPATH"], str(tree))), "WORLD_SIZE": str(ranks)}
+        variables = variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    words = [*megatron_launch.model_flags(), *flags, "--pipeline-model-parallel-size", str(ranks)]
     logs = [tree / f"log.{rank}" for rank in range(ranks)]
-    processes = [
-        subprocess.Popen(
-            command, cwd=tree, env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log.open("w"), stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]  # fmt: skip
-    deadline = time.monotonic() + 400
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.poll() not in (None, 0) for process in processes):
-            time.sleep(5)  # for the others' last words
-            break
+    running = []
+    for rank, log in enumerate(logs):
+        own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        if not (child := os.fork()):
+            run_script(tree, words, own, log)
+        running.append(child)
+    deadline, failed = time.monotonic() + 400, False
+    while running and time.monotonic() < deadline and not failed:
         time.sleep(0.2)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        for child in list(running):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                running.remove(child)
+                failed |= status != 0
+    time.sleep(5 if failed and running else 0)  # for the others' last words
+    for child in running:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     text = "\n".join(log.read_text(errors="replace") for log in logs)
     losses = [float(value) for value in re.findall(r"lm loss: ([0-9.E+-]+)", text)]
     if len(losses) != ITERATIONS:
         raise RuntimeError(reason(text))
     return losses
+
+
+def run_script(tree: Path, words: list[str], variables: dict[str, str], log: Path) -> None:
+    """Be ``python pretrain_gpt.py`` in ``tree``, with the shims for a CPU; never return."""
+    status = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1), os.dup2(output, 2)
+        os.chdir(tree)
+        os.environ.update(megatron_launch.environment() | variables)
+        sys.path[:0] = [str(tree)]
+        sys.argv = ["pretrain_gpt.py", *words]
+        runpy.run_path(str(ROOT / "tests/support/megatron_site/sitecustomize.py"))
+        runpy.run_path("pretrain_gpt.py", run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+
+
+def helpers(tree: Path, built: Path) -> None:
+    """Build Megatron's data helpers, once for each version of their source."""
+    folder = tree / "megatron/core/datasets"
+    kept = built / hashlib.sha256((folder / "helpers.cpp").read_bytes()).hexdigest()[:16]
+    if not kept.exists():
+        megatron_launch.build_helpers(tree)
+        shutil.copytree(folder, kept, ignore=lambda path, names: [name for name in names if not name.endswith(".so")])
+    for library in kept.glob("*.so"):
+        shutil.copy(library, folder)
 
 
 def reason(text: str) -> str:
@@ -134,8 +167,8 @@ def judge(tree: Path, ranks: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def one(repository: str, name: str, ranks: int) -> dict[str, object]:
-    """The row of one commit."""
+def one(repository: str, name: str, ranks: int, built: Path) -> dict[str, object]:
+    """The row of one commit. :param built: a folder for what several commits share."""
     commit, date = git(repository, "log", "-1", "--format=%H %cs", name).split()
     row: dict[str, object] = {"name": name, "commit": commit, "date": date, "pp": ranks}
     tree = Path(tempfile.mkdtemp(prefix="snapshot-"))
@@ -143,7 +176,7 @@ def one(repository: str, name: str, ranks: int) -> dict[str, object]:
         unpack(repository, commit, tree)
         scope = runpy.run_path(str(tree / "megatron/core/package_info.py"))
         row["version"] = ".".join(str(scope[part]) for part in ("MAJOR", "MINOR", "PATCH")) + str(scope["PRE_RELEASE"])
-        megatron_launch.build_helpers(tree)
+        helpers(tree, built)
         row |= judge(tree, ranks)
     except Exception as error:
         row |= {"verdict": "no stock", "reason": f"{type(error).__name__}: {error}"[:300]}
@@ -184,13 +217,16 @@ def main() -> int:
         names += [(name, 1 + (number % every == every - 1)) for number, name in enumerate(commits)]
     rows = list(csv.DictReader(options.out.open())) if options.out.exists() else []
     done = {(row["name"], row["pp"]) for row in rows}
-    with options.out.open("a", newline="") as file:
+    os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1")
+    import torch._inductor.compile_fx  # noqa: F401  what takes longest to import
+
+    with tempfile.TemporaryDirectory() as built, options.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         if not rows:
             writer.writeheader()
         for name, ranks in names:
             if (name, str(ranks)) not in done:
-                row = one(options.git, name, ranks)
+                row = one(options.git, name, ranks, Path(built))
                 writer.writerow(row)
                 file.flush()
                 print(" ".join(str(row.get(field, "")) for field in FIELDS), flush=True)
