@@ -95,7 +95,7 @@ def config_from_args(original: Function) -> Function:
 def _is_teacher(args: Any) -> bool:
     """Whether these are the arguments of the model that ModelOpt distils from, a changed copy of the launch's."""
     launched = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return launched not in (None, args) and bool(getattr(args, "export_kd_teacher_load", None))
+    return launched is not None and launched is not args and bool(getattr(args, "export_kd_teacher_load", None))
 
 
 # --- the finished model ---------------------------------------------------------------------------------------------

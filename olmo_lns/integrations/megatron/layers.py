@@ -83,7 +83,12 @@ def layers_of(module: nn.Module) -> list[Any]:
 
 
 def models_in(module: nn.Module) -> list[Any]:
-    """The language models in ``module``, without the towers beside them; or ``module`` itself."""
+    """The language models in ``module``, without the towers beside them; or ``module`` itself.
+
+    :raises LNSConfigError: ``module`` is wrapped or compiled.
+    """
+    if type(module).__name__ in _WRAPPERS:
+        raise LNSConfigError(f"found a {type(module).__name__}: apply first, then wrap or compile the model.")
     found = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & set(MODELS)]
     return found or [module]
 
@@ -96,8 +101,6 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     :raises LNSConfigError: a layer or a setting that LayerNorm Scaling does not support; the model is as it was.
     :raises MeasurementError: a norm or a draw measures otherwise than asked; the model is as it was.
     """
-    if type(model).__name__ in _WRAPPERS:
-        raise LNSConfigError(f"found a {type(model).__name__}: apply first, then wrap or compile the model.")
     layers = layers_of(model)
     config = next((m.config for m in (model, *layers) if hasattr(m, "config")), None)
     if config is None:
@@ -171,6 +174,8 @@ def _scale_layer(layer: Any, settings: Settings, number: int | None) -> list[str
     if not found:
         raise _refuse(layer, "has neither attention nor MLP")
     count = int(layer.config.num_layers)
+    if len(found) == 1 and count % 2:
+        raise _refuse(layer, f"is one of {count} layers of a hybrid pattern, which ends with attention without an MLP")
     if number is None:
         number = int(layer.layer_number)
     if len(found) == 1:
