@@ -25,7 +25,10 @@ log = logging.getLogger("olmo_lns")
 
 #: Top-level name of a framework -> the package whose ``register()`` runs when something of it is first imported. The
 #: start-up finder in ``olmo_lns_autoload.pth`` has the same names.
-INTEGRATIONS: dict[str, str] = {"megatron": "olmo_lns.integrations.megatron"}
+INTEGRATIONS: dict[str, str] = {
+    "megatron": "olmo_lns.integrations.megatron",
+    "olmo_core": "olmo_lns.integrations.olmo_core",
+}
 
 #: Attribute of every function that stands in an upstream's place.
 MARKER = "__olmo_lns_wrapped__"

@@ -183,16 +183,20 @@ def _times(output: Any, factor: Any) -> Any:
     return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
 
 
-@functools.cache
-def derived(mixin: type, stock: type) -> type:
+_derived: dict[tuple[type, type], Any] = {}
+
+
+def derived(mixin: type, stock: type) -> Any:
     """The subclass of ``mixin`` and ``stock``; one for each pair, and it pickles."""
-    members = {"lns_made_of": (mixin, stock), "__module__": stock.__module__, "__doc__": stock.__doc__}
-    # Under the framework's own name: Megatron-FSDP and recipes for quantization go by it.
-    return type(stock.__name__, (mixin, stock), members)
+    if (mixin, stock) not in _derived:
+        members = {"lns_made_of": (mixin, stock), "__module__": stock.__module__, "__doc__": stock.__doc__}
+        # Under the framework's own name: Megatron-FSDP and recipes for quantization go by it.
+        _derived[mixin, stock] = type(stock.__name__, (mixin, stock), members)
+    return _derived[mixin, stock]
 
 
 def _new(mixin: type, stock: type) -> Any:
-    kind: Any = derived(mixin, stock)
+    kind = derived(mixin, stock)
     return kind.__new__(kind)
 
 

@@ -23,7 +23,6 @@ from olmo_lns.errors import LNSError
 #: Module whose import loads a group of entry points -> the group.
 PLUGIN_GROUPS = {
     "olmo": "olmo.plugins",
-    "olmo_core": "olmo_core.plugins",
     # Of transformers: what a converter of OLMo's imports instead of OLMo, the auto classes, which find a model type of
     # ours, what loads, and what resumes.
     "transformers.models.olmo.configuration_olmo": "transformers.plugins",

@@ -1,52 +1,38 @@
 """The schemes in OLMo-core; the public names are in :mod:`olmo_lns.olmo_core`.
 
-Nothing of OLMo-core is replaced for training. ``register()`` guards its configs, its checkpoints and its Hugging Face
-converter: without it a run that is resumed without the flags of its scheme would go on as another model.
+A block config that ``_CLASS_`` names builds OLMo-core's own blocks and scales their norms. What is wrapped only looks:
+the complete model is checked, its fresh weights are measured, and a checkpoint's ``config.json`` is compared on load.
 """
 
 from __future__ import annotations
 
-from olmo_lns.integrations.olmo_core import checkpoint, config
+from types import ModuleType
+
+from olmo_lns.hook import on_import, wrap
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Guard what is loaded and keep the record in what is saved. Idempotent; called by the autoload hook.
+    """Check models and checkpoints once OLMo-core's modules for them are imported. Idempotent."""
+    on_import("olmo_core.nn.transformer.config", _wrap_config)
+    on_import("olmo_core.nn.transformer.model", _wrap_model)
+    on_import("olmo_core.train.checkpoint", _wrap_checkpointer)
 
-    An OLMo-core that was not verified is left untouched, with a warning; a scheme then stops there.
-    """
-    from olmo_core.version import VERSION
-    from packaging.version import Version
 
-    from olmo_lns.integrations.autoload import on_import
-    from olmo_lns.integrations.olmo_core import upstream
-    from olmo_lns.integrations.patching import replace_all
+def _wrap_config(module: ModuleType) -> None:
+    from olmo_lns.integrations.olmo_core.model import wrap_build
 
-    if Version(VERSION) < Version(upstream.OLDEST):
-        return  # ai2-olmo brings 0.1.0, which has no models
+    wrap("olmo_core.nn.transformer.config:TransformerConfig.build", wrap_build)
 
-    for module, pairs in {
-        "olmo_core.config": [(upstream.FROM_DICT, config.wrap_from_dict)],
-        "olmo_core.distributed.checkpoint": [
-            (upstream.LOAD_MODEL, checkpoint.wrap_load_model),
-            (upstream.SAVE_MODEL, checkpoint.wrap_save_model),
-            (upstream.SAVE_MODEL_ASYNC, checkpoint.wrap_save_model),
-        ],
-        "olmo_core.generate.generation_module.transformer.generation_module": [
-            (upstream.LOAD_GENERATION, checkpoint.wrap_load_generation),
-            (upstream.AVERAGE, checkpoint.wrap_average),
-        ],
-        "olmo_core.nn.hf.checkpoint": [
-            (upstream.LOAD_HF, checkpoint.wrap_load_hf),
-            (upstream.SAVE_HF, checkpoint.wrap_save_hf),
-            (upstream.SAVE_HF_HYBRID, checkpoint.wrap_save_hf),
-        ],
-        "olmo_core.train.checkpoint": [
-            (upstream.LOAD, checkpoint.wrap_load),
-            (upstream.SAVE, checkpoint.wrap_save),
-            (upstream.SAVE_ASYNC, checkpoint.wrap_save),
-            (upstream.SAVE_TRAIN_STATE, checkpoint.wrap_save_train_state),
-        ],
-    }.items():
-        on_import(module, lambda _, pairs=pairs: replace_all(pairs, framework=upstream.NAME))  # type: ignore[misc]
+
+def _wrap_model(module: ModuleType) -> None:
+    from olmo_lns.integrations.olmo_core.model import wrap_init_weights
+
+    wrap("olmo_core.nn.transformer.model:Transformer.init_weights", wrap_init_weights)
+
+
+def _wrap_checkpointer(module: ModuleType) -> None:
+    from olmo_lns.integrations.olmo_core.checkpoint import wrap_load
+
+    wrap("olmo_core.train.checkpoint:Checkpointer.load", wrap_load)
