@@ -68,7 +68,9 @@ def releases(repository: str, pattern: str) -> list[str]:
 def unpack(repository: str, commit: str, folder: Path) -> None:
     """Unpack the parts of a commit that a launch needs."""
     archive = subprocess.Popen(["git", "-C", repository, "archive", commit], stdout=subprocess.PIPE)
-    subprocess.run(["tar", "-x", "--exclude=tests", "--exclude=docs", "-C", str(folder)], stdin=archive.stdout, check=True)
+    subprocess.run(
+        ["tar", "-x", "--exclude=tests", "--exclude=docs", "-C", str(folder)], stdin=archive.stdout, check=True
+    )
     if archive.wait():
         raise ValueError(f"{repository} has no commit {commit}")
 

@@ -58,6 +58,7 @@ def build(options):
 def hooked_part(model, cfg, stage):
     """The reference, which counts the blocks before this chunk itself: chunk c of rank r is part c * pp + r."""
     from megatron.core import parallel_state
+
     from support.hooked import hooked
 
     part = stage * cfg.pipeline_model_parallel_size + parallel_state.get_pipeline_model_parallel_rank()

@@ -14,18 +14,15 @@ from olmo_lns.schemes import DEFAULT_EXPONENT
 
 __all__ = ["apply", "plain_initialization", "register"]
 
-#: Modules whose functions are wrapped; launch.py has the functions.
-_MODULES = (
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.models.hybrid.hybrid_model",
-    "megatron.core.models.mamba.mamba_model",
-    "megatron.core.models.bert.bert_model",
-    "megatron.core.models.T5.t5_model",
-    "megatron.training.argument_utils",
-    "megatron.training.arguments",
-    "megatron.training.training",
-    "megatron.training.checkpointing",
-)
+#: Models that attach by themselves: class -> the module that defines it, in one version or another.
+MODELS = {
+    "GPTModel": "megatron.core.models.gpt.gpt_model",
+    "HybridModel": "megatron.core.models.hybrid.hybrid_model",
+    "MambaModel": "megatron.core.models.mamba.mamba_model",
+    "BertModel": "megatron.core.models.bert.bert_model",
+    "T5Model": "megatron.core.models.T5.t5_model",
+}
+_TRAINING = ("argument_utils", "arguments", "training", "checkpointing")
 
 
 def register() -> None:
@@ -35,7 +32,7 @@ def register() -> None:
 
     Example: ``register()``, then ``from megatron.training import pretrain``.
     """
-    for name in _MODULES:
+    for name in (*MODELS.values(), *(f"megatron.training.{name}" for name in _TRAINING)):
         hook.on_import(name, _wrap)
 
 

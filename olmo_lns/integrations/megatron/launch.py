@@ -20,7 +20,7 @@ from torch import nn
 
 from olmo_lns import environment, hook, probe, sites
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron import layers
+from olmo_lns.integrations.megatron import MODELS, layers
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
@@ -252,7 +252,7 @@ def _saved_scheme(saved: Any) -> Scheme:
 _CONFIG = "core_transformer_config_from_args"
 #: Path -> the wrapper, and whether a scheme needs it.
 WRAPPED: dict[str, tuple[Callable[[Function], Function], bool]] = {
-    **{f"{module}:{name}.__init__": (model_init, name == "GPTModel") for name, module in layers.MODELS.items()},
+    **{f"{module}:{name}.__init__": (model_init, name == "GPTModel") for name, module in MODELS.items()},
     f"megatron.training.argument_utils:{_CONFIG}": (config_from_args, False),  # from 0.18 on
     f"megatron.training.arguments:{_CONFIG}": (config_from_args, True),  # where it may have been imported, wrapped
     "megatron.training.arguments:add_megatron_arguments": (add_arguments, True),

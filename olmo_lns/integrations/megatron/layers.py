@@ -23,17 +23,9 @@ from torch import nn
 
 from olmo_lns import environment, probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.integrations.megatron import norms
+from olmo_lns.integrations.megatron import MODELS, norms
 from olmo_lns.integrations.megatron.settings import Settings
 
-#: Models that attach by themselves: class -> the module that defines it, in one version or another.
-MODELS = {
-    "GPTModel": "megatron.core.models.gpt.gpt_model",
-    "HybridModel": "megatron.core.models.hybrid.hybrid_model",
-    "MambaModel": "megatron.core.models.mamba.mamba_model",
-    "BertModel": "megatron.core.models.bert.bert_model",
-    "T5Model": "megatron.core.models.T5.t5_model",
-}
 #: Sub-layer -> the norm in front of it, the module that computes it, and where a norm is fused into that.
 _PLACES = {
     "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
@@ -113,24 +105,19 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     except Exception:
         sites.restore(model)
         raise
-    measured = ["output", "gradient"]
-    fused = [norms.is_fused(module) for _, module, _ in sites.sites(model)]
-    measured = ["output"] if fused and all(fused) else measured
-    if drawn:
-        measured += check_initialization(model, config)
-    how = _describe(config, settings.scaled_init_off) if drawn else "weights as they were"
-    _say_attached(model, config, blocks, measured, how)
-    return len(fused)
-
-
-def _say_attached(model: Any, config: Any, blocks: int, measured: list[str], initialization: str) -> None:
-    numbers = sorted(site.layer_number for _, _, site in sites.sites(model))
-    if not numbers:
-        return say("LayerNorm Scaling on: no block in this process")
-    here = f"{len(numbers)} in this process (blocks {numbers[0]}-{numbers[-1]})"
-    norm = str(getattr(config, "normalization", ""))
-    how: dict[str, Any] = {"here": here, "norm": norm, "initialization": initialization}
-    return say(sites.start_up_line(model, blocks, measured=measured, **how))
+    found = [(site.layer_number, norms.is_fused(module)) for _, module, site in sites.sites(model)]
+    if not found:
+        say("LayerNorm Scaling on: no block in this process")
+        return 0
+    measured = ["output"] if all(fused for _, fused in found) else ["output", "gradient"]
+    measured += check_initialization(model, config) if drawn else []
+    how: dict[str, Any] = {
+        "here": f"{len(found)} in this process (blocks {min(found)[0]}-{max(found)[0]})",
+        "norm": str(getattr(config, "normalization", "")),
+        "initialization": _describe(config, settings.scaled_init_off) if drawn else "weights as they were",
+    }
+    say(sites.start_up_line(model, blocks, measured=measured, **how))
+    return len(found)
 
 
 def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int | None]]:
@@ -220,12 +207,14 @@ def _check_numbers(model: Any, config: Any, blocks: int) -> None:
     """:raises MeasurementError: numbers of this part of the model that cannot be global, 1 … L, each once."""
     own = [(site.layer_number, site.sub_layer) for _, _, site in sites.sites(model)]
     numbers = sorted({number for number, _ in own if number <= blocks})
-    placed = getattr(config, "pipeline_model_parallel_layout", None) or getattr(
-        config, "account_for_embedding_in_pipeline_split", False
-    )
-    wrong = len(set(own)) != len(own) or numbers != list(range(*(numbers[:1] + [numbers[-1] + 1]) if numbers else [0]))
-    if numbers and hasattr(model, "pre_process") and not placed:
-        wrong |= (numbers[0] == 1) != bool(model.pre_process) or (numbers[-1] == blocks) != bool(model.post_process)
+    in_a_row = list(range(numbers[0], numbers[-1] + 1)) if numbers else []
+    wrong = len(set(own)) != len(own) or numbers != in_a_row
+    if numbers and hasattr(model, "pre_process"):
+        # Such a first stage may hold the embedding alone, so that block 1 is in the second.
+        layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
+        empty_first = any(getattr(config, name, None) for name in layouts)
+        wrong |= numbers[0] != 1 if model.pre_process else numbers[0] == 1 and not empty_first
+        wrong |= bool(model.post_process) and numbers[-1] != blocks
     if wrong:
         raise MeasurementError(
             f"{type(model).__name__}: found norms of the blocks {[n for n, _ in own]}, expected two of each block of "

@@ -12,6 +12,7 @@ the output of the module instead.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import Any, Iterator
 
@@ -60,12 +61,10 @@ class FoldedApex(FoldedFused):
 class FoldedNorm(sites.Scaled):
     """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
 
-    is_te = is_rms = returns_residual = False
-
     def forward(self, x: torch.Tensor) -> Any:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        y = x
-        if self.is_te and weight is not None:
+        names, y = _names(type(self)), x
+        if "transformer_engine" in names and weight is not None:
             # TE computes in the dtype of the parameters, or of autocast.
             device = x.device.type
             y = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype)
@@ -73,39 +72,19 @@ class FoldedNorm(sites.Scaled):
         eps = torch.finfo(dtype).eps if eps is None else float(eps)
         centered = bool(getattr(self, "zero_centered_gamma", False))
         how: dict[str, Any] = {"zero_centered": centered, "backend": self.lns_backend}
-        if self.is_rms:
+        if "RMSNorm" in names:
             y = rms_norm(y, weight, eps, self.lns_factor, **how)
         else:
             y = layer_norm(y, weight, bias, eps, self.lns_factor, **how)
-        return (y.to(dtype), x) if self.returns_residual else y.to(dtype)
+        return (y.to(dtype), x) if "TEFusedResidualRMSNorm" in names else y.to(dtype)
 
 
-class FoldedLayerNorm(FoldedNorm):
-    """torch's LayerNorm."""
-
-
-class FoldedRMSNorm(FoldedNorm):
-    """torch's RMSNorm."""
-
-    is_rms = True
-
-
-class FoldedTELayerNorm(FoldedNorm):
-    """TE's LayerNorm."""
-
-    is_te = True
-
-
-class FoldedTERMSNorm(FoldedNorm):
-    """TE's RMSNorm."""
-
-    is_te = is_rms = True
-
-
-class FoldedResidualRMSNorm(FoldedTERMSNorm):
-    """TE's RMSNorm that also returns its input, the residual (``fused_residual_rmsnorm``)."""
-
-    returns_residual = True
+@functools.cache
+def _names(kind: type) -> frozenset[str]:
+    """The names of a class and its bases, and of the packages and modules that define them."""
+    modules = {base.__module__ for base in kind.__mro__}
+    packages = {module.partition(".")[0] for module in modules}
+    return frozenset({base.__name__ for base in kind.__mro__} | modules | packages)
 
 
 def is_fused(module: object) -> bool:
@@ -125,17 +104,14 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
 
 
 def _mixin(module: nn.Module) -> type | None:
-    kinds = type(module).__mro__
-    names = {kind.__name__ for kind in kinds}
+    names = _names(type(module))
     if is_fused(module):
         return FoldedFused
-    if "TEFusedResidualRMSNorm" in names:
-        return FoldedResidualRMSNorm
-    if any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in kinds):
-        return FoldedTERMSNorm if "RMSNorm" in names else FoldedTELayerNorm if "LayerNorm" in names else None
-    if any(kind.__module__ == "megatron.core.fusions.fused_layer_norm" for kind in kinds):
+    if "megatron.core.fusions.fused_layer_norm" in names:
         return FoldedApex
-    return {nn.LayerNorm: FoldedLayerNorm, nn.RMSNorm: FoldedRMSNorm}.get(type(module))  # type: ignore[call-overload]
+    te = "transformer_engine" in names and names & {"RMSNorm", "LayerNorm"}
+    known = te or "TEFusedResidualRMSNorm" in names or type(module) in (nn.LayerNorm, nn.RMSNorm)
+    return FoldedNorm if known else None
 
 
 def respond(module: nn.Module, width: int) -> probe.Response:

@@ -21,9 +21,6 @@ FLAGS = (
     "--no-scaled-init",
 )
 
-#: ``--apply-layernorm-1p`` in arguments: up to Megatron Core 0.15, and from 0.16 on; and in a config.
-ZERO_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
-
 #: A flag with a number above 1 -> Megatron asserts one connection for it, on GPUs up to Hopper.
 _ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
 #: With these it asserts more than one, or leaves the choice to the user.
@@ -80,11 +77,6 @@ class Settings:
     def scaled_init_off(self) -> bool:
         """Whether the residual output projections get plain initialization."""
         return self.no_scaled_init or (self.active and not self.layernorm_scaling_keep_scaled_init)
-
-    @property
-    def initialization(self) -> str:
-        """One of :data:`olmo_lns.schemes.INITIALIZATIONS`; Megatron's own is scaled."""
-        return "plain" if self.scaled_init_off else "upstream"
 
     def check(self) -> Settings:
         """:raises LNSConfigError: the settings contradict each other."""

@@ -38,6 +38,8 @@ LAYOUTS = {
 }
 #: The layouts of an exhaustive run only.
 LATER = ("FSDP2", "PP2", "PP2, full recompute", "DP2, distributed optimizer, bf16")
+
+
 def launch(ranks, runs):
     """Do all runs in one launch, since a launch costs more than their steps."""
     done = subprocess.run(
