@@ -118,7 +118,7 @@ def respond(module: nn.Module, width: int) -> probe.Response:
     """Run a norm, or a norm fused with a linear layer, on random rows with a random gain, outside FP8 and alone.
 
     TE's norms read their weights again in backward, so the random ones stay until the gradient is there. A fused
-    linear layer runs on its own matrix, without its bias, without gradient, and without the collective of sequence
+    linear layer runs on its own matrix, less its bias, without gradient, and without the collective of sequence
     parallelism. The module is left as it was: its parameters, its FP8 state, its count of micro-batches.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,6 +127,10 @@ def respond(module: nn.Module, width: int) -> probe.Response:
     for name, parameter in module.named_parameters(recurse=False):
         if fused and parameter.dim() > 1:
             values[name] = _matrix(parameter, device)
+        elif fused and not name.startswith("layer_norm"):
+            # Without rounding of the sum; where the output is multiplied, a bias must show.
+            there = torch.full(parameter.shape, float(isinstance(module, sites.ScaledOutput)), device=device)
+            values[name] = nn.Parameter(there.to(parameter.dtype), requires_grad=False)
         else:
             drawn = 1 + 0.25 * torch.randn(parameter.shape, generator=generator, device="cpu")
             values[name] = nn.Parameter(drawn.to(device, parameter.dtype))
