@@ -7,12 +7,12 @@ Towers that are built from copies of the config stay Megatron's own.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import inspect
 import sys
 from contextvars import ContextVar
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Callable
 
@@ -33,10 +33,9 @@ _building: ContextVar[bool] = ContextVar("olmo_lns_building", default=False)
 
 def model_init(original: Function) -> Function:
     """Choose the initialization before a language model is built; attach and measure afterwards."""
-    signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = _config(signature, (self, *args), kwargs)
+        config: Any = kwargs.get("config", args[0] if args else None)
         settings = Settings.of(config)
         if settings == Settings() or _building.get():
             return original(self, *args, **kwargs)
@@ -56,14 +55,6 @@ def model_init(original: Function) -> Function:
             layers.say(f"scaled initialization off (output projections: init_method); measured: {measured}")
 
     return __init__
-
-
-def _config(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with contextlib.suppress(TypeError):
-        values = signature.bind(*args, **kwargs).arguments
-        values = {**values.get("kwargs", {}), **values}
-        return values.get("config") or next(iter(values.get("args", ())), None)
-    return None
 
 
 def add_arguments(original: Function) -> Function:
@@ -233,18 +224,17 @@ def compare(saved: Any, running: Scheme, source: object) -> None:
 
     :raises CheckpointMismatchError: they differ.
     """
-    differing = ""
-    if folded := getattr(saved, "layernorm_scaling_folded", False):
+    settings, differing = Settings.of(saved), ""
+    scheme: Scheme | None = settings.scheme
+    if saved is None:
+        scheme = None
+    elif getattr(saved, "layernorm_scaling_folded", False):
+        scheme, settings = PRE_LN, Settings()
         differing = "that the factor is folded into its weights" if not running.is_pre_ln else ""
-    scheme = None if saved is None else PRE_LN if folded else _saved_scheme(saved)
-    words = Settings() if saved is None or folded else Settings.of(saved)
-    setting = words.words if words.active else f"without {FLAGS[0]}"
-    require_same(scheme, running, source=source, setting=lambda scheme: setting, differing=differing)
-
-
-def _saved_scheme(saved: Any) -> Scheme:
-    name = getattr(saved, "norm_scheme", None)  # of a development version before 0.2
-    return parse(name) if name else Settings.of(saved).scheme
+    elif name := getattr(saved, "norm_scheme", None):  # of a development version before 0.2
+        scheme = parse(name)
+    words = settings.words if settings.active else f"without {FLAGS[0]}"
+    require_same(scheme, running, source=source, setting=lambda scheme: words, differing=differing)
 
 
 # --- what is wrapped ------------------------------------------------------------------------------------------------
@@ -313,12 +303,8 @@ def mark(target: Any, settings: Settings) -> int:
         raise LNSConfigError(f"this {type(config).__name__} has {found.scheme} already: start from a fresh config.")
     if settings.active:
         layers.check_config(config)
-    merged = Settings(
-        found.active or settings.active,
-        settings.layernorm_scaling_exponent if settings.active else found.layernorm_scaling_exponent,
-        found.layernorm_scaling_keep_scaled_init or settings.layernorm_scaling_keep_scaled_init,
-        found.no_scaled_init or settings.no_scaled_init,
-    )
+    asked = settings if settings.active else found
+    merged = replace(asked, no_scaled_init=found.no_scaled_init or settings.no_scaled_init)
     merged.check().store(config)
     return 0
 

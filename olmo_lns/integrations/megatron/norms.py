@@ -63,7 +63,7 @@ class FoldedNorm(sites.Scaled):
 
     def forward(self, x: torch.Tensor) -> Any:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        names, y = _names(type(self)), x
+        names, y = _names(self.__class__), x
         if "transformer_engine" in names and weight is not None:
             # TE computes in the dtype of the parameters, or of autocast.
             device = x.device.type
@@ -104,13 +104,14 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
 
 
 def _mixin(module: nn.Module) -> type | None:
-    names = _names(type(module))
+    kind: Any = type(module)
+    names = _names(kind)
     if is_fused(module):
         return FoldedFused
     if "megatron.core.fusions.fused_layer_norm" in names:
         return FoldedApex
     te = "transformer_engine" in names and names & {"RMSNorm", "LayerNorm"}
-    known = te or "TEFusedResidualRMSNorm" in names or type(module) in (nn.LayerNorm, nn.RMSNorm)
+    known = te or "TEFusedResidualRMSNorm" in names or kind in (nn.LayerNorm, nn.RMSNorm)
     return FoldedNorm if known else None
 
 
