@@ -22,7 +22,10 @@ MODELS = {
     "BertModel": "megatron.core.models.bert.bert_model",
     "T5Model": "megatron.core.models.T5.t5_model",
 }
-_TRAINING = ("argument_utils", "arguments", "training", "checkpointing")
+_LAUNCH = (
+    *(f"megatron.training.{name}" for name in ("argument_utils", "arguments", "training", "checkpointing")),
+    "megatron.post_training.checkpointing",
+)
 
 
 def register() -> None:
@@ -32,7 +35,7 @@ def register() -> None:
 
     Example: ``register()``, then ``from megatron.training import pretrain``.
     """
-    for name in (*MODELS.values(), *(f"megatron.training.{name}" for name in _TRAINING)):
+    for name in (*MODELS.values(), *_LAUNCH):
         hook.on_import(name, _wrap)
 
 

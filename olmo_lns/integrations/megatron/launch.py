@@ -219,6 +219,24 @@ def load_base(original: Function) -> Function:
     return _load_base_checkpoint
 
 
+def load_modelopt(original: Function) -> Function:
+    """ModelOpt's scripts read a sharded checkpoint past Megatron's loader."""
+    signature = inspect.signature(original)
+
+    def load_modelopt_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import dist_checkpointing
+        from megatron.training.global_vars import get_args
+
+        load_arg = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
+        folder, _ = original.__globals__["get_sharded_load_dir"](getattr(get_args(), load_arg))
+        if folder is not None:
+            saved = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
+            compare(saved, Settings.of(get_args()).scheme if load_arg == "load" else PRE_LN, folder)
+        return original(*args, **kwargs)
+
+    return load_modelopt_checkpoint
+
+
 def compare(saved: Any, running: Scheme, source: object) -> None:
     """Compare the saved arguments with the scheme that runs; None where the checkpoint holds none.
 
@@ -250,6 +268,7 @@ WRAPPED: dict[str, tuple[Callable[[Function], Function], bool]] = {
     "megatron.training.training:setup_model_and_optimizer": (model_built, True),
     "megatron.training.checkpointing:load_args_from_checkpoint": (load_args, True),
     "megatron.training.checkpointing:_load_base_checkpoint": (load_base, True),
+    "megatron.post_training.checkpointing:load_modelopt_checkpoint": (load_modelopt, False),
 }
 
 

@@ -63,7 +63,8 @@ class FoldedNorm(sites.Scaled):
 
     def forward(self, x: torch.Tensor) -> Any:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        names, y = _names(self.__class__), x
+        kind: Any = type(self)
+        names, y = _names(kind), x
         if "transformer_engine" in names and weight is not None:
             # TE computes in the dtype of the parameters, or of autocast.
             device = x.device.type
