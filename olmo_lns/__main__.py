@@ -46,6 +46,8 @@ def main() -> int:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     hook.install()
     autoload.activate()
+    for framework in hook.INTEGRATIONS:
+        hook.activate(framework)
     runpy.run_path(script, run_name="__main__")
     return 0
 

@@ -26,13 +26,13 @@ from typing import Any, Callable, Sequence
 
 from olmo_lns.environment import DISABLE, is_set, warn
 from olmo_lns.errors import UpstreamChangedError, one_line
-from olmo_lns.integrations import autoload  # what is not in INTEGRATIONS yet
 
 log = logging.getLogger("olmo_lns")
 
 #: Top-level name of a framework -> the package whose ``register()`` runs when something of it is first imported. The
 #: start-up finder in ``olmo_lns_autoload.pth`` has the same names.
 INTEGRATIONS: dict[str, str] = {
+    "megatron": "olmo_lns.integrations.megatron",
     "olmo": "olmo_lns.integrations.olmo",
     "olmo_core": "olmo_lns.integrations.olmo_core",
     "transformers": "olmo_lns.integrations.transformers",
@@ -55,7 +55,7 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
         activate(framework)
     _catch_up()
     if name not in _callbacks:
-        return autoload.start_up(name, path, target)
+        return None
     # Python 3.12 passes over a finder that has only the find_module of long ago; so does this one.
     others = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder)]
     specs = (finder.find_spec(name, path, target) for finder in others)

@@ -75,8 +75,8 @@ def test_settings_of_megatron_that_contradict_it_are_refused():
 
     first, then = megatron_tiny.config(), megatron_tiny.config()
     apply(first, keep_scaled_init=True)
-    with pytest.raises(LNSConfigError, match="contradicts keep_scaled_init=True"):
+    with pytest.raises(LNSConfigError, match="contradict each other"):
         olmo_lns.plain_initialization(first)
     olmo_lns.plain_initialization(then)
-    with pytest.raises(LNSConfigError, match=r"keep_scaled_init=True contradicts plain_initialization\(config\)"):
+    with pytest.raises(LNSConfigError, match="contradict each other"):
         apply(then, keep_scaled_init=True)
