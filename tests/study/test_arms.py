@@ -58,7 +58,7 @@ def test_every_scheme_is_a_shipped_arm_with_plain_initialization():
     }
     assert len({(arm.line, arm.marker) for arm in ARMS.values()}) == len({a.colour for a in ARMS.values()}) == len(ARMS)
     shown = {ARMS[name].scheme.name for name in Study.load(REPOSITORY / "configs" / "study" / "tiny-schemes.yaml").arms}
-    assert shown == {name for name in schemes.names() if not schemes.definition(name).olmo_only}
+    assert shown == {*schemes.names()}
 
 
 def test_settings_that_contradict_the_arm_are_named():

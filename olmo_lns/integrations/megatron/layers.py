@@ -63,8 +63,6 @@ _REFUSED_WITH_PARAMETERS = dict.fromkeys(("cuda_graph_scope", "cuda_graph_module
 
 
 def _problem(scheme: Scheme, n_layers: int) -> str:
-    if scheme.definition.olmo_only:
-        return "it is an experiment, which only the OLMo integration builds"
     if scheme.keeps_forward(n_layers):
         return ""
     return next((problem for _, _, plan in scheme.plans(n_layers) if (problem := _unsupported(plan))), "")

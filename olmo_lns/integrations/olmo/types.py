@@ -238,11 +238,6 @@ def require_supported(config: Any) -> None:
             " with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false, or a stock "
             "layer_norm_type."
         )
-    elif scheme.name == "lnsvalue" and config.clip_qkv is not None:
-        problem = (
-            f" with clip_qkv={config.clip_qkv:g}: lnsvalue is LNS but for the attention logits, a clipped v is not. "
-            "Set clip_qkv: null."
-        )
     else:
         from olmo_lns.integrations.olmo.block import unsupported  # made of OLMo's classes
 

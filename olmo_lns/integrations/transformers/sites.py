@@ -120,7 +120,6 @@ def _require(module: Any, path: str, family: Family) -> Any:
 
 def require_supported(family: Family, scheme: Scheme, n_layers: int) -> None:
     """:raises LNSConfigError: the scheme needs another form of block than the family has."""
-    scheme.require_built_by("transformers")
     for number, sub_layer, plan in scheme.plans(n_layers):
         fields = [name for name in ("norm_scale", "branch_scale") if getattr(plan, name) != 1.0]
         fits = replace(plan, norm_scale=1.0, branch_scale=1.0) == family.form and len(fields) < 2

@@ -75,7 +75,6 @@ def _bert():
 @pytest.mark.parametrize(
     ("make", "scheme", "message"),
     [
-        (lambda: stock("llama"), "lnsvalue", "scheme lnsvalue .* only the OLMo integration builds it"),
         (lambda: stock("llama"), "anotherform", "scheme anotherform .* on llama: .* block 1, attn, would need another"),
         (lambda: stock("llama"), "preln", "nothing to apply"),
         (_bert, "lns", r"'bert'\) \(its norms follow the addition.*the transformers integration knows"),
