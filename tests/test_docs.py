@@ -117,10 +117,3 @@ def test_the_chosen_lines_run_as_printed(trained):
     for page, line in runnable():
         done = subprocess.run(["bash", "-c", line], cwd=trained, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (page, line, done.stdout[-2000:], done.stderr[-2000:])
-
-
-def test_the_compatibility_page_matches_the_registries():
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "compatibility.py"), "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from olmo_lns.gains import block_gains, param_groups, rescale_state_, scale_
+from olmo_lns.gains import block_gains, param_groups, rescale_state_, scale_, unscale_
 
 WIDTH, BLOCKS, VOCABULARY = 16, 4, 11
 PATTERNS = ("blocks.{}.first.weight", "blocks.{}.second.weight")
@@ -117,6 +117,14 @@ def fold_in_the_middle(rescale):
 
 def test_a_fold_in_the_middle_of_a_run_changes_nothing_if_the_state_is_rescaled():
     assert fold_in_the_middle(rescale=True) < 1e-10 and fold_in_the_middle(rescale=False) > 1e-5
+
+
+def test_unscale_undoes_scale():
+    _, model, gains = pair()
+    before = copy.deepcopy(model.state_dict())
+    scale_(model, gains)
+    unscale_(model, gains)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before))
 
 
 def test_muon_trains_the_matrices_and_the_gains_stay_with_adam():
