@@ -24,7 +24,7 @@ def main() -> int:
     if not os.path.isfile(script):
         print(f"olmo_lns: no script {script!r}, and no such command; `olmo-lns --help` lists them", file=sys.stderr)
         return 2
-    from olmo_lns import environment
+    from olmo_lns import environment, hook
     from olmo_lns.errors import LNSError
     from olmo_lns.integrations import autoload
     from olmo_lns.integrations.megatron.settings import variables
@@ -44,6 +44,7 @@ def main() -> int:
     sys.argv = args
     # As `python script.py` would: the script's folder comes first, so that a checkout is importable.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    hook.install()
     autoload.activate()
     runpy.run_path(script, run_name="__main__")
     return 0

@@ -26,7 +26,7 @@ COMMANDS = {
     "megatron-args": ("olmo_lns.study.engines.megatron", "expand a Megatron YAML config to flags", ("megatron",)),
     "study": ("olmo_lns.study.cli", "plan, launch, collect and report a scaling study", ("olmo", "study")),
     "analyze": ("olmo_lns.diagnostics.cli", "draw the paper's diagnostics for a model", ("analysis", "olmo")),
-    "hf": ("olmo_lns.export.cli:hf", "model folders for transformers that carry a scheme", ("hf",)),
+    "hf": ("olmo_lns.export.hf", "model folders for transformers that carry a scheme", ("hf",)),
     "export": ("olmo_lns.export.cli", "fold the factor into the weights for stock software", ("hf", "olmo")),
     "verify": ("olmo_lns.export.cli:verify", "compare a checkpoint with its export", ("hf", "olmo")),
 }
@@ -69,7 +69,7 @@ EXAMPLES = {
     "analyze gradnorm": ("olmo-lns analyze gradnorm --model runs/lns/step1000-unsharded --data heldout.npy",),
     "analyze plot": ("olmo-lns analyze plot variance.json -o variance.svg",),
     "analyze compare": ("olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",),
-    "hf init": ("olmo-lns hf init Qwen/Qwen2.5-0.5B --scheme lns -o qwen-lns",),
+    "hf init": ("olmo-lns hf init llama --set num_hidden_layers=12 --set hidden_size=768 -o out",),
     "hf import": ("olmo-lns hf import runs/lns/step1000 -o model",),
     "verify": ("olmo-lns verify runs/lns/step1000 model",),
 }

@@ -23,7 +23,6 @@ DISABLE = "OLMO_LNS_DISABLE"
 INITIALIZATION = "OLMO_LNS_INITIALIZATION"
 MONITOR = "OLMO_LNS_MONITOR"
 NORM_BACKEND = "OLMO_LNS_NORM_BACKEND"
-SCHEME = "OLMO_LNS_SCHEME"
 
 #: Name -> what it does, in one line; the help texts and ``olmo-lns doctor`` are made from it.
 VARIABLES = {
@@ -33,14 +32,14 @@ VARIABLES = {
     INITIALIZATION: "OLMo: 'upstream' keeps scaled initialization under a scheme, 'plain' takes it off without one",
     MONITOR: "logs the variance of each block's output while OLMo trains, for example 'every=100'",
     NORM_BACKEND: "which implementation runs the norms: auto, te or torch",
-    SCHEME: "OLMo: parameters of a scheme that the config names without any, for example 'lns:exponent=0.25'",
 }
 
 #: The variables that are on or off.
 _SWITCHES = (ALLOW_UNVERIFIED, DISABLE)
 
 #: Part of a name that a user may guess -> the setting that he wants.
-_ELSEWHERE = {"EXPONENT": f"{SCHEME}=lns:exponent=...", "SCALED_INIT": f"{INITIALIZATION}=..."}
+_TYPE = "layer_norm_type=lns:exponent=..."
+_ELSEWHERE = {"EXPONENT": _TYPE, "SCHEME": _TYPE, "SCALED_INIT": f"{INITIALIZATION}=..."}
 
 
 def read(name: str) -> str:

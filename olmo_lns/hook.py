@@ -1,9 +1,14 @@
 """Load an integration when its framework is imported, and wrap a framework's functions by name.
 
-At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path``. It imports nothing. At the
-first import of a name in :data:`INTEGRATIONS` it hands over to this module, and the framework's ``register()`` runs:
-it asks for callbacks after the modules that it wraps functions of, by :func:`on_import`, which also run when such a
-module is executed again. A missing function costs nothing until a scheme is selected (:func:`require`).
+At interpreter start ``olmo_lns_autoload.pth`` puts one small finder on ``sys.meta_path`` and one function on
+``sys.path_hooks``. They import nothing. At the first import of a name in :data:`INTEGRATIONS` they hand over to this
+module, and the framework's ``register()`` runs: it asks for callbacks after the modules that it wraps functions of, by
+:func:`on_import`, which also run when such a module is executed again. A missing function costs nothing until a scheme
+is selected (:func:`require`).
+
+A finder that somebody has put in front since (typeguard's, jaxtyping's, pytest's) answers first for the framework. Its
+folder is new to the import system then, which asks the functions on ``sys.path_hooks`` for it: ours puts a finder of
+this package in front again, for the submodules that follow.
 """
 
 from __future__ import annotations
@@ -12,12 +17,13 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Sequence
 
-from olmo_lns.environment import DISABLE, is_set
+from olmo_lns.environment import DISABLE, is_set, warn
 from olmo_lns.errors import UpstreamChangedError, one_line
 from olmo_lns.integrations import autoload  # what is not in INTEGRATIONS yet
 
@@ -26,13 +32,18 @@ log = logging.getLogger("olmo_lns")
 #: Top-level name of a framework -> the package whose ``register()`` runs when something of it is first imported. The
 #: start-up finder in ``olmo_lns_autoload.pth`` has the same names.
 INTEGRATIONS: dict[str, str] = {
+    "olmo": "olmo_lns.integrations.olmo",
     "olmo_core": "olmo_lns.integrations.olmo_core",
+    "transformers": "olmo_lns.integrations.transformers",
 }
+#: Module of a framework -> a module of this package, above the integrations, whose ``register()`` runs after it.
+FOLLOWERS = {"olmo.train": "olmo_lns.diagnostics.monitor"}
 
 #: Attribute of every function that stands in an upstream's place.
 MARKER = "__olmo_lns_wrapped__"
 
 _callbacks: dict[str, dict[Callable[[ModuleType], object], None]] = {}
+_ran: dict[str, Any] = {}  # name -> the spec, new in each execution, that its callbacks ran after
 _activated: set[str] = set()
 _missing: dict[str, list[str]] = {}
 
@@ -41,24 +52,59 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
     """Find ``name`` by the other finders, and arrange that its callbacks run after its ``exec_module``."""
     if (framework := name.partition(".")[0]) in INTEGRATIONS:
         activate(framework)
+    _catch_up()
     if name not in _callbacks:
         return autoload.start_up(name, path, target)
     # Python 3.12 passes over a finder that has only the find_module of long ago; so does this one.
     others = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder)]
     specs = (finder.find_spec(name, path, target) for finder in others)
     spec = next((spec for spec in specs if spec is not None), None)
-    if spec is None or spec.loader is None:
-        return spec
-    execute = spec.loader.exec_module
+    if spec is not None and spec.loader is not None and not is_wrapped(spec.loader.exec_module):
+        execute = spec.loader.exec_module
 
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        for callback in list(_callbacks[name]):
-            callback(module)
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _run_callbacks(module.__name__, module)  # pytest's loader is one for all modules
 
-    # On the instance: the loader keeps its class, so inspect, pickle and runpy see nothing new.
-    spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        setattr(exec_module, MARKER, True)
+        # On the instance: the loader keeps its class, so inspect, pickle and runpy see nothing new.
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
     return spec
+
+
+def _run_callbacks(name: str, module: ModuleType) -> None:
+    _ran[name] = module.__spec__
+    done: set[Callable[[ModuleType], object]] = set()
+    while todo := [callback for callback in _callbacks.get(name, ()) if callback not in done]:  # one may ask for others
+        for callback in todo:
+            done.add(callback)
+            _run(callback, module)
+
+
+def _run(callback: Callable[[ModuleType], object], module: ModuleType) -> None:
+    """An error of a callback is one of :func:`require`: nobody has asked for a scheme yet."""
+    try:
+        callback(module)
+    except Exception as error:
+        _not_there(module.__name__, f"what olmo-lns wraps in {module.__name__} ({one_line(error)})")
+
+
+def _not_there(name: str, text: str) -> None:
+    _missing.setdefault(name.partition(".")[0], []).append(text)
+
+
+def _catch_up() -> None:
+    """Run the callbacks of modules that were executed by a loader that this finder has not seen."""
+    for name in list(_callbacks):
+        module = sys.modules.get(name)
+        if module is not None and _is_executed(module) and _ran.get(name) is not module.__spec__:
+            _run_callbacks(name, module)
+
+
+def _is_executed(module: Any) -> bool:
+    """Whether it is a module that its loader has executed. A stand-in of a test is none, and wraps nothing."""
+    spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
+    return bool(getattr(spec, "loader", None)) and not getattr(spec, "_initializing", False)
 
 
 class _Finder:
@@ -75,10 +121,8 @@ def _is_ours(finder: Any) -> bool:
 
 
 def start_up(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-    """Find ``name`` for the start-up finder.
-
-    A finder that was put in front since answers first for the modules that it instruments (typeguard, jaxtyping,
-    pytest). None is removed: one of this package is put in front again, for the submodules that follow.
+    """Find ``name`` for the start-up finder. None of the others is removed: a finder of this package is put in front
+    again where somebody has put another there.
     """
     if sys.meta_path and not _is_ours(sys.meta_path[0]):
         sys.meta_path.insert(0, _Finder())
@@ -86,6 +130,23 @@ def start_up(name: str, path: Any = None, target: Any = None) -> ModuleSpec | No
             if isinstance(sys.modules.get(framework), ModuleType):
                 activate(framework)
     return find_spec(name, path, target)
+
+
+def path_hook(path: str) -> Any:
+    """A function for ``sys.path_hooks``: at the folder of a framework that is being imported it calls
+    :func:`start_up`. It finds nothing itself.
+    """
+    name = os.path.basename(path)
+    if name in INTEGRATIONS and name in sys.modules:
+        start_up(name)
+    raise ImportError
+
+
+def install() -> None:
+    """Put a finder in front, where the start-up hook did not run. Idempotent."""
+    if not any(map(_is_ours, sys.meta_path)):
+        sys.meta_path.insert(0, _Finder())
+        sys.path_hooks.insert(0, path_hook)
 
 
 def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
@@ -97,13 +158,10 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     if callback in known:
         return
     known[callback] = None
-    if not any(map(_is_ours, sys.meta_path)):
-        sys.meta_path.insert(0, _Finder())
-    module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    # Not a stand-in that a test has put there: a module without a loader is no framework.
-    if isinstance(module, ModuleType) and getattr(spec, "loader", None) and not getattr(spec, "_initializing", False):
-        callback(module)
+    install()
+    if _is_executed(module := sys.modules.get(name)):
+        _ran[name] = module.__spec__  # type: ignore[union-attr]
+        _run(callback, module)  # type: ignore[arg-type]
 
 
 def activate(framework: str) -> None:
@@ -111,11 +169,19 @@ def activate(framework: str) -> None:
     if framework in _activated or is_set(DISABLE):
         return
     _activated.add(framework)
+    warn()
     try:
         importlib.import_module(INTEGRATIONS[framework]).register()
+        for name in FOLLOWERS:
+            if name.partition(".")[0] == framework:
+                on_import(name, _register_follower)
     except Exception as error:
-        _missing.setdefault(framework, []).append(f"olmo-lns could not be loaded: {one_line(error)}")
+        _not_there(framework, f"olmo-lns in it ({one_line(error)})")
         log.warning("olmo-lns leaves this %s as it is: %s", framework, one_line(error))
+
+
+def _register_follower(module: ModuleType) -> None:
+    importlib.import_module(FOLLOWERS[module.__name__]).register()
 
 
 def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *, needed: bool = True) -> bool:
@@ -137,7 +203,7 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
         original = inspect.getattr_static(owner, name)
     except (ImportError, AttributeError) as error:
         if needed:
-            _missing.setdefault(path.partition(".")[0], []).append(f"{path} ({one_line(error)})")
+            _not_there(module_name, f"{path} ({one_line(error)})")
         return False
     function = getattr(original, "__func__", original)
     if hasattr(function, MARKER):

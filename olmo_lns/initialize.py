@@ -20,7 +20,8 @@ def plain_initialization(config: C) -> C:
 
     :param config: of the model, before it is built: OLMo's ``ModelConfig`` or ``TrainConfig``, Megatron Core's
         ``TransformerConfig``, or what has one in ``.transformer``. It is marked in place; a copy made by
-        ``dataclasses.replace`` keeps the mark in Megatron and loses it in OLMo.
+        ``dataclasses.replace`` keeps the mark in Megatron and loses it in OLMo. Or a fresh model of transformers,
+        whose GPT-2 is drawn times 1/sqrt(2L), too: its weights are multiplied.
     :returns: ``config``.
     :raises LNSConfigError: another object, a model was built from it before, or it asks for another initialization.
     :raises UpstreamChangedError: this OLMo or Megatron is not one that was verified.
@@ -39,10 +40,14 @@ def plain_initialization(config: C) -> C:
         from olmo_lns.integrations.megatron.applying import ask_for_plain_initialization as ask_megatron
 
         ask_megatron(megatron)
+    elif hasattr(config, "base_model_prefix"):
+        from olmo_lns.integrations.transformers.models import plain_initialization as draw
+
+        draw(config)
     else:
         raise LNSConfigError(
             f"plain_initialization expects the config of an OLMo or a Megatron model before it is built, found a "
-            f"{type(config).__name__}. In OLMo-core set init_method to normal or fan_in; in transformers it is the "
-            "default of apply and of hf init."
+            f"{type(config).__name__}. In OLMo-core set init_method to normal or fan_in; other models: "
+            "multiply those weights by sqrt(2L) once."
         )
     return config

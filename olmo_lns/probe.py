@@ -22,7 +22,9 @@ from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
 
-__all__ = ["Call", "Found", "Response", "agree", "check_drawn", "find_blocks", "pre_ln_sites", "response", "structure"]
+__all__ = [
+    "Call", "Found", "Response", "agree", "check_drawn", "find_blocks", "pre_ln_sites", "response", "structure", "twin",
+]  # fmt: skip
 
 #: Relative difference below which two fp32 results are the same.
 SAME = 1e-4
@@ -65,19 +67,25 @@ class _NotPreLN(Exception):
 
 def stream_of(output: Any) -> torch.Tensor:
     """The first tensor of a block's output: itself, the first of a tuple, or ``last_hidden_state``."""
+    if (found := _stream(output)) is None:
+        raise _NotPreLN(f"the block gives a {type(output).__name__}, expected a tensor or a tuple that begins with one")
+    return found
+
+
+def _stream(output: Any) -> torch.Tensor | None:
     if isinstance(output, (tuple, list)) and output:
         output = output[0]
     output = getattr(output, "last_hidden_state", output)
-    if not torch.is_tensor(output):
-        raise _NotPreLN(f"the block gives a {type(output).__name__}, expected a tensor or a tuple that begins with one")
-    return output
+    return output if torch.is_tensor(output) else None
 
 
-def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
+def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Call | None:
+    """The call of a module whose output is its first floating matrix, the stream, after it; None for any other."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if torch.is_tensor(value) and value.is_floating_point() and value.dim() >= 2:
-            return Call(tuple(args), dict(kwargs), place)
+            after = _stream(output)
+            return Call(tuple(args), dict(kwargs), place) if after is None or after.shape == value.shape else None
     return None
 
 
@@ -91,23 +99,13 @@ def _hooks(handles: Iterable[Any]) -> Iterator[None]:
             handle.remove()
 
 
-def record_calls(modules: Sequence[nn.Module], run: Callable[[], Any]) -> list[list[tuple[Any, dict[str, Any]]]]:
-    """The arguments of every call of each of ``modules`` while ``run()`` runs a forward of the model."""
-    calls: list[list[tuple[Any, dict[str, Any]]]] = [[] for _ in modules]
-
-    def note(found: list[Any]) -> Callable[..., None]:
-        return lambda module, args, kwargs: found.append((args, dict(kwargs)))
-
-    pairs = zip(modules, calls, strict=True)
-    with _hooks(m.register_forward_pre_hook(note(found), with_kwargs=True) for m, found in pairs), torch.no_grad():
-        run()
-    return calls
-
-
-def find_blocks(model: nn.Module, run: Callable[[], Any]) -> tuple[str, list[nn.Module], list[Call]]:
+def find_blocks(
+    model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None
+) -> tuple[str, list[nn.Module], list[Call]]:
     """Find the blocks of ``model``: the outermost list whose elements each run once, in order, on one stream.
 
     :param run: runs one forward of the model.
+    :param blocks: the blocks themselves, where they are known; the name is then ``""``.
     :returns: the list's name, the blocks, and the call of each.
     :raises LNSConfigError: there is no such list, or there are several.
     """
@@ -116,18 +114,23 @@ def find_blocks(model: nn.Module, run: Callable[[], Any]) -> tuple[str, list[nn.
         for name, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and len(list(module.children()))
     }
+    if blocks is not None:
+        lists = {"": list(blocks)}
+    ran: dict[nn.Module, list[tuple[Any, Any, Any]]] = {block: [] for each in lists.values() for block in each}
     order: list[nn.Module] = []
-    modules = list(dict.fromkeys(block for blocks in lists.values() for block in blocks))
-    handles = [m.register_forward_pre_hook(lambda module, args: order.append(module)) for m in modules]
-    with _hooks(handles):
-        calls = dict(zip(modules, record_calls(modules, run), strict=True))
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        order.append(module)
+        ran[module].append((args, dict(kwargs), output))
+
+    with _hooks(module.register_forward_hook(note, with_kwargs=True) for module in ran), torch.no_grad():
+        run()
     found: dict[str, list[Call]] = {}
-    for name, blocks in lists.items():
-        own = [_call(*calls[block][0]) if len(calls[block]) == 1 else None for block in blocks]
-        members, inside = set(blocks), any(name.startswith(f"{outer}.") for outer in found)
-        in_order = [module for module in order if module in members] == blocks
-        whole = [call for call in own if call is not None]
-        if in_order and not inside and len(whole) == len(blocks) and len({c.stream.shape for c in whole}) == 1:
+    for name, each in lists.items():
+        whole = [call for call in (_call(*ran[block][0]) if len(ran[block]) == 1 else None for block in each) if call]
+        members, inside = set(each), any(name.startswith(f"{outer}.") for outer in found)
+        in_order = [module for module in order if module in members] == each
+        if in_order and not inside and len(whole) == len(each) and len({c.stream.shape for c in whole}) == 1:
             found[name] = whole
     if len(found) != 1:
         names = ", ".join(found) or "none"
@@ -157,9 +160,10 @@ def pre_ln_sites(block: nn.Module, call: Call, *, where: str = "block 1") -> Fou
     for a Llama.
     """
     try:
-        twin, call = _twin(block), _as_fp32(call)
-        with torch.no_grad():
-            return _Replay(twin, call).sites()
+        call = _as_fp32(call)
+        # Each run is seeded; the launch's own random numbers go on as they would have.
+        with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
+            return _Replay(twin(block), call).sites()
     except _NotPreLN as reason:
         raise LNSConfigError(
             f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches read "
@@ -172,18 +176,21 @@ def pre_ln_sites(block: nn.Module, call: Call, *, where: str = "block 1") -> Fou
         ) from error
 
 
-def _twin(block: nn.Module) -> nn.Module:
+def twin(block: nn.Module) -> nn.Module:
+    """A copy of ``block`` in fp32 and evaluation mode, its parameters drawn at random."""
     if any(parameter.is_meta for parameter in block.parameters()):
         raise _NotPreLN("its weights are on the meta device; build or load them first")
     if any(not parameter.is_floating_point() for parameter in block.parameters()):
         raise _NotPreLN("its weights are quantized; apply the scheme before quantization")
-    twin = copy.deepcopy(block).float().eval()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in twin.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator) if parameter.dim() else torch.tensor(1.3)
-        wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
-        parameter.data = (drawn * wide if parameter.dim() > 1 else 1 + 0.2 * drawn).to(parameter.device)
-    return twin
+    copied = copy.deepcopy(block).float().eval()
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in copied.parameters():
+        device = parameter.device  # where drawing a matrix of a 7B takes no time
+        generator = generators.setdefault(device, torch.Generator(device).manual_seed(1))
+        drawn = torch.randn(parameter.shape, generator=generator, device=device)
+        middle = 1.0 if parameter.dim() else 1.3  # a scalar of 1 would hide what it weighs
+        parameter.data = drawn * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else middle + 0.2 * drawn
+    return copied
 
 
 def _as_fp32(call: Call) -> Call:
@@ -206,7 +213,7 @@ class _Replay:
         shape, device = call.stream.shape, call.stream.device
 
         def draw() -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(device)
+            return torch.randn(shape, generator=generator, device="cpu").to(device)
 
         self.x, self.other, self.held = draw(), 3.0 * draw(), {}
         self.norms = self._norms()
@@ -326,7 +333,7 @@ def _is_norm(module: nn.Module, args: tuple[Any, ...]) -> bool:
     """Whether ``module`` normalizes: 64 and 128 times an input give the same, another input something else."""
     if not args[0].is_floating_point():
         return False
-    x, y = torch.randn((2, *args[0].shape), generator=torch.Generator().manual_seed(3)).to(args[0].device)
+    x, y = torch.randn((2, *args[0].shape), generator=torch.Generator().manual_seed(3), device="cpu").to(args[0].device)
     small, large, other = (_first(module(value, *args[1:])).double() for value in (64.0 * x, 128.0 * x, 64.0 * y))
     size = float(small.norm())
     return float((large - small).norm()) < 1e-3 * size and float((other - small).norm()) > 1e-3 * size
@@ -372,13 +379,13 @@ def response(module: nn.Module, width: int) -> Response:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(4)
     own = {
-        name: (1 + 0.25 * torch.randn(p.shape, generator=generator)).to(device, p.dtype)
+        name: (1 + 0.25 * torch.randn(p.shape, generator=generator, device="cpu")).to(device, p.dtype)
         for name, p in parameters.items()
     }
     with torch.enable_grad():
-        x = torch.randn((4, 1, width), generator=generator).to(device, dtype).requires_grad_()
+        x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_()
         output = _first(torch.func.functional_call(module, own, (x,)))
-        weights = torch.randn(output.shape, generator=generator).to(device, output.dtype)
+        weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
         (gradient,) = torch.autograd.grad(output, x, weights)
     return Response(output.detach().double(), gradient.double(), dtype)
 

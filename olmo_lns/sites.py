@@ -114,7 +114,17 @@ def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[
         )
 
 
-class Scaled:
+class Derived:
+    """Mixin in front of a framework's class (:func:`derived`): a module of such a class pickles."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        mixin, stock = type(self).__dict__.get("lns_made_of", (None, None))
+        if mixin is None:
+            return super().__reduce_ex__(protocol)
+        return _new, (mixin, stock), self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+
+
+class Scaled(Derived):
     """Mixin in front of a framework's class: a module with a factor."""
 
     # A plain float: a buffer would be lost on the meta device, and a None would be a branch in
@@ -148,12 +158,6 @@ class Scaled:
     def extra_repr(self) -> str:
         base = super().extra_repr()  # type: ignore[misc]
         return f"{base}{', ' if base else ''}lns_scale={self.lns_scale:.6g}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        mixin, stock = type(self).__dict__.get("lns_made_of", (None, None))
-        if mixin is None:
-            return super().__reduce_ex__(protocol)
-        return _new, (mixin, stock), self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
 
 
 class ScaledOutput(Scaled):

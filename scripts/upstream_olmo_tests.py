@@ -39,6 +39,8 @@ Run = dict[str, tuple[str, str]]
 
 def pytest_configure(config: Any) -> None:
     mode = os.environ["UPSTREAM_MODE"]
+    if mode != "stock":
+        importlib.import_module("olmo_lns.hook").install()
     olmo = importlib.import_module("olmo.config")
     if (registered := "lns" in olmo.LayerNormType.__members__) != (mode != "stock"):
         raise RuntimeError(f"mode {mode}, but the lns types are {'there' if registered else 'missing'}")

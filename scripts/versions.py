@@ -56,6 +56,8 @@ def olmo_core() -> dict[str, Any]:
     import torch.nn.functional as F
     from olmo_core.nn.transformer import TransformerConfig
 
+    from olmo_lns.olmo_core import apply
+
     def config() -> Any:
         return TransformerConfig.llama_like(d_model=32, vocab_size=64, n_layers=4, n_heads=4)
 
@@ -67,8 +69,7 @@ def olmo_core() -> dict[str, Any]:
     def loss(model: Any, tokens: Any) -> Any:
         return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
 
-    flags = ["--block._CLASS_=olmo_lns.olmo_core.BlockConfig", "--block.scheme=lns"]
-    under = lambda build: draw(config().merge(flags))  # noqa: E731
+    under = lambda build: draw(apply(config()))  # noqa: E731
     norms = lambda model: [(b.attention_norm, b.feed_forward_norm) for b in model.blocks.values()]  # noqa: E731
     return {"llama_like": losses(lambda: draw(config()), loss, norms, under)}
 

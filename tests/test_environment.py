@@ -16,9 +16,9 @@ from olmo_lns.errors import LNSConfigError
 
 #: A wrong name -> the name that the error must suggest.
 WRONG = {
-    "OLMO_LNS_EXPONANT": "OLMO_LNS_SCHEME=lns:exponent=...",
+    "OLMO_LNS_EXPONANT": "layer_norm_type=lns:exponent=...",
     "OLMO_LNS_SCALED_INIT": "OLMO_LNS_INITIALIZATION=...",
-    "OLMO_LNS_SHEME": "OLMO_LNS_SCHEME",
+    "OLMO_LNS_SCHEME": "layer_norm_type=lns:exponent=...",
     "OLMO_LNS_MONITR": "OLMO_LNS_MONITOR",
     "OLMO_LNS_QQQQ": "",
 }
@@ -49,8 +49,8 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch, name):
 
 
 def test_spaces_are_stripped_and_a_zero_means_off(monkeypatch):
-    monkeypatch.setenv(environment.SCHEME, "  lns ")
-    assert environment.read(environment.SCHEME) == "lns"
+    monkeypatch.setenv(environment.NORM_BACKEND, "  te ")
+    assert environment.read(environment.NORM_BACKEND) == "te"
     monkeypatch.setenv(environment.DISABLE, "0")
     assert not environment.is_set(environment.DISABLE)
 
@@ -73,7 +73,7 @@ def test_an_unknown_variable_stops_training_and_the_launcher(tmp_path, entry):
     env = {**os.environ, "OLMO_LNS_EXPONANT": "0.3"}
     done = subprocess.run([sys.executable, *ENTRIES[entry]], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode != 0
-    assert "OLMO_LNS_EXPONANT is unknown (did you mean 'OLMO_LNS_SCHEME=lns:exponent=...'?)" in done.stderr
+    assert "OLMO_LNS_EXPONANT is unknown (did you mean 'layer_norm_type=lns:exponent=...'?)" in done.stderr
     assert done.stderr.count("\n") == 1, "one line, no traceback"
 
 
@@ -81,7 +81,7 @@ def test_an_unknown_variable_stops_training_and_the_launcher(tmp_path, entry):
 STRAY = {
     "OLMO_LNS_DIR=/x": "OLMO_LNS_DIR is unknown",
     "OLMO_LNS_DISABLE=true": "OLMO_LNS_DISABLE=true: expected 1",
-    "OLMO_LNS_SCHEME=lsn": "OLMO_LNS_SCHEME: unknown scheme 'lsn'",
+    "OLMO_LNS_SCHEME=lns": "OLMO_LNS_SCHEME is unknown",
 }
 BUILDS = """
 import transformers.models.auto.configuration_auto

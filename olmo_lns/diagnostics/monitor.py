@@ -20,8 +20,7 @@ from olmo_lns.diagnostics.capture import observe
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.environment import MONITOR, read
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.autoload import on_import
-from olmo_lns.integrations.patching import Target, replace_all
+from olmo_lns.hook import on_import, wrap
 from olmo_lns.models.structure import find_blocks
 
 log = logging.getLogger(__name__)
@@ -46,18 +45,13 @@ def parse_setting(value: str) -> tuple[int, str | None]:
     return int(every), path
 
 
-#: What is wrapped, with the sources that were read.
-FIT = Target("olmo.train:Trainer.fit", {"837097f0ec8f1b4b": "0.5.0, 0.5.1, 0.6.0", "706a4aa49e75278d": "main"})
-TARGETS = (FIT,)
-
-
 def register() -> None:
     """Watch every ``Trainer`` that is fitted while the environment asks for it; inert otherwise. An OLMo plugin."""
+    on_import("olmo.train", _wrap_trainer)
 
-    def extend(module: object) -> None:
-        replace_all([(FIT, _wrap_fit)])
 
-    on_import("olmo.train", extend)
+def _wrap_trainer(module: object) -> None:
+    wrap("olmo.train:Trainer.fit", _wrap_fit, needed=False)
 
 
 def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ from typing import Any, Callable, Iterator
 import pandas
 
 from olmo_lns.arguments import process_group
-from olmo_lns.checkpoints import record_in
 from olmo_lns.diagnostics import MEASURES, plots
 from olmo_lns.diagnostics.data import DataOptions, check_source, read_batches, track
 from olmo_lns.diagnostics.layer_drop import harness_model, score_tasks
@@ -81,14 +80,12 @@ def _measure(args: argparse.Namespace, loaded: LoadedModel, rank: int, world: in
     if not args.quiet and rank == 0:
         batches = track(batches, args.what, (args.tokens or length * args.sequences) // world)
     result = _run(args, loaded, batches, tokenizer, world > 1)
-    record = record_in(Path(args.model)) if Path(args.model).is_dir() else None
     settings = {
         "dtype": loaded.dtype,
         "device": str(loaded.device),
         "sequence_length": length,
-        "initialization": record.scaled_init if record else "plain",
         "ranks": world,
-        "lns": None if record is None or record.scheme.is_pre_ln else record.as_dict(),
+        "lns": None if loaded.scheme.is_pre_ln else {"scheme": str(loaded.scheme)},
         **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
     }
     return Report(args.what, label, args.model, args.data, result, settings)

@@ -1,331 +1,233 @@
-"""The stock transformers class that computes exactly what an OLMo model computes, if there is one.
-
-=================  =======================================================================
-LlamaForCausalLM   RMSNorm with or without gain (without: unit gains are written), biases
-OlmoForCausalLM    LayerNorm without gain and bias, eps 1e-5 (a constant of that class), clip_qkv
-StableLmForCausalLM  LayerNorm with gain, with or without bias
-Gemma2ForCausalLM  Sandwich-LN (Peri-LN), whose blocks have the same four norms
-=================  =======================================================================
-
-All are SwiGLU decoders with RoPE, in the layout that OLMo uses: ``att_proj`` is [q, k, v],
-``ff_proj`` is [up, gate], and the rotation pairs element i with i + head_dim/2. What Gemma 2 does beside that is undone
-or switched off: it multiplies the embedding by sqrt(d), its gains are stored minus one, its activation is set to SiLU
-and its soft-capping to none. Last comes a stock Llama whose scheme is in hooks: ``verify`` compares
-exports of Megatron and of the authors with it.
-"""
+"""transformers' folders: opened with or without a scheme, folded into stock models, built from other formats."""
 
 from __future__ import annotations
 
-import re
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Iterator, Mapping
 
 import torch
+from torch import nn
 
-from olmo_lns.checkpoints.olmo import Architecture
-from olmo_lns.checkpoints.tensors import LazyTensor, split_rows
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import fold
-from olmo_lns.export.sources import Options, Stock
-from olmo_lns.record import Record
-from olmo_lns.schemes import Plan, Scheme
+from olmo_lns.errors import LNSConfigError, LNSError, one_line
+from olmo_lns.export import HF, fold
+from olmo_lns.export.open import Opened, load_state
+from olmo_lns.schemes import PRE_LN, Scheme
+from olmo_lns.sites import read_back, sites
 
-_GEMMA2 = "Gemma2ForCausalLM"
-#: Our norms of a block -> Gemma 2's.
-_GEMMA2_NORMS = {
-    "attn_norm": "input_layernorm",
-    "attn_norm_out": "post_attention_layernorm",
-    "ff_norm": "pre_feedforward_layernorm",
-    "ff_norm_out": "post_feedforward_layernorm",
-}
-#: Those of a Pre-LN block -> Llama's, Olmo's and StableLm's.
-_NORMS = {"attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm"}
-#: Weights of a scheme that a Pre-LN model has no place for.
-_OWN = re.compile(r"_(gate|omega|norm_out)\.(weight|bias)$")
-#: OlmoLayerNorm's eps is a constant in its forward.
-_OLMO_EPS = 1e-5
+#: Largest relative difference of logits between one model in two frameworks: in fp32, and in fp16 or bf16.
+_SAME = {torch.float32: 1e-4, torch.float64: 1e-4}
+_SAME_ROUNDED = 0.05
 
 
-def choose_class(model: Architecture) -> tuple[str, str]:
-    """The name of the class that computes the model, and why it does.
+def open(folder: Path, scheme: Scheme | None = None, **how: Any) -> Opened:
+    """Open a transformers folder, ours (``lns_llama``, …) or stock; its own loader decides which files it reads.
 
-    :raises LNSConfigError: no class computes the same, with everything that stands in the way.
+    :param folder: or a name of the hub. :param scheme: that a stock folder was trained with.
+    :param how: for ``from_pretrained``; None is as if it were not given.
+    :raises LNSConfigError: transformers cannot load it, or weights are missing.
     """
-    found = problems(model)
-    rms = model.base_norm == "rms"
-    if rms:
-        name, why = "LlamaForCausalLM", "RMSNorm, SwiGLU and RoPE are Llama's"
-        found += ["biases in RMSNorm"] * model.norm_bias + ["clip_qkv (only Olmo clips)"] * bool(model.clip_qkv)
-    elif not model.layer_norm_with_affine and model.layer_norm_eps == _OLMO_EPS:
-        name, why = "OlmoForCausalLM", "its LayerNorm has no gain and no bias, like this model's"
-        found += ["biases in the feed-forward layers (Olmo has none)"] * model.include_bias
-    else:
-        name, why = "StableLmForCausalLM", "its LayerNorm has a gain and a bias; Llama's and Olmo's have not"
-        if not model.layer_norm_with_affine:
-            why = f"Olmo's LayerNorm has eps {_OLMO_EPS:g}, not {model.layer_norm_eps:g}; unit gains are written"
-        found += ["biases in the linear layers (StableLm has none)"] * model.include_bias
-        found += ["clip_qkv (only Olmo clips)"] * bool(model.clip_qkv)
-    if found:
-        raise LNSConfigError(
-            f"no stock transformers class computes exactly this model (nearest: {name}): {'; '.join(found)}. "
-            "Use --format olmo, which keeps the architecture"
-        )
-    return name, why
+    import transformers
 
+    from olmo_lns.integrations.transformers import register
 
-def problems(model: Architecture) -> list[str]:
-    """What the model has that no class of this module computes."""
-    checks = {
-        "norm_after (post-norm blocks)": model.norm_after,
-        "ALiBi instead of RoPE": model.alibi,
-        "learned position embeddings instead of RoPE": not (model.alibi or model.rope),
-        "layer norm on the embeddings": model.embedding_layer_norm,
-        "layer norm on queries and keys over all heads (attention_layer_norm)": model.attention_layer_norm,
-        "scaled logits (scale_logits)": model.scale_logits,
-        f"activation {model.activation_type} instead of SwiGLU": model.activation_type != "swiglu",
-        "a bias in the output layer (include_bias without weight tying)": model.include_bias and not model.weight_tying,
-        f"block type {model.block_type}": model.block_type not in ("sequential", "llama"),
-        f"layer norm type {model.layer_norm_type}": model.base_norm not in ("rms", "default", "low_precision"),
-    }
-    return [problem for problem, found in checks.items() if found]
-
-
-def llama_names(index: int) -> list[str]:
-    """transformers' names of the two norms of block ``index`` (0-based)."""
-    return [f"model.layers.{index}.{theirs}" for theirs in _NORMS.values()]
-
-
-def to_huggingface(model: Architecture, weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """OLMo's (already folded) weights under transformers' names, fused projections taken apart."""
-    name, _ = choose_class(model)
-    dtype = weights["transformer.wte.weight"].dtype
-    made = {"OlmoForCausalLM": {}, "StableLmForCausalLM": {"weight": 1.0, "bias": 0.0}}.get(name, {"weight": 1.0})
-
-    def norm(ours: str) -> dict[str, LazyTensor]:
-        """Gain and bias that the class has: the model's, or ones and zeros."""
-        return {part: weights.get(f"{ours}.{part}") or _constant(model, value, dtype) for part, value in made.items()}
-
-    result = _renamed(model, weights, _NORMS, norm)
-    if not model.weight_tying:
-        result["lm_head.weight"] = weights["transformer.ff_out.weight"]
-    return result
-
-
-def _renamed(
-    model: Architecture,
-    weights: Mapping[str, LazyTensor],
-    norms: Mapping[str, str],
-    norm: Callable[[str], Mapping[str, LazyTensor]],
-) -> dict[str, LazyTensor]:
-    """:param norms: our norms of a block -> theirs. :param norm: our name of a norm -> its parameters."""
-    result = {"model.embed_tokens.weight": weights["transformer.wte.weight"]}
-    for index in range(model.n_layers):
-        block, layer = f"transformer.blocks.{index}", f"model.layers.{index}"
-        for ours, theirs in norms.items():
-            result |= {f"{layer}.{theirs}.{part}": tensor for part, tensor in norm(f"{block}.{ours}").items()}
-        result |= {f"{layer}.{key}": tensor for key, tensor in _projections(model, weights, block).items()}
-    return result | {f"model.norm.{part}": tensor for part, tensor in norm("transformer.ln_f").items()}
-
-
-def _constant(model: Architecture, value: float, dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(
-        (model.d_model,), dtype, lambda: torch.full((model.d_model,), value, dtype=torch.float64).to(dtype)
+    register()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        loader = getattr(transformers, auto_class(config))
+        given = {name: value for name, value in how.items() if value is not None}
+        model, found = loader.from_pretrained(folder, torch_dtype="auto", output_loading_info=True, **given)
+    except LNSError:
+        raise
+    except Exception as error:  # transformers raises almost anything for a folder that it cannot load
+        raise LNSConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
+    for problem, key in (("is missing", "missing_keys"), ("has another shape", "mismatched_keys")):
+        if names := sorted(map(str, found[key])):
+            raise LNSConfigError(f"{folder}: {names[0]} {problem} ({len(names)} such weights). Expected its model's.")
+    opened = Opened(
+        model,
+        HF,
+        read_back(model),
+        folder,
+        settings(model),
+        tokenizer=str(folder),
+        max_length=int(getattr(config, "max_position_embeddings", None) or 2048),
+        eos_token_id=getattr(config, "eos_token_id", None),
+        pad_token_id=getattr(config, "pad_token_id", None),
     )
+    return under(opened, scheme) if scheme is not None and opened.scheme.is_pre_ln else opened
 
 
-def _projections(model: Architecture, weights: Mapping[str, LazyTensor], block: str) -> dict[str, LazyTensor]:
-    """The matrices and biases of a block under transformers' names within a layer."""
-    kv, names = model.kv_heads * model.head_dim, ("q_proj", "k_proj", "v_proj")
-    result: dict[str, LazyTensor] = {}
-    for kind in ("weight", "bias") if model.include_bias else ("weight",):
-        if model.block_type == "llama":
-            parts = [weights[f"{block}.{name}.{kind}"] for name in names]
-        else:
-            parts = split_rows(weights[f"{block}.att_proj.{kind}"], (model.d_model, kv, kv))
-        result |= {f"self_attn.{name}.{kind}": part for name, part in zip(names, parts, strict=True)}
-        result[f"self_attn.o_proj.{kind}"] = weights[f"{block}.attn_out.{kind}"]
-        up, gate = split_rows(weights[f"{block}.ff_proj.{kind}"], [model.ff_out_inner] * 2)
-        result |= {f"mlp.up_proj.{kind}": up, f"mlp.gate_proj.{kind}": gate}
-        result[f"mlp.down_proj.{kind}"] = weights[f"{block}.ff_out.{kind}"]
+def auto_class(config: Any) -> str:
+    """The auto class of the head that a config names: ``AutoModelForCausalLM`` for ``LlamaForCausalLM``."""
+    name = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
+    task = name.partition("For")[2] or ("CausalLM" if name.endswith("LMHeadModel") else "")
+    return f"AutoModelFor{task}" if task else "AutoModel"
+
+
+def under(opened: Opened, scheme: Scheme) -> Opened:
+    """Apply ``scheme`` to a stock transformers model whose weights were trained with it."""
+    from olmo_lns.integrations.transformers import apply
+
+    model = apply(opened.model, scheme, trained=True) if not scheme.is_pre_ln else opened.model
+    return replace(opened, model=model, scheme=scheme)
+
+
+def settings(model: Any) -> dict[str, Any]:
+    """The stock settings of a transformers model, defaults included, without a scheme's own."""
+    from transformers import PretrainedConfig
+
+    values = PretrainedConfig.to_dict(model.config)
+    values["model_type"] = str(values["model_type"]).removeprefix("lns_")
+    own = ("lns", "auto_map", "_name_or_path", "name_or_path", "architectures", "transformers_version")
+    return {name: value for name, value in values.items() if not name.startswith(own)}
+
+
+def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+    """Fold a transformers model in place and return it as its stock class.
+
+    :raises LNSConfigError: adapters, or the scheme doesn't fold.
+    """
+    import transformers
+
+    model: Any = opened.model
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        raise LNSConfigError(f"{opened.folder}: the model has adapters. Merge them first (merge_and_unload()).")
+    name = type(model).__name__.removeprefix("LNS")
+    gainless = [norm for _, norm, _ in sites(model) if not any(True for _ in norm.parameters(recurse=False))]
+    fold.fold_scaled(model, dtype, _readers(model, gainless) if gainless else None)
+    config = transformers.AutoConfig.for_model(**settings(model))
+    with torch.device("meta"):
+        stock = getattr(transformers, name)(config).eval()
+    _give(stock, model.state_dict(), opened.folder)
+    if getattr(model, "generation_config", None) is not None:
+        stock.generation_config = model.generation_config
+    stock = stock.to(dtype=dtype)
+    return replace(opened, model=stock, scheme=PRE_LN, config=settings(stock))
+
+
+def _readers(model: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """The layers with a matrix whose input is the very tensor that a norm gave.
+
+    :raises LNSConfigError: something else reads a norm, too.
+    """
+    given: dict[int, nn.Module] = {}
+    kept: list[torch.Tensor] = []  # so that no address is used twice
+    found: dict[nn.Module, list[nn.Module]] = {norm: [] for norm in norms}
+
+    def note(norm: nn.Module, args: Any, output: torch.Tensor) -> None:
+        given[id(output)] = norm
+        kept.append(output)
+
+    def read(module: nn.Module, args: Any) -> None:
+        if args and id(args[0]) in given:
+            found[given[id(args[0])]].append(module)
+
+    matrices = [m for m in model.modules() if torch.is_tensor(w := getattr(m, "weight", None)) and w.dim() == 2]
+    with _hooks(
+        [norm.register_forward_hook(note) for norm in norms] + [m.register_forward_pre_hook(read) for m in matrices]
+    ):
+        expected = logits(model)
+    doubled = [norm.register_forward_hook(lambda module, args, output: output * 2) for norm in norms]
+    halved = [
+        reader.register_forward_pre_hook(lambda module, args: (args[0] / 2, *args[1:]))
+        for readers in found.values()
+        for reader in readers
+    ]
+    with _hooks(doubled + halved):
+        require_same(logits(model), expected, model, f"{type(model).__name__}: more than linear layers read its norms")
+    return found
+
+
+@contextmanager
+def _hooks(handles: list[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Rows of the embedding, padding included."""
+    return next(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+
+
+def prompt(model: nn.Module, count: int = 1, length: int = 12, seed: int = 0) -> torch.Tensor:
+    """Random input: token ids, int64 (count, length); for a model of images, fp32 (count, channels, height, width)."""
+    generator, config = torch.Generator().manual_seed(seed), getattr(model, "config", None)
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        shape = (count, config.num_channels, config.image_size, config.image_size)  # type: ignore[union-attr]
+        return torch.randn(shape, generator=generator)
+    size = min(vocabulary(model), int(getattr(config, "vocab_size", 1 << 62)))
+    return torch.randint(size, (count, length), generator=generator)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits in fp32, (count, length, vocabulary). :param ids: as :func:`prompt` gives them; default: some."""
+    ids = prompt(model) if ids is None else ids
+    output = model(ids.to(next(model.parameters()).dtype) if ids.is_floating_point() else ids)
+    result: torch.Tensor = getattr(output, "logits", output).float()
     return result
 
 
-def transformers_config(model: Architecture) -> dict[str, Any]:
-    """``config.json`` but for the dtype, in keys that transformers 4 and 5, vLLM and llama.cpp read."""
-    name, _ = choose_class(model)
-    config = common(model, name)
-    if name == "LlamaForCausalLM":
-        config |= {"rms_norm_eps": model.layer_norm_eps, "attention_bias": model.include_bias}
-        config |= {"mlp_bias": model.include_bias, "head_dim": model.head_dim}
-    elif name == "OlmoForCausalLM":
-        config |= {"attention_bias": False, "clip_qkv": model.clip_qkv}
-    else:
-        config |= {"layer_norm_eps": model.layer_norm_eps, "use_qkv_bias": False, "partial_rotary_factor": 1.0}
-        config |= {"qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.0}
-    return config
-
-
-def common(model: Architecture, name: str) -> dict[str, Any]:
-    """What the config of every stock class here holds. :param name: the class's name."""
-    return {
-        "architectures": [name],
-        "model_type": name.removesuffix("ForCausalLM").lower(),
-        "vocab_size": model.embeddings,
-        "hidden_size": model.d_model,
-        "intermediate_size": model.ff_out_inner,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "num_key_value_heads": model.kv_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.max_sequence_length,
-        "initializer_range": model.init_std,
-        "rope_theta": float(model.rope_theta),
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": model.weight_tying,
-        "use_cache": True,
-        **special_tokens(model.eos_token_id, model.pad_token_id, model.embeddings),
-    }
-
-
-def special_tokens(eos: Any, pad: Any, vocabulary: int) -> dict[str, Any]:
-    """Token ids for config and generation config; an id outside the vocabulary is left out."""
-    ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
-    return {role: i if isinstance(i, int) and 0 <= i < vocabulary else None for role, i in ids.items()}
-
-
-def stock_of(
-    model: Architecture,
-    weights: Mapping[str, LazyTensor],
-    record: Record,
-    options: Options,
-    tokenizer: str | None,
-    beside: Path,
-    *,
-    trained: bool = False,
-    otherwise: str = "",
-) -> Stock:
-    """:param weights: OLMo's names, a scheme's own among them. :param record: of them.
-
-    :param trained: not folded: as they were trained. :param otherwise: what to do where they cannot be folded.
-    :raises LNSConfigError: no class computes this model.
-    """
-    scheme, layers, factors = record.scheme, model.n_layers, {}
-    if trained:
-        factors = fold.inverse(model, record)
-    elif record.active:
-        if is_gemma2(scheme, layers):
-            why = f"its blocks have the four norms of {scheme.definition.title}"
-            return Stock(*_gemma2(model, scheme, weights, options), why, tokenizer, beside)
-        fold.require_foldable(scheme, layers, beside, otherwise)
-        factors = fold.factors(model, scheme, weights)
-        weights = {name: tensor for name, tensor in weights.items() if name not in fold.gates(model)}
-    _, why = choose_class(model)
-    folded = fold.scaled(weights, factors, options.rounding, options.dtype)
-    return Stock(transformers_config(model), to_huggingface(model, folded), why, tokenizer, beside)
-
-
-def is_gemma2(scheme: Scheme, n_layers: int) -> bool:
-    """Whether the scheme's blocks are Gemma 2's, up to factors that a gain can hold."""
-    plans = [plan for _, _, plan in scheme.plans(n_layers)]
-    return all(plan == Plan(branch=True, branch_scale=plan.branch_scale) for plan in plans)
-
-
-def _gemma2(
-    model: Architecture, scheme: Scheme, weights: Mapping[str, LazyTensor], options: Options
-) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """Config and weights. :raises LNSConfigError: Gemma 2 does not compute this model."""
-    found = problems(model)
-    found += ["LayerNorm (Gemma 2 has RMSNorm)"] * (model.base_norm != "rms")
-    found += ["biases"] * (model.include_bias or model.norm_bias) + ["clip_qkv"] * bool(model.clip_qkv)
-    if found:
+def require_same(found: torch.Tensor, expected: torch.Tensor, model: Any, what: str) -> None:
+    """:raises LNSConfigError: the logits of two models differ by more than their dtype explains."""
+    allowed = _SAME.get(next(model.parameters()).dtype, _SAME_ROUNDED)
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= allowed:
         raise LNSConfigError(
-            f"no stock transformers class computes this model (nearest: {_GEMMA2}): {'; '.join(found)}"
+            f"{what}: logits differ by {difference:.1e} of the largest, expected {allowed:.0e} at most."
         )
-    embedding = weights["transformer.wte.weight"]
-    dtype = options.dtype or embedding.dtype
-
-    def gain(ours: str) -> dict[str, LazyTensor]:
-        """``gain * scale - 1``; the gain is 1 where the model has none.
-
-        Not through ``Rounding``: near 0 a relative error says nothing about the gain.
-        """
-        scale = 1.0
-        if match := re.match(r"transformer\.blocks\.(\d+)\.(attn|ff)_norm(_out)?$", ours):
-            plan = scheme.plan(int(match[1]) + 1, model.n_layers, match[2])
-            scale = plan.branch_scale if match[3] else plan.norm_scale
-        if (stored := weights.get(f"{ours}.weight")) is None:
-            return {"weight": _constant(model, scale - 1.0, dtype)}
-
-        def shifted(tensor: torch.Tensor) -> torch.Tensor:
-            fold.check_finite(ours, tensor)
-            return (tensor.double() * scale - 1.0).to(dtype)
-
-        return {"weight": stored.map(shifted, dtype=dtype)}
-
-    made = _renamed(model, weights, _GEMMA2_NORMS, gain)
-    made["lm_head.weight"] = embedding if model.weight_tying else weights["transformer.ff_out.weight"]
-    for name in [name for name in made if "norm" not in name]:
-        factor = model.d_model**-0.5 if name == "model.embed_tokens.weight" else 1.0
-        made[name] = options.rounding.folded(name, made[name], factor, options.dtype)
-    config = common(model, _GEMMA2) | {
-        "head_dim": model.head_dim,
-        "query_pre_attn_scalar": model.head_dim,
-        "hidden_activation": "silu",
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "layer_types": ["full_attention"] * model.n_layers,
-        "rms_norm_eps": model.layer_norm_eps,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-    }
-    return config, made
 
 
-def hooked_llama(model: Architecture, weights: Mapping[str, LazyTensor], *, scheme: Scheme) -> Any:
-    """The model in fp32 with unfolded weights, the scheme applied to the outputs of norms and sub-layers.
+def build(values: Mapping[str, Any], state: Mapping[str, torch.Tensor], source: Path) -> Any:
+    """The causal model of a config's ``values`` with the tensors of ``state``.
 
-    :param weights: OLMo's or transformers' names, a scheme's own among the former.
-    :raises LNSConfigError: a scheme of another residual form.
+    :raises LNSConfigError: they don't fit.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    own = {name: tensor.load().float() for name, tensor in weights.items() if _OWN.search(name)}
-    weights = {name: tensor for name, tensor in weights.items() if name not in own}
-    if "transformer.wte.weight" in weights:
-        weights = to_huggingface(model, weights)
-    values = transformers_config(model)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    network = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).eval()
-    state = {name: tensor.load().float() for name, tensor in weights.items()}
-    if model.weight_tying:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    network.load_state_dict(state, strict=True)
-    for number, sub_layer, plan in scheme.plans(model.n_layers):
-        hooked = Plan(branch=plan.branch, norm_scale=plan.norm_scale, branch_scale=plan.branch_scale, gate=plan.gate)
-        if plan != hooked:
-            raise LNSConfigError(f"no stock Llama with hooks computes {scheme.definition.title} ({scheme})")
-        layer, prefix = network.model.layers[number - 1], f"transformer.blocks.{number - 1}.{sub_layer}_"
-        attention = sub_layer == "attn"
-        norm = layer.input_layernorm if attention else layer.post_attention_layernorm
-        norm.register_forward_hook(lambda module, inputs, output, scale=plan.norm_scale: output * scale)
-        parts = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
-        branch = layer.self_attn if attention else layer.mlp
-        branch.register_forward_hook(_branch_hook(plan, parts, model))
-    return network
+    config = transformers.AutoConfig.for_model(**values)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    _give(model, state, source)
+    return model.to(dtype=next(iter(state.values())).dtype)
 
 
-def _branch_hook(plan: Plan, parts: Mapping[str, torch.Tensor], model: Architecture) -> Any:
-    """``gate * branch_scale * Norm(output)``, the norm written out."""
+def _give(model: Any, state: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Load into a model on the meta device, whose tables (RoPE) are made anew on the CPU."""
+    shared = {name for name, p in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
+    state = dict(state)
+    for name in shared - set(state):  # of tied weights one is stored
+        twin = model.get_parameter(name)
+        state[name] = state[next(n for n, p in model.named_parameters() if p is twin)]
+    load_state(model, state, source)
+    model.tie_weights()
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            fresh = type(module)(config=model.config)
+            module.__dict__["_buffers"] = fresh._buffers
 
-    def branch(h: torch.Tensor) -> torch.Tensor:
-        if plan.branch:
-            if model.base_norm == "default":
-                h = h - h.mean(-1, keepdim=True)
-            h = h / (h.pow(2).mean(-1, keepdim=True) + model.layer_norm_eps).sqrt()
-            h = h * parts["norm_out.weight"] + parts.get("norm_out.bias", 0)
-        return h * plan.branch_scale * parts.get("gate.weight", 1)
 
-    def hook(module: Any, inputs: Any, output: Any) -> Any:
-        return (branch(output[0]), *output[1:]) if isinstance(output, tuple) else branch(output)
+def measure(model: Any, reference: Any, source: Path) -> None:
+    """:raises LNSConfigError: a converted model computes something else than the model that it was made from."""
+    name, ids = type(model).__name__, prompt(reference)
+    require_same(logits(model, ids), logits(reference, ids), model, f"{source}: {name} doesn't compute this model")
 
-    return hook
+
+def tokens(opened: Opened) -> dict[str, int | None]:
+    """The special tokens of a config; an id outside the vocabulary is left out."""
+    size = vocabulary(opened.model)
+    ids = {"bos_token_id": None, "eos_token_id": opened.eos_token_id, "pad_token_id": opened.pad_token_id}
+    return {role: i if isinstance(i, int) and 0 <= i < size else None for role, i in ids.items()}
+
+
+def save(opened: Opened, out: Path, max_shard_size: str = "5GB") -> None:
+    """Write the model as transformers does. :param max_shard_size: of a file, such as ``2GB``."""
+    model: Any = opened.model
+    model.save_pretrained(out, max_shard_size=max_shard_size)

@@ -1,180 +1,353 @@
-"""Megatron's checkpoints: folded for stock Megatron and transformers, unfolded to train on.
+"""Megatron's distributed checkpoints (``torch_dist``): folded for stock Megatron, and run as a Llama.
 
-Of a scheme of the residual addition, ``x + c * g * f(N(x))`` is Pre-LN with c * g in the rows of ``linear_proj`` and
-``linear_fc2``.
+Layers lie stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` of shape [L, …]) or under their number
+(``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each group holds its query heads, then one key and
+one value head. ``linear_fc1`` is [gate, up]. The saved arguments are in ``common.pt``; from Megatron Core 0.19 on, in
+an object of the distributed checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
+import importlib
+import io
+import pathlib
 import re
+import shutil
+import signal
+import types
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Iterator
 
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from olmo_lns.checkpoints.megatron import (
-    COMMON,
-    COMMON_OBJECT,
-    GAIN,
-    OWN,
-    TRACKER,
-    TRAINING,
-    Absent,
-    MegatronCheckpoint,
-    common_bytes,
-    is_megatron,
-)
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.export import HF, MEGATRON, fold, huggingface
-from olmo_lns.export.atomic import copy_unread
-from olmo_lns.export.fold import Factor
-from olmo_lns.export.sources import Options, PlannedExport, Source, Stock, nothing_to_fold
-from olmo_lns.integrations.megatron.settings import SLOTS, ZERO_CENTRED, Settings
-from olmo_lns.record import Record
+from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.export import MEGATRON, fold, huggingface
+from olmo_lns.export.open import Opened, tensors_of
 from olmo_lns.schemes import PRE_LN, Scheme
 
-_OUTPUT = re.compile(
-    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<holder>self_attention\.linear_proj|mlp\.linear_fc2)\.(?:weight|bias)$"
+TRACKER, COMMON, COMMON_OBJECT = "latest_checkpointed_iteration.txt", "common.pt", "common_state/shard_0_1"
+#: Entries of a checkpoint that belong to training, not to the model.
+_TRAINING = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b")
+#: Parameters of the two norms of a block, in every spec that LNS can be applied to.
+_SITE = re.compile(
+    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:self_attention\.linear_qkv(?:_down_proj)?\.layer_norm_|input_layernorm\."
+    r"|mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)(?P<part>weight|bias)$"
 )
+#: The names that arguments have had: ``--apply-layernorm-1p``, and ``--norm-epsilon``.
+_ZERO_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+_EPSILON = ("norm_epsilon", "layernorm_epsilon")
+_NOTHING = (None, False, 0)
+#: Argument -> its values in a model that Llama computes; an argument that is absent is fine.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0, None),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "softmax_type": ("vanilla", None),
+    **dict.fromkeys(("num_experts", "multi_latent_attention", "mtp_num_layers", "add_bias_linear"), _NOTHING),
+    **dict.fromkeys(("rotary_interleaved", "use_rope_scaling", "no_rope_freq", "add_qkv_bias"), _NOTHING),
+    **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "attention_output_gate", "window_size", "use_mup"), _NOTHING),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "experimental_attention_variant"), _NOTHING),
+    **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), _NOTHING),
+    **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern", "glu_linear_offset"), _NOTHING),
+    **dict.fromkeys(("activation_func_clamp_value", "quick_geglu"), _NOTHING),
+}
+#: Plain value classes that saved arguments hold, besides Megatron's own enumerations.
+_SAFE: dict[str, Any] = {
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": types.SimpleNamespace,
+    "pathlib.PosixPath": pathlib.PosixPath,
+    "signal.Signals": signal.Signals,
+}
 
 
-class Megatron(Source):
-    name = "megatron"
-    kind = "a Megatron checkpoint"
-    formats = (MEGATRON, HF)
-    checkpoint = MegatronCheckpoint
-    recognises = staticmethod(is_megatron)
+@dataclass
+class Saved:
+    """One iteration of a Megatron run. :param common: ``common["args"]`` are the run's arguments.
 
-    def stock(self, checkpoint: MegatronCheckpoint, options: Options, *, trained: bool = False) -> Stock:
-        record, folder, layers = checkpoint.record, checkpoint.folder, int(checkpoint.args.num_layers)
-        if record.active and not trained and not huggingface.is_gemma2(record.scheme, layers):
-            fold.require_foldable(record.scheme, layers, folder)  # before weights that it may lack are asked for
-        model, weights = checkpoint.as_olmo()
-        return huggingface.stock_of(model, weights, record, options, None, folder, trained=trained)
-
-    def folded(self, checkpoint: MegatronCheckpoint, options: Options) -> PlannedExport:
-        if options.dtype is not None:
-            raise LNSConfigError("--dtype is for --format hf: Megatron loads weights in the dtype of its own flags")
-        if not checkpoint.record.active:
-            raise nothing_to_fold(checkpoint.record, checkpoint.folder)
-        scheme = checkpoint.record.scheme
-        changes: dict[str, Any] = {"layernorm_scaling": False, "layernorm_scaling_folded": True}
-        factors = _of_norms(checkpoint, scheme)
-        if checkpoint.addition.is_pre_ln:
-            changes |= {"layernorm_scaling_exponent": scheme.parameters["exponent"]}
-        else:
-            fold.require_foldable(scheme, int(checkpoint.args.num_layers), checkpoint.folder)
-            factors |= _of_branches(checkpoint, scheme)
-            changes |= {"norm_scheme": "", "norm_scheme_folded": str(scheme)}
-        flag = Settings.of_scheme(scheme).flag
-
-        def write(out: Path) -> list[str]:
-            _write(out, checkpoint, factors, options, **changes)
-            lines = [f"Megatron torch_dist, {checkpoint.folder.name}: load it with --finetune, without {flag}"]
-            if checkpoint.shift:
-                lines.append("zero-centred gains were written as plain gains: run without --apply-layernorm-1p")
-            return lines
-
-        return PlannedExport(write)
-
-    def unfolded(self, checkpoint: MegatronCheckpoint, options: Options) -> PlannedExport:
-        record = fold.unfolded_record(checkpoint.record, checkpoint.folder, int(checkpoint.args.num_layers))
-        inverse: dict[str, Factor] = {name: 1 / by for name, by in _of_norms(checkpoint, record.scheme).items()}
-        changes: dict[str, Any] = {"layernorm_scaling": True, "layernorm_scaling_folded": False}
-        changes["layernorm_scaling_exponent"] = record.scheme.parameters["exponent"]
-
-        def write(out: Path) -> list[str]:
-            _write(out, checkpoint, inverse, options, **changes)
-            return [
-                f"Megatron torch_dist, {record}: the factor is outside again",
-                "warning: the optimizer's moments were dropped: load with --finetune and --layernorm-scaling",
-            ]
-
-        return PlannedExport(write)
-
-    def model(self, folder: Path, exported: Record | None = None) -> Any:
-        checkpoint = MegatronCheckpoint.open(folder)
-        scheme = checkpoint.record.scheme if checkpoint.record.active else PRE_LN
-        return huggingface.hooked_llama(*checkpoint.as_olmo(), scheme=scheme)
-
-
-def _write(
-    out: Path, checkpoint: MegatronCheckpoint, factors: dict[str, Factor], options: Options, **args: Any
-) -> None:
-    """Write the model, multiplied by ``factors``, without optimizer, training state and what residual additions own.
-
-    Zero-centred gains are written as plain gains: s·(1+g) - 1 would lose up to a percent in bf16.
-
-    :param factors: stored name -> factor. :param args: changes of the saved arguments.
+    :param names: of the model's tensors. :param objects: of its other entries.
     """
-    if absent := [name for name, value in vars(checkpoint.args).items() if isinstance(value, Absent)]:
+
+    folder: Path
+    common: dict[str, Any]
+    names: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+
+    @property
+    def args(self) -> Any:
+        return self.common["args"]
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that the saved arguments name."""
+        if other := getattr(self.args, "norm_scheme", ""):
+            raise LNSConfigError(f"{self.folder}: norm_scheme={other!r} in Megatron is of a development version only.")
+        if not getattr(self.args, "layernorm_scaling", False):
+            return PRE_LN
+        exponent = getattr(self.args, "layernorm_scaling_exponent", None)
+        return Scheme.of("lns", **({} if exponent is None else {"exponent": float(exponent)}))
+
+    @property
+    def shift(self) -> float:
+        """What is added to a stored gain: 1 where gains are zero-centred."""
+        return 1.0 if any(_given(self.args, _ZERO_CENTRED, self.folder)) else 0.0
+
+    def sites(self) -> Iterator[tuple[str, int | None, str]]:
+        """Name of each parameter of a block norm, its 0-based layer (None: all, stacked), ``weight`` or ``bias``."""
+        for name in self.names:
+            if match := _SITE.match(name):
+                yield name, None if match["layer"] is None else int(match["layer"]), match["part"]
+
+
+def read(folder: Path) -> Saved:
+    """Read arguments and names of one iteration; load no weight.
+
+    :param folder: of a run (its latest iteration is taken) or of an iteration.
+    :raises LNSConfigError: another format, damaged, without arguments, or with layers that cannot be folded.
+    """
+    folder = _iteration(folder)
+    try:
+        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except ModuleNotFoundError as error:
+        raise LNSConfigError(f"{folder} needs Megatron Core, whose classes it names ({error}).") from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise LNSConfigError(f"{folder / '.metadata'} cannot be read: {one_line(error)}") from None
+    saved = Saved(folder, _common(folder, stored))
+    for name, entry in stored.items():
+        if not _TRAINING.match(name) and name != COMMON_OBJECT:
+            (saved.names if isinstance(entry, TensorStorageMetadata) else saved.objects).append(name)
+    layers = int(saved.args.num_layers)
+    gains = [(name, layer) for name, layer, part in saved.sites() if part == "weight"]
+    sizes: dict[str, Any] = dict(stored)
+    found = sum(int(sizes[name].size[0]) if layer is None else 1 for name, layer in gains)
+    if found != 2 * layers:
         raise LNSConfigError(
-            f"{checkpoint.folder}: the saved argument {absent[0]} is of a class of Megatron Core's, which is not "
-            "installed here and could not be written: install megatron-core, or export with --format hf"
+            f"{folder}: found {found} block norms in {layers} layers, expected {2 * layers}. Only a plain transformer "
+            "decoder (attention and MLP or MoE in every layer) can be folded."
         )
-    shift = checkpoint.shift
-    edits = {
-        name: options.rounding.edit(name, factors.get(name, 1.0), shift=shift if GAIN.search(name) else 0.0)
-        for name in checkpoint.names
-    }
-    kept = {key: value for key, value in checkpoint.common.items() if not TRAINING.match(key)}
-    plain = {name: False for name in ZERO_CENTRED if hasattr(checkpoint.args, name)}
-    common = kept | {"args": argparse.Namespace(**{**vars(checkpoint.args), **args, **plain})}
-    folder = out / checkpoint.folder.name
-    checkpoint.state.rewrite(
-        folder,
-        lambda name: not TRAINING.match(name) and not OWN.match(name),
-        edits,
-        max_bytes=options.shard_bytes,
-        objects={COMMON_OBJECT: common_bytes(common)},
+    if foreign := [name for name in saved.names if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]:
+        raise LNSConfigError(f"{folder}: {foreign[0]} is of a layer that cannot be folded (MTP, Mamba or cross).")
+    return saved
+
+
+def _iteration(folder: Path) -> Path:
+    """The folder of one iteration: ``folder`` itself, or the latest one in it."""
+    if (folder / TRACKER).is_file():
+        latest = (folder / TRACKER).read_text(encoding="utf-8").strip()
+        folder = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
+    if (folder / ".metadata").is_file() and any((folder / name).is_file() for name in (COMMON, "metadata.json")):
+        return folder
+    found = "Megatron's legacy format" if any(folder.glob("mp_rank_*")) else "no complete torch_dist checkpoint"
+    raise LNSConfigError(f"{folder} holds {found}. Load it in Megatron and save it with --ckpt-format torch_dist.")
+
+
+class _KeepBytes(DefaultLoadPlanner):
+    """Objects stay the bytes that they were saved as: nothing is unpickled."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
+
+
+class _WriteBytes(DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return io.BytesIO(object) if isinstance(object, bytes) else super().transform_object(write_item, object)
+
+
+def _objects(folder: Path, names: list[str]) -> dict[str, bytes]:
+    state: dict[str, Any] = dict.fromkeys(names)
+    if names:
+        reader = FileSystemReader(folder)
+        dcp_load(
+            state,
+            storage_reader=reader,
+            planner=_KeepBytes(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
+    return state
+
+
+def _common(folder: Path, stored: Any) -> dict[str, Any]:
+    """The common state, through ``weights_only=True``: plain values and Megatron's enumerations are admitted.
+
+    :raises LNSConfigError: missing, damaged, naming another class, or without arguments.
+    """
+    path = folder / COMMON
+    if not path.is_file() and COMMON_OBJECT not in stored:
+        raise LNSConfigError(f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: the run's arguments are missing.")
+    content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+        allowed: list[Any] = [(_admitted(name, path), name) for name in names]
+        with torch.serialization.safe_globals(allowed):
+            common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except LNSConfigError:
+        raise
+    except Exception as error:  # torch raises almost anything for a damaged file
+        raise LNSConfigError(f"{path} cannot be read: {one_line(error)}") from None
+    common = common[0] if isinstance(common, list) and common else common
+    if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
+        raise LNSConfigError(f"{path} holds no arguments: expected those of the run, which say how it was built.")
+    return common
+
+
+def _admitted(name: str, path: Path) -> Any:
+    if name in _SAFE:
+        return _SAFE[name]
+    module, _, attribute = name.rpartition(".")
+    if module.startswith("megatron.core"):
+        found = getattr(importlib.import_module(module), attribute, None)
+        if isinstance(found, type) and issubclass(found, enum.Enum):
+            return found
+    raise LNSConfigError(f"{path} names the class {name}, which saved arguments have no need of: it is not loaded.")
+
+
+def _given(args: Any, names: tuple[str, ...], source: object) -> list[Any]:
+    """The values of an argument that has had several names. A default in its place would be a guess."""
+    found = [getattr(args, name) for name in names if getattr(args, name, None) is not None]
+    if not found:
+        raise LNSConfigError(f"{source}: the saved arguments hold neither {' nor '.join(names)}: expected one of them.")
+    return found
+
+
+def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
+    """Write a checkpoint that stock Megatron loads with ``--finetune``; the optimizer's state is left out.
+
+    :param scheme: for a checkpoint whose arguments name none. :returns: the name of the iteration's folder.
+    :raises LNSConfigError: nothing to fold, as :func:`read`, or values that are not finite.
+    """
+    saved = read(folder)
+    scheme = _agreed(saved, scheme)
+    if scheme.is_pre_ln:
+        raise LNSConfigError(f"{folder} is Pre-LN: there is nothing to fold.")
+    layers, target = int(saved.args.num_layers), out / saved.folder.name
+    fold.require_foldable(scheme, layers, folder)
+    factors = torch.tensor([scheme.plan(n, layers, "attn").norm_scale for n in range(1, layers + 1)]).double()
+    state: dict[str, Any] = tensors_of(saved.folder, dict.fromkeys(saved.names))
+    for name, layer, part in saved.sites():
+        factor = factors if layer is None else float(factors[layer])
+        state[name] = fold.multiplied(state[name], factor, None, saved.shift if part == "weight" else 0.0)
+    fold.check_finite(state.items())
+    kept = {key: value for key, value in saved.common.items() if not _TRAINING.match(key)}
+    ours = ("layernorm_scaling", "norm_scheme", "no_scaled_init")
+    args = {name: value for name, value in vars(saved.args).items() if not name.startswith(ours)}
+    common = kept | {"args": argparse.Namespace(**args)}
+    state |= _objects(saved.folder, saved.objects)
+    if (saved.folder / COMMON).is_file():
+        target.mkdir(parents=True)
+        torch.save(common, target / COMMON)
+    else:
+        buffer = io.BytesIO()
+        torch.save([common], buffer)
+        state[COMMON_OBJECT] = buffer.getvalue()
+    dcp_save(
+        state, storage_writer=FileSystemWriter(target), planner=_WriteBytes(flatten_state_dict=False), no_dist=True
     )
-    copy_unread(checkpoint.folder / "metadata.json", folder / "metadata.json")
-    if COMMON_OBJECT not in checkpoint.state.metadata.state_dict_metadata:
-        torch.save(common, folder / COMMON)
-    iteration = checkpoint.folder.name.removeprefix("iter_").lstrip("0") or "0"
+    shutil.copyfile(saved.folder / "metadata.json", target / "metadata.json")
+    iteration = saved.folder.name.removeprefix("iter_").lstrip("0") or "0"
     (out / TRACKER).write_text(iteration, encoding="utf-8")
+    return saved.folder.name
 
 
-def _stacked(checkpoint: MegatronCheckpoint, layer: int | None, value: Callable[[int], Factor]) -> Factor:
-    """``value`` of the 0-based ``layer``; for None, a tensor that stacks all layers, one value for each of its rows."""
-    if layer is not None:
-        return value(layer)
-    layers = range(int(checkpoint.args.num_layers))
-    stacked = torch.stack([torch.as_tensor(value(index), dtype=torch.float64) for index in layers])
-    return stacked if bool((stacked != 1.0).any()) else 1.0
+def _agreed(saved: Saved, scheme: Scheme | None) -> Scheme:
+    if scheme is not None and not saved.scheme.is_pre_ln and saved.scheme != scheme:
+        raise LNSConfigError(f"{saved.folder} says scheme {saved.scheme}, --scheme says {scheme}. Leave --scheme away.")
+    return saved.scheme if scheme is None else scheme
 
 
-def _of_norms(checkpoint: MegatronCheckpoint, scheme: Scheme) -> dict[str, Factor]:
-    """Stored name of a parameter of a block norm -> its factor."""
-    layers = int(checkpoint.args.num_layers)
-    return {
-        name: _stacked(checkpoint, layer, lambda i, sub=sub_layer: scheme.plan(i + 1, layers, sub).norm_scale)  # type: ignore[misc]
-        for name, layer, sub_layer in checkpoint.sites()
-    }
+def open(folder: Path, scheme: Scheme | None = None) -> Opened:
+    """Open a checkpoint as a Llama under its scheme. :param scheme: for one whose arguments name none.
 
-
-def _of_branches(checkpoint: MegatronCheckpoint, scheme: Scheme) -> dict[str, Factor]:
-    """Stored name of an output projection -> what its rows are multiplied by.
-
-    :raises LNSConfigError: the branch of an MLP has several last matrices.
+    :raises LNSConfigError: as :func:`read`, or Llama doesn't compute this model; it says why.
     """
-    layers, found = int(checkpoint.args.num_layers), [m for name in checkpoint.names if (m := _OUTPUT.match(name))]
-    if not any("linear_fc2" in m.string for m in found) or any(".experts." in name for name in checkpoint.names):
-        raise LNSConfigError(
-            f"{scheme.definition.title} ({scheme}) is not folded into a mixture of experts, whose branch is a sum of "
-            "several matrices: it runs in Megatron with olmo-lns"
-        )
+    saved = read(folder)
+    scheme = _agreed(saved, scheme)
+    state = tensors_of(saved.folder, dict.fromkeys(saved.names))
+    values = _config(saved, state["embedding.word_embeddings.weight"].shape[0])
+    model = huggingface.build(values, _renamed(saved, state, values), folder)
+    opened = Opened(
+        model, MEGATRON, PRE_LN, folder, huggingface.settings(model), max_length=values["max_position_embeddings"]
+    )
+    return huggingface.under(opened, scheme)
 
-    def factor(match: re.Match[str], index: int) -> Factor:
-        sub_layer = "attn" if match["holder"].startswith("self_attention") else "ff"
-        plan = scheme.plan(index + 1, layers, sub_layer)
-        if plan.gate is None:
-            return plan.branch_scale
-        gate = checkpoint.take(f"decoder.layers.{SLOTS[sub_layer]}.gate", index).load().double()
-        return (gate * plan.branch_scale).expand(int(checkpoint.args.hidden_size))
 
+def _config(saved: Saved, rows: int) -> dict[str, Any]:
+    """The settings of the Llama. :param rows: of the embedding, padding included."""
+    args = saved.args
+    problems = [
+        f"{name}={getattr(args, name)!r}"
+        for name, values in _PLAIN.items()
+        if hasattr(args, name) and getattr(args, name) not in values
+    ]
+    if problems:
+        raise LNSConfigError(f"{saved.folder}: no stock Llama computes this model: {', '.join(problems)}.")
+    heads = int(args.num_attention_heads)
+    groups = getattr(args, "num_query_groups", None) if getattr(args, "group_query_attention", True) else None
     return {
-        m.string: _stacked(checkpoint, int(m["layer"]) if m["layer"] else None, lambda i, m=m: factor(m, i))  # type: ignore[misc]
-        for m in found
+        "model_type": "llama",
+        "vocab_size": rows,
+        "hidden_size": int(args.hidden_size),
+        "intermediate_size": int(args.ffn_hidden_size),
+        "num_hidden_layers": int(args.num_layers),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(groups) if groups else heads,
+        "head_dim": int(getattr(args, "kv_channels", None) or args.hidden_size // heads),
+        "max_position_embeddings": int(args.max_position_embeddings),
+        "rope_theta": float(getattr(args, "rotary_base", 10_000)),
+        "rms_norm_eps": float(_given(args, _EPSILON, saved.folder)[0]),
+        "initializer_range": float(getattr(args, "init_method_std", 0.02)),
+        "tie_word_embeddings": not getattr(args, "untie_embeddings_and_output_weights", False),
+        "attention_bias": False,
+        "mlp_bias": False,
+        # The tokenizer names them; Megatron's arguments don't.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
+
+
+def _renamed(saved: Saved, state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights under Llama's names, not folded.
+
+    :raises LNSConfigError: a weight is missing, or Llama has no place for one.
+    """
+    used = set()
+
+    def take(name: str, layer: int | None = None) -> torch.Tensor:
+        numbered = name if layer is None else name.replace("decoder.layers.", f"decoder.layers.{layer}.")
+        stored = numbered if numbered in state else name
+        if stored not in state:
+            raise LNSConfigError(f"{saved.folder}: {stored} is missing. Expected the weights of a plain decoder.")
+        used.add(stored)
+        tensor = state[stored] if stored == numbered else state[stored][layer]
+        return tensor + saved.shift if name.endswith(("layer_norm_weight", "layernorm.weight")) else tensor
+
+    made = {"model.embed_tokens.weight": take("embedding.word_embeddings.weight")}
+    for layer in range(config["num_hidden_layers"]):
+        theirs, attention, mlp = f"model.layers.{layer}", "decoder.layers.self_attention", "decoder.layers.mlp"
+        made[f"{theirs}.input_layernorm.weight"] = take(f"{attention}.linear_qkv.layer_norm_weight", layer)
+        made[f"{theirs}.post_attention_layernorm.weight"] = take(f"{mlp}.linear_fc1.layer_norm_weight", layer)
+        qkv = ungrouped(take(f"{attention}.linear_qkv.weight", layer), config)
+        made |= {f"{theirs}.self_attn.{part}_proj.weight": rows for part, rows in zip("qkv", qkv, strict=True)}
+        made[f"{theirs}.self_attn.o_proj.weight"] = take(f"{attention}.linear_proj.weight", layer)
+        gate, up = take(f"{mlp}.linear_fc1.weight", layer).chunk(2)
+        made |= {f"{theirs}.mlp.gate_proj.weight": gate, f"{theirs}.mlp.up_proj.weight": up}
+        made[f"{theirs}.mlp.down_proj.weight"] = take(f"{mlp}.linear_fc2.weight", layer)
+    made["model.norm.weight"] = take("decoder.final_layernorm.weight")
+    if not config["tie_word_embeddings"]:
+        made["lm_head.weight"] = take("output_layer.weight")
+    if left := sorted(set(state) - used):
+        raise LNSConfigError(f"{saved.folder}: Llama has no place for {left[0]} ({len(left)} such weights).")
+    return made
+
+
+def ungrouped(qkv: torch.Tensor, config: dict[str, Any]) -> list[torch.Tensor]:
+    """Queries, keys and values of Megatron's rows, which are grouped by key head."""
+    groups, size = config["num_key_value_heads"], config["head_dim"]
+    grouped = qkv.view(groups, config["num_attention_heads"] // groups + 2, size, qkv.shape[-1])
+    return [part.reshape(-1, qkv.shape[-1]) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])]

@@ -22,14 +22,9 @@ from olmo_lns.errors import LNSError
 
 #: Module whose import loads a group of entry points -> the group.
 PLUGIN_GROUPS = {
-    "olmo": "olmo.plugins",
     "megatron.core": "megatron.plugins",
-    # Of transformers: what a converter of OLMo's imports instead of OLMo, the auto classes, which find a model type of
-    # ours, what loads, and what resumes.
+    # What a converter of OLMo's imports instead of OLMo.
     "transformers.models.olmo.configuration_olmo": "transformers.plugins",
-    "transformers.models.auto.configuration_auto": "transformers.plugins",
-    "transformers.modeling_utils": "transformers.plugins",
-    "transformers.trainer": "transformers.plugins",
 }
 #: The same, loaded before the module is executed: it holds what is to be guarded, or imports it while it runs.
 EARLY_GROUPS = dict.fromkeys(
@@ -94,7 +89,8 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     An exception of the callback fails the import of ``name``.
     """
     module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
+    spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
+    if module is not None and getattr(spec, "loader", None) and not getattr(spec, "_initializing", False):
         callback(module)
         return
     _callbacks.setdefault(name, []).append(callback)
@@ -116,7 +112,7 @@ def load_plugins(group: str) -> None:
 
     :raises PluginError: a plugin cannot be loaded or raised; the message names it.
     """
-    if group in _loaded_groups or is_set(DISABLE) or _is_namesake(group):
+    if group in _loaded_groups or is_set(DISABLE):
         return
     environment.warn()
     _loaded_groups.add(group)
@@ -133,12 +129,6 @@ def load_plugins(group: str) -> None:
                 f"plugin {entry.name!r} ({entry.value}, group {group}) failed: {error} "
                 f"[{DISABLE}=1 starts without olmo-lns]"
             ) from error
-
-
-def _is_namesake(group: str) -> bool:
-    """PyPI has other packages called ``olmo``; only AI2's has a model and a training config."""
-    module = sys.modules.get("olmo") if group == "olmo.plugins" else None
-    return module is not None and not (hasattr(module, "OLMo") or hasattr(module, "TrainConfig"))
 
 
 def autoload_active() -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import operator
 from typing import Any, Callable, cast
 
 import torch
 from torch import nn
 
 from olmo_lns.errors import LNSError
-from olmo_lns.integrations.transformers.families import FAMILIES, at, family_of, stock_type
 
-log = logging.getLogger(__name__)
-
+#: Encoders whose loss is that of masked tokens, not of the next one.
+MASKED = ("bert", "distilbert", "modernbert", "roberta")
 #: Of ids and mask.
 Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
 
@@ -29,17 +28,15 @@ def model_type(model: nn.Module) -> str | None:
 
 
 def is_masked_lm(kind: str | None) -> bool:
-    """Whether a ``model_type`` is an encoder whose loss is that of masked tokens, not of the next one."""
-    family = FAMILIES.get(stock_type(kind or ""))
-    return family is not None and family.masked
+    """Whether a ``model_type`` is one of :data:`MASKED`, under a scheme or not."""
+    return (kind or "").removeprefix("lns_") in MASKED
 
 
 def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     """The transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
-    OLMo's model (with block groups too, under FSDP too) and the families of
-    :mod:`olmo_lns.integrations.transformers.families` are known; any other model must hold exactly one list of at
-    least two modules of one class.
+    OLMo's model (with block groups too, under FSDP too) and OLMo-core's are known; any other model must hold exactly
+    one outermost list of at least two modules of one class.
 
     :param path: dotted path of the list inside ``model``, when it is known.
     :raises LNSError: not found, or not sure which: the candidates are listed; or a single block.
@@ -50,11 +47,8 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
         blocks = _olmo_blocks(model)
     elif is_olmo_core_model(model):
         blocks = list(cast(nn.ModuleDict, model.blocks).values())
-    elif (family := family_of(model)) is not None:
-        blocks = _at(cast(nn.Module, model.base_model), family.blocks)
     else:
         blocks = _only(model, _candidates(model), "transformer blocks")
-        log.warning("%s is not in the table of architectures; taking %s", type(model).__name__, _described(model))
     if len(blocks) < 2:
         raise LNSError(
             f"{type(model).__name__} has {len(blocks)} transformer block: expected at least 2, "
@@ -78,7 +72,7 @@ def _olmo_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _at(model: nn.Module, path: str) -> list[nn.Module]:
-    module = at(model, path)
+    module = operator.attrgetter(path)(model) if path in dict(model.named_modules()) else None
     if not isinstance(module, nn.ModuleList):
         raise LNSError(
             f"{type(model).__name__} has no list of blocks at {path!r} (found {type(module).__name__}). "

@@ -138,6 +138,5 @@ def arm_named(name: str) -> Arm:
 
 def check_environment() -> None:
     """:raises LNSConfigError: a variable that would change an arm into another under the same name."""
-    for name in (environment.SCHEME, environment.INITIALIZATION):
-        if value := environment.read(name):
-            raise LNSConfigError(f"{name}={value}: an arm sets its scheme and initialization itself: unset it")
+    if value := environment.read(name := environment.INITIALIZATION):
+        raise LNSConfigError(f"{name}={value}: an arm sets its scheme and initialization itself: unset it")

@@ -15,7 +15,6 @@ from olmo_lns import cli
 from olmo_lns.diagnostics import MEASURES
 from olmo_lns.diagnostics.results import Report
 from olmo_lns.errors import LNSError
-from olmo_lns.export.cli import source_of
 from olmo_lns.integrations.olmo.model import record_of
 from olmo_lns.models.loading import load_model
 
@@ -245,19 +244,3 @@ def test_layer_drop_of_bert_uses_its_mask_token(bert_folder, token_file, tmp_pat
     common = ["--data", token_file, "--sequence-length", 21, "-o", tmp_path / "drop.json"]
     assert analyze("layer-drop", "--model", bert_folder, *common) == 0
     assert Report.read(tmp_path / "drop.json").result.tokens == 28 * 3 + 2
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["unsharded", "sharded"])
-@pytest.mark.parametrize("selected", [None, "lns:exponent=0.5"])
-def test_analyze_and_verify_take_the_exponent_of_the_record(tmp_path, monkeypatch, sharded, selected):
-    """Only the record has the exponent; the environment names no scheme, or one with another exponent."""
-    monkeypatch.delenv("OLMO_LNS_SCHEME", raising=False)
-    save_olmo(tmp_path / "quarter", sharded=sharded, exponent=0.25, layer_norm_type="lns_rms")
-    if selected is not None:
-        monkeypatch.setenv("OLMO_LNS_SCHEME", selected)
-    folder = tmp_path / "quarter"
-    one, other = load_model(str(folder), device="cpu").model, source_of(folder).model(folder)
-    assert {str(record_of(model).scheme) for model in (one, other)} == {"lns:exponent=0.25"}
-    ids = torch.arange(24).view(2, 12)
-    with torch.inference_mode():
-        assert torch.equal(one(ids).logits, other(ids).logits)

@@ -1,13 +1,13 @@
 """Megatron's distributed checkpoints of a tiny model, written and read by Megatron Core itself."""
 
 import argparse
+import io
 import pickle
-import shutil
 from dataclasses import replace
 
 import torch
 
-from olmo_lns.checkpoints.megatron import COMMON, COMMON_OBJECT, MegatronCheckpoint, common_bytes, load_common
+from olmo_lns.export.megatron import COMMON, COMMON_OBJECT, read
 from olmo_lns.integrations.megatron import apply
 from support import megatron_tiny as tiny
 from support.megatron_saved import saved_arguments
@@ -81,14 +81,15 @@ def as_core_0_19(root):
     folder = root / "iter_0000010"
     if not (folder / COMMON).exists():  # they are there already
         return
-    content = common_bytes(load_common(folder / COMMON))
+    content = io.BytesIO()
+    torch.save([torch.load(folder / COMMON, weights_only=False)], content)
     (folder / COMMON).unlink()
-    (folder / "common_state.distcp").write_bytes(content)
+    (folder / "common_state.distcp").write_bytes(content.getvalue())
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata[COMMON_OBJECT] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex(COMMON_OBJECT)] = _StorageInfo("common_state.distcp", 0, len(content))
-    with (folder / ".metadata").open("wb") as file:
-        pickle.dump(metadata, file)
+    place = _StorageInfo("common_state.distcp", 0, len(content.getvalue()))
+    metadata.storage_data[MetadataIndex(COMMON_OBJECT)] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def load(root, model):
@@ -98,13 +99,13 @@ def load(root, model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    checkpoint, file = MegatronCheckpoint.open(root), root / "iter_0000010" / COMMON
-    stacked = "decoder.layers.mlp.linear_fc2.weight" in checkpoint.names
+    saved, file = read(root), root / "iter_0000010" / COMMON
+    stacked = "decoder.layers.mlp.linear_fc2.weight" in saved.names
     metadata = None if stacked else {"non_homogeneous_layers": True, "singleton_local_shards": False}
     state = {"model": model.sharded_state_dict(metadata=metadata)}
     lacking = not file.exists() and tuple(map(int, __version__.split(".")[:2])) < (0, 19)
     if lacking:  # releases before 0.19 read only the file
-        torch.save(checkpoint.common, file)
+        torch.save(saved.common, file)
     model.load_state_dict(dist_checkpointing.load(state, str(file.parent))["model"], strict=False)
     if lacking:
         file.unlink()
@@ -114,18 +115,3 @@ def load(root, model):
 def run(model):
     with torch.no_grad():
         return model(*tiny.inputs(tiny.batch())).double()
-
-
-def copy_with(root, target, change):
-    """Copy a checkpoint and change its common state. The copy has it in common.pt, which is read first."""
-    shutil.copytree(root, target)
-    common = MegatronCheckpoint.open(root).common
-    change(common)
-    torch.save(common, target / "iter_0000010" / COMMON)
-    return target
-
-
-def export_in_process(source, out, *options):
-    from olmo_lns.export.cli import main as export_main
-
-    export_main([str(source), str(out), "--format", "megatron", *options])

@@ -18,25 +18,3 @@ def saved_arguments(version, case="base"):
     """What ``version`` (two numbers) saves for the flags of ``case``; None where it has no such flag."""
     changed = RECORDED[version][case]
     return None if changed is None else argparse.Namespace(**RECORDED[version]["base"] | changed)
-
-
-class _Reading(argparse.Namespace):
-    """A namespace that notes which of its attributes are read."""
-
-    def __getattribute__(self, name):
-        if not name.startswith("_"):
-            object.__getattribute__(self, "__dict__").setdefault("_read", set()).add(name)
-        return object.__getattribute__(self, name)
-
-
-def names_read(args):
-    """The arguments that the exporter reads."""
-    from olmo_lns.checkpoints.megatron import architecture, gain_shift
-    from olmo_lns.integrations.megatron.settings import Settings
-
-    reading = _Reading(**vars(args))
-    architecture(reading, 128, "recorded")
-    gain_shift(reading, "recorded")
-    Settings.of(reading).record(reading)
-    found = vars(reading)["_read"]
-    return found

@@ -7,9 +7,7 @@ import os
 import pytest
 import torch
 
-from olmo_lns.schemes import Plan, lns_scale, names, registry
-from olmo_lns.schemes.registry import Definition
-from olmo_lns.schemes.table import EXPONENT
+from support import hooked as reference
 from support import launch
 from support.diagnostic_models import ARCHITECTURES, LAYERS, VOCABULARY
 
@@ -25,32 +23,15 @@ _IMAGES = dict(
     num_attention_heads=4,
     num_labels=5,
 )
+_OTHERS = ("bert", "olmo2", "olmo3")  # not Pre-LN
 #: model_type -> (class, config class, arguments).
-MODELS = {kind: row for kind, row in ARCHITECTURES.items() if kind != "bert" and hasattr(transformers, row[0])} | {
+MODELS = {kind: row for kind, row in ARCHITECTURES.items() if kind not in _OTHERS and hasattr(transformers, row[0])} | {
     "vit": ("ViTForImageClassification", "ViTConfig", _IMAGES),
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", _IMAGES | {"mlp_ratio": 2}),
 }
-IN_FRONT = [kind for kind in MODELS if kind not in ("olmo2", "olmo3")]
 #: Family -> the paths of the two sub-layers' norms in a block, written out here.
-NORMS = {
-    "gpt2": ("ln_1", "ln_2"),
-    "vit": ("layernorm_before", "layernorm_after"),
-    "dinov2": ("norm1", "norm2"),
-    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
-    "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
-}
+NORMS = {"gpt2": ("ln_1", "ln_2"), "vit": ("layernorm_before", "layernorm_after"), "dinov2": ("norm1", "norm2")}
 LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-#: Family -> the last projections of the two branches. Their output is the branch, because dropout is off.
-OUTPUTS = {
-    "gpt2": ("attn.c_proj", "mlp.c_proj"),
-    "gpt_neox": ("attention.dense", "mlp.dense_4h_to_h"),
-    "vit": ("attention.o_proj", "mlp.fc2"),
-    "dinov2": ("attention.o_proj", "mlp.fc2"),
-}
-LLAMA_OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
-if transformers.__version__.startswith("4."):
-    OUTPUTS["vit"] = ("attention.output.dense", "output.dense")
-    OUTPUTS["dinov2"] = ("attention.output.dense", "mlp.fc2")
 
 
 def environment(**changes):
@@ -88,22 +69,10 @@ def blocks(kind, model):
     return list(base.layers if hasattr(base, "layers") else base.encoder.layer)
 
 
-def hooked(kind, model, scheme="lns", exponent=0.5):
-    """A copy of a stock model whose norms (or branches) are multiplied by ``l ** -exponent`` from outside."""
-    reference = copy.deepcopy(model)
-    norms, outputs = NORMS.get(kind, LLAMA_NORMS), OUTPUTS.get(kind, LLAMA_OUTPUTS)
-    paths = {
-        "lns": norms,
-        "branchnorm": norms,
-        "lnsafterbranch": outputs,
-        "lnsafterattn": outputs[:1],
-        "lnsafterff": outputs[1:],
-    }[scheme]
-    for number, block in enumerate(blocks(kind, reference), start=1):
-        for path in paths:
-            factor = number**-exponent
-            block.get_submodule(path).register_forward_hook(lambda module, args, out, factor=factor: out * factor)
-    return reference
+def hooked(kind, model, exponent=0.5):
+    """A copy of a stock model whose norms are multiplied by ``l ** -exponent`` from outside."""
+    model = copy.deepcopy(model)
+    return reference.hooked(model, blocks(kind, model), NORMS.get(kind, LLAMA_NORMS), exponent)
 
 
 def same(kind, left, right, tolerance=1e-5):
@@ -119,38 +88,6 @@ def same(kind, left, right, tolerance=1e-5):
     assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
     for name, gradient in gradients.items():
         assert (gradient - wanted[name]).abs().max() <= tolerance * (wanted[name].abs().max() + 1e-3), name
-
-
-def _after(*scaled):
-    def plan(layer_number, n_layers, sub_layer, *, exponent):
-        factor = lns_scale(layer_number, exponent=exponent)
-        return Plan(branch_scale=factor) if sub_layer in scaled else Plan()
-
-    return plan
-
-
-def _branch_norm(layer_number, n_layers, sub_layer, *, exponent):
-    return Plan(pre=False, branch=True, branch_scale=lns_scale(layer_number, exponent=exponent))
-
-
-def _post(layer_number, n_layers, sub_layer):
-    return Plan(pre=False, post=True)
-
-
-@pytest.fixture
-def schemes(monkeypatch):
-    """Add rows that the table may lack: factors after the branches, a scaled norm on the branch, Post-LN."""
-    rows = {
-        "lnsafterbranch": (_after("attn", "ff"), {"exponent": EXPONENT}),
-        "lnsafterattn": (_after("attn"), {"exponent": EXPONENT}),
-        "lnsafterff": (_after("ff"), {"exponent": EXPONENT}),
-        "branchnorm": (_branch_norm, {"exponent": EXPONENT}),
-        "anotherform": (_post, {}),
-    }
-    for name, (plan, parameters) in rows.items():
-        if name not in names():
-            row = Definition(name, name, name, plan, "a test", parameters)
-            monkeypatch.setitem(registry._table, name, row)
 
 
 def read_config(folder):

@@ -1,33 +1,31 @@
 """OLMo's blocks and norms under a scheme: :func:`attach` turns a block that OLMo has built into the scheme's.
 
 A scheme that only multiplies the norm in front of a sub-layer leaves the block its class and changes its two norms.
-Any other gets another ``forward``, everything else stays OLMo's. The factors cost no pass over the activations: those
-of a norm are folded into it, those of the residual addition into the addition.
+Any other gets another ``forward``, everything else stays OLMo's; with the plan of Pre-LN that forward computes what
+OLMo's own does (:func:`check_forward`). The factors cost no pass over the activations: those of a norm are folded into
+it, those of the residual addition into the addition.
 
 ``attn_norm`` and ``ff_norm`` are the first (or only) norm of their sub-layer, wherever it sits; a second one is
-``attn_norm_out``; learned factors are ``attn_gate`` and ``attn_omega``. The norms are subclasses of OLMo's:
-``get_param_groups`` recognises norms by class, and a wrapper would rename parameters in the state dict.
+``attn_norm_out``; learned factors are ``attn_gate`` and ``attn_omega``. The classes here are mixins: a module becomes
+an instance of a subclass of its own class, so ``get_param_groups`` recognises norms, and no parameter is renamed.
 """
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
-from olmo.model import LayerNorm, LayerNormBase, OLMoBlock, OLMoLlamaBlock, OLMoSequentialBlock, RMSLayerNorm
 from torch import nn
 
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import norm_sites, patching
-from olmo_lns.integrations.norm_sites import Scaled, Site, give
-from olmo_lns.integrations.olmo import upstream
+from olmo_lns import probe, sites
+from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.norm.dtypes import compute_dtype, output_dtype, rms_output_dtype, without_autocast
-from olmo_lns.record import Record
-from olmo_lns.schemes import SUB_LAYERS, Learned, Plan
+from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
+from olmo_lns.sites import Scaled, Site
 
 _Run = Callable[..., Any]
 
@@ -51,21 +49,22 @@ def _weighs_shortcut(plan: Plan) -> bool:
     return plan.alpha != 1.0 or plan.omega is not None
 
 
-class LearnedFactor(LayerNormBase):
-    """A learned vector (d_model,) or number (1,), fp32. The block takes ``weight`` into its residual addition.
+class LearnedFactor(sites.Derived):
+    """Mixin in front of ``LayerNormBase``: a learned vector (d_model,) or number (1,), fp32, which the block takes into
+    its residual addition.
 
     A norm by class because OLMo's optimizer groups know norms and refuse a bare parameter; never
     0-d, which FSDP refuses.
     """
 
-    def __init__(self, config: Any, learned: Learned) -> None:
+    def __init__(self: Any, config: Any, learned: Learned) -> None:
         nn.Module.__init__(self)
         self.learned = learned
         size = learned.elements(config.d_model)
         self.weight = nn.Parameter(torch.full((size,), learned.start, device=config.init_device))
         self.register_parameter("bias", None)
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self: Any) -> None:
         nn.init.constant_(self.weight, self.learned.start)
 
 
@@ -95,15 +94,15 @@ class _Constant:
         return x * (self.tensor if torch.compiler.is_compiling() else self.value)
 
 
-class _SchemeBlock(OLMoBlock):
-    """Mixin in front of OLMo's block classes. A block that OLMo has built gets such a class as its ``__class__``."""
+class SchemeBlock(sites.Derived):
+    """Mixin in front of OLMo's block classes: a block under a scheme with a residual form of its own."""
 
     lns_residual_attn: _Residual
     lns_residual_ff: _Residual
     lns_gains: dict[str, tuple[tuple[str, float], ...]]
 
     def forward(
-        self,
+        self: Any,
         x: torch.Tensor,
         attention_bias: torch.Tensor | None = None,
         layer_past: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -120,10 +119,10 @@ class _SchemeBlock(OLMoBlock):
         h = self.ff_out(run(self.act, self.ff_proj(self._enter("ff", x, run))))
         return self._leave("ff", x, h, run), cache
 
-    def _queries_keys_values(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        fused = isinstance(self, OLMoSequentialBlock)
+    def _queries_keys_values(self: Any, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        fused = hasattr(self, "att_proj")
         projections = (self.att_proj,) if fused else (self.q_proj, self.k_proj, self.v_proj)
-        found = tuple(projection(h) for projection in projections)
+        found: tuple[torch.Tensor, ...] = tuple(projection(h) for projection in projections)
         if (limit := self.config.clip_qkv) is not None:
             found = tuple(projected.clamp_(min=-limit, max=limit) for projected in found)
         return found[0].split(self.fused_dims, dim=-1) if fused else found
@@ -134,7 +133,7 @@ class _SchemeBlock(OLMoBlock):
             x = residual.input.times(x)
         return run(getattr(self, f"{sub_layer}_norm"), x) if residual.pre else x
 
-    def _leave(self, sub_layer: str, x: torch.Tensor, h: torch.Tensor, run: _Run) -> torch.Tensor:
+    def _leave(self: Any, sub_layer: str, x: torch.Tensor, h: torch.Tensor, run: _Run) -> torch.Tensor:
         """The stream after a sub-layer. :param x: the stream before it. :param h: what the sub-layer gave."""
         residual: _Residual = getattr(self, f"lns_residual_{sub_layer}")
         if residual.branch:
@@ -175,20 +174,12 @@ class _SchemeBlock(OLMoBlock):
 
     def reset_parameters(self) -> None:
         """OLMo's own draw, then what a scheme adds: its modules' start and its gains on the fresh weights."""
-        super().reset_parameters()
+        super().reset_parameters()  # type: ignore[misc]
         for sub_layer in SUB_LAYERS:
             for name in ("norm_out", "gate", "omega"):
                 if (module := getattr(self, f"{sub_layer}_{name}", None)) is not None:
                     module.reset_parameters()
-        _apply_gains(self)
-
-
-class SchemeSequentialBlock(_SchemeBlock, OLMoSequentialBlock):
-    """OLMo's sequential block under a scheme with a residual form of its own."""
-
-
-class SchemeLlamaBlock(_SchemeBlock, OLMoLlamaBlock):
-    """OLMo's llama block under a scheme with a residual form of its own."""
+        apply_gains(self)
 
 
 def _call(function: _Run, *args: Any, **kwargs: Any) -> Any:
@@ -215,12 +206,12 @@ _ROLES = {
 
 
 @torch.no_grad()
-def _apply_gains(block: Any) -> None:
-    """Multiply the freshly drawn weights of ``block`` by its ``lns_gains``; once after each draw.
+def apply_gains(block: Any) -> None:
+    """Multiply the freshly drawn weights of ``block`` by its ``lns_gains``, if it has any; once after each draw.
 
     :raises LNSConfigError: the rows of ``v`` cannot be found in this process's shard.
     """
-    for sub_layer, gains in block.lns_gains.items():
+    for sub_layer, gains in getattr(block, "lns_gains", {}).items():
         for role, gain in gains:
             owner, modules = _ROLES[role]
             if owner != sub_layer:
@@ -258,18 +249,18 @@ def _rows_of_v(block: Any) -> torch.Tensor:
     return weight[max(0, total - rows * width - first) :]
 
 
-class LNSRMSLayerNorm(Scaled, RMSLayerNorm):
+class FoldedRMSNorm(Scaled):
     """``lns_scale * RMSNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``RMSLayerNorm``."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.lns_backend.rms_norm(x, self.weight, self.eps, self.lns_factor, bias=self.bias)
         return y
 
 
-class LNSOLMoLayerNorm(Scaled, LayerNorm):
+class FoldedLayerNorm(Scaled):
     """``lns_scale * LayerNorm(x)`` for x of shape (..., d_model); dtypes as OLMo's ``LayerNorm``."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
         if self.low_precision:
             x = self._cast_if_autocast_enabled(x)
@@ -279,13 +270,16 @@ class LNSOLMoLayerNorm(Scaled, LayerNorm):
         return y
 
 
-class _Grouped(Scaled):
-    """Statistics over groups of channels, x of shape (..., d_model); rounded once, at the end, as OLMo's norm is."""
+class Grouped(Scaled):
+    """Statistics over groups of channels, x of shape (..., d_model); rounded once, at the end, as OLMo's norm is.
 
-    lns_groups: int
+    Without a factor, and with one group OLMo's own norm: that is measured.
+    """
+
+    lns_groups = 1
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        rms = isinstance(self, RMSLayerNorm)
+        rms = not hasattr(self, "low_precision")
         x = x if rms or not self.low_precision else self._cast_if_autocast_enabled(x)
         with without_autocast(x.device.type):
             parts = x.to(compute_dtype(x.dtype)).unflatten(-1, (self.lns_groups, -1))
@@ -296,78 +290,100 @@ class _Grouped(Scaled):
         return y.to(rms_output_dtype(x, self.weight, self.bias) if rms else output_dtype(x.dtype, x.device.type))
 
 
-class GroupedRMSLayerNorm(_Grouped, RMSLayerNorm):
-    """RMSNorm over groups of channels."""
-
-
-class GroupedLayerNorm(_Grouped, LayerNorm):
-    """LayerNorm over groups of channels."""
-
-
-#: OLMo's class -> ours, without and with groups of channels.
-_SCALED: dict[type, tuple[type, type]] = {
-    RMSLayerNorm: (LNSRMSLayerNorm, GroupedRMSLayerNorm),
-    LayerNorm: (LNSOLMoLayerNorm, GroupedLayerNorm),
-}
-
-
-def scale_norm(norm: LayerNormBase, scale: float, *, groups: int = 1) -> None:
-    """Let ``norm`` compute ``scale * Norm(x)``, in place.
-
-    :param groups: statistics over d_model / groups channels; then without a factor.
-    :raises TypeError: ``norm`` is not one of OLMo's norms.
-    """
-    if type(norm) not in _SCALED:
-        raise TypeError(f"cannot scale a {type(norm).__name__}; expected OLMo's RMSLayerNorm or LayerNorm")
-    give(norm, _SCALED[type(norm)][groups > 1], scale)
+def _scale(norm: Any, factor: float, site: Site, *, groups: int = 1) -> None:
+    """Let ``norm`` compute ``factor * Norm(x)``, in place, measured against what it computed before."""
+    folded = Grouped if groups > 1 else FoldedLayerNorm if hasattr(norm, "low_precision") else FoldedRMSNorm
+    sites.scale(norm, factor, where=site, width=norm.config.d_model, folded=folded)
     if groups > 1:
+        if not isinstance(norm, Grouped):
+            raise MeasurementError(
+                f"{site} ({type(norm).__name__}): found another norm than OLMo's own with statistics over one group of "
+                "channels; expected the same, or groups of channels cannot be laid over it."
+            )
         norm.lns_groups = groups
 
 
-_CLASSES: dict[type, type] = {OLMoSequentialBlock: SchemeSequentialBlock, OLMoLlamaBlock: SchemeLlamaBlock}
+def _stream(block: Any) -> tuple[Any, torch.Tensor]:
+    """A block that can be run, in place of one on the meta device, and a stream for it."""
+    device, width = block.attn_out.weight.device, block.config.d_model
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        block = copy.deepcopy(block).to_empty(device=device)
+    return block, torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def attach(block: OLMoBlock, asked: Record) -> None:
-    """Turn a block that OLMo has built into the block of the scheme and initialization ``asked``, in place.
+def check_pre_ln(block: Any, where: str) -> None:
+    """Check that OLMo's own block reads its stream through its two norms and nothing else, by running a copy of it.
+
+    :raises MeasurementError: it reads it through others. :raises LNSConfigError: it is not Pre-LN.
+    """
+    real, x = _stream(block)
+    found = probe.pre_ln_sites(real, probe.Call((x,), {"attention_bias": None}, 0), where=where).names
+    expected = tuple(f"{sub_layer}_norm" for sub_layer in SUB_LAYERS)
+    if found != expected:
+        raise MeasurementError(
+            f"{where} ({type(block).__name__}): found that it reads the stream through {', '.join(found)}, expected "
+            f"{' and '.join(expected)}. This OLMo builds its blocks in another way: install another version of it."
+        )
+
+
+def check_forward(block: Any, where: str) -> None:
+    """Check that :class:`SchemeBlock` with the plan of Pre-LN computes what OLMo's own block does.
+
+    :raises MeasurementError: OLMo's forward does something that ours does not.
+    """
+    real, x = _stream(block)
+    twin = probe.twin(real)
+    with torch.no_grad():
+        expected = twin(x, attention_bias=None)[0]
+        _become(twin, dict.fromkeys(SUB_LAYERS, Plan()))
+        found = twin(x, attention_bias=None)[0]
+    error = float((found - expected).norm() / expected.norm())
+    if not error < probe.SAME:
+        raise MeasurementError(
+            f"{where} ({type(block).__name__}): found a relative difference of {error:.2g} between OLMo's own forward "
+            "and this package's with the plan of Pre-LN, expected none. Only schemes that multiply a norm, such as "
+            "lns, run in this OLMo."
+        )
+
+
+def _become(block: Any, plans: dict[str, Plan]) -> None:
+    for sub_layer, plan in plans.items():
+        setattr(block, f"lns_residual_{sub_layer}", _Residual(plan))
+    block.lns_gains = {sub_layer: plan.gains for sub_layer, plan in plans.items()}
+    block.__class__ = sites.derived(SchemeBlock, block.__class__)
+
+
+def attach(block: Any, scheme: Scheme, layer_number: int) -> None:
+    """Turn a block that OLMo has built into the block of ``scheme``, in place.
 
     A scheme that only multiplies the norm in front of a sub-layer leaves the block its class and attaches to its norms.
 
-    :raises UpstreamChangedError: OLMo's own forward is not one that ours was read against.
-    :raises TypeError: ``block`` is not one of OLMo's.
+    :param layer_number: 1-based, global.
+    :raises MeasurementError: a norm cannot be scaled.
     """
-    if asked.scaled_init != "upstream":
-        block.lns_initialization = asked.scaled_init
-    scheme, config = asked.scheme, block.config
-    sites = [Site(scheme, block.layer_id + 1, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
+    config = block.config
+    own = [Site(scheme, layer_number, config.n_layers, sub_layer) for sub_layer in SUB_LAYERS]
     if scheme.keeps_forward(config.n_layers):
-        for site in () if scheme.is_pre_ln else sites:
-            norm_sites.attach(norm := getattr(block, f"{site.sub_layer}_norm"), site)
-            scale_norm(norm, site.plan.norm_scale)
+        for site in own:
+            _scale(norm := getattr(block, f"{site.sub_layer}_norm"), site.plan.norm_scale, site)
+            sites.attach(norm, site)
         return
-    _check_upstream()
-    if type(block) not in _CLASSES:
-        raise TypeError(f"no scheme for a {type(block).__name__}; expected OLMoSequentialBlock or OLMoLlamaBlock")
-    norm_sites.attach(block, *sites)
-    for site in sites:
+    from olmo.model import LayerNormBase
+
+    sites.attach(block, *own)
+    for site in own:
         plan, sub_layer = site.plan, site.sub_layer
         if plan.norms == 2:
             setattr(block, f"{sub_layer}_norm_out", LayerNormBase.build(config, size=config.d_model))
         for name in ("gate", "omega"):
             if (learned := getattr(plan, name)) is not None:
-                setattr(block, f"{sub_layer}_{name}", LearnedFactor(config, learned))
+                setattr(block, f"{sub_layer}_{name}", sites.derived(LearnedFactor, LayerNormBase)(config, learned))
         # The constants beside a norm are folded into it; without one it stays OLMo's own.
         first = getattr(block, f"{sub_layer}_norm")
         if plan.pre and (plan.norm_scale, plan.groups) != (1.0, 1):
-            scale_norm(first, plan.norm_scale, groups=plan.groups)
+            _scale(first, plan.norm_scale, site, groups=plan.groups)
         behind = plan.branch_scale if plan.branch else plan.stream_scale if plan.post else 1.0
         if behind != 1.0:
-            scale_norm(getattr(block, f"{sub_layer}_norm_out", first), behind)
-        setattr(block, f"lns_residual_{sub_layer}", _Residual(plan))
-    block.lns_gains = {site.sub_layer: site.plan.gains for site in sites}
-    block.__class__ = _CLASSES[type(block)]
-
-
-@cache
-def _check_upstream() -> None:
-    for target in (upstream.SEQUENTIAL_FORWARD, upstream.LLAMA_FORWARD, upstream.ATTENTION):
-        patching.verify(target, target.locate()[2])
+            _scale(getattr(block, f"{sub_layer}_norm_out", first), behind, site)
+    _become(block, {site.sub_layer: site.plan for site in own})

@@ -1,13 +1,10 @@
-"""Wraps the construction of an OLMo model: block numbers, initial weights, and the check of the complete model.
+"""Wraps the construction of an OLMo model: attach at the end of its constructor, measure, say so.
 
 ``attn_out`` and ``ff_out`` of block l (1-based) of L blocks are drawn by OLMo with the standard deviation of the other
 matrices times a depth factor: 1/sqrt(2·l) for ``init_fn: mitchell``, 1/sqrt(2·L) for ``full_megatron``, 1 for
 ``normal``. A scheme replaces that factor, and the paper finds the two together worse than LNS alone (arXiv 2502.05795,
 footnote 1 and section 6). ``normal_scaled`` and ``normal_depth_scaled`` are ours: ``normal``, and the two projections
 times one of those factors. ``full_megatron`` is no such thing: it also draws the head at 1/sqrt(d).
-
-``register`` runs while OLMo is being imported, whoever imports it, so nothing here needs OLMo at import:
-:mod:`.block`, whose classes are made of OLMo's, is imported where it is used.
 """
 
 from __future__ import annotations
@@ -18,108 +15,133 @@ from typing import Any, Callable
 
 import torch
 
-from olmo_lns.errors import LNSConfigError, UpstreamChangedError
-from olmo_lns.integrations import norm_sites, patching
-from olmo_lns.integrations.olmo import types, upstream
-from olmo_lns.record import Record
+from olmo_lns import hook, probe, sites
+from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError, one_line
+from olmo_lns.integrations.olmo import block as blocks
+from olmo_lns.integrations.olmo import types
 from olmo_lns.schemes.initialization import factor
 
 log = logging.getLogger("olmo_lns")
 
-
-def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``LayerNormBase.build``: a type of ours gives OLMo's own norm, without a factor.
-
-    Final, embedding and q/k norms stay that way; a block attaches its own two afterwards.
-    """
-
-    def wrapped(cls: Any, config: Any, size: int | None = None, **kwargs: Any) -> Any:
-        if not types.has_scheme(config.layer_norm_type):
-            return build(cls, config, size, **kwargs)
-        from olmo.model import LayerNorm, RMSLayerNorm
-
-        base = types.base_type(config.layer_norm_type)
-        if base == "rms":
-            return RMSLayerNorm(config, size=size, **kwargs)
-        return LayerNorm(config, size=size, low_precision=base == "low_precision", **kwargs)
-
-    return wrapped
-
-
-def wrap_block_init(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``__init__`` of a block class: attach number ``layer_id + 1`` to its norms, or to the block itself.
-
-    The constructor rather than the factory, so that a block built without ``OLMoBlock.build``
-    is scaled too. ``layer_id`` is global, also with ``block_group_size > 1``.
-    """
-
-    def wrapped(self: Any, layer_id: int, config: Any, cache: Any) -> None:
-        from olmo_lns.integrations.olmo import block
-
-        types.require_supported(config)
-        init(self, layer_id, config, cache)
-        block.attach(self, types.asked_record(config))
-
-    return wrapped
+#: The residual output projections: sub-layer, and role in the gains of its plan.
+_OUTPUTS = {"attn_out": ("attn", "o"), "ff_out": ("ff", "ff_out")}
+#: So many elements of a weight tell its standard deviation to 0.3 %.
+_SAMPLE = 2**16
 
 
 def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``OLMo.__init__``: refuse what cannot be built, check and report afterwards."""
+    """Wrap ``OLMo.__init__``: OLMo builds and draws its own model, which then gets its scheme."""
 
-    def wrapped(self: Any, config: Any, init_params: bool = True) -> None:
-        types.require_supported(config)
-        asked = types.asked_record(config)
-        if asked.active:
-            # A parameter from the environment is written down: what is saved with the weights is the config.
-            config.layer_norm_type = type(config.layer_norm_type)(types.spell(asked.scheme, asked.norm))
-        init(self, config, init_params)
-        norm_sites.check(self, asked.scheme, config.n_layers)
-        record = record_of(self)
+    def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        asked = types.asked(config)
+        if not asked.nothing:
+            hook.require("olmo")
+            types.require_supported(config)
+        drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
+        with types.stock(config):
+            init(self, config, *args, **kwargs)
+            measured = [] if asked.nothing else _apply(self, asked, drawn)
         config.lns_built = True
-        state = {"plain": "off", "upstream": "as upstream"}.get(record.scaled_init, f"on, {record.scaled_init}")
-        drawn = f"scaled initialization {state} (init_fn {config.init_fn})"
-        if record.active:
-            kind = str(config.layer_norm_type)
-            modules = (module for block in blocks_of(self) for module in block.children())
-            backend = next((module.lns_backend for module in modules if hasattr(module, "lns_backend")), None)
-            how = "OLMo's own norms" if backend is None else f"backend {backend.name} ({backend.reason})"
-            line = norm_sites.start_up_line(record.scheme, config.n_layers, norm=kind, how=how, initialization=drawn)
-            log.info("%s", line)
-        elif record.scaled_init != "upstream":
-            log.info("Pre-LN; %s", drawn)
+        if not asked.nothing:
+            log.info("%s", _line(self, asked, measured))
+
+    return wrapped
+
+
+def _apply(model: Any, asked: types.Asked, drawn: bool) -> list[str]:
+    """Give a model that OLMo has just built what was asked for.
+
+    :param drawn: its weights are, too. :returns: what was measured, in words.
+    :raises UpstreamChangedError: its blocks have other parts than an OLMo that is known.
+    """
+    measured: list[str] = []
+    try:
+        numbered = _numbered(model)
+        if not asked.scheme.is_pre_ln:
+            measured += _measure_blocks(numbered, asked)
+            for number, block in numbered.items():
+                blocks.attach(block, asked.scheme, number)
+            sites.check(model, asked.scheme, model.config.n_layers)
+            if any(isinstance(module, sites.Scaled) for module in model.modules()):
+                measured = ["output", "gradient", *measured]
+        model.lns_asked = asked
+        for block in numbered.values():
+            block.lns_initialization = asked.initialization
+            if drawn:
+                _draw_as_asked(block)
+                blocks.apply_gains(block)
+    except (AttributeError, TypeError) as error:
+        raise UpstreamChangedError(
+            f"{asked.scheme} was asked for, but the parts of this OLMo's blocks are not where they were "
+            f"({one_line(error)}). Install another version of ai2-olmo or a newer olmo-lns, or take a stock type."
+        ) from error
+    return [*measured, "initialization"] if drawn and _measure_draw(model) else measured
+
+
+def _numbered(model: Any) -> dict[int, Any]:
+    """The blocks by their 1-based number.
+
+    :raises MeasurementError: OLMo numbers them in another way than by their places.
+    """
+    found = blocks_of(model)
+    numbers = [block.layer_id + 1 for block in found]
+    if numbers != list(range(1, model.config.n_layers + 1)):
+        raise MeasurementError(
+            f"found blocks that this OLMo numbers {numbers}, expected 1 to {model.config.n_layers}, each once and in "
+            "order: the factor of a block depends on its number."
+        )
+    return dict(enumerate(found, start=1))
+
+
+def _measure_blocks(numbered: dict[int, Any], asked: types.Asked) -> list[str]:
+    """Measure one block of each structure, before it is changed."""
+    keeps = asked.scheme.keeps_forward(len(numbered))
+    for number, block in {probe.structure(block): (number, block) for number, block in numbered.items()}.values():
+        (blocks.check_pre_ln if keeps else blocks.check_forward)(block, f"block {number}")
+    return ["block"]
+
+
+def _line(model: Any, asked: types.Asked, measured: list[str]) -> str:
+    config, state = model.config, {"plain": "off", "upstream": "as upstream"}
+    state_now = state.get(asked.initialization, f"on, {asked.initialization}")
+    drawn = f"scaled initialization {state_now} (init_fn {config.init_fn})"
+    if asked.scheme.is_pre_ln:
+        return f"Pre-LN; {drawn}; measured: {', '.join(measured) or 'nothing yet'}"
+    line = sites.start_up_line
+    return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=drawn)
+
+
+def wrap_norm_build(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LayerNormBase.build``: while a model is built it sees OLMo's own types; another caller has no number."""
+
+    def wrapped(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if types.has_scheme(config.layer_norm_type):
+            raise LNSConfigError(
+                f"layer_norm_type={config.layer_norm_type!s} is for whole models: found a norm or a block that is "
+                "built by itself, expected OLMo(config). Take a stock type, and olmo_lns.apply on the finished model."
+            )
+        return build(cls, config, *args, **kwargs)
 
     return wrapped
 
 
 def blocks_of(model: Any) -> list[Any]:
     """The blocks of an OLMo model in order, whatever its ``block_group_size``."""
-    if model.config.block_group_size == 1:
-        return list(model.transformer.blocks)
-    return [block for group in model.transformer.block_groups for block in group]
+    from olmo.model import OLMoBlock
+
+    return [module for module in model.modules() if isinstance(module, OLMoBlock)]
 
 
 def ask_for_plain_initialization(config: Any) -> None:
     """See :func:`olmo_lns.plain_initialization`."""
-    patching.require_verified(upstream.NAME)
+    hook.require("olmo")
     if getattr(config, "lns_built", False):
         raise LNSConfigError("a model was built from this ModelConfig before: its weights are drawn already")
     config.lns_plain_initialization = True
-    types.asked_record(config)
+    types.asked(config)
 
 
-def record_of(model: Any) -> Record:
-    """What identifies the built model, read from its modules.
-
-    :raises UpstreamChangedError: its blocks do not all have one scheme and one initialization.
-    """
-    scheme = norm_sites.read_back(model)
-    norm_sites.check(model, scheme, model.config.n_layers)
-    norm_sites.check_places(enumerate(blocks_of(model), start=1))
-    drawn = sorted({getattr(block, "lns_initialization", "upstream") for block in blocks_of(model)})
-    if len(drawn) > 1:
-        raise UpstreamChangedError(f"one model with the initializations {', '.join(drawn)}: expected one.")
-    norm = "" if scheme.is_pre_ln else types.base_type(model.config.layer_norm_type)
-    return Record(scheme, norm, drawn[0] if drawn else "upstream")
+# --- initialization -------------------------------------------------------------------------------------------------
 
 
 def depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
@@ -138,49 +160,86 @@ def depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
     return factors[name]
 
 
-def wrap_block_reset(reset: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``OLMoBlock.reset_parameters``, which draws ``attn_out`` and ``ff_out`` with OLMo's depth factor.
+@torch.no_grad()
+def _draw_as_asked(block: Any) -> None:
+    """Take OLMo's depth factor off the residual projections that it has just drawn, and put the one asked for on.
 
     Multiplying the stock draw keeps the random stream, and is exact for OLMo's normals truncated at a multiple of
     their standard deviation. It works on meta tensors and on FSDP shards.
     """
+    if (wanted := block.lns_initialization) == "upstream":
+        return
+    number, count = block.layer_id + 1, block.config.n_layers
+    present, scale = depth_factor(block.config.init_fn, number, count), factor(wanted, number, count)
+    for weight in (getattr(block, name).weight for name in _OUTPUTS):
+        if present != 1.0:
+            weight.div_(present)
+        if scale != 1.0:
+            weight.mul_(scale)
 
-    @torch.no_grad()
+
+def wrap_block_reset(reset: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``OLMoBlock.reset_parameters``, which draws ``attn_out`` and ``ff_out``."""
+
     def wrapped(self: Any) -> None:
         reset(self)
-        wanted = getattr(self, "lns_initialization", "upstream")
-        if wanted == "upstream":
-            return
-        number, count = self.layer_id + 1, self.config.n_layers
-        present, scale = depth_factor(self.config.init_fn, number, count), factor(wanted, number, count)
-        for weight in (self.attn_out.weight, self.ff_out.weight):
-            if present != 1.0:
-                weight.div_(present)
-            if scale != 1.0:
-                weight.mul_(scale)
+        if "lns_initialization" in vars(self):
+            _draw_as_asked(self)
 
     return wrapped
 
 
 def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``reset_parameters`` of the model or of a block class, which ask for ``init_fn`` by name.
-
-    OLMo draws our initializations as ``normal``; the config keeps the name that defines the run.
-    """
+    """Wrap ``reset_parameters`` of the model or of a block class, which ask for ``init_fn`` by name."""
 
     def wrapped(self: Any) -> None:
-        from olmo.config import InitFnType
-
-        asked = self.config.init_fn  # hf_olmo passes a plain string
-        if str(asked) in types.INIT_FNS:
-            self.config.init_fn = InitFnType.normal
-        try:
+        with types.stock(self.config):
             reset(self)
-        finally:
-            self.config.init_fn = asked
-        embedding_norm = getattr(getattr(self, "transformer", None), "emb_norm", None)
-        if embedding_norm is not None and types.has_scheme(self.config.layer_norm_type):
+        asked = vars(self).get("lns_asked")  # the model's, once it is built: not while its constructor draws
+        if asked is None:
+            return
+        if "emb_norm" in self.transformer and not asked.scheme.is_pre_ln:
             # OLMo never resets it: after meta device it would be what the memory held.
-            embedding_norm.reset_parameters()
+            self.transformer.emb_norm.reset_parameters()
+        _measure_draw(self)
 
     return wrapped
+
+
+def _measure_draw(model: Any) -> bool:
+    """Measure the standard deviation of the residual output projections, which have just been drawn.
+
+    :returns: whether there was anything to measure.
+    :raises MeasurementError: OLMo drew them in another way; on every rank, where they are shards.
+    """
+    measured, sharded, problem = False, False, ""
+    for number, block in enumerate(blocks_of(model), start=1):
+        for name in _OUTPUTS:
+            weight = getattr(block, name).weight
+            std, sharded = _std(block, name), sharded or weight.dim() == 1
+            try:
+                if std is not None:
+                    measured |= probe.check_drawn({name: weight.flatten()[:_SAMPLE]}, std, where=f"block {number}")
+            except MeasurementError as error:
+                problem = problem or str(error)
+    if sharded:
+        probe.agree(problem)
+    if problem:
+        raise MeasurementError(problem)
+    return measured
+
+
+def _std(block: Any, name: str) -> float | None:
+    """The standard deviation that a projection was asked to have; None where it is OLMo's own affair."""
+    config = block.config
+    if block.lns_initialization == "upstream":
+        return None
+    fan_in = config.d_model if name == "attn_out" else getattr(block, name).in_features
+    mitchell, normal = str(config.init_fn) == "mitchell", str(config.init_fn) in ("normal", *types.INIT_FNS)
+    std = 1.0 / math.sqrt(fan_in) if mitchell else config.init_std
+    if cut := config.init_cutoff_factor or (None if normal else 3.0):  # a normal truncated at so many deviations
+        density = math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi)
+        std *= math.sqrt(1 - 2 * cut * density / math.erf(cut / math.sqrt(2)))
+    std *= factor(block.lns_initialization, block.layer_id + 1, config.n_layers)
+    sub_layer, role = _OUTPUTS[name]
+    return std * math.prod(gain for of, gain in getattr(block, "lns_gains", {}).get(sub_layer, ()) if of == role)

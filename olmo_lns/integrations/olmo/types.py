@@ -9,14 +9,12 @@ names; where nothing is named it means RMSNorm.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
 
-from olmo_lns import environment
+from olmo_lns import environment, hook
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
-from olmo_lns.integrations import patching
-from olmo_lns.integrations.olmo import upstream
 from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
 
@@ -28,8 +26,6 @@ BASES = ("rms", "default", "low_precision")
 INIT_FNS = {"normal_scaled": "scaled", "normal_depth_scaled": "depth_scaled"}
 #: What the environment may say; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
 _INITIALIZATIONS = ("plain", "upstream")
-#: Whether a scheme was asked for in this process.
-selected = False
 
 
 def _split(layer_norm_type: Any) -> tuple[str, str, str]:
@@ -75,7 +71,7 @@ def spell(scheme: Scheme, base: str) -> str:
 
 
 def written_record(layer_norm_type: Any, init_fn: Any = "normal") -> Record:
-    """The record of a model whose config has these two values, whatever the environment says.
+    """The record of a model whose config has these two values.
 
     :raises LNSConfigError: as :func:`scheme_of`.
     """
@@ -84,51 +80,64 @@ def written_record(layer_norm_type: Any, init_fn: Any = "normal") -> Record:
     return Record(scheme, "" if scheme.is_pre_ln else base_type(layer_norm_type), str(drawn))
 
 
-def asked_record(config: Any) -> Record:
-    """The record that a model built from an OLMo ``ModelConfig`` has to have: what the config says, with what the
-    environment adds. ``$OLMO_LNS_SCHEME`` gives the parameters of a scheme that is named without any.
+@dataclass(frozen=True)
+class Asked:
+    """A model that a config asks for. :param base: OLMo's own type of norm. :param initialization: of the residual
+    output projections, one of :data:`~olmo_lns.schemes.INITIALIZATIONS`.
+    """
+
+    scheme: Scheme
+    base: str
+    initialization: str
+
+    @property
+    def nothing(self) -> bool:
+        """Stock OLMo, built and drawn as it is."""
+        return self.scheme.is_pre_ln and self.initialization == "upstream"
+
+
+def asked(config: Any) -> Asked:
+    """The model that an OLMo ``ModelConfig`` asks for, with ``$OLMO_LNS_INITIALIZATION``.
 
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
-    kind, written = config.layer_norm_type, written_record(config.layer_norm_type, config.init_fn)
-    scheme = written.scheme
-    given = None if scheme.is_pre_ln else _scheme_of_environment()
-    if given is not None and given != scheme:
-        if given.name != scheme.name or has_parameters(kind):
-            raise LNSConfigError(
-                f"layer_norm_type {kind!s} and {environment.SCHEME}={given} contradict each other: "
-                "unset the variable, or make them agree."
-            )
-        scheme = given
+    scheme = scheme_of(config.layer_norm_type)
     ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
-    asked = {f"init_fn {config.init_fn!s}": ours, f"{environment.INITIALIZATION}={variable}": variable}
-    asked["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
-    said = {words: value for words, value in asked.items() if value}
+    found = {f"init_fn {config.init_fn!s}": ours, f"{environment.INITIALIZATION}={variable}": variable}
+    found["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
+    said = {words: value for words, value in found.items() if value}
     if (ours and len(said) > 1) or len(set(said.values())) > 1:
         raise LNSConfigError(f"{' and '.join(said)} contradict each other: unset the variable, or leave the call out.")
-    return replace(written, scheme=scheme, scaled_init=next(iter(said.values()), written.scaled_init))
+    drawn = next(iter(said.values()), str(scheme.definition.initialization))
+    return Asked(scheme, base_type(config.layer_norm_type), drawn)
+
+
+@contextmanager
+def stock(config: Any) -> Iterator[None]:
+    """OLMo's own names in place of ours, while OLMo's own code builds or draws; the config keeps what defines a run."""
+    from olmo.config import InitFnType, LayerNormType
+
+    kind, init_fn = config.layer_norm_type, config.init_fn  # hf_olmo passes plain strings
+    if has_scheme(kind):
+        config.layer_norm_type = LayerNormType(base_type(kind))
+    if str(init_fn) in INIT_FNS:
+        config.init_fn = InitFnType.normal
+    try:
+        yield
+    finally:
+        config.layer_norm_type, config.init_fn = kind, init_fn
 
 
 def check_environment() -> None:
     """:raises LNSConfigError: a variable that is unknown, or whose value is not allowed."""
     environment.check()
-    _scheme_of_environment()
     _initialization_of_environment()
-
-
-def _scheme_of_environment() -> Scheme | None:
-    if not (text := environment.read(environment.SCHEME)):
-        return None
-    try:
-        return parse(text)
-    except LNSConfigError as error:
-        raise LNSConfigError(f"{environment.SCHEME}: {error}") from None
 
 
 def _initialization_of_environment() -> str:
     value = environment.read(environment.INITIALIZATION)
     if value and value not in _INITIALIZATIONS:
-        hint = {ours: name for name, ours in INIT_FNS.items()}.get(value)
+        hint = {drawn: name for name, drawn in INIT_FNS.items()}.get(value)
         raise LNSConfigError(
             f"{environment.INITIALIZATION}={value!r}{did_you_mean(value, _INITIALIZATIONS)}: "
             f"expected one of {', '.join(_INITIALIZATIONS)}"
@@ -137,18 +146,15 @@ def _initialization_of_environment() -> str:
     return value
 
 
-def extend(layer_norm_type: Any, init_fn_type: Any, *, verified: bool) -> None:
-    """Add our members to OLMo's two enums; idempotent.
-
-    :param verified: else there are none, and a look-up of one says why.
-    """
+def extend(layer_norm_type: Any, init_fn_type: Any) -> None:
+    """Add our members to OLMo's two enums; idempotent."""
     schemes = [scheme for scheme in names() if scheme != PRE_LN.name]
     known_types = [name for scheme in schemes for name in (scheme, *(f"{scheme}_{base}" for base in BASES))]
     for enum_class, ours, known in (
         (layer_norm_type, has_scheme, known_types),
         (init_fn_type, INIT_FNS.__contains__, [*INIT_FNS]),
     ):
-        for name in known if verified else ():
+        for name in known:
             _add_member(enum_class, name)
         for table in ("_member_map_", "_value2member_map_"):
             present = getattr(enum_class, table)
@@ -169,7 +175,6 @@ class _Members(dict):
     def __missing__(self, name: Any) -> Any:
         if not isinstance(name, str) or not self.ours(name):
             raise KeyError(name)
-        patching.require_verified(upstream.NAME)
         try:
             scheme_of(name)
         except LNSConfigError as error:
@@ -227,9 +232,7 @@ def require_supported(config: Any) -> None:
 
     if not has_scheme(config.layer_norm_type):
         return
-    global selected
-    selected = True
-    patching.require_verified(upstream.NAME)
+    hook.require("olmo")
     environment.check()
     check_sizes(config)
     scheme, problem = scheme_of(config.layer_norm_type), ""
@@ -239,7 +242,7 @@ def require_supported(config: Any) -> None:
             "layer_norm_type."
         )
     else:
-        from olmo_lns.integrations.olmo.block import unsupported  # made of OLMo's classes
+        from olmo_lns.integrations.olmo.block import unsupported  # torch, not before a scheme is selected
 
         for number, sub_layer, plan in scheme.plans(config.n_layers):
             if reason := unsupported(plan, config.d_model):
@@ -267,47 +270,25 @@ def _require_no_decay(config: Any) -> None:
         )
 
 
-#: OLMo's sharded checkpointers that do not work under the torch versions this package takes, with a scheme or without.
-_CHECKPOINTERS = {
-    "local": "cannot save (NotImplementedError in its _fsdp_handles)",
-    "torch_new": "saves, but OLMo cannot load what it saved (its RemoteFileSystemReader is abstract)",
-    "torch_legacy": "saves, but this OLMo loads it with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 only (ai2-olmo from PyPI)",
-}
-
-
-def _warn_of_checkpointer(config: Any) -> None:
-    """Name a broken checkpointer before training starts, not at the first save or at the resume."""
-    import olmo
-    import torch
-
-    name, problem = str(config.sharded_checkpointer), _CHECKPOINTERS.get(str(config.sharded_checkpointer))
-    if name == "torch_legacy" and "weights_only=False" in Path(olmo.__file__).with_name("checkpoint.py").read_text():
-        problem = None  # OLMo main loads it
-    if problem and str(config.distributed_strategy) == "fsdp" and config.save_interval:
-        line = "sharded_checkpointer: %s %s under torch %s; take olmo_core, or save_interval_unsharded"
-        log.warning(line, name, problem, torch.__version__)
-
-
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BaseConfig.load`` so that the loaded config names the resolved type, parameters included."""
 
-    def wrapped(
-        cls: Any, path: Any, overrides: list[str] | None = None, key: str | None = None, validate_paths: bool = True
-    ) -> Any:
+    def wrapped(cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         model_key = {"TrainConfig": "model.", "ModelConfig": ""}.get(cls.__name__)
         if model_key is None:
-            return load(cls, path, overrides, key, validate_paths)
-        named, override = _written_types(path, list(overrides or []), key, f"{model_key}layer_norm_type")
+            return load(cls, path, *args, **kwargs)
+        given = {**dict(zip(("overrides", "key"), args, strict=False)), **kwargs}
+        overrides = list(given.get("overrides") or [])
+        named, override = _written_types(path, overrides, given.get("key"), f"{model_key}layer_norm_type")
         for value in (named, override):
             _reject_unknown(value)
-        config = load(cls, path, overrides, key, validate_paths)
+        config = load(cls, path, *args, **kwargs)
         model = config.model if model_key else config
         if has_scheme(model.layer_norm_type):
             _resolve(model, named, overridden=override is not None)
             require_supported(model)
             if model_key:
                 _require_no_decay(config)
-                _warn_of_checkpointer(config)
         return config
 
     return wrapped
@@ -358,16 +339,15 @@ def _reject_unknown(value: str | None) -> None:
 def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
     from olmo.config import LayerNormType, ModelConfig
 
-    asked = str(model.layer_norm_type)
+    written = str(model.layer_norm_type)
     # Written in the file itself there is nothing to keep; over a file that is silent, OLMo's default is kept.
     kept = (named or str(ModelConfig.layer_norm_type)) if overridden else "rms"
-    # What the environment adds is written down: a resumed run has the config, not the variable.
-    scheme = asked_record(model).scheme
-    bare = asked.partition(":")[0] == scheme.name
-    spelled = spell(scheme, base_type(kept if bare else asked))
-    if spelled == asked:
+    scheme = scheme_of(written)
+    bare = written.partition(":")[0] == scheme.name
+    spelled = spell(scheme, base_type(kept if bare else written))
+    if spelled == written:
         return
     model.layer_norm_type = LayerNormType[spelled]
     over = f"keeps the config's base norm {base_type(kept)!r}" if overridden else "means RMSNorm when a file names it"
-    reason = over if bare else "with the parameters in force"
-    log.info("layer_norm_type=%s %s: using %s", asked, reason, spelled)
+    reason = over if bare else "without the parameters that are at their default"
+    log.info("layer_norm_type=%s %s: using %s", written, reason, spelled)

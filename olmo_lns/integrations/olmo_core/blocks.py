@@ -85,7 +85,9 @@ def resolve(asked: str | None) -> str:
 def _probe(config: Any, width: int) -> bool:
     """Measure the sites of a narrow block with the config's structure; whether it could be run on this machine."""
     values = config.stock().as_config_dict()
-    values["sequence_mixer"].update(backend=None, use_flash=None)  # fp32 on a CPU
+    mixer = values["sequence_mixer" if "sequence_mixer" in values else "attention"]
+    for name in ("backend", "use_flash"):  # the twin runs in fp32 on a CPU
+        mixer.pop(name, None)
     return _probe_twin(json.dumps(values), width)
 
 

@@ -1,309 +1,292 @@
-"""Config and model classes that carry a scheme: ``lns_llama`` for ``llama``, ``LNSLlamaForCausalLM``, and so on.
+"""Config and model classes under a scheme: ``lns_llama`` for ``llama``, ``LNSLlamaForCausalLM``, and so on.
 
-Nothing but the construction of a model differs from transformers' own class: after transformers has built it, its
-blocks get their factors. Forward, state dict, saving, loading and generation are transformers' own.
-
-A saved ``config.json`` names our model type, the record, and the factors in plain numbers for the modeling file that
-is written beside it. Stock transformers refuses the model type. A stock class that is named outright
-(``LlamaForCausalLM(config)`` or ``.from_pretrained``) does not read the model type. For it the name of the activation
-function begins with words that no transformers knows, in the file and in memory: the class stops there, and the name
-says why. The config shows the plain name only while a class of ours builds a model.
+A class of ours is made when somebody asks for it, by the prefix of its model type, for any family of transformers.
+Only the construction of a model differs from transformers' own class: its norms get their factors. Forward, state
+dict, saving, loading and generation are transformers' own. ``config.json`` names the model type, the scheme (``lns``)
+and the norms that were found (``lns_norms``), by which a model on the meta device is built.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import math
-import os
 import sys
-from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from string import Template
-from typing import Any, Iterator
+from typing import Any, Callable
 
-from olmo_lns import __version__
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations.transformers.families import FAMILIES, PREFIX, Family
-from olmo_lns.record import Record
-from olmo_lns.schemes import LNS, SUB_LAYERS, parse
+import torch
+from torch import nn
 
-#: In front of the activation's name in a config of ours.
-NEEDS = "needs olmo-lns and an Auto class, or trust_remote_code: "
+from olmo_lns import probe, sites
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.integrations import anything
+from olmo_lns.integrations.anything import Blocks
+from olmo_lns.integrations.transformers.norms import folded
+from olmo_lns.record import require_same
+from olmo_lns.schemes import PRE_LN, Scheme, parse
+
+PREFIX = "lns_"
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
-SERVERS = ("vllm", "sglang")
-#: End of a class name -> the auto class that makes it. A family has those that transformers has.
-HEADS = {"Model": "AutoModel", "LMHeadModel": "AutoModelForCausalLM"} | {
-    f"For{task}": f"AutoModelFor{task}"
-    for task in (
-        "CausalLM",
-        "SequenceClassification",
-        "TokenClassification",
-        "QuestionAnswering",
-        "ImageClassification",
-    )
-}
+_SERVERS = ("vllm", "sglang")
+#: Families that draw a residual output projection at std / sqrt(2·L), and its name in the module that draws it.
+_DEPTH_SCALED = {"gpt2": "c_proj", "gpt_bigcode": "c_proj"}
 
-_MODELING = "modeling_lns"
-#: Attribute of a model whose weights came out of :func:`olmo_lns.integrations.transformers.fold`.
-_FOLDED = "lns_folded"
-
-_building: ContextVar[bool] = ContextVar("olmo_lns_building", default=False)
+_loading: ContextVar[bool] = ContextVar("olmo_lns_loading", default=False)
 
 
-def available() -> list[Family]:
-    """The families of the installed transformers that the integration knows."""
-    return [family for family in FAMILIES.values() if family.sub_layers and stock_config_class(family) is not None]
+class SchemeConfig:
+    """Mixin of a config class; ``lns_made_of`` is transformers' own."""
+
+    lns_made_of: Any = None
+    lns = "lns"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (config_class, self.lns_made_of), vars(self)
 
 
-def stock_config_class(family: Family) -> Any:
-    """None for a family that is newer than the installed transformers."""
-    import transformers
+class SchemeModel:
+    """Mixin of a model class; ``lns_made_of`` is transformers' own."""
 
-    return getattr(transformers, f"{family.stem}Config", None)
+    lns_made_of: Any = None
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        asked = getattr(config, "_attn_implementation", None)
+        if isinstance(asked, str) and asked.startswith(_SERVERS):
+            raise LNSConfigError(
+                f"attn_implementation {asked!r}: this server replaces the norms of a transformers model by its own, "
+                "which know no factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
+            )
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        convert(self)
+        scheme, names = scheme_of(config), getattr(config, "lns_norms", None)
+        if names is not None:
+            anything.attach(self, by_names(self, names), scheme, folded)
+        if _loading.get():
+            return
+        if measurable(self):
+            measure(self, scheme, initialization=getattr(config, "lns_initialization", "plain"))
+        elif names is None:
+            raise LNSConfigError(
+                f"{type(self).__name__} is built without weights, and its config has no lns_norms, which say where "
+                "its norms are. Build it once with weights (from_config on a CPU) and use that model's config."
+            )
+
+    def _init_weights(self: Any, module: Any) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        projection: Any = getattr(module, _DEPTH_SCALED.get(self.lns_made_of.config_class.model_type, ""), None)
+        plain = projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain"
+        if plain and not getattr(projection.weight, "_is_hf_initialized", False):
+            with torch.no_grad():
+                projection.weight.mul_(math.sqrt(2.0 * self.config.num_hidden_layers))
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', then measured. :raises CheckpointMismatchError: another scheme than ``config=`` says."""
+        if hasattr(kwargs.get("config"), "model_type") and name is not None:
+            running = scheme_of(kwargs["config"])
+            require_same(saved_scheme(name, **kwargs), running, source=name, setting=in_words)
+        token = _loading.set(True)
+        try:
+            result = super().from_pretrained(name, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            _loading.reset(token)
+        model = result[0] if isinstance(result, tuple) else result  # with output_loading_info
+        if measurable(model):
+            measure(model, scheme_of(model.config))
+        return result
+
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'. :raises MeasurementError: norms or blocks were changed since the scheme was applied."""
+        found = [site for _, _, site in sites.sites(self)]
+        sites.check(self, scheme_of(self.config), found[0].n_layers if found else self.config.num_hidden_layers)
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (model_class, self.lns_made_of), vars(self)
 
 
-def heads(family: Family) -> dict[str, str]:
-    """transformers' class name -> auto class, for the heads that the installed transformers has."""
-    import transformers
-
-    names = {f"{family.stem}{head}": auto for head, auto in HEADS.items()}
-    return {name: auto for name, auto in names.items() if hasattr(transformers, name)}
-
-
-def record_of(config: Any) -> Record:
-    """The record in a config; Pre-LN if it has none."""
-    values = getattr(config, "lns_record", None)
-    return Record() if values is None else Record.from_dict(values, source="config.json: lns_record")
-
-
-def record_of_model(model: Any) -> Record:
-    """The record of a model. A fresh model from the config of a folded folder is Pre-LN, whatever its config says."""
-    record = record_of(getattr(model, "config", None))
-    return Record() if record.folded and not getattr(model, _FOLDED, False) else record
-
-
-def set_folded(model: Any) -> None:
-    """Note on ``model`` and the models inside it that their weights are those of a folded folder."""
-    from transformers import PreTrainedModel
-
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            setattr(module, _FOLDED, True)
-
-
-@contextmanager
-def building(config: Any) -> Iterator[None]:
-    """Mark that a class of ours is building a model of ``config``, which then shows its plain activation name.
-
-    :raises LNSConfigError: it is built for a server that would drop the factors.
-    """
-    asked = getattr(config, "_attn_implementation", None)
-    if isinstance(asked, str) and asked.startswith(SERVERS):
-        raise LNSConfigError(
-            f"attn_implementation {asked!r}: this server replaces the norms of a transformers model by its own, which "
-            "know no factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
-        )
-    token = _building.set(True)
-    try:
-        yield
-    finally:
-        _building.reset(token)
-
-
-def _activation(name: str) -> property:
-    """The config's activation function: plain while a class of ours builds a model, else after :data:`NEEDS`."""
-
-    def shown(config: Any) -> Any:
-        value = vars(config)[name]
-        return NEEDS + value if isinstance(value, str) and not _building.get() else value
-
-    def stored(config: Any, value: Any) -> None:
-        vars(config)[name] = value.removeprefix(NEEDS) if isinstance(value, str) else value
-
-    return property(shown, stored)
+def _blank(make: Callable[[Any], Any], stock: Any) -> Any:
+    kind = make(stock)
+    return kind.__new__(kind)
 
 
 @functools.cache
-def config_class(family: Family) -> Any:
-    """The class of ``lns_<model_type>``; one for each family."""
-    stock = stock_config_class(family)
-
-    class Config(stock):  # type: ignore[misc, valid-type]
-        model_type = PREFIX + family.model_type
-
-        @property
-        def lns(self) -> str:
-            """The scheme of the record."""
-            return str(record_of(self).scheme)
-
-        @lns.setter
-        def lns(self, scheme: str) -> None:
-            if parse(scheme) != record_of(self).scheme:
-                raise CheckpointMismatchError(
-                    f"config.json: lns says {scheme}, lns_record {record_of(self).scheme}. A scheme is not changed by "
-                    "editing either: leave lns_record and lns_factors out for fresh weights, else restore the file."
-                )
-
-        def __init__(self, **kwargs: Any) -> None:
-            written, scheme = kwargs.pop("lns_factors", None), kwargs.pop("lns", None)
-            kwargs.pop("auto_map", None)
-            kwargs.setdefault("lns_record", Record(LNS if scheme is None else parse(scheme), "", "plain").as_dict())
-            super().__init__(**kwargs)
-            if scheme is not None:
-                self.lns = scheme
-            record = record_of(self)
-            if not record.active:
-                raise CheckpointMismatchError(
-                    f"config.json: model_type {self.model_type} with the record {record}: "
-                    f"weights that need no scheme belong under model_type {family.model_type}"
-                )
-            if written is not None and not _same(written, _factors(self)):
-                raise CheckpointMismatchError(
-                    f"config.json: lns_factors are not those of {record.scheme} with {self.num_hidden_layers} blocks: "
-                    "somebody edited one of the two. Restore the file."
-                )
-            register_models(family)
-
-        def to_dict(self) -> dict[str, Any]:
-            values = super().to_dict()
-            values[family.activation] = NEEDS + values[family.activation]
-            classes = {auto: f"{_MODELING}.LNS{name}" for name, auto in heads(family).items()}
-            values["auto_map"] = {"AutoConfig": f"{_MODELING}.{type(self).__name__}", **classes}
-            return values | {"lns": self.lns, "lns_factors": _factors(self)}
-
-        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-            super().save_pretrained(save_directory, *args, **kwargs)
-            _write_modeling_file(save_directory, family)
-
-    setattr(Config, family.activation, _activation(family.activation))
-    Config.__name__ = Config.__qualname__ = f"LNS{family.stem}Config"
-    Config.__module__ = __name__  # whose __getattr__ resolves the name for pickle
-    return Config
-
-
-def _same(written: Any, expected: Any) -> bool:
-    """Whether two tables of factors are equal up to the last digits, in which mathematical libraries differ."""
-    if isinstance(expected, float):
-        return isinstance(written, (int, float)) and math.isclose(written, expected, rel_tol=1e-14)
-    if type(written) is not type(expected) or len(written) != len(expected):
-        return False
-    if isinstance(expected, dict):
-        return written.keys() == expected.keys() and all(_same(written[key], expected[key]) for key in expected)
-    return all(map(_same, written, expected))
-
-
-def _factors(config: Any) -> dict[str, dict[str, list[float]]]:
-    """``{"norm": {"attn": [...], "ff": [...]}, "branch": ...}``: every factor that is not 1, block by block."""
-    plans, found = list(record_of(config).scheme.plans(config.num_hidden_layers)), {}
-    for place in ("norm", "branch"):
-        lists = {name: [getattr(plan, f"{place}_scale") for _, of, plan in plans if of == name] for name in SUB_LAYERS}
-        found[place] = {name: values for name, values in lists.items() if any(value != 1.0 for value in values)}
-    return found
-
-
-def _write_modeling_file(folder: str | os.PathLike[str], family: Family) -> None:
-    """Write the modeling file that ``trust_remote_code`` runs where olmo-lns is not installed."""
-    values: dict[str, Any] = {
-        **vars(family),
-        "model_type": PREFIX + family.model_type,
-        "version": __version__,
-        "needs": NEEDS,
-        "servers": SERVERS,
-        "heads": list(heads(family)),
-        "outputs": [place.output for place in family.sub_layers.values()],
-        "places": {
-            "norm": {name: place.norm for name, place in family.sub_layers.items()},
-            "branch": {name: place.branch for name, place in family.sub_layers.items()},
-        },
-    }
-    template = Path(__file__).with_name(f"{_MODELING}.py.in").read_text(encoding="utf-8")
-    Path(folder, f"{_MODELING}.py").write_text(Template(template).substitute(values), encoding="utf-8")
+def config_class(stock: Any) -> Any:
+    """The config class of ``lns_<model_type>``; one for each of transformers' own."""
+    members = {"model_type": PREFIX + stock.model_type, "lns_made_of": stock, "__module__": stock.__module__}
+    return type(stock)(f"LNS{stock.__name__}", (SchemeConfig, stock), members)
 
 
 @functools.cache
-def model_class(stock: Any, family: Family) -> Any:
-    """The class of ours for one of transformers' model classes of ``family``."""
-    # torch: not before a model is wanted
-    from olmo_lns.integrations.transformers.sites import attach_model, redraw
-
-    class Model(stock):
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            with building(config):
-                super().__init__(config, *args, **kwargs)
-                convert(self, family)
-                attach_model(self, record_of(config))
-
-        def _init_weights(self, module: Any) -> None:
-            super()._init_weights(module)
-            redraw(module)
-
-    Model.config_class = config_class(family)
-    Model.__name__ = Model.__qualname__ = f"LNS{stock.__name__}"
-    Model.__module__ = __name__
-    Model.__doc__ = f"``{stock.__name__}`` under a scheme."
-    setattr(sys.modules[__name__], Model.__name__, Model)
-    # transformers 5 finds what output_hidden_states= records by the name of the class, filled in as a model is built.
-    registry = getattr(sys.modules["transformers.modeling_utils"], "_CAN_RECORD_REGISTRY", None)
+def model_class(stock: Any) -> Any:
+    """The model class of ours for one of transformers' own, in whose module transformers looks things up."""
+    members = {"lns_made_of": stock, "__module__": stock.__module__, "config_class": config_class(stock.config_class)}
+    made = type(stock)(f"LNS{stock.__name__}", (SchemeModel, stock), members)
+    # Where TRL looks for the class that config.json names, and transformers 5 for what output_hidden_states= records.
+    setattr(importlib.import_module("transformers"), made.__name__, made)
+    registry = getattr(sys.modules.get("transformers.modeling_utils"), "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
-        dict.__setitem__(registry, str(Model), stock._can_record_outputs)
-    return Model
+        dict.__setitem__(registry, str(made), stock._can_record_outputs)
+    return made
 
 
-def convert(model: Any, family: Family) -> None:
+def scheme_of(config: Any) -> Scheme:
+    """The scheme of a config of ours; Pre-LN for any other."""
+    return parse(config.lns) if isinstance(config, SchemeConfig) else PRE_LN
+
+
+def in_words(scheme: Scheme) -> str:
+    """What a user does to run ``scheme``."""
+    return "a stock class" if scheme.is_pre_ln else f'an Auto class, without config=, whose config says lns="{scheme}"'
+
+
+def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
+    """The scheme in the ``config.json`` of a folder or of a name on the hub; None if there is none to be read."""
+    from transformers import PretrainedConfig
+
+    known = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    try:
+        values, _ = PretrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in known if key in kwargs})
+    except OSError:
+        return None
+    if not values:  # as transformers 5 says of a folder without the file
+        return None
+    ours = str(values.get("model_type", "")).startswith(PREFIX)
+    return parse(values.get("lns", SchemeConfig.lns)) if ours else PRE_LN
+
+
+def under_scheme(config: Any, scheme: Scheme, initialization: str = "plain") -> Any:
+    """A copy of a stock config that says ``scheme``: what ``AutoModelForCausalLM.from_config`` takes."""
+    stock: Any = type(config)
+    made = copy.deepcopy(config)
+    made.__class__ = config_class(stock)
+    made.lns = str(scheme)
+    if initialization != "plain":
+        made.lns_initialization = initialization
+    return made
+
+
+def convert(model: Any) -> None:
     """Make ``model`` and the models of the same config inside it (a head's base model) classes of ours, in place."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config is model.config and stock_class(module) is None:
-            stock: Any = type(module)
-            module.__class__ = model_class(stock, family)
+        same = isinstance(module, PreTrainedModel) and module.config is model.config
+        if same and not isinstance(module, SchemeModel):
+            kind: Any = type(module)
+            module.__class__ = model_class(kind)
 
 
-def own_config(model: Any) -> Any:
-    """Give ``model`` and the models inside it a copy of their config, which may be shared; return the copy."""
-    shared, own = model.config, copy.deepcopy(model.config)
-    for module in model.modules():
-        if vars(module).get("config") is shared:
-            module.config = own
-    return own
+def measurable(model: nn.Module) -> bool:
+    """Whether its weights are here and are not quantized."""
+    return all(p.is_floating_point() and not p.is_meta and p.numel() for p in model.parameters())
 
 
-def stock_class(model: Any) -> type | None:
-    """The transformers class from which our class of ``model`` was made; None if its class is not ours."""
-    kind = type(model)
-    return kind.__mro__[1] if kind.__module__ == __name__ else None
+def measure(
+    model: Any, scheme: Scheme, blocks: Any = None, example: Any = None, *, initialization: str | None = None
+) -> None:
+    """Find the norms, scale them or measure them again, note them in the config, and say so.
 
-
-def class_of(config: Any) -> Any:
-    """The class of ours that a saved model had.
-
-    :raises LNSConfigError: its config names none.
+    :param initialization: of freshly drawn weights that are here already, ``plain`` or ``upstream``.
     """
-    for name in getattr(config, "architectures", None) or []:
-        if name.startswith("LNS") and hasattr(sys.modules[__name__], name):
-            return getattr(sys.modules[__name__], name)
-    raise LNSConfigError(f"config.json: architectures {config.architectures} name no class of {config.model_type}")
+    if getattr(model.config, "add_cross_attention", False):
+        raise LNSConfigError(f"{type(model).__name__} with cross-attention has a third sub-layer that no scheme names.")
+    found = anything.locate(model, anything.forward(model, example or usual_example(model)), blocks)
+    names = by_path(model, found)
+    if getattr(model.config, "lns_norms", names) != names:
+        raise MeasurementError(
+            f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
+            "transformers builds the family in another way: apply the scheme to a stock model of it."
+        )
+    measured = anything.attach(model, found, scheme, folded)
+    model.config.lns_norms = names
+    for _, norm, _ in sites.sites(model):
+        if hasattr(norm, "kernel_layer_name"):  # `kernelize` would put a kernel there that knows no factor
+            type(norm).kernel_layer_name = "LNSScaled"
+    words = draw_plain(model, found.blocks) if initialization == "plain" else drawn(model, found.blocks)[0]
+    anything.report(model, found, [*measured, *(["initialization"] if words else [])], words)
 
 
-@functools.cache
-def register_models(family: Family) -> None:
-    """Register our classes with the auto classes, and by name in ``transformers``, where TRL looks them up."""
-    import transformers
+def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
+    """What one short forward takes."""
+    config, text = model.config, model.config.get_text_config()
+    device = next(model.parameters()).device
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        size = config.image_size
+        shape = (1, config.num_channels, *(size if isinstance(size, (tuple, list)) else (size, size)))
+        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return {"pixel_values": pixels.to(device, next(model.parameters()).dtype)}
+    ids = torch.randint(3, max(4, min(text.vocab_size, 1000)), (1, 8), generator=torch.Generator().manual_seed(0))
+    cached = {"use_cache": False} if hasattr(text, "use_cache") else {}
+    return {"input_ids": ids.to(device), **cached}  # type: ignore[dict-item]
 
-    for name, auto in heads(family).items():
-        ours = model_class(getattr(transformers, name), family)
-        getattr(transformers, auto).register(config_class(family), ours, exist_ok=True)
-        setattr(transformers, ours.__name__, ours)
+
+def by_path(model: Any, found: Blocks) -> dict[str, Any]:
+    """``{"layers": ["input_layernorm", "post_attention_layernorm"]}``: the list below the base model, and its norms;
+    where the blocks differ, a list of names for each.
+    """
+    base: nn.Module = model.base_model
+    path = next((name for name, module in base.named_modules() if list(module.children()) == found.blocks), None)
+    if path is None:
+        raise LNSConfigError(f"{type(model).__name__}: expected blocks= to be one of the model's own lists.")
+    names = [list(each) for each in found.names]
+    return {path: names[0] if all(each == names[0] for each in names) else names}
 
 
-def __getattr__(name: str) -> Any:
-    """Make a class of ours when pickle or ``import`` asks for its name."""
-    for family in available() if name.startswith("LNS") else ():
-        if name == f"LNS{family.stem}Config":
-            return config_class(family)
-        if name.removeprefix("LNS") in heads(family):
-            register_models(family)
-            return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
+    """The blocks and norms that a config names. :raises LNSConfigError: they are not there."""
+    ((path, names),) = norms.items()
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    matching = [name for name in lists if f".{name}".endswith(f".{path}")]
+    if not matching:
+        raise LNSConfigError(f"{type(model).__name__} has no list of blocks {path!r}, which its config names.")
+    name = min(matching, key=len)
+    blocks = list(lists[name])
+    each = [tuple(row) for row in (names if isinstance(names[0], list) else [names] * len(blocks))]
+    weight = next(blocks[0].get_submodule(each[0][0]).parameters(), None)
+    width = model.config.get_text_config().hidden_size if weight is None else weight.shape[-1]
+    return Blocks(name, blocks, each, int(width))
+
+
+def drawn(model: Any, blocks: list[nn.Module]) -> tuple[str, list[nn.Parameter]]:
+    """How the block's matrices were drawn, in words, and those that were drawn at std / sqrt(2·L).
+
+    The words are empty where nothing can be measured: loaded weights, another draw, no ``initializer_range``.
+    """
+    std = getattr(model.config.get_text_config(), "initializer_range", None)
+    pooled: dict[str, list[nn.Parameter]] = {}
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if parameter.dim() == 2 and parameter.is_floating_point() and not parameter.is_meta:
+                pooled.setdefault(name, []).append(parameter)
+    if not std or not pooled or len(blocks) < 2:
+        return "", []
+    measured = {n: float(torch.stack([p.detach().float().std() for p in each]).mean()) for n, each in pooled.items()}
+    scaled = std / math.sqrt(2.0 * len(blocks))
+    low = [name for name, value in measured.items() if 0.9 * scaled < value < 1.1 * scaled]
+    if low:
+        return "scaled initialization on", [parameter for name in low for parameter in pooled[name]]
+    plain = all(0.9 * std < value < 1.1 * std for value in measured.values())
+    return ("scaled initialization off" if plain else ""), []
+
+
+def draw_plain(model: Any, blocks: list[nn.Module]) -> str:
+    """Take the depth factor off the freshly drawn matrices of a family that is known to have it; say what is there."""
+    words, low = drawn(model, blocks)
+    family = model.config.model_type.removeprefix(PREFIX)
+    if low and family in _DEPTH_SCALED:
+        with torch.no_grad():
+            for parameter in low:
+                parameter.mul_(math.sqrt(2.0 * len(blocks)))
+        words, _ = drawn(model, blocks)
+    return words
+
+
+def plain_initialization(model: Any) -> None:
+    """Take the depth factor off a freshly drawn stock model. :raises LNSConfigError: its draw is not known."""
+    with anything.undisturbed(model):
+        _, blocks, _ = probe.find_blocks(model, anything.forward(model, usual_example(model)))
+    if draw_plain(model, blocks) != "scaled initialization off":
+        raise LNSConfigError(f"{type(model).__name__}: found weights that were not drawn just now, or by another rule.")

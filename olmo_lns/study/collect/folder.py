@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Iterable
 
 from olmo_lns import __version__
-from olmo_lns.environment import INITIALIZATION, SCHEME
+from olmo_lns.environment import INITIALIZATION
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.study.data.corpora import BUILT, fingerprint
 from olmo_lns.study.engines import ENGINES, Run
@@ -29,7 +29,7 @@ STEP_COLUMNS = ("step", "Step", "_step", "iteration", "global_step", "trainer/gl
 
 def environment_of() -> dict[str, str]:
     """Variables that are set and would change a run."""
-    return {name: os.environ[name] for name in (SCHEME, INITIALIZATION) if os.environ.get(name)}
+    return {name: os.environ[name] for name in (INITIALIZATION,) if os.environ.get(name)}
 
 
 def prepare_data(study: Study, out: Path) -> None:

@@ -27,27 +27,21 @@ def write(tmp_path, named):
 
 
 @pytest.mark.parametrize(
-    ("named", "override", "variable", "resolved"),
+    ("named", "override", "resolved"),
     [
-        ("rms", "lns", "", "lns_rms"),
-        (None, "lns", "", "lns_default"),  # a config without a type has OLMo's default
-        ("lns_default", "lns", "", "lns_default"),
-        ("lns", None, "", "lns_rms"),
-        ("rms", "lns_default", "", "lns_default"),
-        ("lns_rms", "rms", "", "rms"),
-        ("lns:exponent=0.25", None, "", "lns_rms:exponent=0.25"),
-        ("default", "lns:exponent=0.25", "", "lns_default:exponent=0.25"),
-        ("rms", "lns_rms:exponent=2.5e-1", "", "lns_rms:exponent=0.25"),
-        ("lns_rms:exponent=0.5", None, "", "lns_rms"),
-        ("default", "lns", "lns:exponent=0.25", "lns_default:exponent=0.25"),
-        ("lns_rms:exponent=0.25", None, "lns:exponent=0.25", "lns_rms:exponent=0.25"),
-        ("rms", None, "lns:exponent=0.25", "rms"),
+        ("rms", "lns", "lns_rms"),
+        (None, "lns", "lns_default"),  # a config without a type has OLMo's default
+        ("lns_default", "lns", "lns_default"),
+        ("lns", None, "lns_rms"),
+        ("rms", "lns_default", "lns_default"),
+        ("lns_rms", "rms", "rms"),
+        ("lns:exponent=0.25", None, "lns_rms:exponent=0.25"),
+        ("default", "lns:exponent=0.25", "lns_default:exponent=0.25"),
+        ("rms", "lns_rms:exponent=2.5e-1", "lns_rms:exponent=0.25"),
+        ("lns_rms:exponent=0.5", None, "lns_rms"),
     ],
 )
-def test_the_resolved_type_is_written_into_the_config(
-    tmp_path, monkeypatch, caplog, named, override, variable, resolved
-):
-    monkeypatch.setenv("OLMO_LNS_SCHEME", variable)
+def test_the_resolved_type_is_written_into_the_config(tmp_path, caplog, named, override, resolved):
     overrides = [f"model.layer_norm_type={override}"] if override else None
     with caplog.at_level("INFO", logger="olmo_lns"):
         config = TrainConfig.load(write(tmp_path, named), overrides)
@@ -56,7 +50,6 @@ def test_the_resolved_type_is_written_into_the_config(
     assert caplog.text.count("layer_norm_type=") == (asked not in ("rms", "default", resolved))
     config.save(tmp_path / "saved.yaml")
     assert f"layer_norm_type: {resolved}\n" in (tmp_path / "saved.yaml").read_text()
-    monkeypatch.delenv("OLMO_LNS_SCHEME")  # the file holds its value, so a resumed run does not need it
     assert TrainConfig.load(tmp_path / "saved.yaml").model.layer_norm_type is LayerNormType[resolved]
 
 
@@ -80,13 +73,6 @@ def test_a_model_config_loaded_by_key_keeps_the_base_norm_of_its_file(tmp_path):
     assert model.layer_norm_type is LayerNormType.lns_rms
 
 
-def test_a_warning_names_a_checkpointer_that_torch_broke_before_training(tmp_path, caplog):
-    for kind, name, named in (("rms", "local", False), ("lns", "olmo_core", False), ("lns", "torch_legacy", True)):
-        overrides = [f"sharded_checkpointer={name}", "distributed_strategy=fsdp", "fsdp={}"]
-        TrainConfig.load(write(tmp_path, kind), overrides)
-        assert (f"sharded_checkpointer: {name}" in caplog.text) is named
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -102,21 +88,6 @@ def test_a_wrong_type_is_refused_by_name(tmp_path, wrong, message, on_command_li
     with pytest.raises(OLMoConfigurationError) as caught:
         TrainConfig.load(path, [f"model.layer_norm_type={wrong}"] if on_command_line else None)
     assert message in str(caught.value) and repr(wrong) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("named", "variable"),
-    [
-        ("lns_rms:exponent=0.3", "lns:exponent=0.25"),
-        ("lns_rms:exponent=0.5", "lns:exponent=0.25"),
-        ("lns_rms:exponent=0.25", "lns"),
-        ("lns_rms", "preln"),
-    ],
-)
-def test_a_type_and_a_variable_that_contradict_each_other_are_refused(tmp_path, monkeypatch, named, variable):
-    monkeypatch.setenv("OLMO_LNS_SCHEME", variable)
-    with pytest.raises(LNSConfigError, match=f"layer_norm_type {named} and OLMO_LNS_SCHEME={variable} contradict each"):
-        TrainConfig.load(write(tmp_path, named))
 
 
 def test_a_type_with_parameters_is_a_full_member_of_the_enum():
@@ -167,26 +138,16 @@ def test_a_saved_or_pickled_config_loads_in_a_new_process_and_is_refused_by_stoc
         assert done == ["True normal", "True normal_scaled"]
 
 
-def test_arguments_of_register_set_the_environment_variables(monkeypatch, tmp_path):
-    for name in ("OLMO_LNS_SCHEME", "OLMO_LNS_INITIALIZATION"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it after register
-    register(scheme="lns:exponent=0.25", initialization="upstream")
-    assert os.environ["OLMO_LNS_SCHEME"] == "lns:exponent=0.25" and os.environ["OLMO_LNS_INITIALIZATION"] == "upstream"
-    assert TrainConfig.load(write(tmp_path, "lns")).model.layer_norm_type is LayerNormType["lns_rms:exponent=0.25"]
-    with pytest.raises(LNSConfigError, match="OLMO_LNS_SCHEME: scheme 'lns': unknown parameter 'exponant'"):
-        register(scheme="lns:exponant=0.25")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "kind", "message"),
     [
-        ("SCHEME", "lsn", "lns_rms", "OLMO_LNS_SCHEME: unknown scheme 'lsn' .did you mean 'lns'"),
+        ("SCHEME", "lns:exponent=0.25", "lns_rms", "SCHEME is unknown .did you mean 'layer_norm_type=lns:exponent"),
         ("INITIALIZATION", "scaled", "rms", "for scaled set init_fn: normal_scaled in the config"),
         ("INITIALIZATION", "plane", "lns_rms", r"'plane' \(did you mean 'plain'\?\): expected one of plain, upstream"),
     ],
 )
 def test_a_wrong_variable_is_refused_where_it_affects_the_model(monkeypatch, name, value, kind, message):
-    """``OLMO_LNS_INITIALIZATION`` affects stock models too; ``OLMO_LNS_SCHEME`` does not."""
+    """``OLMO_LNS_INITIALIZATION`` affects stock models too; an unknown one does not."""
     monkeypatch.setenv(f"OLMO_LNS_{name}", value)
     if name == "SCHEME":
         OLMo(model_config(layer_norm_type="rms"))

@@ -9,9 +9,7 @@ from support.olmo_models import model_config
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo import register
-from olmo_lns.integrations.olmo.model import blocks_of, depth_factor, record_of
-from olmo_lns.record import Record
-from olmo_lns.schemes import parse
+from olmo_lns.integrations.olmo.model import blocks_of, depth_factor
 
 register()
 
@@ -73,12 +71,6 @@ def test_an_unknown_init_fn_is_refused_by_name():
 def drawn(**changes):
     torch.manual_seed(5)
     return OLMo(model_config(**{"layer_norm_type": "rms", "n_layers": LAYERS, **changes}))
-
-
-def test_our_init_fns_are_in_the_record():
-    lns = drawn(init_fn="normal_depth_scaled", layer_norm_type="lns_rms")
-    assert record_of(lns) == Record(parse("lns"), "rms", "depth_scaled")
-    assert record_of(drawn(init_fn="normal_scaled")) == Record(scaled_init="scaled")
 
 
 @pytest.mark.parametrize("asked", ["plain", "upstream"])

@@ -1,20 +1,20 @@
 """The real OLMo under LNS, against formulas that share no code with the package."""
 
-import copy
-import io
 import math
+import time
 
 import numpy as np
-import olmo.model
 import pytest
 import torch
 from olmo.exceptions import OLMoConfigurationError
-from olmo.model import BufferCache, OLMo, OLMoSequentialBlock
+from olmo.model import BufferCache, OLMo, OLMoBlock, OLMoSequentialBlock
 from support.olmo_models import build, model_config, reference_logits, tokens
 
-from olmo_lns.errors import UpstreamChangedError
+from olmo_lns import hook, sites
+from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError
 from olmo_lns.integrations.olmo import register
 from olmo_lns.integrations.olmo.model import blocks_of
+from olmo_lns.schemes import LNS
 
 register()
 
@@ -60,26 +60,56 @@ def test_values_are_those_of_an_fp64_formula_and_a_hooked_stock_model(kind, affi
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_block_built_without_the_factory_is_scaled_too():
-    block = OLMoSequentialBlock(8, model_config(layer_norm_type="lns_rms", n_layers=16), BufferCache())
-    assert block.attn_norm.lns_scale == block.ff_norm.lns_scale == pytest.approx(1 / 3)
+def test_a_block_built_by_itself_is_refused_because_nothing_counts_it():
+    with pytest.raises(
+        LNSConfigError, match=r"found a norm or a block that is built by itself, expected OLMo\(config\)"
+    ):
+        OLMoSequentialBlock(8, model_config(layer_norm_type="lns_rms"), BufferCache())
 
 
-@pytest.mark.parametrize(("lost", "left"), [((1,), "lns is on 7"), ((0, 1, 2, 3), "preln is on 0")])
-def test_a_model_whose_blocks_lost_scaled_norms_is_refused(monkeypatch, lost, left):
-    """A model that lost all of them would train as Pre-LN under the name of LNS."""
-    original = OLMoSequentialBlock.__init__
-
-    def init(self, layer_id, config, cache):
-        original(self, layer_id, config, cache)
-        if layer_id in lost:
-            self.ff_norm = olmo.model.RMSLayerNorm(config)
-        if len(lost) == 4:
-            self.attn_norm = olmo.model.RMSLayerNorm(config)
-
-    monkeypatch.setattr(OLMoSequentialBlock, "__init__", init)
-    with pytest.raises(UpstreamChangedError, match=f"{left} sub-layers.*expected the 8 sub-layers of 4 blocks"):
+def test_blocks_that_olmo_numbers_in_another_way_are_refused(monkeypatch):
+    build_block = OLMoBlock.build
+    monkeypatch.setattr(OLMoBlock, "build", lambda layer_id, *args: build_block(layer_id + 1, *args))
+    OLMo(model_config(layer_norm_type="rms"))
+    with pytest.raises(MeasurementError, match=r"numbers \[2, 3, 4, 5\], expected 1 to 4"):
         OLMo(model_config(layer_norm_type="lns_rms"))
+
+
+def test_a_part_that_is_not_there_is_an_error_only_where_a_scheme_is_selected(monkeypatch):
+    monkeypatch.setattr(hook, "_missing", {"olmo": ["olmo.model:OLMo.reset_parameters"]})
+    OLMo(model_config(layer_norm_type="rms"))
+    with pytest.raises(UpstreamChangedError, match="this olmo has no olmo.model:OLMo.reset_parameters"):
+        OLMo(model_config(layer_norm_type="lns_rms"))
+
+
+def test_a_failed_measurement_leaves_nothing_half_done(monkeypatch):
+    """The next model of the same config, and the config, are as if nothing had happened."""
+    config = model_config(layer_norm_type="lns", init_fn="normal_scaled")
+    forward = OLMoSequentialBlock.forward
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(LNSConfigError, match="block . .OLMoSequentialBlock. is not Pre-LN"),
+    ):
+        patch.setattr(
+            OLMoSequentialBlock, "forward", lambda self, x, **kwargs: forward(self, self.attn_norm(x), **kwargs)
+        )
+        OLMo(config)
+    assert (str(config.layer_norm_type), str(config.init_fn)) == ("lns", "normal_scaled")
+    assert sites.read_back(OLMo(config)) == LNS
+
+
+def test_measuring_leaves_the_random_numbers_of_the_launch_alone_and_is_fast():
+    """The demo's model has 8 blocks of width 128. A 2 s measurement would be seen."""
+    ends, seconds = [], []
+    for kind in ("rms", "lns_rms", "sandwich_rms"):
+        config = model_config(layer_norm_type=kind, d_model=128, n_layers=8, mlp_hidden_size=512)
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        OLMo(config)
+        seconds.append(time.perf_counter() - start)
+        ends.append(torch.rand(1).item())
+    assert len(set(ends)) == 1
+    assert max(seconds) < 2
 
 
 @pytest.mark.parametrize("name", ["lns", "lns_default", "sandwich_rms"])
@@ -87,11 +117,3 @@ def test_norm_after_is_refused(name):
     OLMo(model_config(layer_norm_type="rms", norm_after=True))
     with pytest.raises(OLMoConfigurationError, match="a scheme says itself where the norms sit"):
         OLMo(model_config(layer_norm_type=name, norm_after=True))
-
-
-def test_deepcopy_and_pickle_keep_the_factor():
-    model, ids = build(layer_norm_type="lns_rms"), tokens()
-    torch.save(model, buffer := io.BytesIO())
-    buffer.seek(0)
-    for clone in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        assert torch.equal(clone(ids).logits, model(ids).logits)

@@ -1,167 +1,209 @@
-"""Folders with a scheme are loaded with the package, without it, with trust_remote_code, and by a stock class."""
+"""Folders with a scheme: saved, loaded with and without the package, by another head, by a stock class, in a Trainer."""
 
 import json
+import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support import launch
-from support.transformers_models import IN_FRONT, MODELS, environment, inputs, read_config, same, schemes, stock  # noqa: F401
+from support.transformers_models import environment, hooked, inputs, read_config, same, stock, trainer
 
-from olmo_lns.cli import main
-from olmo_lns.errors import CheckpointMismatchError
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.integrations.transformers import apply, fold, register
+from olmo_lns.integrations.transformers.models import under_scheme
+from olmo_lns.schemes import LNS
 
 register()
-
-AUTO = {"vit": "AutoModelForImageClassification", "dinov2": "AutoModelForImageClassification"}
+transformers = pytest.importorskip("transformers")
+AUTO = {"vit": "AutoModelForImageClassification"}
 #: Loads the model in a folder, prints its class, and saves its logits on the inputs of a file.
 PROGRAM = """
-import sys, json, torch, transformers
-folder, file, auto, trust = sys.argv[1:5]
-model = getattr(transformers, auto).from_pretrained(folder, **({"trust_remote_code": True} if trust == "1" else {}))
-print("CLASS", type(model).__module__, type(model).__name__)
-print("OURS", "olmo_lns.integrations.transformers" in sys.modules)
+import sys, torch, transformers
+folder, file, auto = sys.argv[1:4]
+model = getattr(transformers, auto).from_pretrained(folder)
+print("CLASS", type(model).__name__)
 torch.save(model(**torch.load(file)).logits.detach(), file + ".out")
 """
 
 
-def run(folder, kind, *, trust=False, package=True, auto=""):
-    """Load the folder in a new process; return its output and the logits, or None where it failed."""
-    file = folder.parent / f"{folder.name}-{trust}-{package}.pt"
-    torch.save(inputs(kind), file)
-    more = {"HF_MODULES_CACHE": str(folder.parent / "modules"), "OLMO_LNS_DISABLE": None if package else "1"}
-    loader = auto or AUTO.get(kind, "AutoModelForCausalLM")
-    command = [sys.executable, "-c", PROGRAM, folder, file, loader, str(int(trust))]
-    # Outside the repository, so that Python finds the installed package.
-    done = launch.run(command, cwd=folder.parent, env=environment(**more))
-    return done.text, torch.load(f"{file}.out") if done.code == 0 else None
-
-
-@pytest.mark.parametrize("kind", IN_FRONT)
-def test_a_saved_model_is_loaded_with_its_scheme_and_the_same_logits(kind, tmp_path):
-    import transformers
-
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "vit"])
+def test_a_saved_model_is_loaded_with_its_scheme_and_the_same_logits(kind, tmp_path, capfd):
     model = apply(stock(kind), "lns:exponent=0.25")
     model.save_pretrained(tmp_path)
     written = read_config(tmp_path)
-    assert written["model_type"] == f"lns_{kind}" and written["lns"] == "lns:exponent=0.25"
-    assert written["architectures"] == [f"LNS{MODELS[kind][0]}"]
+    assert written["model_type"] == f"lns_{kind}" and written["lns"] == "lns:exponent=0.25" and written["lns_norms"]
+    assert written["architectures"] == [type(model).__name__]
+    capfd.readouterr()
     loaded = getattr(transformers, AUTO.get(kind, "AutoModelForCausalLM")).from_pretrained(tmp_path)
-    assert type(loaded) is type(model)
+    assert type(loaded) is type(model) and "measured: sites, output, gradient" in capfd.readouterr().err
+    same(kind, loaded.eval(), model, tolerance=0)
     saved, again = model.config.to_diff_dict(), loaded.config.to_diff_dict()
     assert {key: again[key] for key in saved} == saved
-    same(kind, loaded.eval(), model, tolerance=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "scheme"), [("llama", "lns"), pytest.param("vit", "lnsafterff", marks=pytest.mark.exhaustive)]
-)
-def test_another_process_needs_the_package_or_trust_remote_code(kind, scheme, tmp_path, schemes):  # noqa: F811
-    model = apply(stock(kind), scheme, initialization="upstream")
-    model.save_pretrained(folder := tmp_path / scheme)
+def test_another_process_needs_the_package(tmp_path):
+    model = apply(stock("llama"))
+    model.save_pretrained(folder := tmp_path / "lns")
+    torch.save(inputs("llama"), file := tmp_path / "inputs.pt")
+
+    def load(auto="AutoModelForCausalLM", **changes):
+        command = [sys.executable, "-c", PROGRAM, folder, file, auto]
+        return launch.run(command, cwd=tmp_path, env=environment(**changes))
+
+    done = load()
+    assert "CLASS LNSLlamaForCausalLM" in done.text and "LayerNorm Scaling on: 6 norms" in done.text
     with torch.no_grad():
-        expected = model(**inputs(kind)).logits
-    if scheme == "lns":  # the other scheme may exist in this test's fixture only
-        text, logits = run(folder, kind)
-        assert "CLASS olmo_lns.integrations.transformers.models" in text and "LayerNorm Scaling on: 6 norms" in text
-        assert torch.equal(logits, expected)
-        text, logits = run(folder, kind, package=False)
-        assert logits is None and ("trust_remote_code=True" in text or f"lns_{kind}" in text)
-        text, logits = run(folder, kind, package=False, auto=MODELS[kind][0])
-        assert logits is None and "needs olmo-lns and an Auto class" in text
-    text, logits = run(folder, kind, package=False, trust=True)
-    assert "CLASS transformers_modules" in text and "OURS False" in text, text
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_factors_may_differ_in_their_last_digit_only(tmp_path):
-    """The math library of another machine may compute the powers differently."""
-    import transformers
-
-    apply(stock("llama")).save_pretrained(tmp_path)
-    written = read_config(tmp_path)
-    for factor, accepted in ((1 + 2**-52, True), (1 - 2**-52, True), (1 + 1e-12, False)):
-        values = json.loads(json.dumps(written))
-        norms = values["lns_factors"]["norm"]
-        norms["attn"] = [value * factor for value in norms["attn"]]
-        assert norms["attn"] != written["lns_factors"]["norm"]["attn"]
-        (tmp_path / "config.json").write_text(json.dumps(values))
-        if accepted:
-            assert transformers.AutoConfig.from_pretrained(tmp_path).lns_record == written["lns_record"]
-        else:
-            with pytest.raises(CheckpointMismatchError, match="lns_factors are not those of"):
-                transformers.AutoConfig.from_pretrained(tmp_path)
-    for norms in ({"attn": [1.0]}, {"attn": None, "ff": None}, [], None):
-        (tmp_path / "config.json").write_text(json.dumps(written | {"lns_factors": {"norm": norms, "branch": {}}}))
-        with pytest.raises(CheckpointMismatchError, match="lns_factors are not those of"):
-            transformers.AutoConfig.from_pretrained(tmp_path)
+        assert torch.equal(torch.load(f"{file}.out"), model(**inputs("llama")).logits)
+    done = load(OLMO_LNS_DISABLE="1")
+    assert done.code != 0 and "lns_llama" in done.text
+    done = load("LlamaForCausalLM", OLMO_LNS_DISABLE="1")  # a stock class by name: upstream's warning
+    assert "CLASS LlamaForCausalLM" in done.text and "to instantiate a model of type" in done.text
 
 
 def test_other_heads_and_the_base_model_load_under_the_scheme(tmp_path):
-    import transformers
-
     model = apply(stock("llama"))
     model.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path)
-    assert type(base).__name__ == "LNSLlamaModel"
     reward = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
-    assert type(reward).__name__ == "LNSLlamaForSequenceClassification"
+    assert type(base).__name__ == "LNSLlamaModel" and type(reward).__name__ == "LNSLlamaForSequenceClassification"
     with torch.no_grad():
         expected = model.model(**inputs("llama")).last_hidden_state
         assert torch.equal(base.eval()(**inputs("llama")).last_hidden_state, expected)
         assert torch.equal(reward.eval().model(**inputs("llama")).last_hidden_state, expected)
 
 
-SHAPE = [f"--set={text}" for text in ("num_hidden_layers=3", "hidden_size=32", "intermediate_size=64", "vocab_size=97", "num_attention_heads=4")]  # fmt: skip
-
-
-def test_hf_init_makes_a_model_from_a_model_type_and_from_a_folder(tmp_path, capsys):
-    import transformers
-
-    assert main(["hf", "init", "llama", *SHAPE, "--scheme", "lns:exponent=0.25", "-o", str(tmp_path / "one")]) == 0
-    out = capsys.readouterr().out
-    assert "lns_llama: lns:exponent=0.25 (initialization plain)" in out and "LNSLlamaForCausalLM: 37,152" in out
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+def test_a_model_of_a_head_is_saved_and_loaded_as_the_base_and_back(tmp_path):
+    """The list of blocks has another path in a base model than in one with a head."""
     torch.manual_seed(0)
-    fresh = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{k: getattr(model.config, k) for k in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")}))  # fmt: skip
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
-    stock("gpt2").config.save_pretrained(tmp_path / "stock")
-    assert main(["hf", "init", str(tmp_path / "stock"), "-o", str(tmp_path / "two"), "--seed", "1"]) == 0
-    assert "no tokenizer: " in capsys.readouterr().out and not list((tmp_path / "two").glob("tokenizer*"))
-    gpt2 = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    blocks = gpt2.transformer.h
-    assert blocks[2].ln_1.lns_scale == 3**-0.5
-    assert blocks[0].mlp.c_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    apply(transformers.AutoModel.from_config(stock("gpt2").config)).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.transformer.h[2].ln_2.lns_scale == 3**-0.5
 
 
-def test_hf_init_takes_a_folded_folder_and_refuses_preln_and_a_folder_with_a_scheme(tmp_path, capsys):
-    fold(apply(stock("llama"))).save_pretrained(tmp_path / "folded")
-    assert main(["hf", "init", str(tmp_path / "folded"), "-o", str(tmp_path / "lns")]) == 0
-    for words, message in (
-        ([str(tmp_path / "lns")], "already: start from the stock config that it was made from"),
-        (["llama", "--scheme", "preln"], "the stock model"),
-    ):
-        assert main(["hf", "init", *words, "-o", str(tmp_path / "out")]) == 1
-        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+def test_a_model_type_of_any_family_is_made_by_its_prefix():
+    config = transformers.AutoConfig.for_model("lns_mixtral", lns="lns:exponent=0.25", **SMALL)
+    assert "lns_mixtral" in transformers.CONFIG_MAPPING and "lns_mixtral" not in list(transformers.CONFIG_MAPPING)
+    assert type(config).__name__ == "LNSMixtralConfig" and isinstance(config, transformers.MixtralConfig)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model.model.layers[1].input_layernorm.lns_scale == 2**-0.25
+    assert model.config.lns_norms == {"layers": ["input_layernorm", "post_attention_layernorm"]}
+    for unknown in ("lns_unknown", "lns_lns_llama"):
+        with pytest.raises((ValueError, KeyError)):
+            transformers.AutoConfig.for_model(unknown)
 
 
-@pytest.mark.parametrize(
-    ("folder", "head", "parameters"),
-    [
-        ("qwen/qwen2.5-0.5b", "CausalLM", 494_032_768),
-        ("qwen/llama-in-qwen-shape", "CausalLM", 448_244_608),
-        ("vision/deit3-small-36", "ImageClassification", 64_282_370),
-    ],
+SMALL = dict(
+    num_hidden_layers=2,
+    hidden_size=32,
+    intermediate_size=64,
+    vocab_size=97,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
-def test_the_shipped_configs_have_their_number_of_parameters(folder, head, parameters, tmp_path):
-    import transformers
 
-    source = Path(__file__).resolve().parents[3] / "configs" / folder
-    assert main(["hf", "init", str(source), "--head", head, "--no-weights", "-o", str(tmp_path / "out")]) == 0
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+
+def test_on_the_meta_device_the_config_names_the_norms():
+    config = under_scheme(stock("llama").config, LNS)
+    with torch.device("meta"), pytest.raises(LNSConfigError, match="lns_norms"):
+        transformers.AutoModelForCausalLM.from_config(config)
+    named = transformers.AutoModelForCausalLM.from_config(config).config
     with torch.device("meta"):
-        model = getattr(transformers, f"AutoModelFor{head}").from_config(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+        model = transformers.AutoModelForCausalLM.from_config(named)
+    model.to_empty(device="cpu")
+    model.load_state_dict(stock("llama").state_dict())
+    model.model.rotary_emb = stock("llama").model.rotary_emb
+    same("llama", model.eval(), hooked("llama", stock("llama")))
+
+
+def test_norms_that_are_not_where_the_config_says_are_an_error(tmp_path):
+    apply(stock("llama")).save_pretrained(tmp_path)
+    values = read_config(tmp_path)
+    values["lns_norms"] = {"layers": ["post_attention_layernorm", "input_layernorm"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(MeasurementError, match="its config names"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_weights_of_another_scheme_are_not_loaded_by_a_class_of_ours(tmp_path, monkeypatch):
+    model = apply(stock("llama"))
+    stock("llama").save_pretrained(tmp_path / "stock")
+    apply(stock("llama"), "lns:exponent=0.25").save_pretrained(tmp_path / "other")
+    for folder in ("stock", "other"):
+        with pytest.raises(CheckpointMismatchError, match="its config says"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, config=model.config)
+    monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock", config=model.config)
+
+
+@pytest.mark.parametrize("resume", [True, "checkpoint-3"])
+def test_a_trainer_resumes_only_under_the_scheme_of_its_checkpoint(resume, tmp_path):
+    made = {"lns": lambda: apply(stock("llama")), "stock": lambda: stock("llama")}
+    made["other"] = lambda: apply(stock("llama"), "lns:exponent=0.25")
+    for was, now in (("lns", "stock"), ("stock", "lns"), ("other", "lns")):
+        if not (folder := tmp_path / was).exists():
+            trainer(made[was](), folder, max_steps=3).train()
+        checkpoint = resume if resume is True else str(folder / resume)
+        with pytest.raises(CheckpointMismatchError, match="but this run has"):
+            trainer(made[now](), folder).train(resume_from_checkpoint=checkpoint)
+    trainer(made["stock"](), tmp_path / "stock").train(resume_from_checkpoint=True)
+
+
+def test_a_trainer_writes_the_config_beside_sharded_weights(tmp_path):
+    """FSDP's sharded checkpoints have no config.json: a Trainer that saves no model stands for them here."""
+
+    def sharded(model, steps):
+        found = trainer(model, tmp_path, max_steps=steps)
+        found.save_model = lambda folder, **_: os.makedirs(folder, exist_ok=True)
+        return found
+
+    sharded(apply(stock("llama")), 3).train()
+    assert read_config(tmp_path / "checkpoint-3")["lns"] == "lns"
+    with pytest.raises(CheckpointMismatchError, match="but this run has"):
+        sharded(stock("llama"), 6).train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-3" / "config.json").unlink()
+    with pytest.raises(CheckpointMismatchError, match="nothing beside it says"):
+        sharded(apply(stock("llama")), 6).train(resume_from_checkpoint=True)
+
+
+def test_a_folded_model_is_saved_as_a_stock_folder(tmp_path):
+    model = apply(stock("olmo"))
+    with torch.no_grad():
+        expected = model(**inputs("olmo")).logits
+    fold(model).save_pretrained(tmp_path)
+    assert read_config(tmp_path)["model_type"] == "olmo" and "lns" not in (tmp_path / "config.json").read_text()
+    with torch.no_grad():
+        found = transformers.OlmoForCausalLM.from_pretrained(tmp_path)(**inputs("olmo")).logits
+    assert (found - expected).abs().max() <= 3e-6 * expected.abs().max()
+
+
+RELOADS = """
+import importlib, sys, transformers
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+import transformers.models.auto.auto_factory, transformers.models.auto.configuration_auto, transformers.trainer
+for name in ("transformers.trainer", "transformers.models.auto.configuration_auto"):
+    importlib.reload(sys.modules[name])
+    if name.endswith("trainer"):
+        assert hasattr(sys.modules[name].Trainer.train, "__olmo_lns_wrapped__")
+print(type(sys.modules["transformers.models.auto.configuration_auto"].CONFIG_MAPPING["lns_qwen3"].__name__))
+for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+    del sys.modules[name]
+from transformers import AutoConfig, Trainer
+print(type(AutoConfig.for_model("lns_qwen3")).__name__, hasattr(Trainer.train, "__olmo_lns_wrapped__"))
+"""
+
+
+def test_modules_that_are_executed_again_are_wrapped_again(tmp_path):
+    done = launch.run([sys.executable, "-c", RELOADS], cwd=tmp_path, env=environment())
+    assert done.last_line() == "LNSQwen3Config True", done.text
+
+
+@pytest.mark.parametrize("stub", ["types.ModuleType(name)", "unittest.mock.MagicMock()"])
+def test_stand_ins_of_other_peoples_tests_are_left_alone(stub, tmp_path):
+    program = (
+        "import sys, types, unittest.mock\n"
+        f"for name in ('transformers.trainer', 'peft.utils.constants'): sys.modules[name] = {stub}\n"
+        "import transformers; from transformers import AutoConfig; print(type(AutoConfig.for_model('lns_llama')).__name__)"
+    )
+    done = launch.run([sys.executable, "-c", program], cwd=tmp_path, env=environment())
+    assert done.last_line() == "LNSLlamaConfig", done.text

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from support.transformers_models import RATE, STEPS, hooked, inputs, rows, same, schemes, stock, trainer  # noqa: F401
+from support.transformers_models import RATE, STEPS, hooked, inputs, rows, same, stock, trainer
 
+from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import norm_sites
 from olmo_lns.integrations.transformers import apply, fold, register
 
 register()
@@ -46,12 +46,12 @@ def test_trainer_equals_a_hand_written_loop_even_when_resumed(tmp_path):
     resumed = trainer(fresh, tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(resumed)[-3:] == pytest.approx(expected[-3:], rel=1e-4)
-    assert norm_sites.read_back(resumed.model).name == "lns"
+    assert sites.read_back(resumed.model).name == "lns"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
 def test_gradient_checkpointing_gives_the_same_gradients(kind):
-    model = apply(stock(kind), initialization="upstream").train()
+    model = apply(stock(kind)).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -61,19 +61,17 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["lns", pytest.param("lnsafterbranch", marks=pytest.mark.exhaustive)])
-def test_a_compiled_model_equals_the_eager_one(scheme, schemes):  # noqa: F811
-    model = apply(stock("llama"), scheme)
+def test_a_compiled_model_equals_the_eager_one():
+    model = apply(stock("llama"))
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="aot_eager")
     same("llama", model, eager)
 
 
-@pytest.mark.parametrize("scheme", ["lns", "lnsafterbranch"])
-def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(scheme, tmp_path, schemes):  # noqa: F811
+def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
-    model, reference = apply(stock("llama"), scheme), hooked("llama", stock("llama"), scheme)
+    model, reference = apply(stock("llama")), hooked("llama", stock("llama"))
     tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
     names = [name for name, parameter in tuned.named_parameters() if parameter.requires_grad]
     assert len(names) == 3 * 2 * 2 and all(".q_proj." in name or ".v_proj." in name for name in names)
@@ -84,15 +82,15 @@ def test_lora_with_the_default_targets_trains_and_merges_under_a_scheme(scheme, 
     assert all(p.grad is not None for n, p in tuned.named_parameters() if p.requires_grad)
     tuned.save_pretrained(tmp_path)
     merged = tuned.merge_and_unload()
-    assert norm_sites.read_back(merged).name == scheme
+    assert sites.read_back(merged).name == "lns"
     with torch.no_grad():
         assert (merged(**inputs("llama")).logits - tuned_logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("kind", "scheme", "kept"), [("llama", "lns", True), ("olmo", "lns", False), ("llama", "lnsafterbranch", False)])  # fmt: skip
-def test_an_adapter_fits_the_folded_base_only_where_no_matrix_was_folded(kind, scheme, kept, schemes, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(("kind", "kept"), [("llama", True), ("olmo", False)])
+def test_an_adapter_fits_the_folded_base_only_where_no_matrix_was_folded(kind, kept, tmp_path):
     peft = pytest.importorskip("peft", reason=SFT)
-    model = apply(stock(kind), scheme)
+    model = apply(stock(kind))
     base = fold(copy.deepcopy(model))
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     tuned = peft.get_peft_model(model, config).eval()

@@ -1,0 +1,102 @@
+"""From an opened checkpoint to a finished folder: fold, convert, save."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+
+from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, fold, huggingface
+from olmo_lns.export.open import Opened
+from olmo_lns.tokenizers import find_tokenizer, load_tokenizer
+
+#: Kind of checkpoint -> the formats that it is written as, its own first.
+WRITTEN_AS = {
+    OLMO: (OLMO, HF),
+    OLMO_CORE: (OLMO_CORE, HF),
+    MEGATRON: (MEGATRON, HF),
+    HF: (HF,),
+}
+
+
+def module_of(kind: str) -> Any:
+    """The module of a format."""
+    return importlib.import_module(f"olmo_lns.export.{'huggingface' if kind == HF else kind.replace('-', '_')}")
+
+
+def convert(opened: Opened, form: str, dtype: torch.dtype | None = None) -> Opened:
+    """Fold an opened checkpoint in place and return the stock model of ``form``.
+
+    :param form: one of :data:`olmo_lns.export.FORMATS` but Megatron's, which has no model here.
+    :param dtype: of the weights, None: as they are.
+    :raises LNSConfigError: the scheme doesn't fold, no stock model computes the same, or weights are not finite.
+
+    Example: ``convert(open_checkpoint(folder), "hf").model.save_pretrained(out)``.
+    """
+    fold.check_finite(opened.model.named_parameters())
+    if opened.kind in (HF, MEGATRON):
+        made = huggingface.folded(opened, dtype)
+    elif form == HF:
+        made = module_of(opened.kind).to_huggingface(opened, dtype)
+    else:
+        made = module_of(opened.kind).folded(opened, dtype)
+    fold.check_finite(made.model.named_parameters())
+    return made
+
+
+@contextmanager
+def finished(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside ``out`` and give it that name if nothing is raised; else remove it.
+
+    :raises LNSConfigError: ``out`` exists.
+    """
+    if out.exists():
+        raise LNSConfigError(f"{out} exists. Give a folder that does not; nothing is overwritten.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield part
+        os.umask(umask := os.umask(0))
+        part.chmod(0o777 & ~umask)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_tokenizer(out: Path, opened: Opened, asked: str | None) -> str:
+    """Save the tokenizer of a checkpoint, or the one that was asked for, as transformers does.
+
+    :param asked: a ``tokenizer.json``, a folder, a name of the hub, or ``none``.
+    :returns: one line that says what was written.
+    :raises LNSConfigError: it cannot be loaded, or has more tokens than the model.
+    """
+    own = opened.tokenizer
+    if own == str(opened.folder) and opened.folder.is_dir() and not any(opened.folder.glob("tokenizer*")):
+        own = None
+    if asked == "none" or (asked or own) is None:
+        return "no tokenizer: give --tokenizer to include one"
+    name, eos = str(asked or own), opened.eos_token_id
+    if name.endswith(".json") and find_tokenizer(name, opened.folder) is None:
+        raise LNSConfigError(f"tokenizer {name} is not there. Give --tokenizer FILE, or --tokenizer none.")
+    try:
+        tokenizer = load_tokenizer(name, opened.folder, eos if isinstance(eos, int) else None)
+    except LNSError as error:
+        raise LNSConfigError(f"{error}; or leave it out: --tokenizer none") from None
+    size, rows = max(tokenizer.get_vocab().values(), default=-1) + 1, huggingface.vocabulary(opened.model)
+    if size > rows:
+        raise LNSConfigError(
+            f"tokenizer {name} has {size} tokens, the model only {rows}: it is another model's. Give --tokenizer FILE "
+            "or --tokenizer none, which leaves it out."
+        )
+    if tokenizer.pad_token is None and opened.pad_token_id in range(size):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)
+    tokenizer.model_max_length = opened.max_length
+    tokenizer.save_pretrained(out)
+    return f"tokenizer {name}: {size} tokens; the checkpoint's end of text is {tokenizer.eos_token!r}"

@@ -1,0 +1,238 @@
+"""``olmo_lns.apply``: a scheme on a built model of any framework, or of none.
+
+A model whose blocks are Pre-LN and whose norms are modules is all that is needed: one forward on an example finds the
+blocks, the probe finds the norms in front of their two branches, and each norm is scaled and measured where it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from olmo_lns import probe, sites
+from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
+from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
+
+__all__ = ["apply"]
+
+log = logging.getLogger("olmo_lns")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model and the norms in front of their branches.
+
+    :param path: of the list in the model, ``""`` if it is none. :param width: the hidden size.
+    :param names: for each block, of its norms: attention's and feed-forward's, or one that both read.
+    :param cancelled: norms whose factor a norm behind them takes off again.
+    """
+
+    path: str
+    blocks: list[nn.Module]
+    names: list[tuple[str, ...]]
+    width: int
+    cancelled: tuple[str, ...] = ()
+
+
+def apply(
+    model: nn.Module, scheme: str | Scheme = "lns", *, blocks: Sequence[nn.Module] | None = None, example: Any = None
+) -> Any:
+    """Put a built model under ``scheme``, in place, measure what was built, and return the model.
+
+    It comes after the weights and before ``torch.compile``, DDP, FSDP and activation checkpointing; in a distributed
+    launch every process calls it. Parameters, state dict and hooks stay as they are. Applied again, the same scheme
+    is measured again.
+
+    :param model: of Megatron Core, OLMo or transformers, or any module with a list of Pre-LN blocks whose norms are
+        modules.
+    :param scheme: one that multiplies norms, such as ``"lns"`` or ``"lns:exponent=0.25"``.
+    :param blocks: the blocks in order, where the model has more than one list that could hold them.
+    :param example: what one forward takes: a tensor, a tuple of arguments, a dict of keywords, or a function of the
+        model that runs the forward. The default is 8 random token ids.
+    :raises LNSConfigError: the model is not Pre-LN, has a scheme, is wrapped already, or does not take the example.
+    :raises MeasurementError: a block cannot be run again, or does something else than the scheme says. In either case
+        the model is left as it was.
+
+    Example: ``olmo_lns.apply(GPT(config), "lns:exponent=0.25", example=torch.zeros(1, 8, dtype=torch.long))``.
+    """
+    problem = None
+    try:
+        _apply(model, parse(scheme) if isinstance(scheme, str) else scheme, blocks, example)
+    except LNSError as error:
+        problem = error
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        probe.agree(str(problem or ""))
+    if problem is not None:
+        raise problem
+    return model
+
+
+def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
+    require_unwrapped(model)
+    modules = [base.__module__ for base in type(model).__mro__]
+    if any(module.startswith("megatron.core.") for module in modules):
+        if scheme.name != "lns":
+            raise LNSConfigError(f"scheme {scheme}: the Megatron integration has lns and its exponent.")
+        from olmo_lns.integrations import megatron
+
+        megatron.apply(model, exponent=scheme.parameters["exponent"])
+    elif "transformers.modeling_utils" in modules:
+        from olmo_lns.integrations import transformers
+
+        transformers.apply(model, scheme, blocks=blocks, example=example)
+    else:
+        if "olmo.model" in modules and blocks is None:
+            groups = model.transformer
+            groups = [groups.blocks] if hasattr(groups, "blocks") else groups.block_groups
+            blocks = [block for group in groups for block in group]
+        found = locate(model, forward(model, example), blocks)
+        report(model, found, attach(model, found, scheme))
+
+
+def require_unwrapped(model: nn.Module) -> None:
+    """:raises LNSConfigError: torch.compile, DDP or FSDP has wrapped the model or a part of it, or it is on meta."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(model, nn.Module):
+        raise LNSConfigError(f"apply expects a built model, a torch.nn.Module; found a {type(model).__name__}.")
+    for module in model.modules():
+        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if compiled or isinstance(module, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
+            raise LNSConfigError(
+                f"{type(module).__name__} is compiled, or wrapped by DDP or FSDP: its norms can no longer be measured. "
+                "Apply first: build the model, apply the scheme, then compile and wrap."
+            )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise LNSConfigError("its weights are on the meta device: nothing can be measured. Apply once they are built.")
+
+
+def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
+    """A function that runs one forward in eval mode; random numbers and modes are as before afterwards."""
+    if example is None:
+        rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+        if not rows:
+            raise LNSConfigError(
+                f"{type(model).__name__} has no token embedding: give example=, what its forward takes."
+            )
+        ids = torch.randint(min(rows), (1, 8), generator=torch.Generator().manual_seed(0))
+        example = ids.to(next(model.parameters()).device)
+
+    def run() -> Any:
+        try:
+            if callable(example) and not torch.is_tensor(example):
+                return example(model)
+            if isinstance(example, dict):
+                return model(**example)
+            return model(*example) if isinstance(example, (tuple, list)) else model(example)
+        except Exception as error:
+            raise LNSConfigError(
+                f"{type(model).__name__} does not take the example ({type(error).__name__}: {error}). Give example= a "
+                "tensor, a tuple of arguments, a dict of keywords, or a function of the model that runs its forward."
+            ) from error
+
+    return run
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode; afterwards modes and random states are what they were."""
+    training = {module: module.training for module in model.modules()}
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Blocks:
+    """Find the sites of a model by running it once and one block of each structure again and again.
+
+    :param run: runs one forward.
+    :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
+    """
+    blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
+    with undisturbed(model):
+        path, found, calls = probe.find_blocks(model, run, blocks)
+        kinds: dict[Any, probe.Found] = {}
+        names = []
+        for number, (block, call) in enumerate(zip(found, calls, strict=True), start=1):
+            kind = probe.structure(block)
+            if kind not in kinds:
+                kinds[kind] = probe.pre_ln_sites(block, call, where=f"block {number}")
+            names.append(kinds[kind].names)
+    cancelled = dict.fromkeys(name for kind in kinds.values() for name in kind.cancelled)
+    return Blocks(path, found, names, calls[0].stream.shape[-1], tuple(cancelled))
+
+
+def attach(
+    model: nn.Module, found: Blocks, scheme: Scheme, folded: Callable[[nn.Module], type | None] = lambda norm: None
+) -> list[str]:
+    """Scale the norms that were found, or measure them again if they have the scheme.
+
+    :param folded: the mixin for a norm whose arithmetic is known.
+    :returns: what was measured.
+    :raises LNSConfigError: a scheme that does more than multiply norms, or the model has another one.
+    :raises MeasurementError: a norm gives something else than its factor times what it gave. The model is as it was.
+    """
+    n_layers, present = len(found.blocks), sites.read_back(model)
+    if scheme.is_pre_ln or not scheme.keeps_forward(n_layers):
+        raise LNSConfigError(f"scheme {scheme}: apply takes those that multiply norms, such as lns:exponent=0.25.")
+    if not present.is_pre_ln and present != scheme:
+        raise LNSConfigError(f"{type(model).__name__} has scheme {present} already, not {scheme}: build it anew.")
+    again = not present.is_pre_ln
+    try:
+        for number, (block, names) in enumerate(zip(found.blocks, found.names, strict=True), start=1):
+            for name in names:
+                read_by = SUB_LAYERS if len(names) == 1 else (SUB_LAYERS[names.index(name)],)
+                own = [sites.Site(scheme, number, n_layers, sub_layer) for sub_layer in read_by]
+                norm, where = block.get_submodule(name), f"block {number}, {name}"
+                if again:
+                    _measure(norm, found.width, where)
+                    continue
+                if len(factors := {site.plan.norm_scale for site in own}) > 1:
+                    raise LNSConfigError(f"{where}: {scheme} has two factors for the norm that both branches read.")
+                sites.attach(norm, *own)
+                sites.scale(norm, factors.pop(), where=where, width=found.width, folded=folded(norm))
+        sites.check(model, scheme, n_layers)
+    except Exception:
+        if not again:
+            sites.restore(model)
+        raise
+    return ["sites", "output", "gradient"]
+
+
+def _measure(norm: Any, width: int, where: str) -> None:
+    """:raises MeasurementError: a scaled norm gives something else than its factor times the framework's own."""
+    stock = copy.deepcopy(norm)
+    sites.restore(stock)
+    if problem := probe.response(norm, width).problem(probe.response(stock, width), getattr(norm, "lns_scale", 1.0)):
+        raise MeasurementError(f"{where}: measured {problem}. Apply the scheme before norms are replaced.")
+
+
+def report(model: nn.Module, found: Blocks, measured: Sequence[str], initialization: str = "") -> None:
+    """Write the start-up line of the first process: to the log if it has a handler, else to stderr."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
+    line = sites.start_up_line(
+        model, len(found.blocks), measured=measured, norm=", ".join(kinds), initialization=initialization
+    )
+    if found.cancelled:
+        line += f"; a norm behind {', '.join(found.cancelled)} takes its factor off again"
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        log.info("%s", line)
+    else:
+        print(line, file=sys.stderr)

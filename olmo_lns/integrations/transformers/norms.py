@@ -1,0 +1,54 @@
+"""Norms of transformers whose arithmetic is known: their factor is folded into gain and bias.
+
+Each is measured against transformers' own forward when it is put in place; any other norm has its output multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from olmo_lns.sites import Scaled
+
+
+class RMSNorm(Scaled):
+    """With gain, as Llama, Qwen and Mistral have it."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lns_backend.rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, self.lns_factor
+        )
+        return output
+
+
+class LayerNorm(Scaled):
+    """torch's, over the last dimension."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lns_backend.layer_norm(input, self.weight, self.bias, self.eps, self.lns_factor)
+        return output
+
+
+class PlainLayerNorm(Scaled):
+    """OLMo's: no gain, no bias, eps 1e-5, computed in fp32, output in the dtype of the input."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lns_backend.layer_norm(hidden_states, None, None, 1e-5, self.lns_factor)
+        return output.to(hidden_states.dtype)
+
+
+_KNOWN = {
+    "torch.nn.modules.normalization.LayerNorm": LayerNorm,
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm": RMSNorm,
+    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm": RMSNorm,
+    "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm": RMSNorm,
+    "transformers.models.mistral.modeling_mistral.MistralRMSNorm": RMSNorm,
+    "transformers.models.olmo.modeling_olmo.OlmoLayerNorm": PlainLayerNorm,
+}
+
+
+def folded(norm: Any) -> type | None:
+    """The mixin for a norm of known class, or None."""
+    kind = type(norm)
+    return _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")

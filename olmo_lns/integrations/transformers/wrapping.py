@@ -1,0 +1,127 @@
+"""What is wrapped of transformers and PEFT: look-ups by model type, and the Trainer's resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable
+
+from olmo_lns.hook import wrap
+from olmo_lns.schemes import Scheme
+
+PREFIX = "lns_"
+_AUTO = "transformers.models.auto"
+
+
+def _stock_type(model_type: Any) -> str | None:
+    """``llama`` for ``lns_llama``; None for any other type."""
+    return model_type.removeprefix(PREFIX) if isinstance(model_type, str) and model_type.startswith(PREFIX) else None
+
+
+def name_configs(module: Any) -> None:
+    """Have transformers' table of configs answer for ``lns_<type>`` wherever it knows ``<type>``."""
+
+    def get(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __getitem__(self: Any, key: Any) -> Any:
+            if (stock := _stock_type(key)) is None or stock not in self:
+                return original(self, key)
+            from olmo_lns.integrations.transformers.models import config_class  # torch: not before one is asked for
+
+            return config_class(original(self, stock))
+
+        return __getitem__
+
+    def contains(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, key: original(self, _stock_type(key) or key)
+
+    wrap(f"{_AUTO}.configuration_auto:_LazyConfigMapping.__getitem__", get)
+    wrap(f"{_AUTO}.configuration_auto:_LazyConfigMapping.__contains__", contains)
+
+
+def find_models(module: Any) -> None:
+    """Have the auto classes find the model class (or tokenizer) of a config of ours by transformers' own config."""
+
+    def get(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __getitem__(self: Any, key: Any) -> Any:
+            if (stock := getattr(key, "lns_made_of", None)) is None or key in self._extra_content:
+                return original(self, key)
+            found = original(self, stock)
+            return tuple(map(_model_class, found)) if isinstance(found, (tuple, list)) else _model_class(found)
+
+        return __getitem__
+
+    def contains(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, key: original(self, key) or original(self, getattr(key, "lns_made_of", None) or key)
+
+    def keys(original: Callable[..., Any]) -> Callable[..., Any]:
+        def made(self: Any) -> Any:
+            found = original(self)  # transformers before 5.0 looks a config up in this list
+            subclasses: list[Any] = [each for stock in found for each in stock.__subclasses__()]
+            return [*found, *(each for each in subclasses if getattr(each, "lns_made_of", None) in found)]
+
+        return made
+
+    wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.__getitem__", get)
+    wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.__contains__", contains)
+    wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.keys", keys)
+
+
+def _model_class(found: Any) -> Any:
+    """The class of ours for a model class; a tokenizer or processor is as it is."""
+    from transformers import PreTrainedModel
+
+    from olmo_lns.integrations.transformers.models import model_class
+
+    return model_class(found) if isinstance(found, type) and issubclass(found, PreTrainedModel) else found
+
+
+def convert_weights(module: Any) -> None:
+    """Have transformers 5 convert the weights of a type of ours (fused experts) as those of the stock type."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda name, *args, **kwargs: original(
+            _stock_type(name) or str(name).removeprefix("LNS"), *args, **kwargs
+        )
+
+    wrap("transformers.conversion_mapping:get_checkpoint_conversion_mapping", make, needed=False)
+
+
+def adapter_targets(module: Any) -> None:
+    """PEFT's default target modules of a family, for our type too."""
+    for name, table in vars(module).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
+            table.update({PREFIX + kind: targets for kind, targets in list(table.items())})
+
+
+def compare_on_resume(module: Any) -> None:
+    """A run resumes under the scheme that its checkpoint was trained with.
+
+    Beside sharded weights (FSDP) the Trainer writes no config: the model's own is written there.
+    """
+
+    class SaveConfig(module.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            if state.is_world_process_zero and folder.is_dir() and not (folder / "config.json").exists():
+                model.config.save_pretrained(folder)
+
+    def make(train: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            from olmo_lns.integrations.transformers.models import in_words, saved_scheme
+            from olmo_lns.record import require_same
+            from olmo_lns.sites import read_back
+
+            running: Scheme = read_back(self.model)
+            folder = resume_from_checkpoint
+            if folder is True:
+                folder = module.get_last_checkpoint(self.args.output_dir)
+            if folder and not Path(folder, "adapter_config.json").is_file():
+                saved = saved_scheme(str(folder), local_files_only=True)
+                require_same(saved, running, source=folder, setting=in_words)
+            if not running.is_pre_ln:
+                self.pop_callback(SaveConfig)
+                self.add_callback(SaveConfig)
+            return train(self, resume_from_checkpoint, *args, **kwargs)
+
+        return wrapped
+
+    wrap("transformers.trainer:Trainer.train", make)

@@ -1,0 +1,208 @@
+"""The start-up hook and ``wrap``. Tests of the hook start new interpreters that run it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import olmo_lns
+from olmo_lns import hook
+from olmo_lns.errors import UpstreamChangedError
+
+HOOK = Path(olmo_lns.__file__).parent / "integrations" / "olmo_lns_autoload.pth"
+
+
+def run(code, *, path=None, check=True, **environment):
+    """Run ``code`` in an interpreter that has executed the hook as ``site`` does."""
+    env = {**os.environ, **environment}
+    if path is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
+    boot = f"import sys\nif not any(getattr(f, 'olmo_lns_start_up', 0) for f in sys.meta_path):\n    exec({HOOK.read_text()!r})\n"
+    command = [sys.executable, "-W", "ignore", "-c", boot + textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=check)
+
+
+#: Trains nothing: builds under LNS, and prints the factors.
+BUILD = """
+def build():
+    from olmo.config import LayerNormType, ModelConfig
+    from olmo.model import OLMo
+    sizes = dict(d_model=16, n_heads=2, n_layers=2, vocab_size=16, embedding_size=16, max_sequence_length=8, init_device="cpu")
+    config = ModelConfig(layer_norm_type=LayerNormType("lns_rms"), rope=True, **sizes)
+    return [round(block.attn_norm.lns_scale, 3) for block in OLMo(config).transformer.blocks]
+"""
+BUILT = "[1.0, 0.707]"
+
+
+def test_importing_the_real_olmo_is_enough_and_a_disabled_hook_imports_nothing():
+    code = "import olmo.train\nfrom olmo_lns.hook import is_wrapped\nprint(build(), is_wrapped(olmo.train.Trainer.fit))"
+    assert run(BUILD + code).stdout.strip() == f"{BUILT} True"
+    code = "import olmo\nprint([m for m in sys.modules if m.startswith('olmo_lns')])\nolmo.LayerNormType('lns')"
+    done = run(code, check=False, OLMO_LNS_DISABLE="1")
+    assert done.stdout.strip() == "[]" and "'lns' is not a valid LayerNormType" in done.stderr
+
+
+def test_the_hook_imports_nothing_and_a_missing_framework_is_an_ordinary_import_error():
+    code = "print([m for m in sys.modules if m.startswith(('olmo', 'megatron', 'importlib.metadata'))])\n"
+    code += "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+    code += f"sys.path.append({str(HOOK.parents[2])!r})\n"
+    code += "try:\n    import olmo\nexcept ModuleNotFoundError as e:\n    print(e.name)"
+    assert run(code).stdout == "[]\nolmo\n"
+
+
+def test_the_hook_knows_every_framework():
+    assert all(repr(name) in HOOK.read_text() for name in hook.INTEGRATIONS)
+
+
+@pytest.mark.parametrize(("name", "stops"), [("transformers", False), ("olmo", True)])
+def test_a_moved_checkout_stops_olmo_but_not_transformers(tmp_path, name, stops):
+    (tmp_path / f"{name}.py").write_text("")
+    gone = "sys.modules['olmo_lns'] = None\n"  # as in an editable installation whose folder was moved
+    done = run(gone + f"import {name}\nprint('imported')", path=tmp_path, check=False)
+    assert ("imported" in done.stdout) != stops
+    assert "its code is not where it was" in done.stderr and "OLMO_LNS_DISABLE=1" in done.stderr
+    assert run(gone + f"import {name}", path=tmp_path, OLMO_LNS_DISABLE="1").stderr == ""
+
+
+def test_a_namesake_of_olmo_is_imported_as_it_is(tmp_path):
+    (tmp_path / "olmo").mkdir()
+    for name in ("__init__", "config", "model", "train"):
+        (tmp_path / "olmo" / f"{name}.py").write_text("VALUE = 1\n")
+    code = "import olmo.config, olmo.model, olmo.train\nprint(olmo.train.VALUE, list(vars(olmo.model))[-1])"
+    done = run(code, path=tmp_path)
+    assert done.stdout == "1 VALUE\n" and done.stderr == ""
+
+
+# Finders of other people that answer first
+
+FINDERS = {
+    "typeguard": "import typeguard; typeguard.install_import_hook('olmo')",
+    "typeguard, all of OLMo's imports are there": "import torch, numpy, omegaconf, cached_path, rich, typeguard; typeguard.install_import_hook('olmo')",
+    "typeguard, one submodule": "import typeguard; typeguard.install_import_hook('olmo.config')",
+    "jaxtyping": "import jaxtyping; jaxtyping.install_import_hook('olmo', 'typeguard.typechecked')",
+    "pytest": """
+from _pytest import assertion
+from _pytest.config import get_config
+assertion.install_importhook(get_config()).mark_rewrite("olmo")
+""",
+    "one that has only find_module": "sys.meta_path.insert(0, type('Old', (), {'find_module': lambda *a: None})())",
+    "one that loads by a class of its own": """
+from importlib import machinery
+class Loader(machinery.SourceFileLoader):
+    def exec_module(self, module):
+        super().exec_module(module)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        spec = machinery.PathFinder.find_spec(name, path) if name.split(".")[0] == "olmo" else None
+        if spec is not None and isinstance(spec.loader, machinery.SourceFileLoader):
+            spec.loader = Loader(name, spec.origin)
+        return spec
+sys.meta_path.insert(0, Finder())
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FINDERS)
+def test_the_plugin_is_loaded_where_another_finder_answers_first(name):
+    if (package := name.partition(",")[0]) in ("typeguard", "jaxtyping"):
+        pytest.importorskip(package, reason=f"needs pip install {package}")
+    done = run(f"{FINDERS[name]}\n{BUILD}print(build())", check=False)
+    assert done.stdout.strip() == BUILT, done.stderr[-2000:]
+
+
+# Stand-ins in sys.modules: nothing asked for a scheme, so nothing may fail
+
+STAND_INS = {
+    "MagicMock": "from unittest.mock import MagicMock as stand_in",
+    "SimpleNamespace": "from types import SimpleNamespace as stand_in",
+    "bare module": "from types import ModuleType\nstand_in = lambda: ModuleType('stand_in')",
+    "None": "stand_in = lambda: None",
+    "an object whose attributes raise": "class stand_in:\n    __slots__ = ()\n    def __getattr__(self, name): raise RuntimeError(name)",
+}  # fmt: skip
+NAMES = ("olmo", "olmo.config", "olmo.train", "olmo_core", "megatron.core", "transformers.trainer")
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_stand_ins_in_sys_modules_do_not_fail_an_import(tmp_path, kind):
+    code = f"{STAND_INS[kind]}\nfor name in {NAMES!r}:\n    sys.modules[name] = stand_in()\n"
+    code += "import transformers.models.auto.configuration_auto, megatron, colorsys\nprint('imported')"
+    assert run(code).stdout.strip() == "imported"
+
+
+# Modules that are executed again
+
+AGAIN = {
+    "reload of the model": "import importlib, olmo.model; importlib.reload(olmo.model)",
+    "reload of the config and the model": "import importlib, olmo.model; importlib.reload(olmo.config); importlib.reload(olmo.model)",
+    "reload after a finder was put in front": "import importlib, olmo.model, typeguard; typeguard.install_import_hook('olmo'); importlib.reload(olmo.model); import tabnanny",
+    "deleted and imported again": "import olmo, olmo.train\nfor name in [n for n in sys.modules if n.split('.')[0] == 'olmo']: del sys.modules[name]\nimport olmo.train",
+    "two modules deleted and imported again": "import olmo.train\nfor name in ('olmo.train', 'olmo.model'): del sys.modules[name]\nimport olmo.model, olmo.train; olmo.train = sys.modules['olmo.train']",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_module_that_is_executed_again_is_wrapped_again_and_once(name):
+    if "typeguard" in AGAIN[name]:
+        pytest.importorskip("typeguard")
+    code = """
+    f, depth = sys.modules["olmo.model"].OLMo.__init__, 0
+    while hasattr(f, "__wrapped__"): f, depth = f.__wrapped__, depth + 1
+    import olmo.train
+    from olmo_lns.hook import is_wrapped
+    print(build(), depth, is_wrapped(olmo.train.Trainer.restore_sharded_checkpoint))
+    """
+    assert run(f"{AGAIN[name]}\n{BUILD}{textwrap.dedent(code)}").stdout.strip() == f"{BUILT} 1 True"
+
+
+# wrap
+
+SOURCE = """
+class Upstream:
+    @classmethod
+    def build(cls, a, b=2):
+        "What it does."
+        return (cls.__name__, a, b)
+
+    @staticmethod
+    def plain(a):
+        return a
+
+    def method(self, a):
+        return a + 1
+"""
+
+
+@pytest.fixture
+def upstream(tmp_path, monkeypatch):
+    (tmp_path / "lns_fake_upstream.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(hook, "_missing", {})
+    import lns_fake_upstream
+
+    yield lns_fake_upstream
+    del sys.modules["lns_fake_upstream"]
+
+
+def doubled(function):
+    return lambda *args, **kwargs: (function(*args, **kwargs), "wrapped")
+
+
+def test_class_static_and_plain_functions_keep_their_kind_and_are_wrapped_once(upstream):
+    for name in ("build", "plain", "method") * 2:
+        assert hook.wrap(f"lns_fake_upstream:Upstream.{name}", doubled)
+    thing = upstream.Upstream()
+    assert thing.build(1) == (("Upstream", 1, 2), "wrapped") == upstream.Upstream.build(1)
+    assert thing.plain(3) == (3, "wrapped") and thing.method(1) == (2, "wrapped")
+    assert thing.build.__doc__ == "What it does." and hook.is_wrapped(upstream.Upstream.__dict__["build"])
+    hook.require("lns_fake_upstream")
+
+
+def test_a_missing_function_is_named_where_a_scheme_is_selected_if_it_is_needed(upstream):
+    assert not hook.wrap("lns_fake_upstream:Upstream.gone", doubled, needed=False)
+    hook.require("lns_fake_upstream")
+    assert not hook.wrap("lns_fake_upstream:Gone.method", doubled)
+    with pytest.raises(UpstreamChangedError, match="this lns_fake_upstream has no lns_fake_upstream:Gone.method"):
+        hook.require("lns_fake_upstream")
