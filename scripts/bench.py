@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
-import platform
 import random
+import re
 import shlex
 import statistics
 import subprocess
@@ -43,31 +44,17 @@ NORMS = 10
 Work = Callable[[], object]
 
 
-def config(kind: str, size: str, device: torch.device) -> Any:
+def config(kind: str, size: str, device: torch.device, **changes: Any) -> Any:
     """OLMo's ``ModelConfig``."""
     from olmo.config import ModelConfig
 
     layers, width, heads, inner, vocabulary, length, _ = SIZES[size]
-    return ModelConfig.new(
-        n_layers=layers,
-        d_model=width,
-        n_heads=heads,
-        mlp_hidden_size=2 * inner,
-        vocab_size=vocabulary,
-        embedding_size=vocabulary,
-        max_sequence_length=length,
-        layer_norm_type=kind,
-        layer_norm_with_affine=True,
-        activation_type="swiglu",
-        rope=True,
-        include_bias=False,
-        weight_tying=False,
-        attention_dropout=0.0,
-        residual_dropout=0.0,
-        embedding_dropout=0.0,
-        init_fn="normal",
-        init_device=device.type,
-    )
+    values = dict(n_layers=layers, d_model=width, n_heads=heads, mlp_hidden_size=2 * inner, max_sequence_length=length)
+    values |= dict(vocab_size=vocabulary, embedding_size=vocabulary, layer_norm_type=kind, init_device=device.type)
+    values |= dict(layer_norm_with_affine=True, activation_type="swiglu", rope=True, init_fn="normal")
+    values |= dict.fromkeys(("include_bias", "weight_tying"), False)
+    values |= dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.0)
+    return ModelConfig.new(**{**values, **changes})
 
 
 def autocast(device: torch.device) -> Any:
@@ -76,16 +63,10 @@ def autocast(device: torch.device) -> Any:
 
 def norm(kind: str, shape: tuple[int, int], device: torch.device) -> Work:
     """Forward and backward passes of the norm in front of block 7's attention, stock or scaled."""
-    from olmo.model import LayerNormBase
+    from olmo.model import OLMo
 
-    from olmo_lns.integrations.norm_sites import Site, attach
-    from olmo_lns.integrations.olmo.block import scale_norm
-    from olmo_lns.schemes import LNS
-
-    module = LayerNormBase.build(config(kind.removeprefix("lns_"), "small", device), size=shape[1])
-    if kind.startswith("lns_"):
-        attach(module, site := Site(LNS, 7, 12, "attn"))
-        scale_norm(module, site.plan.norm_scale)
+    made = config(kind, "small", device, d_model=shape[1], mlp_hidden_size=8)
+    module = OLMo(made).transformer.blocks[6].attn_norm
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     with autocast(device):
@@ -172,18 +153,14 @@ def compare(works: dict[str, Work], device: torch.device, rounds: int, warmup: i
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    info = Path("/proc/cpuinfo")
-    models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "command": shlex.join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
         "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-        "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else next(iter(models), "unknown"),
-        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else (models or ["unknown"])[0],
         "threads": torch.get_num_threads(),
-        "load_average": [round(value, 1) for value in os.getloadavg()],
+        "load_average": os.getloadavg(),
     }
 
 
@@ -202,20 +179,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: torch.cuda.is_available() is False here")
-    from olmo_lns.integrations.olmo import register
-
-    register()
     arms = {"stock": "", "stock, again": "", "lns": "lns_"}
     cases: list[tuple[str, Callable[[str], Work]]] = []
-    if options.what != "step":
-        for base in ("rms", "default"):
-            for shape in SHAPES[device.type]:
-                name = f"norm {base}, {shape[0]} x {shape[1]}"
-                cases.append((name, lambda prefix, b=base, s=shape: norm(prefix + b, s, device)))
-    if options.what != "norm":
-        for size in options.sizes or (["60M", "150M", "1B"] if device.type == "cuda" else ["small"]):
-            name = f"step {size}{', compiled' if options.compile else ''}"
-            cases.append((name, lambda prefix, s=size: step(f"{prefix}rms", s, device, options.compile)))
+    for base, shape in itertools.product(("rms", "default"), SHAPES[device.type] if options.what != "step" else ()):
+        name = f"norm {base}, {shape[0]} x {shape[1]}"
+        cases.append((name, lambda prefix, b=base, s=shape: norm(prefix + b, s, device)))
+    sizes = options.sizes or (["60M", "150M", "1B"] if device.type == "cuda" else ["small"])
+    for size in sizes if options.what != "norm" else ():
+        name = f"step {size}{', compiled' if options.compile else ''}"
+        cases.append((name, lambda prefix, s=size: step(f"{prefix}rms", s, device, options.compile)))
     report = {"environment": environment(device), "rounds": options.rounds, "cases": {}}
     print("| case | arm | ms | / stock (95 % interval) |\n| --- | --- | --- | --- |")
     for case, make in cases:

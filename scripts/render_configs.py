@@ -187,16 +187,8 @@ def render() -> dict[Path, str]:
 
 #: Left out of the comparison: a site's own.
 SITE = (
-    "run_name",
-    "save_",
-    "load_path",
-    "wandb",
-    "data.",
-    "evaluators",
-    "eval_",
-    "remote_",
-    "dry_run",
-    "tokenizer.trunc",
+    *("run_name", "save_", "load_path", "wandb", "data.", "evaluators"),
+    *("eval_", "remote_", "dry_run", "tokenizer.trunc"),
 )
 
 
@@ -243,11 +235,11 @@ def main() -> int:
         for row in compare(args.compare):
             print("{:5} {:36} {:24} {:24} {}".format(*row))
         return 0
-    check, files = args.check, render()
+    files = render()
     folders = ("olmo", "olmo/llama-c4", "olmo_core", "megatron")
     committed = {path for folder in folders for path in (ROOT / folder).glob("*.yaml")}
     stale = sorted(committed - set(files)) + [p for p in files if not p.is_file() or p.read_text() != files[p]]
-    if check:
+    if args.check:
         for path in stale:
             print(f"not what renders: {path.relative_to(ROOT.parent)}", file=sys.stderr)
         return int(bool(stale))

@@ -81,11 +81,10 @@ def transformers() -> dict[str, Any]:
     from olmo_lns.integrations.transformers import apply
 
     sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
-    sizes |= dict(
-        intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=4, max_position_embeddings=32
-    )
-    sizes |= dict(bos_token_id=0, eos_token_id=1, pad_token_id=2)
-    sizes |= dict(n_embd=32, n_layer=4, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    sizes |= dict(intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=4)
+    sizes |= dict(max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    sizes |= dict(n_embd=32, n_layer=4, n_head=4, n_positions=32)
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     found = {}
     for family in FAMILIES:
         if family not in hf.CONFIG_MAPPING:
@@ -118,9 +117,7 @@ def run(program: str, path: Path) -> dict[str, str]:
     command = [sys.executable, __file__, "--program", program]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        return {
-            "-": f"stopped: {done.stderr.strip().splitlines()[-1][:200] if done.stderr.strip() else done.returncode}"
-        }
+        return {"-": f"stopped: {(done.stderr.strip().splitlines() or [str(done.returncode)])[-1][:200]}"}
     return {name: verdict(values) for name, values in json.loads(done.stdout.strip().splitlines()[-1]).items()}
 
 

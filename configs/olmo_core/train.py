@@ -8,8 +8,8 @@ Overrides are OLMo-core's: ``--train_module.optim.lr=3e-4 --model.block.exponent
 resumes. A ``config.json`` that such a run has saved is a config file, too.
 
 Arms beside the pack's are overrides: OLMo 2's order of norms is ``--model.block.name=reordered_norm`` on a ``preln``
-file, Peri-LN's ``--model.block.name=peri_norm``; with the factor, on an ``lns`` file, besides
-``--model.block.scheme=branchln_depth`` or ``sandwich_depth``.
+file, Peri-LN's ``--model.block.name=peri_norm``; OLMo 2's with the factor, on an ``lns`` file, besides
+``--model.block.scheme=branchln_depth``.
 """
 
 from __future__ import annotations

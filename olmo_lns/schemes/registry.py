@@ -56,7 +56,6 @@ class Definition:
     :param source: paper and equation.
     :param initialization: of the residual output projections when the user says nothing (see
         :mod:`olmo_lns.schemes.initialization`).
-    :param olmo_only: an experiment: the other integrations refuse it, see :meth:`Scheme.require_built_by`.
     """
 
     name: str
@@ -66,7 +65,6 @@ class Definition:
     source: str
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     initialization: str = "plain"
-    olmo_only: bool = False
 
 
 _table: dict[str, Definition] = {}
@@ -169,14 +167,6 @@ class Scheme:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.arguments}" if self.arguments else self.name
-
-    def require_built_by(self, integration: str) -> None:
-        """:raises LNSConfigError: an experiment that only the OLMo integration builds, and this is another."""
-        if self.definition.olmo_only:
-            raise LNSConfigError(
-                f"scheme {self} ({self.definition.title}) is an experiment: only the OLMo integration builds it, the "
-                f"{integration} integration does not"
-            )
 
     def plan(self, layer_number: int, n_layers: int, sub_layer: str) -> Plan:
         """What it does to one sub-layer: ``LNS.plan(4, 16, "attn").norm_scale`` is 0.5.

@@ -32,11 +32,6 @@ def _count(value: float) -> None:
         raise ValueError(f"expected an integer >= 1, found {value!r}")
 
 
-def _factor(value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"expected a factor above 0, up to 1, found {value!r}")
-
-
 def _start(value: float) -> None:
     if value < 0:
         raise ValueError(f"expected a number >= 0, found {value!r}")
@@ -45,7 +40,6 @@ def _start(value: float) -> None:
 EXPONENT = Parameter(DEFAULT_EXPONENT, _exponent, "of the factor layer_number ** -exponent; 0.5 is the paper's")
 ALPHA = Parameter(0.25, _share, "share of the blocks, from the first, that are Post-LN; round(alpha * L), half up")
 GROUPS = Parameter(8, _count, "groups of d_model / groups channels over which a norm's statistics are taken")
-FACTOR = Parameter(0.35, _factor, "of the norms, the same in every block; 0.35 is LNS's mean over 24 blocks")
 START = Parameter(0.0, _start, "first value of the learned factor; 0 is the scheme's own formula")
 
 
@@ -150,38 +144,7 @@ def _lns_after_residual(layer_number: int, n_layers: int, sub_layer: str, *, exp
     return Plan(stream_scale=lns_scale(layer_number, exponent=exponent))
 
 
-def _lns_value(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """x + Attn(N(x)) / sqrt(l), then x + FF(N(x) / sqrt(l)): LNS whose attention logits are Pre-LN's. In no paper."""
-    scale = lns_scale(layer_number, exponent=exponent)
-    return Plan(branch_scale=scale) if sub_layer == "attn" else Plan(norm_scale=scale)
-
-
-def _inputs_drawn_times(gain: float) -> tuple[tuple[str, float], ...]:
-    return (("qkv", gain), ("ff_in", gain))
-
-
-def _lns_rate(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """x + f(N(x) / sqrt(l)), q, k, v, gate and up drawn times sqrt(l): LNS that starts as Pre-LN. An experiment."""
-    scale = lns_scale(layer_number, exponent=exponent)
-    return Plan(norm_scale=scale, gains=_inputs_drawn_times(1 / scale))
-
-
-def _lns_start(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """x + f(N(x)), q, k, v, gate and up drawn times 1/sqrt(l): Pre-LN that starts as LNS. An experiment."""
-    return Plan(gains=_inputs_drawn_times(lns_scale(layer_number, exponent=exponent)))
-
-
-def _lns_uniform(layer_number: int, n_layers: int, sub_layer: str, *, factor: float) -> Plan:
-    """x + f(s N(x)), s the same in every block. An experiment."""
-    return Plan(norm_scale=factor)
-
-
-def _lns_reversed(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """x + f(N(x) / sqrt(L + 1 - l)): LNS's factors from the last block to the first. An experiment."""
-    return Plan(norm_scale=lns_scale(n_layers + 1 - layer_number, exponent=exponent))
-
-
-_POSITIONS, _PARTS = f"{_LNS_PAPER}, table 8", f"none: a part of {_LNS_PAPER}"
+_POSITIONS = f"{_LNS_PAPER}, table 8"
 _E = {"exponent": EXPONENT}
 
 define(Definition("preln", "Pre-LN", "Pre-LN", _pre_ln, f"{_LNS_PAPER}, eq. 2-3", initialization="upstream"))
@@ -207,16 +170,6 @@ define(Definition("lnsafterattn", "LNS after attention", "LNS after Attn", _lns_
 define(Definition("lnsafterff", "LNS after feed-forward", "LNS after FFN", _lns_after("ff"), _POSITIONS, _E))
 _title = "LNS after the residual addition"
 define(Definition("lnsafterresidual", _title, "LNS after residual", _lns_after_residual, _POSITIONS, _E))
-
-# What LNS is made of, one thing at a time.
-for _name, _title, _label, _plan, _parameters in (
-    ("lnsvalue", "LNS on values and feed-forward", "LNS, logits unscaled", _lns_value, _E),
-    ("lnsrate", "LNS without its start", "LNS, started as Pre-LN", _lns_rate, _E),
-    ("lnsstart", "LNS's start without its factor", "Pre-LN, started as LNS", _lns_start, _E),
-    ("lnsuniform", "one factor for all blocks", "Pre-LN x s", _lns_uniform, {"factor": FACTOR}),
-    ("lnsreversed", "LNS with its profile reversed", "LNS, reversed", _lns_reversed, _E),
-):
-    define(Definition(_name, _title, _label, _plan, _PARTS, _parameters, olmo_only=True))
 
 #: Stock: nothing of a framework is touched.
 PRE_LN = Scheme.of("preln")

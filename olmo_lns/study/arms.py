@@ -89,17 +89,14 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
         for alpha in (0.0625, 0.167, 0.33, 0.417, 0.5)
     ),
     *map(_plain, ("admin", "groupln", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "layerscale")),
-    *map(_plain, ("skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsvalue", "lnsrate")),
-    _plain("lnsstart"),
-    ("lnsuniform", "Pre-LN x 0.35", Scheme.of("lnsuniform"), "plain", "one factor for all blocks", ""),
-    *map(_plain, ("lnsreversed", "lnsafterresidual")),
+    *map(_plain, ("skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsafterresidual")),
 )
 #: One for each arm: extend both when the table grows beyond them.
 _COLOURS = (
     "#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#B8860B", "#00008B", "#7F7F7F",
     "#8C564B", "#9467BD", "#C5B0D5", "#E377C2", "#F7B6D2", "#AD494A", "#D6616B", "#7B4173", "#17BECF", "#BCBD22",
     "#2CA02C", "#98DF8A", "#637939", "#B5CF6B", "#8C6D31", "#E7BA52", "#1F77B4", "#AEC7E8", "#6B6ECF", "#9C9EDE",
-    "#393B79", "#A55194", "#5254A3", "#843C39", "#3182BD", "#31A354", "#756BB1", "#FD8D3C",
+    "#31A354", "#756BB1", "#FD8D3C",
 )  # fmt: skip
 _STYLES = (
     *(("-", "o"), ("--", "s"), ("-.", "^"), (":", "v"), (":", "D"), ("--", "P")),

@@ -57,7 +57,6 @@ def test_defaults_are_left_out_of_the_spelling():
         ("mixln:alpha=1.5", "expected a share of the blocks from 0 to 1, found 1.5"),
         ("groupln:groups=0", "expected an integer >= 1, found 0"),
         ("layerscale:start=-0.1", "expected a number >= 0, found -0.1"),
-        ("lnsuniform:factor=0", "expected a factor above 0, up to 1, found 0"),
     ],
 )
 def test_a_text_that_is_not_a_scheme_is_refused(text, message):
@@ -141,13 +140,7 @@ BLOCK_4_OF_16 = {
     "lnsafterbranch": Plan(branch_scale=0.5),
     "lnsafterattn:exponent=1.0": (Plan(branch_scale=0.25), Plan()),
     "lnsafterff:exponent=1.0": (Plan(), Plan(branch_scale=0.25)),
-    "lnsvalue": (Plan(branch_scale=0.5), Plan(norm_scale=0.5)),
     "lnsafterresidual": Plan(stream_scale=0.5),
-    "lnsrate": Plan(norm_scale=0.5, gains=(("qkv", 2.0), ("ff_in", 2.0))),
-    "lnsstart": Plan(gains=(("qkv", 0.5), ("ff_in", 0.5))),
-    "lnsuniform": Plan(norm_scale=0.35),
-    "lnsuniform:factor=0.5": Plan(norm_scale=0.5),
-    "lnsreversed": Plan(norm_scale=13**-0.5),
 }
 
 
@@ -158,17 +151,6 @@ def test_each_spelling_gives_its_plan(spelling):
     wanted = BLOCK_4_OF_16[spelling]
     found = tuple(scheme.plan(4, 16, sub_layer) for sub_layer in SUB_LAYERS)
     assert found == (wanted if isinstance(wanted, tuple) else (wanted, wanted))
-
-
-def test_only_the_olmo_integration_builds_the_experimental_schemes():
-    found = {name for name in names() if definition(name).olmo_only}
-    assert found == {"lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"}
-    for name in names():
-        if name not in found:
-            parse(name).require_built_by("Megatron")
-            continue
-        with pytest.raises(LNSConfigError, match=rf"scheme {name} .*only the OLMo integration builds it, the Megatron"):
-            parse(name).require_built_by("Megatron")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +190,6 @@ KINDS = {
     "skipinit": (False, True, 8, 8),
     **dict.fromkeys(("lnsbefore", "lnsafterresidual"), (True, False, 8, 0)),
     **dict.fromkeys(("lnsafterbranch", "lnsafterattn", "lnsafterff"), (True, True, 8, 0)),
-    **dict.fromkeys(("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"), (True, True, 8, 0)),
 }
 
 
@@ -218,7 +199,7 @@ def test_properties_are_derived_from_the_plans():
         scheme = parse(name)
         found = (scheme.stock_keys(4), scheme.folds_into_pre_ln(4), scheme.sites(4), scheme.extra_parameters(4, 8, 8))
         assert found == (stock, folds, norms, more), name
-        assert scheme.keeps_forward(4) is (name in ("preln", "lns", "lnsuniform", "lnsreversed")), name
+        assert scheme.keeps_forward(4) is (name in ("preln", "lns")), name
 
 
 @pytest.mark.parametrize("base", ["", *types.BASES])

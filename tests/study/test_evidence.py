@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -97,20 +98,24 @@ def test_the_seed_that_chose_a_rate_is_left_out_of_the_contrast_where_there_are_
     assert analysis.paired(alone, "lns", "preln")["by"] == "the choosing seed"
 
 
-def test_the_experiments_define_what_the_package_need_not_have():
+def test_the_experiments_load_by_an_entry_point(tmp_path):
+    """Neither process imports them: a description's arm and a scheme's type load the module by its entry point."""
+    about = tmp_path / "experiments-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: experiments\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[olmo_lns.schemes]\nexperiments = experiments\n")
     code = """
-from olmo_lns.schemes import Scheme, registry
-from olmo_lns.study.arms import ARMS
+from olmo_lns.schemes import Scheme
+from olmo_lns.study.arms import ARMS, arm_named
+assert arm_named("lnsvalue").colour == "#393B79" and arm_named("lnsuniform:factor=0.25").scheme.values == (("factor", 0.25),)
 names = ("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed")
-for name in names:
-    registry._table.pop(name, None), ARMS.pop(name, None)
-import experiments
 value, rate, start, uniform, back = (Scheme.of(name).plan(4, 16, "ff") for name in names)
 assert Scheme.of("lnsvalue").plan(4, 16, "attn").branch_scale == value.norm_scale == rate.norm_scale == 0.5
 assert dict(rate.gains) == {"qkv": 2.0, "ff_in": 2.0} and dict(start.gains) == {"qkv": 0.5, "ff_in": 0.5}
 assert start.norm_scale == 1 and uniform.norm_scale == 0.35 and back.norm_scale == 13**-0.5 and set(names) <= {*ARMS}
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

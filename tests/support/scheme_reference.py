@@ -13,7 +13,7 @@ Function = Callable[[Tensor], Tensor]
 NAMES = (
     *("lns", "postln", "mixln", "deepnorm", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "admin"),
     *("groupln", "layerscale", "skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff"),
-    *("lnsafterresidual", "lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed"),
+    "lnsafterresidual",
 )
 
 
@@ -38,11 +38,6 @@ def residual(name, x, f, n, m, p, which, number, count, exponent=0.5):
         "lnsafterbranch": lambda: x + f(n(x)) / root,
         "lnsafterattn": lambda: x + f(n(x)) / (root if which == "attn" else 1),
         "lnsafterff": lambda: x + f(n(x)) / (root if which == "ff" else 1),
-        "lnsvalue": lambda: x + f(n(x)) / root if which == "attn" else x + f(n(x) / root),
-        "lnsrate": lambda: x + f(n(x) / root),
-        "lnsstart": lambda: x + f(n(x)),
-        "lnsuniform": lambda: x + f(0.35 * n(x)),
-        "lnsreversed": lambda: x + f(n(x) / math.sqrt(count + 1 - number)),
         "lnsafterresidual": lambda: (x + f(n(x))) / root,
     }
     return formulas[name]()

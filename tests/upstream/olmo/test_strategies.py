@@ -111,7 +111,7 @@ def test_loss_and_gradients_are_those_of_one_process(results, name, kind):
     ours, stock = results(name)[kind], results(name)["rms"]
     assert "error" not in stock, f"stock OLMo fails here: {stock}"
     assert "error" not in ours, ours
-    if kind not in ("lnsbefore_rms", "lnsrate_rms"):  # the first is Pre-LN but for eps, the second starts as Pre-LN
+    if kind != "lnsbefore_rms":  # Pre-LN but for eps
         least = 1e-3 if kind == "lns_rms" else 1e-4
         assert abs(ours["expected"] - stock["expected"]) > least, "the scheme changed nothing: this case shows nothing"
     bf16 = COMPARED[name].get("autocast", False)
@@ -136,18 +136,15 @@ def test_initial_weights_from_the_meta_device_are_stocks_times_the_gains_of_the_
     for weight, found in ours.items():
         of, in_block = weight.split(".")[-2], "blocks." in weight
         layer = int(weight.split("blocks.")[1].split(".")[0]) + 1 if in_block else 1
-        # The gain of lnsrate and lnsstart on matrices that read a norm.
-        read = {"lnsrate_rms": layer**0.5, "lnsstart_rms": layer**-0.5}.get(kind, 1.0)
         depth = {"mitchell": (2 * layer) ** -0.5, "full_megatron": 8**-0.5}.get(CASES[name]["model"]["init_fn"], 1.0)
         if "gate" in weight or "omega" in weight:
             assert found == pytest.approx([(plan.gate or plan.omega).start])
         elif "norm" in weight:
             assert found == [1.0]
         else:
-            times = {"att_proj": (read, read * gain), "v_proj": (read * gain,), "ff_proj": (read * gain,)}.get(of)
+            times = {"att_proj": (1.0, gain), "v_proj": (gain,), "ff_proj": (gain,)}.get(of)
             if times is None:
-                block_out = of in ("attn_out", "ff_out") and in_block
-                times = (read if of in ("q_proj", "k_proj") else gain / depth if block_out else 1.0,)
+                times = (gain / depth if of in ("attn_out", "ff_out") and in_block else 1.0,)
             expected = [t * size for t, size in zip(times, stock[weight], strict=True)]
             assert found == pytest.approx(expected, rel=same), weight
 
