@@ -1,15 +1,10 @@
-"""Types of command-line arguments, checked before anything is loaded, and the process group of a command."""
+"""Types of command-line arguments, checked before anything is loaded."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Callable, Iterator
-
-if TYPE_CHECKING:
-    import torch
+from typing import Callable
 
 #: dtype on the command line -> torch's name; :data:`olmo_lns.norm.dtypes.DTYPES` has the dtypes themselves.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -52,36 +47,3 @@ def above_zero(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
     return value
-
-
-@contextmanager
-def process_group() -> Iterator[torch.device]:
-    """A process group from torchrun's environment, or of this process alone: no port, no network.
-
-    Yields the device of this process: CUDA (the one of LOCAL_RANK) where there is some, else CPU. A group that is
-    already up is used as it is, and left up.
-    """
-    import torch
-    import torch.distributed as dist
-
-    # Its functions keep the group of the moment they are defined as a default argument. Imported later (torch._dynamo,
-    # OLMo and FSDP do), they would keep ours, whose threads then live on and can abort the process as it exits.
-    import torch.distributed.nn
-
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    device = torch.device("cuda" if cuda else "cpu")
-    if dist.is_initialized():
-        yield device
-        return
-    backend = "nccl" if cuda else "gloo"
-    world = os.environ.get("WORLD_SIZE", "")
-    if world and ("RANK" in os.environ or world != "1"):  # torch says which other variable is missing
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from olmo_lns.arguments import at_least
-from olmo_lns.environment import one_process, refuse_disabled
+from olmo_lns.environment import refuse_disabled
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.extras import require
+from olmo_lns.processes import one_process
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, check_environment
 from olmo_lns.study.collect.folder import attempts, merge, read

@@ -26,7 +26,7 @@ ORDER = [
     ("record",),
     ("norm",),
     ("schemes",),
-    ("arguments", "environment", "extras", "gains", "hub"),
+    ("arguments", "environment", "extras", "gains", "hub", "processes"),
     ("errors",),
 ]
 #: The package's own file: it names the public functions and loads none of them.

@@ -12,7 +12,6 @@ from typing import Any, Callable, Iterator
 
 import pandas
 
-from olmo_lns.arguments import process_group
 from olmo_lns.checkpoints import record_in
 from olmo_lns.diagnostics import MEASURES, plots
 from olmo_lns.diagnostics.data import DataOptions, check_source, read_batches, track
@@ -25,10 +24,10 @@ from olmo_lns.diagnostics.results import (
     read_results,
     write_csv,
 )
-from olmo_lns.environment import one_process, processes
 from olmo_lns.errors import LNSError
 from olmo_lns.extras import require
 from olmo_lns.models.loading import LoadedModel, load_model, load_tokenizer
+from olmo_lns.processes import one_process, process_group, processes
 
 
 def measure(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from support.olmo_models import TINY, build, tokens
 from torch.nn.parallel import DistributedDataParallel
 
 from olmo_lns import cli
-from olmo_lns.arguments import process_group
+from olmo_lns.processes import process_group
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.export import guards
 from olmo_lns.export.olmo import mark
@@ -312,7 +312,7 @@ import sys
 from olmo.config import TrainConfig
 from olmo.util import clean_opt, prepare_cli_environment
 from olmo_lns.runs.train import prepare
-from olmo_lns.arguments import process_group
+from olmo_lns.processes import process_group
 prepare_cli_environment()
 config = TrainConfig.load(sys.argv[1], [clean_opt(text) for text in sys.argv[2:]])
 with process_group() as device:
