@@ -12,44 +12,29 @@ just above 1 for nearly equal states, where arccos is NaN.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, not_finite, observe, over_ranks, run
+from olmo_lns.diagnostics.capture import (
+    Batches,
+    accumulator_dtype,
+    block_input,
+    body_forward,
+    find_blocks,
+    first_tensor,
+    not_finite,
+    observe,
+    over_ranks,
+    real_tokens,
+    run,
+)
+from olmo_lns.diagnostics.results import Result
 from olmo_lns.errors import LNSError
-from olmo_lns.models.structure import body_forward, find_blocks
 
 #: Tokens per matrix product: bounds the float64 copy of the states.
 CHUNK = 512
-
-
-@dataclass(frozen=True)
-class AngularResult:
-    """``distance[l - 1][n - 1]`` is d(l, l + n), for l = 1..L and n = 1..L + 1 - l.
-
-    :param variant: ``"all tokens"`` or ``"last token"`` (of each sequence).
-    :param tokens: tokens averaged over, padding excluded.
-    """
-
-    distance: list[list[float]]
-    variant: str
-    tokens: int
-
-    @property
-    def adjacent(self) -> list[float]:
-        """d(l, l + 1): how far block l turns the residual stream, block 1 first."""
-        return [row[0] for row in self.distance]
-
-    def frame(self) -> Any:
-        """A pandas table with a row per pair; ``layer`` = l and ``n`` are 1-based."""
-        import pandas
-
-        pairs = [(layer, n, d) for layer, row in enumerate(self.distance, 1) for n, d in enumerate(row, 1)]
-        table = pandas.DataFrame(pairs, columns=["layer", "n", "distance"])
-        return table.assign(variant=self.variant, tokens=self.tokens)
 
 
 def pairwise_angles(states: torch.Tensor) -> torch.Tensor:
@@ -73,13 +58,16 @@ def angular_distance(
     *,
     last_token: bool = False,
     all_ranks: bool = False,
-) -> AngularResult:
+) -> Result:
     """d(l, l + n) for all pairs, averaged over the tokens of ``batches``; arguments as in ``block_output_variance``.
+
+    The result's column ``d<n>`` has d(l, l + n) for block l, None where l + n is above L + 1; ``d1`` is the angle by
+    which block l turns the residual stream.
 
     :param last_token: average over the last real token of each sequence only.
     :raises LNSError: no token, or states that are not finite (the first block that made them so is named).
 
-    Example: ``angular_distance(model, None, [torch.arange(64)[None]]).adjacent`` has one number per block.
+    Example: ``angular_distance(model, None, [torch.arange(64)[None]]).blocks["d1"]`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     forward, count = body_forward(model), len(blocks) + 1
@@ -87,13 +75,14 @@ def angular_distance(
     # A state that is not finite makes the angle with itself NaN, also in the sum over ranks.
     total, tokens = torch.zeros(count, count, dtype=torch.float64), 0
 
-    def last_block(block: int, hidden: torch.Tensor) -> None:
+    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        states.append(block_input(args, kwargs))
         if block == count - 2:
-            states.append(hidden)
+            states.append(first_tensor(output))
 
     def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         states.clear()
-        with observe(blocks, on_input=lambda _, hidden: states.append(hidden), on_output=last_block):
+        with observe(blocks, keep):
             forward(ids, mask)
 
     for ids, mask in run(model, batches, device, watched, may_be_empty=all_ranks):
@@ -112,13 +101,13 @@ def angular_distance(
     if not tokens:
         raise LNSError("no token was selected on any rank: expected at least one real token")
     mean = (total / tokens).tolist()
-    distance = [mean[i][i + 1 :] for i in range(count - 1)]
-    return AngularResult(distance, "last token" if last_token else "all tokens", tokens)
+    columns = {f"d{n}": [mean[i][i + n] if i + n < count else None for i in range(count - 1)] for n in range(1, count)}
+    return Result("angular", tokens, columns, {"variant": "last token" if last_token else "all tokens"})
 
 
 def _select(ids: torch.Tensor, mask: torch.Tensor | None, last_token: bool) -> torch.Tensor:
     """Mask (batch, sequence) of the tokens that count."""
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    real = real_tokens(ids, mask)
     if not last_token:
         return real
     position = torch.arange(ids.shape[1], device=ids.device)

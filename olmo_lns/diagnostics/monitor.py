@@ -16,17 +16,17 @@ from typing import Any, Callable, Mapping
 
 import torch
 
-from olmo_lns.diagnostics.capture import observe
+from olmo_lns.diagnostics.capture import find_blocks, first_tensor, observe
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.environment import MONITOR, read
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.hook import wrap
 from olmo_lns.integrations.autoload import on_import
-from olmo_lns.integrations.patching import Target, replace_all
-from olmo_lns.models.structure import find_blocks
+from olmo_lns.text import write_whole
 
 log = logging.getLogger(__name__)
 
-#: Columns of the CSV file; ``block`` is 1-based, the others as in :class:`~.variance.VarianceResult`.
+#: Columns of the CSV file; ``block`` is 1-based, the others as in :mod:`~olmo_lns.diagnostics.variance`.
 COLUMNS = ("step", "block", "variance", "rms", "max", "tokens")
 DEFAULT_EVERY = 100
 FILE_NAME = "lns_variance.csv"
@@ -46,18 +46,13 @@ def parse_setting(value: str) -> tuple[int, str | None]:
     return int(every), path
 
 
-#: What is wrapped, with the sources that were read.
-FIT = Target("olmo.train:Trainer.fit", {"837097f0ec8f1b4b": "0.5.0, 0.5.1, 0.6.0", "706a4aa49e75278d": "main"})
-TARGETS = (FIT,)
-
-
 def register() -> None:
     """Watch every ``Trainer`` that is fitted while the environment asks for it; inert otherwise. An OLMo plugin."""
+    on_import("olmo.train", _extend)
 
-    def extend(module: object) -> None:
-        replace_all([(FIT, _wrap_fit)])
 
-    on_import("olmo.train", extend)
+def _extend(_: object) -> None:
+    wrap("olmo.train:Trainer.fit", _wrap_fit, needed=False)
 
 
 def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +117,7 @@ class Monitor:
         mask = batch.get("attention_mask")
         mask = None if mask is None else mask.bool()
         blocks = find_blocks(self._trainer.model)
-        with observe(blocks, on_output=lambda block, hidden: moments.add(block, hidden, mask)):
+        with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output), mask)):
             return self._model_forward(batch, *args, **kwargs)
 
     def _write(self, step: int, moments: Moments) -> None:
@@ -134,7 +129,8 @@ class Monitor:
         found = moments.result(check=False)
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
-            for block, numbers in enumerate(zip(found.variance, found.rms, found.max, strict=True), start=1):
+            columns = (found.blocks[name] for name in ("variance", "rms", "max"))
+            for block, numbers in enumerate(zip(*columns, strict=True), start=1):
                 writer.writerow((step, block, *(f"{value:.6g}" for value in numbers), found.tokens))
 
 
@@ -146,10 +142,8 @@ def start_file(path: Path, step: int) -> None:
         if found != head:
             raise ValueError(f"found columns {found!r}, expected {head!r}")
         lines = [head, *(row for row in rows if int(row.partition(",")[0]) <= step)]
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, "\n".join(lines) + "\n")
     except ValueError as error:  # a step that is no number, a file that is no text
         raise LNSConfigError(f"{MONITOR}: {path} is not a file of the monitor: {error}; move it away") from None
     except OSError as error:
