@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointMismatchError",
     "LNSConfigError",
     "LNSError",
+    "MeasurementError",
     "UpstreamChangedError",
     "did_you_mean",
     "one_line",
@@ -26,6 +27,10 @@ class LNSConfigError(LNSError, ValueError):
 
 class UpstreamChangedError(LNSError, ImportError):
     """A framework or Transformer Engine is not a version that was verified."""
+
+
+class MeasurementError(LNSError):
+    """A built model does something else than its scheme says."""
 
 
 class CheckpointMismatchError(LNSError):

@@ -14,15 +14,15 @@ import olmo_core.nn.transformer.config as _upstream
 
 from olmo_lns.environment import DISABLE, is_set
 from olmo_lns.errors import LNSConfigError, did_you_mean
-from olmo_lns.integrations.olmo_core import blocks, checkpoint, register, upstream
+from olmo_lns.hook import require
+from olmo_lns.integrations.olmo_core import blocks, register
 from olmo_lns.integrations.olmo_core.config import scheme_of
 from olmo_lns.schemes import Scheme
 
 __all__ = ["BlockConfig", "apply"]
 
-upstream.check()
 if not is_set(DISABLE):
-    register()  # also where no start-up hook has done it: who names the class is guarded
+    register()  # also where no start-up hook has done it
 
 C = TypeVar("C")
 
@@ -32,8 +32,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
     """OLMo-core's block config with a scheme; every other field and its meaning are OLMo-core's.
 
     :param scheme: ``lns`` for blocks ``default``, ``moe`` and ``moe_hybrid``. ``branchln_depth`` for
-        ``reordered_norm`` blocks and ``sandwich_depth`` for ``peri_norm`` ones are *not* the paper's method: they put
-        the factor on a norm behind the sub-layer.
+        ``reordered_norm`` blocks is *not* the paper's method: its factor is on a norm behind the sub-layer.
     :param exponent: of the factor (block number, from 1) ** -exponent; None means 0.5, the paper's.
     :param initialization: ``plain`` (None) refuses an ``init_method`` with a depth factor, ``upstream`` keeps it.
     :param scale_router: False leaves the factor off what a mixture's router sees; experts see it always.
@@ -64,13 +63,16 @@ class BlockConfig(_upstream.TransformerBlockConfig):
 
     def build(self, *, d_model: int, block_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None) -> Any:
         """OLMo-core's block with the scheme attached. :param block_idx: 0-based, global."""
-        upstream.require_enabled()
+        if is_set(DISABLE):
+            raise LNSConfigError(
+                f"{DISABLE}=1 is set, but a block config names a scheme: unset it, or leave _CLASS_ away"
+            )
+        require("olmo_core")
         blocks.require_supported(self.resolved_scheme, self.name, n_layers)
         block = self.stock().build(
             d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache
         )
-        blocks.attach_scheme(block, self, cache=cache, block_idx=block_idx, n_layers=n_layers)
-        block.register_load_state_dict_pre_hook(checkpoint.compare_converted)
+        blocks.attach_scheme(block, self, d_model=d_model, cache=cache, block_idx=block_idx, n_layers=n_layers)
         return block
 
     def stock(self) -> _upstream.TransformerBlockConfig:

@@ -12,7 +12,7 @@ import os
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from olmo_lns import __version__, environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
@@ -245,12 +245,43 @@ def require_match(
         log.warning("loading %s without a record, as %s says", source, environment.ALLOW_MISMATCH)
 
 
+def require_same(
+    saved: Scheme | None, running: Scheme, *, source: object, setting: Callable[[Scheme], str], differing: str = ""
+) -> None:
+    """Compare what a checkpoint's own config says with the built model, before its weights are used.
+
+    :param saved: Pre-LN for a stock config; None where nothing says what the weights were trained with.
+    :param setting: what a user types to run a scheme, such as ``--layernorm-scaling``.
+    :param differing: another difference, in words, such as of the base norm.
+    :raises CheckpointMismatchError: they differ and ``OLMO_LNS_ALLOW_MISMATCH`` is not 1.
+
+    Example: ``require_same(PRE_LN, LNS, source="step1000", setting=str)`` raises.
+    """
+    if saved == running and not differing:
+        return
+    if saved is None:
+        if running.is_pre_ln:
+            return
+        found = "nothing beside it says what its weights were trained with"
+        todo = "Copy the config of the run that saved it beside the weights"
+    else:
+        found = f"its config says {differing or saved}"
+        todo = f"Run with the checkpoint's setting ({setting(saved)})"
+    message = f"{source}: {found}, but this run has {running}."
+    if environment.is_set(environment.ALLOW_MISMATCH):
+        log.warning("%s Loading it all the same, as %s=1 says.", message, environment.ALLOW_MISMATCH)
+        return
+    raise CheckpointMismatchError(f"{message} {todo}, or set {environment.ALLOW_MISMATCH}=1 to go on knowingly.")
+
+
 def accepted(text: str | None = None) -> set[str]:
     """The differences named in ``text``, or in ``$OLMO_LNS_ALLOW_MISMATCH``.
 
     :raises CheckpointMismatchError: a name that no difference has.
     """
     text = environment.read(environment.ALLOW_MISMATCH) if text is None else text
+    if text == "1":
+        return set()
     found = {name.strip() for name in text.split(",")} - {""}
     known = {"norm", "scaled-init", "missing-record"} | {key for name in names() for key in definition(name).parameters}
     runs = {"folded", *names()}

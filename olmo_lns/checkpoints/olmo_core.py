@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Mapping
 from olmo_lns.checkpoints import METADATA, open_distributed, read_json
 from olmo_lns.checkpoints.tensors import LazyTensor
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, from_config
+from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, scheme_of_config
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.schemes import LNS, Scheme
 
@@ -63,7 +63,7 @@ class OLMoCoreCheckpoint:
         config = read_json(path)
         if not isinstance(config.get("model"), dict):
             raise LNSConfigError(f"{path} has no section 'model': it is not the config.json of an OLMo-core run")
-        said = from_config(config, source=path)
+        said = Record(scheme_of_config(config, source=path), *_norm_of(config))
         record = Record.read(folder) or said
         if record.active != said.active or (record.active and record.scheme != said.scheme):
             raise LNSConfigError(
@@ -173,3 +173,13 @@ def block_type(block: Mapping[str, Any]) -> str:
     if name not in _NORMS:
         raise LNSConfigError(f"block type {name}: this version of olmo-lns does not know where its norms are")
     return name
+
+
+def _norm_of(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The block norm and the initialization of a config with a scheme."""
+    from olmo_lns.integrations.olmo_core.config import blocks_of
+
+    block = next(iter(blocks_of(config)), {})
+    if block.get("_CLASS_") != CLASS:
+        return "", "upstream"
+    return str((block.get("layer_norm") or {}).get("name", "default")), str(block.get("initialization") or "plain")

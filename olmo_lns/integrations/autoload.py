@@ -23,7 +23,6 @@ from olmo_lns.errors import LNSError
 #: Module whose import loads a group of entry points -> the group.
 PLUGIN_GROUPS = {
     "olmo": "olmo.plugins",
-    "olmo_core": "olmo_core.plugins",
     "megatron.core": "megatron.plugins",
     # Of transformers: what a converter of OLMo's imports instead of OLMo, the auto classes, which find a model type of
     # ours, what loads, and what resumes.
@@ -99,6 +98,7 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
         callback(module)
         return
     _callbacks.setdefault(name, []).append(callback)
+    importlib.import_module("olmo_lns.hook")  # whom the start-up finder asks
     if not any(map(_is_ours, sys.meta_path)):
         sys.meta_path.insert(0, _PostImportFinder())
 

@@ -17,7 +17,6 @@ VOCABULARY, WIDTH, LAYERS, HEADS = 64, 32, 4, 4
 SCHEMES = {
     "default": ("lns", ("attention_norm", "feed_forward_norm")),
     "reordered_norm": ("branchln_depth", ("attention_norm", "feed_forward_norm")),
-    "peri_norm": ("sandwich_depth", ("post_attention_norm", "post_feed_forward_norm")),
     "moe": ("lns", ("attention_norm", "feed_forward_norm")),
     "moe_reordered_norm": ("branchln_depth", ("attention_norm", "feed_forward_norm")),
     "moe_hybrid": ("lns", ("attention_norm", "feed_forward_norm", "feed_forward_moe_norm")),

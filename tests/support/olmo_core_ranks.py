@@ -4,18 +4,14 @@ import copy
 import functools
 import logging
 
-import pytest
 import torch
 import torch.distributed as dist
-from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
 from olmo_core.distributed.utils import get_full_tensor
 from olmo_core.nn.attention import UlyssesContextParallelStyle
 from olmo_core.nn.transformer import TransformerDataParallelWrappingStrategy as Wrapping
 from torch.distributed import init_device_mesh
 
-from olmo_lns.errors import CheckpointMismatchError
-from olmo_lns.integrations import norm_sites
-from olmo_lns.olmo_core import apply
+from olmo_lns import sites
 from support import olmo_core_models as small
 
 
@@ -64,7 +60,7 @@ def _wrapped(name, made, reference):
     wanted = dict(reference.named_parameters())
     for name, parameter in built.named_parameters():
         torch.testing.assert_close(get_full_tensor(parameter.detach()), wanted[name].detach(), rtol=0, atol=0)
-    norm_sites.check(built, made.block.resolved_scheme, small.LAYERS)
+    sites.check(built, made.block.resolved_scheme, small.LAYERS)
     logits = get_full_tensor(built(small.TOKENS))
     torch.testing.assert_close(logits, reference(small.TOKENS), rtol=1e-5, atol=1e-6)
     small.loss_of(logits).backward()
@@ -88,7 +84,7 @@ def _pipeline(made, reference):
     whole = reference.state_dict()
     part.load_state_dict({name: whole[name] for name in part.state_dict()})
     scheme = made.block.resolved_scheme
-    norm_sites.check(part, scheme, made.n_layers, layer_numbers=[rank + 1])
+    sites.check(part, scheme, made.n_layers, layer_numbers=[rank + 1])
     h = torch.empty(*small.TOKENS.shape, small.WIDTH)
     if rank:
         dist.recv(h, rank - 1)
@@ -105,7 +101,7 @@ def _context_parallel(made, reference):
     built = made.build(init_device="meta")
     built.apply_cp(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))["cp"], uly=UlyssesContextParallelStyle())
     built.init_weights(device=torch.device("cpu"), max_seq_len=16)
-    norm_sites.check(built, made.block.resolved_scheme, small.LAYERS)
+    sites.check(built, made.block.resolved_scheme, small.LAYERS)
     rank, length = dist.get_rank(), small.TOKENS.shape[1] // 4
     part = slice(rank * length, (rank + 1) * length)
     expected = reference(small.TOKENS)
@@ -128,27 +124,3 @@ CHECKS = {
     "pipeline": _pipeline,
     "context parallel": _context_parallel,
 }
-
-
-def guard(folder):
-    """Check the guard of checkpoints on each of two ranks."""
-    _unreadable()
-    _groups_of_their_own(folder)
-
-
-def _unreadable():
-    """Only the first rank reads; both stop with its message."""
-    with pytest.raises(
-        CheckpointMismatchError, match="nowhere://here: lns.json and .*NotImplementedError: file_exists"
-    ):
-        load_model_and_optim_state("nowhere://here", apply(small.config()).build())
-
-
-def _groups_of_their_own(folder):
-    """Each rank is a group of its own, and loads its own model from its own checkpoint."""
-    rank = dist.get_rank()
-    group = [dist.new_group([0]), dist.new_group([1])][rank]
-    made = (small.config(), apply(small.config()))[rank]
-    path = folder / f"of rank {rank}"
-    save_model_and_optim_state(path, made.build(), process_group=group)
-    load_model_and_optim_state(path, made.build(), process_group=group)

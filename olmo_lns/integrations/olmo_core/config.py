@@ -1,45 +1,45 @@
-"""Reads the scheme out of an OLMo-core config that is a plain dict; OLMo-core itself is not imported."""
+"""Read the scheme out of an OLMo-core config that is a plain dict; OLMo-core itself is not imported."""
 
 from __future__ import annotations
 
-import re
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError
-from olmo_lns.record import Record
-from olmo_lns.schemes import Scheme, parse
+from olmo_lns.schemes import PRE_LN, Scheme, parse
 
 #: The block config's name in saved configs.
 CLASS = "olmo_lns.olmo_core.BlockConfig"
-#: Where OLMo-core's ConfigSaverCallback writes a run's config, inside each checkpoint.
+#: A run's config, which OLMo-core's ConfigSaverCallback writes into each checkpoint.
 CONFIG_FILE = "config.json"
 
 
-def from_config(config: Any, *, source: object) -> Record:
-    """The record of a run's config, as a plain dict (``model`` inside it, or the model's own).
+def scheme_of_config(config: Any, *, source: object) -> Scheme:
+    """Return the scheme of a run's config, a plain dict (``model`` inside it, or the model's own).
 
     :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not know.
     """
-    records = set()
+    found = set()
     for block in blocks_of(config):
-        if block.get("_CLASS_") != CLASS:
-            records.add(Record())
-            continue
         try:
-            scheme = scheme_of(block.get("scheme", "lns"), exponent=block.get("exponent"))
+            ours = block.get("_CLASS_") == CLASS
+            found.add(scheme_of(block.get("scheme", "lns"), block.get("exponent")) if ours else PRE_LN)
         except LNSError as error:
             raise CheckpointMismatchError(f"{source}: {error}") from None
-        norm = (block.get("layer_norm") or {}).get("name", "default")
-        records.add(Record(scheme, str(norm), str(block.get("initialization") or "plain")))
-    if len(records) > 1:
-        raise CheckpointMismatchError(f"{source}: blocks of one model with different schemes: {records}")
-    return records.pop() if records else Record()
+    if len(found) > 1:
+        raise CheckpointMismatchError(f"{source}: found blocks with {', '.join(sorted(map(str, found)))}, expected one")
+    return found.pop() if found else PRE_LN
+
+
+def routers_of_config(config: Any) -> dict[int, bool]:
+    """``scale_router`` of each block, from 0, that has a scheme."""
+    blocks = enumerate(blocks_of(config))
+    return {index: bool(block.get("scale_router", True)) for index, block in blocks if block.get("_CLASS_") == CLASS}
 
 
 def scheme_of(text: Any, exponent: Any = None) -> Scheme:
-    """The scheme that a block config's fields say. :param text: its name, or its full spelling.
+    """Return the scheme of a block config's fields. :param text: its name, or its full spelling.
 
-    :raises LNSConfigError: an unknown scheme or value, an exponent said twice and differently, or stock Pre-LN.
+    :raises LNSConfigError: an unknown scheme or value, an exponent given twice and differently, or stock Pre-LN.
     """
     scheme = parse(str(text))
     if scheme.is_pre_ln:
@@ -53,31 +53,10 @@ def scheme_of(text: Any, exponent: Any = None) -> Scheme:
 
 
 def blocks_of(config: Any) -> list[dict[str, Any]]:
-    """The config of every block, as OLMo-core resolves it; none where ``config`` is of no model."""
+    """The config of every block, as OLMo-core resolves it; none for a config without a model."""
     model = config.get("model", config) if isinstance(config, dict) else None
     model = model if isinstance(model, dict) else {}
     block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
     whose = [pattern[i % len(pattern)] if pattern else "" for i in range(model.get("n_layers", 0))]
     overrides = {int(index): override for index, override in overrides.items()}  # JSON has words for keys
     return [overrides.get(i, block[name] if name else block) for i, name in enumerate(whose)]
-
-
-def wrap_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Config.from_dict``, which silently builds its own class if a module lacks the one that is named."""
-
-    def wrapped(cls: Any, data: Any, overrides: list[str] | None = None) -> Any:
-        for name in (*_classes(data), *re.findall(r"(?m)_CLASS_=(.*)$", "\n".join(overrides or ()))):
-            if name.startswith("olmo_lns.") and name != CLASS:
-                raise LNSConfigError(f"_CLASS_={name}: the block config of olmo-lns is {CLASS}")
-        return from_dict(cls, data, overrides)
-
-    return wrapped
-
-
-def _classes(data: Any) -> Iterator[str]:
-    """Every value of ``_CLASS_`` in a config that is a plain dict."""
-    if isinstance(data, dict):
-        yield str(data.get("_CLASS_", ""))
-        data = list(data.values())
-    for each in data if isinstance(data, (list, tuple)) else ():
-        yield from _classes(each)

@@ -17,9 +17,8 @@ from olmo_core.testing import run_distributed_test
 from support import olmo_core_models as small
 from support import olmo_core_ranks
 
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.olmo_core.blocks import record_of
+from olmo_lns import sites
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.olmo_core import apply
 
 
@@ -68,7 +67,7 @@ def test_copies_and_pickles_compute_the_same_and_initialize_their_own_weights():
 @pytest.mark.slow
 def test_ddp_fsdp_hsdp_tensor_pipeline_and_context_parallel_equal_one_process():
     """Four gloo processes run on one CPU."""
-    blocks, everything = ("default", "reordered_norm", "peri_norm"), olmo_core_ranks.everything
+    blocks, everything = ("default", "reordered_norm"), olmo_core_ranks.everything
     run_distributed_test(everything, world_size=4, backend="gloo", start_method="spawn", func_args=(blocks,))
 
 
@@ -87,7 +86,7 @@ _MODES = [
 
 
 @pytest.mark.parametrize(("mode", "arguments"), _MODES)
-@pytest.mark.parametrize("block", ["default", "peri_norm"])
+@pytest.mark.parametrize("block", ["default", "reordered_norm"])
 def test_activation_checkpointing_gives_the_same_gradients(block, mode, arguments):
     made = small.with_scheme(small.config(block))
     expected = _gradients(small.model(made))
@@ -95,7 +94,7 @@ def test_activation_checkpointing_gives_the_same_gradients(block, mode, argument
     built.apply_activation_checkpointing(mode, **arguments)
     found = _gradients(built)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    norm_sites.check(built, made.block.resolved_scheme, small.LAYERS)
+    sites.check(built, made.block.resolved_scheme, small.LAYERS)
     built.init_weights(device=torch.device("cpu"))
 
 
@@ -140,22 +139,6 @@ def _for_generation(folder, made):
     return built
 
 
-def test_generation_does_not_load_or_average_across_schemes(tmp_path):
-    from olmo_core.generate.generation_module import GenerationConfig
-    from olmo_core.generate.generation_module.transformer import TransformerGenerationModule as Module
-
-    settings = GenerationConfig(use_cache=False, eos_token_id=0, pad_token_id=1)
-    here = {"device": torch.device("cpu"), "generation_config": settings}
-    made = {"lns": apply(small.config()), "again": apply(small.config()), "stock": small.config()}
-    for name, config in made.items():
-        _for_generation(tmp_path / name, config)
-    with pytest.raises(CheckpointMismatchError, match=r"saved with lns:exponent=0\.5 .*this run has Pre-LN"):
-        Module.from_checkpoint(tmp_path / "lns", transformer_config=made["stock"], **here)
-    with pytest.raises(CheckpointMismatchError, match=r"/lns has lns:.*/stock has Pre-LN.*have no average"):
-        Module.from_checkpoints([tmp_path / "lns", tmp_path / "stock"], **here)
-    assert record_of(Module.from_checkpoints([tmp_path / "lns", tmp_path / "again"], **here).model).active
-
-
 def test_generation_takes_the_scheme_from_the_checkpoint(tmp_path, monkeypatch):
     """OLMo-core builds the model that config.json names, so nobody has to give the scheme again."""
     from olmo_core.generate.generation_module import GenerationConfig
@@ -183,3 +166,10 @@ def test_norm_kernels_of_the_gpu_agree_with_olmo_cores_rms_norm(name, package):
     built, expected = (small.model(apply(each)).to("cuda", torch.bfloat16) for each in configs)
     tokens = small.TOKENS.cuda()
     torch.testing.assert_close(built(tokens), expected(tokens), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_start_up_line_says_what_was_measured(qk_norm, caplog):
+    with caplog.at_level(logging.INFO, logger="olmo_lns"):
+        apply(small.config(qk_norm=qk_norm, n_kv_heads=2)).build(init_device="meta")
+    assert "s = 1 (block 1) to 0.5 (block 4)" in caplog.text and "measured: output, gradient, block" in caplog.text

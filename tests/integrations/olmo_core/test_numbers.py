@@ -17,7 +17,7 @@ from support import olmo_core_models as small
 
 from olmo_lns.errors import LNSConfigError
 
-DENSE = ("default", "reordered_norm", "peri_norm")
+DENSE = ("default", "reordered_norm")
 NORMS = {
     "rms": dict(name="rms", eps=1e-6, bias=False),
     "rms with bias": dict(name="rms", bias=True),
@@ -76,7 +76,7 @@ def _compare(made, block, *, exponent=0.5, tolerance=2e-6, **fields):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(("block", "exponent"), [("default", 0.5), ("reordered_norm", 0.25), ("peri_norm", 0.25)])
+@pytest.mark.parametrize(("block", "exponent"), [("default", 0.5), ("reordered_norm", 0.25)])
 def test_logits_and_gradients_equal_a_formula_in_fp64(block, exponent):
     made = small.config(block)
     built = small.model(small.with_scheme(made, exponent=exponent))
@@ -93,7 +93,7 @@ def test_logits_and_gradients_equal_a_formula_in_fp64(block, exponent):
 WITH_GAIN = [name for name in KNOWN_NORMS if name not in ("l2_norm", "rms without gain")]
 
 
-@pytest.mark.parametrize(("norm", "block"), zip(WITH_GAIN, itertools.cycle(DENSE), strict=False))
+@pytest.mark.parametrize(("norm", "block"), list(zip(WITH_GAIN, itertools.cycle(DENSE), strict=False)))
 def test_every_norm_with_the_factor_equals_folded_gains(block, norm):
     _compare(small.config(block, NORMS[norm]), block)
 
@@ -108,7 +108,7 @@ def test_the_output_of_a_norm_without_gain_is_multiplied(norm):
     torch.testing.assert_close(scaled(small.TOKENS), stock(small.TOKENS), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("option", "block"), zip([*OPTIONS, *OPTIONS], itertools.cycle(DENSE), strict=False))
+@pytest.mark.parametrize(("option", "block"), list(itertools.product(OPTIONS, DENSE)))
 def test_lns_beside_every_option_of_a_model_equals_folded_gains(block, option):
     kwargs = dict(OPTIONS[option])
     window, alpha = kwargs.pop("sliding_window", False), kwargs.pop("alpha", False)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make test-olmo-core)")
 
 
-from olmo_lns.integrations.olmo_core.blocks import record_of
+from olmo_lns.integrations.olmo_core.blocks import scheme_of_model
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.engines import OLMO_CORE, olmo_core
 from olmo_lns.study.plan import check as config_check
@@ -41,7 +41,7 @@ def _model(path, overrides=None):
 
 def test_arms_differ_in_the_block_only():
     stock, scaled = (_model(PACK / f"60M-{arm}.yaml") for arm in ARMS)
-    assert record_of(scaled.build(init_device="meta")).scheme == Scheme.of("lns")
+    assert scheme_of_model(scaled.build(init_device="meta")) == Scheme.of("lns")
     assert scaled.block.stock() == stock.block
     scaled.block = stock.block
     assert scaled == stock

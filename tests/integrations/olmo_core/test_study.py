@@ -16,8 +16,6 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 import yaml
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.record import Record
-from olmo_lns.schemes import Scheme
 from olmo_lns.study.collect import folder as logs
 from olmo_lns.study.collect.gather import collect, read_results
 from olmo_lns.study.launch import slurm
@@ -108,8 +106,6 @@ def test_a_killed_study_goes_on_and_is_reported(micro, tmp_path):
     )
     assert rows["lns"].loss != rows["preln"].loss
     assert rows["lns"].heldout and rows["preln"].heldout and rows["lns"].heldout != rows["preln"].heldout
-    assert Record.read(out / "s-lns-s1" / "step12") == Record(Scheme.of("lns"), "rms", "plain")
-    assert Record.read(out / "s-preln-s1" / "step12") is None
     assert (out / "report" / "report.md").is_file()
     # The saved config shows what a run used: another exponent there is found, even if the log does not name it.
     config = out / "s-lns-s1" / "step12" / "config.json"

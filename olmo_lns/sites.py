@@ -1,0 +1,329 @@
+"""A norm's place in a scheme: scaled, measured, read back, counted, reported.
+
+The module that carries out the plan of a sub-layer (in LayerNorm Scaling its norm) has a :class:`Site`. Whatever asks
+about a model's scheme reads the sites of the built model.
+
+A scaled module stays the same object and becomes an instance of a subclass of its own class: parameters, hooks,
+state-dict keys and ``isinstance`` checks stay as the framework made them. An integration derives one class for each
+norm whose arithmetic it knows (the factor is folded into gain and bias); :class:`ScaledOutput` is for any other.
+:func:`scale` measures each, and takes the second where the first computes something else than the framework did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from dataclasses import dataclass, fields, replace
+from typing import Any, Callable, Iterable, Iterator
+
+import torch
+
+from olmo_lns import probe
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.norm import choose_backend
+from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Plan, Scheme
+
+log = logging.getLogger("olmo_lns")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One sub-layer of one block under a scheme.
+
+    :param layer_number: 1-based, global. :param n_layers: of the whole model.
+    :param sub_layer: ``attn`` or ``ff``; a norm that both read (parallel blocks) has a site for each.
+    """
+
+    scheme: Scheme
+    layer_number: int
+    n_layers: int
+    sub_layer: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.scheme.plan(self.layer_number, self.n_layers, self.sub_layer)
+
+    def __str__(self) -> str:
+        return f"block {self.layer_number}, {self.sub_layer}"
+
+
+def attach(module: Any, *found: Site) -> None:
+    """Note on ``module`` the sites whose plans it carries out.
+
+    :raises LNSConfigError: it has a scheme already.
+    """
+    if present := _own(module):
+        raise LNSConfigError(
+            f"{type(module).__name__} of block {present[0].layer_number} has scheme {present[0].scheme} already: "
+            "a block gets its scheme once, when it is built."
+        )
+    module.lns_sites = found
+
+
+def _own(module: Any) -> tuple[Site, ...]:
+    # In the instance: FSDP's and torch.compile's wrappers answer for what they wrap.
+    return tuple(module.__dict__.get("lns_sites", ()))
+
+
+def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:
+    """Yield ``(module name, module, site)`` for each site in ``model``, in the model's order."""
+    for name, module in model.named_modules():
+        for site in _own(module):
+            yield name, module, site
+
+
+def read_back(model: Any) -> Scheme:
+    """Return the scheme that the built model has; Pre-LN if it has no site.
+
+    :raises MeasurementError: two schemes in one model, or a module whose class or factor is not its plan's.
+    """
+    found = list(sites(model))
+    if not found:
+        return PRE_LN
+    schemes = {site.scheme for _, _, site in found}
+    if len(schemes) > 1:
+        raise MeasurementError(f"found the schemes {', '.join(sorted(map(str, schemes)))} in one model, expected one.")
+    for name, module, site in found:
+        computed = module.lns_plan(site.sub_layer) if hasattr(module, "lns_plan") else Plan()
+        if computed != site.plan:
+            differing = (f.name for f in fields(Plan) if getattr(computed, f.name) != getattr(site.plan, f.name))
+            found_instead = (f"{n}={getattr(computed, n)!r}, expected {getattr(site.plan, n)!r}" for n in differing)
+            raise MeasurementError(
+                f"{name} ({site}): found {'; '.join(found_instead)} under {site.scheme}. Something has replaced the "
+                "module or its forward since the block was built; apply the scheme after that."
+            )
+    return found[0][2].scheme
+
+
+def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
+    """Check that every sub-layer of every block is there once, as ``scheme`` wants it, and nothing else is.
+
+    :param layer_numbers: of the blocks in ``model``; default all of 1 … n_layers.
+    :raises MeasurementError: found and expected sub-layers.
+    """
+    numbers = range(1, n_layers + 1) if layer_numbers is None else layer_numbers
+    expected = [(number, sub_layer) for number in numbers for sub_layer in SUB_LAYERS if not scheme.is_pre_ln]
+    found = [(site.layer_number, site.sub_layer) for _, _, site in sites(model)]
+    if sorted(found) != sorted(expected) or read_back(model) != scheme:
+        raise MeasurementError(
+            f"{scheme.definition.title} was asked for ({scheme}): found {read_back(model)} on {len(found)} sub-layers "
+            f"{found}, expected {expected}. This framework builds its blocks in an unknown way; report it, or start "
+            "without a scheme."
+        )
+
+
+class Scaled:
+    """Mixin in front of a framework's class: a module with a factor."""
+
+    # A plain float: a buffer would be lost on the meta device, and a None would be a branch in
+    # ``forward`` for which torch.compile builds one graph per layer.
+    lns_scale: float
+    lns_scale_tensor: torch.Tensor
+    lns_backend: Any
+    #: The plan of the sub-layer without this module's factor, and that factor's name in it.
+    lns_form: Plan = Plan()
+    lns_field: str = "norm_scale"
+
+    def lns_plan(self, sub_layer: str) -> Plan:
+        """The plan that ``forward`` computes; without the factor if somebody has put another forward in its place."""
+        own = vars(self).get("forward")
+        # accelerate's hooks keep the old one; a product is ours
+        if own is not None and not isinstance(own, Product) and "_old_forward" not in vars(self):
+            return self.lns_form
+        factor: dict[str, Any] = {self.lns_field: self.lns_scale}
+        return replace(self.lns_form, **factor)
+
+    @property
+    def lns_factor(self) -> Any:
+        """The factor as a float, or for torch.compile an equal 0-d CPU tensor: one graph for all blocks.
+
+        Dynamo burns the first block's float into its graph and makes the second block's an input; recomputation of a
+        checkpointed first block then runs the other graph, which saves other tensors, and torch raises a
+        CheckpointError. A tensor is an input from the start. State dicts, meta device and FSDP do not see it.
+        """
+        return self.lns_scale_tensor if torch.compiler.is_compiling() else self.lns_scale
+
+    def extra_repr(self) -> str:
+        base = super().extra_repr()  # type: ignore[misc]
+        return f"{base}{', ' if base else ''}lns_scale={self.lns_scale:.6g}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        mixin, stock = type(self).__dict__.get("lns_made_of", (None, None))
+        if mixin is None:
+            return super().__reduce_ex__(protocol)
+        return _new, (mixin, stock), self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+
+
+class ScaledOutput(Scaled):
+    """Any module: its output, or the first of its outputs, times the factor."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _times(super().forward(*args, **kwargs), self.lns_factor)  # type: ignore[misc]
+
+
+class Product:
+    """A forward that somebody has put into a module, times the module's factor."""
+
+    def __init__(self, module: Any, forward: Callable[..., Any]) -> None:
+        self.module, self.forward = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _times(self.forward(*args, **kwargs), self.module.lns_factor)
+
+
+def _times(output: Any, factor: Any) -> Any:
+    return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+
+_derived: dict[tuple[type, type], Any] = {}
+
+
+def derived(mixin: type, stock: type) -> Any:
+    """The subclass of ``mixin`` and ``stock``; one for each pair, and it pickles."""
+    if (mixin, stock) not in _derived:
+        members = {"lns_made_of": (mixin, stock), "__module__": stock.__module__, "__doc__": stock.__doc__}
+        _derived[mixin, stock] = type(f"LNS{stock.__name__}", (mixin, stock), members)
+    return _derived[mixin, stock]
+
+
+def _new(mixin: type, stock: type) -> Any:
+    kind = derived(mixin, stock)
+    return kind.__new__(kind)
+
+
+def give(module: Any, kind: type, scale: float, *, form: Plan = Scaled.lns_form, field: str = Scaled.lns_field) -> None:
+    """Make ``module`` a ``kind``, a subclass of :class:`Scaled` and of its own class, with this factor."""
+    module.__class__ = kind
+    module.lns_scale, module.lns_form, module.lns_field = scale, form, field
+    module.lns_scale_tensor = torch.tensor(scale, dtype=torch.float64, device="cpu")
+    module.lns_backend = choose_backend()
+
+
+def scale(
+    module: Any,
+    factor: float,
+    *,
+    where: object,
+    width: int,
+    folded: type | None = None,
+    form: Plan = Scaled.lns_form,
+    field: str = Scaled.lns_field,
+    respond: Callable[[Any], probe.Response] | None = None,
+) -> None:
+    """Multiply what ``module`` gives by ``factor``, in place, and measure it against what it gave before.
+
+    :param where: its site, for the message. :param width: the hidden size.
+    :param folded: a mixin that has the factor inside its arithmetic, where the class of ``module`` is known. It is
+        taken if nobody has wrapped the module's forward and it measures as the framework's own times ``factor``; else
+        the output is multiplied.
+    :param form: the plan without this factor. :param field: the factor's name in the plan.
+    :param respond: default :func:`olmo_lns.probe.response`; for modules that are more than a norm.
+    :raises MeasurementError: neither gives ``factor`` times what it was. The module is left as it was.
+
+    Example: ``scale(norm, 0.5, where="block 4, attn", width=4096)``.
+    """
+    respond = respond or functools.partial(probe.response, width=width)
+    stock: Any = type(module)
+    before, problem = respond(module), ""
+    plain = "forward" not in vars(module) and is_plain(stock)
+    for mixin in [*([folded] if folded is not None and plain else []), ScaledOutput]:
+        give(module, derived(mixin, stock), factor, form=form, field=field)
+        own = vars(module).get("forward")
+        if own is not None:
+            module.forward = Product(module, own)
+        if not (problem := respond(module).problem(before, factor)):
+            return
+        _ungive(module, stock, own)
+    raise MeasurementError(
+        f"{where} ({stock.__name__}): measured {problem}. This module computes past its forward; expected a norm "
+        "whose output can be scaled."
+    )
+
+
+def _ungive(module: Any, stock: type, forward: Any) -> None:
+    module.__class__ = stock
+    for name in [name for name in vars(module) if name.startswith("lns_")]:
+        delattr(module, name)
+    if forward is not None:
+        module.forward = forward
+
+
+def is_plain(stock: type) -> bool:
+    """Whether the forward of a class is the one in its source file: not decorated, not replaced."""
+    forward = inspect.getattr_static(stock, "forward", None)
+    owner = next((base for base in stock.__mro__ if "forward" in vars(base)), stock)
+    code = getattr(forward, "__code__", None)
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    return (
+        code is not None
+        and code.co_name == "forward"
+        and not hasattr(forward, "__wrapped__")
+        and code.co_filename == file
+    )
+
+
+def restore(model: Any) -> None:
+    """Take the scheme off a model: its modules are the framework's own again, after a failed attempt or a fold."""
+    for module in model.modules():
+        own = vars(module).get("forward")
+        if "lns_scale" in vars(module):
+            made_of = type(module).__dict__.get("lns_made_of")
+            stock = (
+                made_of[1]
+                if made_of
+                else next(base for base in type(module).__mro__[1:] if not issubclass(base, Scaled))
+            )
+            _ungive(module, stock, own.forward if isinstance(own, Product) else own)
+        vars(module).pop("lns_sites", None)
+
+
+# --- the start-up line ----------------------------------------------------------------------------------------------
+
+
+def start_up_line(
+    model: Any, n_layers: int, *, measured: Iterable[str], norm: str = "", here: str = "", initialization: str = ""
+) -> str:
+    """Say what was built, from what was read back and measured.
+
+    :param measured: such as ``("output", "gradient", "initialization")``. :param norm: the base norm.
+    :param here: the part of the model that this process holds, where that is not all of it.
+    :param initialization: such as ``"scaled initialization off"``.
+
+    Example: ``LayerNorm Scaling on: 64 norms; s = 1 (block 1) to 0.1768 (block 32); measured: output, gradient``.
+    """
+    scheme = read_back(model)
+    count = f"{scheme.sites(n_layers)} norms" + (f" ({norm})" if norm else "") + (f", {here}" if here else "")
+    ways = dict.fromkeys(_way(module) for _, module, _ in sites(model) if isinstance(module, Scaled))
+    parameters = ", ".join(f"{key} {value:g}" for key, value in scheme.values)
+    parts = [count, *factors_in_words(scheme, n_layers), parameters, *ways, initialization]
+    parts.append(f"measured: {', '.join(measured)}")
+    return f"{scheme.definition.title} on: {'; '.join(part for part in parts if part)}"
+
+
+def _way(module: Any) -> str:
+    if isinstance(module, ScaledOutput):
+        return "outputs multiplied"
+    return f"backend {module.lns_backend.name} ({module.lns_backend.reason})"
+
+
+def factors_in_words(scheme: Scheme, n_layers: int) -> list[str]:
+    """``["s = 1 (block 1) to 0.25 (block 16)"]``: constants that are not 1, learned factors, where norms sit."""
+    plans = {(number, sub_layer): plan for number, sub_layer, plan in scheme.plans(n_layers)}
+    words = []
+    for field in fields(Plan):
+        values = [getattr(plan, field.name) for plan in plans.values()]
+        if isinstance(field.default, float) and any(value != 1.0 for value in values):
+            name = "s" if field.name == "norm_scale" else field.name
+            # Of the sub-layers that have the constant: some schemes scale attention or feed-forward alone.
+            having = {sub_layer for (_, sub_layer), value in zip(plans, values, strict=True) if value != 1.0}
+            scaled = [value for (_, sub_layer), value in zip(plans, values, strict=True) if sub_layer in having]
+            only = "" if len(having) == len(SUB_LAYERS) else f", {', '.join(having)} only"
+            words.append(f"{name} = {scaled[0]:.4g} (block 1) to {scaled[-1]:.4g} (block {n_layers}){only}")
+        if field.name in ("gate", "omega") and values[0] is not None:
+            words.append(f"learned {field.name} from {values[0].start:.4g} to {values[-1].start:.4g}")
+    post = sorted({number for (number, _), plan in plans.items() if plan.post})
+    if post:
+        words.append(f"norm after the addition in blocks {post[0]} to {post[-1]}")
+    return words
