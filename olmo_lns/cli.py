@@ -67,7 +67,6 @@ EXAMPLES = {
     "analyze layer-drop": ("olmo-lns analyze layer-drop --model exported --data text.jsonl --tasks arc_easy",),
     "analyze jacobian": ("olmo-lns analyze jacobian --model runs/lns/step1000-unsharded --data heldout.npy",),
     "analyze gradnorm": ("olmo-lns analyze gradnorm --model runs/lns/step1000-unsharded --data heldout.npy",),
-    "analyze plot": ("olmo-lns analyze plot variance.json -o variance.svg",),
     "analyze compare": ("olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",),
     "hf init": ("olmo-lns hf init Qwen/Qwen2.5-0.5B --scheme lns -o qwen-lns",),
     "hf import": ("olmo-lns hf import runs/lns/step1000 -o model",),

@@ -168,7 +168,7 @@ def train(runs: Sequence[Run], config: str, console: Console) -> None:
 def measure(runs: Sequence[Run], out: Path) -> None:
     """Measure the variances before and after training by ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
-    from olmo_lns.diagnostics.results import Report
+    from olmo_lns.diagnostics.results import Result
 
     for run in runs:
         for step in (0, run.steps):
@@ -177,7 +177,7 @@ def measure(runs: Sequence[Run], out: Path) -> None:
             words += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(written)]
             with (out / "demo.log").open("a", encoding="utf-8") as log, redirect_stdout(log):
                 analyze(words)
-            run.before, run.after = run.after, Report.read(written).result.variance
+            run.before, run.after = run.after, Result.read(written).main
 
 
 def report(runs: Sequence[Run], tokens: int, parameters: int) -> list[str]:

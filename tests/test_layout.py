@@ -15,10 +15,9 @@ ORDER = [
     ("__main__",),
     ("cli", "doctor"),
     ("demo",),
-    ("runs",),
+    ("runs", "diagnostics"),
     ("study",),
     ("export",),
-    ("diagnostics",),
     ("models",),
     ("checkpoints",),
     ("olmo_core", "initialize"),
@@ -26,7 +25,7 @@ ORDER = [
     ("record",),
     ("norm",),
     ("schemes",),
-    ("arguments", "environment", "extras", "gains", "hub", "processes"),
+    ("arguments", "environment", "extras", "gains", "hub", "processes", "text", "tokenizers"),
     ("errors",),
 ]
 #: The package's own file: it names the public functions and loads none of them.

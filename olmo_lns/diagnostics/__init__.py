@@ -20,7 +20,6 @@ class Measure:
     :param title: for help and reports. :param function: ``module:name`` below this package.
     :param column: of the result, the number that stands for a block in tables. :param shows: its name and unit.
     :param tokens: read by default, None for all. :param longest: longest sequence unless asked otherwise.
-    :param pools: it pools over the ranks of torchrun.
     """
 
     title: str
@@ -29,7 +28,6 @@ class Measure:
     shows: str
     tokens: int | None = 65_536
     longest: int = 2048
-    pools: bool = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, which is imported now."""
@@ -41,11 +39,11 @@ class Measure:
 MEASURES = {
     "variance": Measure(
         "Output variance of every block", "variance:block_output_variance",
-        "variance", "output variance", 262_144, pools=True,
+        "variance", "output variance", 262_144,
     ),
     "angular": Measure(
         "Angular distance between all pairs of layers", "angular:angular_distance",
-        "d1", "angular distance d(l, l+1), fraction of pi", 262_144, pools=True,
+        "d1", "angular distance d(l, l+1), fraction of pi", 262_144,
     ),
     "layer-drop": Measure(
         "Performance drop of removing each block", "layer_drop:drop_layers",

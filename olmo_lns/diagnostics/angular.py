@@ -26,12 +26,10 @@ from olmo_lns.diagnostics.capture import (
     first_tensor,
     not_finite,
     observe,
-    over_ranks,
     real_tokens,
     run,
 )
 from olmo_lns.diagnostics.results import Result
-from olmo_lns.errors import LNSError
 
 #: Tokens per matrix product: bounds the float64 copy of the states.
 CHUNK = 512
@@ -55,16 +53,12 @@ def angular_distance(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-    *,
-    last_token: bool = False,
-    all_ranks: bool = False,
 ) -> Result:
     """d(l, l + n) for all pairs, averaged over the tokens of ``batches``; arguments as in ``block_output_variance``.
 
     The result's column ``d<n>`` has d(l, l + n) for block l, None where l + n is above L + 1; ``d1`` is the angle by
     which block l turns the residual stream.
 
-    :param last_token: average over the last real token of each sequence only.
     :raises LNSError: no token, or states that are not finite (the first block that made them so is named).
 
     Example: ``angular_distance(model, None, [torch.arange(64)[None]]).blocks["d1"]`` has one number per block.
@@ -72,7 +66,7 @@ def angular_distance(
     blocks = find_blocks(model) if blocks is None else blocks
     forward, count = body_forward(model), len(blocks) + 1
     states: list[torch.Tensor] = []
-    # A state that is not finite makes the angle with itself NaN, also in the sum over ranks.
+    # A state that is not finite makes the angle with itself NaN.
     total, tokens = torch.zeros(count, count, dtype=torch.float64), 0
 
     def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -85,34 +79,19 @@ def angular_distance(
         with observe(blocks, keep):
             forward(ids, mask)
 
-    for ids, mask in run(model, batches, device, watched, may_be_empty=all_ranks):
-        selected = _select(ids, mask, last_token)
+    for ids, mask in run(model, batches, device, watched):
+        selected = real_tokens(ids, mask)
         total = total + _sums(states, selected).cpu()
         tokens += int(selected.sum())
         if bool(total.diagonal().isnan().any()):
             break
-    states.clear()
-    if all_ranks:
-        total, tokens = over_ranks(total), int(over_ranks(torch.tensor(tokens)))
     if bool((bad := total.diagonal().isnan()).any()):
         first = int(bad.nonzero()[0])
         where = f"block {first} is the first whose output" if first else "the input of block 1 (the embedding)"
         raise not_finite(where)
-    if not tokens:
-        raise LNSError("no token was selected on any rank: expected at least one real token")
     mean = (total / tokens).tolist()
     columns = {f"d{n}": [mean[i][i + n] if i + n < count else None for i in range(count - 1)] for n in range(1, count)}
-    return Result("angular", tokens, columns, {"variant": "last token" if last_token else "all tokens"})
-
-
-def _select(ids: torch.Tensor, mask: torch.Tensor | None, last_token: bool) -> torch.Tensor:
-    """Mask (batch, sequence) of the tokens that count."""
-    real = real_tokens(ids, mask)
-    if not last_token:
-        return real
-    position = torch.arange(ids.shape[1], device=ids.device)
-    last = torch.where(real, position, -1).amax(dim=1, keepdim=True)
-    return real & (position == last)
+    return Result("angular", tokens, columns)
 
 
 @torch.no_grad()

@@ -29,9 +29,6 @@ Batches = Iterable[Batch]
 Observer = Callable[[int, tuple[Any, ...], dict[str, Any], Any], None]
 #: Ids and mask -> negative log-likelihood in nats (batch, positions), float32, and which positions count.
 TokenLoss = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-#: An encoder predicts every seventh token (14 %, BERT's share), replaced by its mask token: no random draw,
-#: so that all layers are judged on the same positions.
-MASK_EVERY = 7
 
 
 def first_tensor(output: Any) -> torch.Tensor:
@@ -72,7 +69,9 @@ def observe(blocks: Sequence[nn.Module], seen: Observer) -> Iterator[None]:
 def _observe_one(stack: ExitStack, block: nn.Module, index: int, seen: Observer) -> None:
     compiled: Callable[..., Any] | None = getattr(block, "_compiled_call_impl", None)
     if compiled is None:
-        hook = block.register_forward_hook(lambda _, args, kwargs, out: seen(index, args, kwargs, out), with_kwargs=True)
+        hook = block.register_forward_hook(
+            lambda _, args, kwargs, out: seen(index, args, kwargs, out), with_kwargs=True
+        )
         stack.callback(hook.remove)
         return
 
@@ -139,12 +138,9 @@ def run(
     batches: Batches,
     device: torch.device | str,
     forward: Callable[..., Any],
-    *,
-    may_be_empty: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Run ``forward`` on every batch and yield its ids and mask afterwards.
 
-    :param may_be_empty: no error without tokens: one rank of several may have got none.
     :raises LNSError: there was no batch, or none held a token.
     """
     tokens = 0
@@ -154,36 +150,24 @@ def run(
             forward(ids, mask)
             tokens += ids.numel() if mask is None else int(mask.sum())
             yield ids, mask
-    if tokens == 0 and not may_be_empty:
+    if tokens == 0:
         raise LNSError("the data holds no token: give a file or data set with at least one sequence")
 
 
-def token_loss(model: nn.Module, mask_token: int | None = None) -> TokenLoss:
-    """Next-token loss of a decoder, or masked-token loss of an encoder (BERT).
+def token_loss(model: nn.Module) -> TokenLoss:
+    """Next-token loss of a decoder.
 
-    :param mask_token: id of an encoder's mask token.
-    :raises LNSError: an encoder without ``mask_token``.
+    :raises LNSError: an encoder such as BERT, which predicts masked tokens.
     """
+    if is_masked_lm(model_type(model)):
+        raise LNSError(f"{type(model).__name__} predicts masked tokens: this diagnostic needs a next-token loss")
     logits = logits_of(model)
 
     def next_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         real = real_tokens(ids, mask)
         return _nll(logits(ids, mask)[:, :-1], ids[:, 1:]), real[:, 1:] & real[:, :-1]
 
-    def masked_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        every = torch.arange(ids.shape[1], device=ids.device) % MASK_EVERY == MASK_EVERY // 2
-        chosen = real_tokens(ids, mask) & every
-        assert mask_token is not None
-        return _nll(logits(ids.masked_fill(chosen, mask_token), mask), ids), chosen
-
-    if not is_masked_lm(model_type(model)):
-        return next_token
-    if mask_token is None:
-        raise LNSError(
-            f"{type(model).__name__} predicts masked tokens: the id of its mask token is needed; "
-            "give its tokenizer with --tokenizer"
-        )
-    return masked_token
+    return next_token
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import math
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 from olmo_lns.arguments import DTYPES, at_least, seed
 from olmo_lns.diagnostics import MEASURES
@@ -37,8 +39,6 @@ def _parser() -> argparse.ArgumentParser:
         made = commands.add_parser(what, help=title[0].lower() + title[1:], description=f"{title}.")
         _add_common(made, what)
         add = made.add_argument
-        if what == "angular":
-            add("--last-token", action="store_true", help="only the last token of each sequence")
         if what == "layer-drop":
             add("--tasks", type=names, default=[], help="lm-evaluation-harness tasks, comma-separated")
             add("--task-path", help="folder with task files of your own")
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
             add("--sequences", type=at_least(1), default=64, help="one position of each (default %(default)s)")
     made = commands.add_parser("compare", help="results of one or more models on one figure and table")
     add = made.add_argument
-    add("results", nargs="+", type=Path, metavar="results.json", help="of one diagnostic, or the monitor's CSV files")
+    add("results", nargs="+", type=Path, metavar="results.json", help="of one diagnostic")
     add("-o", "--output", type=Path, action="append", default=[], help=".png or .svg; may be repeated")
     add("--labels", type=names, help="comma-separated names of the models")
     add("--log", action="store_true", help="logarithmic vertical axis")
@@ -77,7 +77,6 @@ def _add_common(command: argparse.ArgumentParser, what: str) -> None:
     add("--device-map", help="Hugging Face placement, e.g. auto (needs accelerate)")
     add("--blocks", help="dotted path of the list of blocks, for models outside the table")
     add("--tokenizer", help="tokenizer.json, folder or name; default: the model's own")
-    add("--no-pack", dest="pack", action="store_false", help="one document a sequence, padded, instead of packing")
     add("--token-dtype", help="of raw token files without a header (default: the checkpoint's, else uint16)")
     add("--text-field", default="text", help="of JSON lines and data sets (default %(default)s)")
     add("--seed", type=seed, default=0, help="of whatever is sampled (default %(default)s)")
@@ -94,11 +93,11 @@ def measure(args: argparse.Namespace) -> int:
     check_writable(output, [".json"])
     for path in args.plot:
         check_writable(path)
-    check_source(args.data, pack=args.pack)
+    check_source(args.data)
     one_process(args.what)
     for module in ("matplotlib",) * bool(args.plot) + ("lm_eval",) * bool(getattr(args, "tasks", None)):
         importlib.import_module(module)
-    result = _measure(args, _open(args))
+    result = _measure(args)
     written = [*result.write(output), *(_drawn([result], path) for path in args.plot)]
     print(markdown([result]))
     if args.what == "jacobian":
@@ -107,39 +106,40 @@ def measure(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(args: argparse.Namespace) -> LoadedModel:
-    """The model, under the scheme that its folder says, or that ``--scheme`` says of it."""
+def _open(args: argparse.Namespace) -> tuple[LoadedModel, dict[str, str]]:
+    """The model under its scheme, and the scheme and initialization: as its folder says, or ``--scheme`` says of it."""
+    from olmo_lns.checkpoints import record_in
     from olmo_lns.models.loading import load_model
 
     how = {name: getattr(args, name) for name in ("dtype", "device", "device_map", "blocks")}
-    loaded = load_model(args.model, **how)
+    loaded, record = load_model(args.model, **how), record_in(Path(args.model)) if Path(args.model).is_dir() else None
     if args.scheme:
         from olmo_lns.integrations.transformers import apply
 
         if loaded.kind != "huggingface":
-            raise LNSError(f"--scheme: {args.model} is an {loaded.kind} checkpoint, and its config says its scheme")
+            raise LNSError(f"--scheme: {args.model} is an {loaded.kind} checkpoint, and its config names its scheme")
         apply(loaded.model, args.scheme, trained=True)
-    return loaded
+    scheme = args.scheme or (str(record.scheme) if record else "preln")
+    return loaded, {"scheme": scheme, "initialization": record.scaled_init if record else "plain"}
 
 
-def _measure(args: argparse.Namespace, loaded: LoadedModel) -> Result:
-    """The result of one diagnostic of a loaded model."""
-    from dataclasses import replace
+def _measure(args: argparse.Namespace) -> Result:
+    """The result of one diagnostic."""
+    from rich.console import Console
+    from rich.progress import track
 
-    from olmo_lns.checkpoints import record_in
-    from olmo_lns.diagnostics.data import DataOptions, read_batches, track
+    from olmo_lns.diagnostics.data import DataOptions, read_batches
     from olmo_lns.tokenizers import load_tokenizer
 
+    (loaded, trained), sequences = _open(args), getattr(args, "sequences", None)
     length = args.sequence_length or min(MEASURES[args.what].longest, loaded.max_length)
     if length > loaded.max_length:
         raise LNSError(f"--sequence-length {length}: the model takes at most {loaded.max_length}")
-    sequences = getattr(args, "sequences", None)
     options = DataOptions(
         sequence_length=length,
         batch_size=args.batch_size,
         max_tokens=args.tokens,
         max_sequences=sequences,
-        pack=args.pack,
         token_dtype=args.token_dtype or loaded.token_dtype,
         text_field=args.text_field,
     )
@@ -147,43 +147,23 @@ def _measure(args: argparse.Namespace, loaded: LoadedModel) -> Result:
     def tokenizer() -> Any:
         return load_tokenizer(args.tokenizer or loaded.tokenizer_name, Path(args.model), loaded.eos_token_id)
 
-    batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
-    if not args.quiet:
-        batches = track(batches, args.what, args.tokens or length * (sequences or 0))
-    result = _run(args, loaded, batches, tokenizer)
-    record = record_in(Path(args.model)) if Path(args.model).is_dir() else None
-    settings = {
-        "dtype": loaded.dtype,
-        "device": str(loaded.device),
-        "sequence_length": length,
-        "initialization": record.scaled_init if record else "plain",
-        "scheme": args.scheme or (str(record.scheme) if record and record.active else "preln"),
-        **{name: getattr(args, name) for name in ("batch_size", "pack", "seed")},
-    }
-    return replace(result, label=args.label or _label(args.model), model=args.model, data=args.data, settings=settings)
-
-
-def _run(args: argparse.Namespace, loaded: LoadedModel, batches: Iterator[Any], tokenizer: Callable[[], Any]) -> Result:
-    options: dict[str, Any] = {}
-    if args.what == "angular":
-        options["last_token"] = args.last_token
-    elif args.what == "jacobian":
-        options |= {"rows": args.rows, "seed": args.seed}
-    elif args.what in ("layer-drop", "gradnorm"):
-        options["mask_token"] = tokenizer().mask_token_id if loaded.masked_lm else None
     scores = None
     if getattr(args, "tasks", None):  # first: a download that fails does so before the losses are computed
-        from olmo_lns.diagnostics.tasks import harness_model, score_tasks
+        from olmo_lns.diagnostics.tasks import harness_model, score_tasks, with_tasks
 
         how = {name: getattr(args, name) for name in ("metric", "limit", "num_fewshot", "chat_template")}
         lm = harness_model(loaded, tokenizer(), args.batch_size)
         scores = score_tasks(lm, loaded.blocks, args.tasks, include_path=args.task_path, **how)
-    result: Result = MEASURES[args.what].run(loaded.model, loaded.blocks, batches, loaded.device, **options)
-    if scores is not None:
-        from olmo_lns.diagnostics.tasks import with_tasks
-
-        return with_tasks(result, scores)
-    return result
+    batches: Iterable[Any] = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
+    if not args.quiet:
+        count = math.ceil((args.tokens or length * (sequences or 1)) / (length * args.batch_size))
+        batches = track(batches, f"{args.what}, batches", count, console=Console(stderr=True))
+    own = {"rows": args.rows, "seed": args.seed} if args.what == "jacobian" else {}
+    result: Result = MEASURES[args.what].run(loaded.model, loaded.blocks, batches, loaded.device, **own)
+    settings = {"dtype": loaded.dtype, "device": str(loaded.device), "sequence_length": length, **trained}
+    settings |= {name: getattr(args, name) for name in ("batch_size", "seed")}
+    found = with_tasks(result, scores) if scores else result
+    return replace(found, label=args.label or _label(args.model), model=args.model, data=args.data, settings=settings)
 
 
 def _label(model: str) -> str:
@@ -203,28 +183,20 @@ def _drawn(results: Sequence[Result], path: Path, *, log: bool = False) -> Path:
 
 def compare(args: argparse.Namespace) -> int:
     """``olmo-lns analyze compare``: one or more results in one figure and table."""
-    from olmo_lns.diagnostics.results import check_labels, check_writable, markdown, read_results, write_csv
+    from olmo_lns.diagnostics.results import check_writable, markdown, read_results, write_csv
 
     for path in args.output:
         check_writable(path)
     if args.table:
         check_writable(args.table, [".csv"])
-    if all(path.suffix == ".csv" for path in args.results):
-        from olmo_lns.diagnostics import plots
+    results = read_results(args.results, args.labels)
+    print(markdown(results))
+    # Each file is of its own figure: a second one of the same has another layout in its last digits.
+    written = [_drawn(results, path, log=args.log) for path in args.output]
+    if args.table:
+        import pandas
 
-        labels = check_labels([path.parent.name or path.stem for path in args.results], args.labels)
-        outputs = args.output or [Path("training.png")]
-        written = [plots.save(plots.draw_training(args.results, labels, log=args.log), path) for path in outputs]
-    else:
-        results = read_results(args.results, args.labels)
-        print(markdown(results))
-        # Each file is of its own figure: a second one of the same has another layout in its last digits.
-        written = [_drawn(results, path, log=args.log) for path in args.output]
-        if args.table:
-            import pandas
-
-            frames = [result.frame().assign(model=result.label) for result in results]
-            written.append(write_csv(args.table, pandas.concat(frames)))
+        written.append(write_csv(args.table, pandas.concat(r.frame().assign(model=r.label) for r in results)))
     if written:
         print(f"\nWritten: {', '.join(map(str, written))}")
     return 0

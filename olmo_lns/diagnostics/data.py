@@ -29,7 +29,6 @@ class DataOptions:
     :param sequence_length: tokens a sequence. :param batch_size: sequences a batch.
     :param max_tokens: stop after this many real tokens (the last sequence is cut to fit); None reads everything.
     :param max_sequences: stop after this many sequences.
-    :param pack: join documents into full sequences; False keeps one document a sequence, cut and padded.
     :param token_dtype: of raw token files without a header (OLMo's). :param text_field: of JSON lines and data sets.
     """
 
@@ -37,7 +36,6 @@ class DataOptions:
     batch_size: int = 8
     max_tokens: int | None = None
     max_sequences: int | None = None
-    pack: bool = True
     token_dtype: str = "uint16"
     text_field: str = "text"
 
@@ -52,7 +50,7 @@ def read_batches(
     :param tokenizer: called once, only when there is text.
     :raises LNSError: nothing there, no token in it, or an id outside ``vocabulary``.
     """
-    check_source(source, pack=options.pack)
+    check_source(source)
     path = Path(source)
     if path.suffix in IDS:
         sequences = _from_ids(path, options)
@@ -69,18 +67,16 @@ def read_batches(
             raise LNSError(f"{source} holds no token: give a file or data set with at least one sequence")
 
 
-def check_source(source: str, *, pack: bool = True) -> None:
+def check_source(source: str) -> None:
     """Check ``--data`` before the model is loaded.
 
-    :raises LNSError: a file that is not there, a data set without its package, or plain text that is not to be packed.
+    :raises LNSError: a file that is not there, or a data set without its package.
     """
     path = Path(source)
     if path.suffix in (*IDS, *RECORDS, ".txt") and not path.is_file():
         raise LNSError(f"--data: no such file: {path}")
     if not path.is_file() and importlib.util.find_spec("datasets") is None:
         raise LNSError(f"--data: {source} isn't a file, and data sets need: pip install datasets")
-    if not pack and path.is_file() and path.suffix not in (*IDS, *RECORDS):
-        raise LNSError(f"--no-pack: {path} is plain text and has no documents; give JSON lines or leave the option out")
 
 
 def _limited(sequences: Iterable[np.ndarray], left: int | None) -> Iterator[np.ndarray]:
@@ -161,14 +157,11 @@ def _text_blocks(path: Path) -> Iterator[str]:
 def _from_texts(
     texts: Iterable[str], options: DataOptions, tokenizer: Callable[[], Any], *, separate: bool
 ) -> Iterator[np.ndarray]:
-    """Sequences of the texts, packed or one each. :param separate: the tokenizer's end token ends each text."""
+    """Full sequences of the texts, one after the other. :param separate: the tokenizer's end token ends each text."""
     length, rest = options.sequence_length, np.empty(0, np.int64)
     loaded = functools.cache(tokenizer)  # once, and only where there is text
     for text in texts:
         ids = np.asarray(loaded()(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
-        if not options.pack:
-            yield ids[:length]
-            continue
         end = loaded().eos_token_id if separate else None
         rest = np.concatenate([rest, ids, [] if end is None else [end]]).astype(np.int64)
         full = len(rest) // length * length
@@ -187,19 +180,3 @@ def _collate(group: list[np.ndarray], vocabulary: int, source: str) -> dict[str,
     ids = [torch.from_numpy(sequence.astype(np.int64)) for sequence in group]
     mask = [torch.ones_like(sequence) for sequence in ids]
     return {"input_ids": pad_sequence(ids, True), "attention_mask": pad_sequence(mask, True)}
-
-
-def track(
-    batches: Iterable[dict[str, torch.Tensor]], what: str, total: int | None
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Pass batches through and show the tokens done and the remaining time on stderr."""
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn
-
-    columns = (*Progress.get_default_columns(), TextColumn("{task.completed:,.0f} tokens"))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total)
-        for batch in batches:
-            yield batch
-            progress.advance(task, int(batch["attention_mask"].sum()))
-        progress.update(task, total=progress.tasks[0].completed)  # the data may end early

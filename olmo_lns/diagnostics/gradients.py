@@ -187,8 +187,6 @@ def gradient_norms(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-    *,
-    mask_token: int | None = None,
 ) -> Result:
     """Gradient norms of the mean loss over ``batches``; the model's own gradients are left untouched.
 
@@ -204,7 +202,7 @@ def gradient_norms(
     blocks = find_blocks(model) if blocks is None else blocks
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in named.items()}
-    loss_of = token_loss(model, mask_token)
+    loss_of = token_loss(model)
     total, tokens, scale = 0.0, 0, 0
     try:
         for parameter in named.values():

@@ -48,12 +48,10 @@ def drop_layers(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-    *,
-    mask_token: int | None = None,
 ) -> Result:
     """Loss on ``batches`` of the whole model and without each block in turn, in one pass over the data.
 
-    Costs L + 1 forward passes a batch. Parameters as in ``block_output_variance``; ``mask_token`` is for encoders.
+    Costs L + 1 forward passes a batch. Parameters as in ``block_output_variance``.
     The result's columns, in nats per token: ``loss`` without the block, its ``increase`` over the detail
     ``baseline_loss``, and the ``increase_stderr`` with the sequences as paired samples. ``tokens`` are those predicted.
 
@@ -62,7 +60,7 @@ def drop_layers(
     Example: ``drop_layers(model, None, [torch.arange(64)[None]]).blocks["loss"]`` has one number per removed block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    loss = token_loss(model, mask_token)
+    loss = token_loss(model)
     sums: list[torch.Tensor] = []  # of each sequence: (models, sequences); and its number of tokens
     counts: list[torch.Tensor] = []
 

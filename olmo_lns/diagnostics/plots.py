@@ -9,9 +9,7 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from olmo_lns.diagnostics.monitor import COLUMNS
 from olmo_lns.diagnostics.results import Result
-from olmo_lns.errors import LNSError
 from olmo_lns.schemes import parse
 from olmo_lns.study.arms import ARMS, Arm
 from olmo_lns.text import write_whole
@@ -37,7 +35,9 @@ def new_figure(width: float, height: float) -> Any:
 def save(figure: Any, path: Path) -> Path:
     """Write PNG or SVG, by the suffix of ``path``, whole."""
     content, kind = io.BytesIO(), path.suffix[1:]
-    figure.savefig(content, format=kind, bbox_inches="tight", dpi=200, metadata={"Date": None} if kind == "svg" else None)
+    figure.savefig(
+        content, format=kind, bbox_inches="tight", dpi=200, metadata={"Date": None} if kind == "svg" else None
+    )
     return write_whole(path, content.getvalue())
 
 
@@ -118,7 +118,7 @@ def _angular(results: Sequence[Result], log: bool) -> Any:
     for axis, result, grid in zip(maps, results, grids, strict=True):
         extent = (0.5, len(grid) + 0.5, 0.5, len(grid) + 0.5)
         image = axis.imshow(grid, origin="lower", extent=extent, vmin=low, vmax=high, cmap="cividis")
-        axis.set_title(f"{result.label} ({result.details['variant']})")
+        axis.set_title(f"{result.label}")
         axis.grid(False)
         block_axis(axis, len(grid))
         axis.set_yticks(axis.get_xticks())
@@ -206,33 +206,3 @@ FIGURES: dict[str, Callable[[Sequence[Result], bool], Any]] = {
     "jacobian": _jacobian,
     "gradnorm": _gradnorm,
 }
-
-
-def draw_training(paths: Sequence[Path], labels: Sequence[str], *, log: bool = False) -> Any:
-    """Variance through training from the monitor's CSV files: one panel a run, one line a block, one scale.
-
-    :raises LNSError: other columns, words for numbers, or no row yet.
-    """
-    import matplotlib as mpl
-    import pandas
-
-    figure, runs = new_figure(3.2 * len(paths) + 0.8, 3), []
-    for path in paths:
-        try:
-            rows = pandas.read_csv(path)
-            if tuple(rows.columns) != COLUMNS or rows.empty:
-                raise ValueError(f"found {len(rows)} rows of {list(rows.columns)}, expected {', '.join(COLUMNS)}")
-            runs.append(rows.apply(pandas.to_numeric).pivot(index="step", columns="block", values="variance"))
-        except ValueError as error:  # pandas' own errors, too
-            raise LNSError(f"{path}: not a file of the monitor: {error}") from None
-    axes = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
-    norm = mpl.colors.Normalize(1, max(max(run.columns) for run in runs))
-    for axis, run, label in zip(axes, runs, labels, strict=True):
-        for block, variance in run.items():
-            axis.plot(run.index, variance, color=mpl.colormaps["viridis"](norm(block)), linewidth=1.2)
-        axis.set(title=label, xlabel="training step")
-        axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
-    axes[0].set_ylabel("output variance (mean over tokens)")
-    ticks = mpl.ticker.MaxNLocator(integer=True)
-    figure.colorbar(mpl.cm.ScalarMappable(norm, "viridis"), ax=list(axes), label="block l", ticks=ticks)
-    return figure

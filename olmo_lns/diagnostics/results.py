@@ -21,7 +21,7 @@ FORMAT = 2
 #: Formats of figures.
 FIGURES = (".png", ".svg")
 #: Settings that change the numbers: a difference is logged, because it's then not only the models that differ.
-MATTERS = ("sequence_length", "pack", "dtype", "seed")
+MATTERS = ("sequence_length", "dtype", "seed")
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ def check_writable(path: Path, suffixes: Sequence[str] = FIGURES) -> None:
     :raises LNSError: another suffix, a folder in its place, or no permission.
     :raises OSError: its folder cannot be made.
     """
-    if path.suffix not in suffixes:
-        raise LNSError(f"{path}: cannot write {path.suffix or 'a file without suffix'}, expected {', '.join(suffixes)}")
+    if path.suffix not in suffixes or path.is_dir():
+        raise LNSError(f"{path} cannot be written: expected a file that ends in {' or '.join(suffixes)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise LNSError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no permission'}")
+    if not os.access(path.parent, os.W_OK):
+        raise LNSError(f"{path} cannot be written: no permission")
 
 
 def write_csv(path: Path, frame: Any) -> Path:
@@ -124,7 +124,7 @@ def read_results(paths: Sequence[Path], labels: Sequence[str] | None) -> list[Re
         raise LNSError(f"only results of one diagnostic can be compared: found {', '.join(kinds)}")
     values = {name: [getattr(result, name) for result in results] for name in ("data", "tokens")}
     values |= {name: [result.settings.get(name) for result in results] for name in MATTERS}
-    values |= {name: [result.details.get(name) for result in results] for name in ("variant", "method")}
+    values["method"] = [result.details.get("method") for result in results]
     for name, found in values.items():
         if any(value != found[0] for value in found):
             log.warning("the results differ in %s: %s", name, ", ".join(map(str, found)))

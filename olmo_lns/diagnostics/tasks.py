@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import logits_of
 from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Result
 from olmo_lns.errors import LNSError, one_line
@@ -100,39 +99,16 @@ def with_tasks(result: Result, scores: Scores) -> Result:
 def harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
     """lm-eval's model around a loaded one.
 
-    :raises LNSError: lm-eval cannot use it, or the tokenizer has no end-of-text token.
+    :raises LNSError: not a Hugging Face model, lm-eval cannot use it, or the tokenizer has no end-of-text token.
     """
+    if loaded.kind != "huggingface":
+        raise LNSError("--tasks: lm-eval runs Hugging Face models: `olmo-lns export CHECKPOINT FOLDER` makes one first")
     if tokenizer.eos_token_id is None:
         raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
     from lm_eval.models.huggingface import HFLM
 
-    model: Any = loaded.model if loaded.kind == "huggingface" else _as_huggingface(loaded)
     options = {"batch_size": batch_size, "max_length": loaded.max_length, "device": str(loaded.device)}
     try:
-        return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", **options)
+        return HFLM(pretrained=loaded.model, tokenizer=tokenizer, backend="causal", **options)
     except (ValueError, TypeError, AttributeError) as error:
         raise LNSError(f"lm-eval cannot use this model: {one_line(error)}") from error
-
-
-def _as_huggingface(loaded: LoadedModel) -> Any:
-    """OLMo's or OLMo-core's model behind the few names that the harness reads; nothing is converted or copied."""
-    import transformers
-    from transformers.modeling_outputs import CausalLMOutput
-
-    logits = logits_of(loaded.model)
-
-    class OLMoForHarness(transformers.PreTrainedModel, transformers.GenerationMixin):
-        config_class = transformers.PretrainedConfig
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.olmo = loaded.model
-
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any) -> Any:
-            if attention_mask is not None and bool(attention_mask.all()):
-                attention_mask = None
-            return CausalLMOutput(logits=logits(input_ids, attention_mask))
-
-    sizes = {"max_position_embeddings": loaded.max_length, "num_hidden_layers": len(loaded.blocks)}
-    config = transformers.PretrainedConfig(vocab_size=loaded.vocabulary, use_cache=False, **sizes)
-    return OLMoForHarness(config).eval()

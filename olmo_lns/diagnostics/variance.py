@@ -99,15 +99,12 @@ def block_output_variance(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-    *,
-    all_ranks: bool = False,
 ) -> Result:
     """Variance of every block's raw output over all tokens of ``batches``.
 
     :param blocks: in order; None finds them.
     :param batches: token ids (batch, sequence), or mappings with ``input_ids`` and an ``attention_mask``.
     :param device: where the ids go. The model stays where it is, in its own dtype, and keeps its mode.
-    :param all_ranks: pool with every rank of torch.distributed; then every rank must call this.
     :raises LNSError: no token, or activations that are not finite (the first such block is named).
 
     Example: ``block_output_variance(model, None, [torch.arange(64)[None]]).blocks["variance"]``.
@@ -120,9 +117,7 @@ def block_output_variance(
         with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output), mask)):
             forward(ids, mask)
 
-    for _ in run(model, batches, device, watched, may_be_empty=all_ranks):
+    for _ in run(model, batches, device, watched):
         if moments.first_bad_block():
             break
-    if all_ranks:
-        moments.pool_ranks()
     return moments.result()
