@@ -1,10 +1,14 @@
-"""Types of command-line arguments, checked before anything is loaded."""
+"""Numbers on a command line, and what a command says of arguments that it doesn't have."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from typing import Callable
+import re
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
+
+from olmo_lns.errors import did_you_mean
 
 #: dtype on the command line -> torch's name; :data:`olmo_lns.norm.dtypes.DTYPES` has the dtypes themselves.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -47,3 +51,33 @@ def above_zero(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
     return value
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The options of a parser and of its sub-commands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _options(sub)
+
+
+def _error(parser: argparse.ArgumentParser, message: str) -> Any:
+    """Exit with two lines: what is wrong and the nearest name, and where the right ones are."""
+    hint = ""
+    if wrong := re.match(r"unrecognized arguments: (?:.*? )??(--[^\s=]+)", message):
+        hint = did_you_mean(wrong[1], _options(parser))
+    elif wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        hint = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+    parser.exit(2, f"{parser.prog}: {message}{hint}\n`{parser.prog} --help` has what is expected\n")
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """Inside, every parser of a command ends with two lines where it would print its whole usage."""
+    before = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = _error  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = before  # type: ignore[method-assign]

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @dataclass
-class Run:
+class DemoRun:
     """One run, and what was found of it.
 
     :param settings: overrides of the config, the steps and the learning rate among them.
@@ -134,7 +134,7 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
     return study
 
 
-def train(runs: Sequence[Run], config: str, console: Console) -> None:
+def train(runs: Sequence[DemoRun], config: str, console: Console) -> None:
     """Train what isn't finished, all runs at once; each is announced with the line that proves its scheme.
 
     :raises LNSError: a run failed. The others go on to their end.
@@ -165,10 +165,10 @@ def train(runs: Sequence[Run], config: str, console: Console) -> None:
             raise LNSError(f"run {run.folder.name} failed: {last}; the whole log is {run.folder / 'train.log'}")
 
 
-def measure(runs: Sequence[Run], out: Path) -> None:
+def measure(runs: Sequence[DemoRun], out: Path) -> None:
     """Measure the variances before and after training by ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
-    from olmo_lns.diagnostics.results import Result
+    from olmo_lns.diagnostics.results import Measurement
 
     for run in runs:
         for step in (0, run.steps):
@@ -177,10 +177,10 @@ def measure(runs: Sequence[Run], out: Path) -> None:
             words += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(written)]
             with (out / "demo.log").open("a", encoding="utf-8") as log, redirect_stdout(log):
                 analyze(words)
-            run.before, run.after = run.after, Result.read(written).main
+            run.before, run.after = run.after, Measurement.read(written).main
 
 
-def report(runs: Sequence[Run], tokens: int, parameters: int) -> list[str]:
+def report(runs: Sequence[DemoRun], tokens: int, parameters: int) -> list[str]:
     """The table, what the run shows, and what it doesn't."""
     layers = len(runs[0].after)
     quarter = max(1, layers // 4)
@@ -204,7 +204,7 @@ def report(runs: Sequence[Run], tokens: int, parameters: int) -> list[str]:
     ]
 
 
-def draw(runs: Sequence[Run], size: str, path: Path) -> None:
+def draw(runs: Sequence[DemoRun], size: str, path: Path) -> None:
     """Loss by step, and output variance by block."""
     import pandas
 
@@ -246,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
     out, console, study = args.out, Console(file=sys.stdout), describe(args)
     base = files.read(Path(study["config"]))
     runs = [
-        Run(ARMS[arm], seed, out / f"{size}-{arm}-s{seed}", study["sizes"][size])
+        DemoRun(ARMS[arm], seed, out / f"{size}-{arm}-s{seed}", study["sizes"][size])
         for size, arms in study["only"].items()
         for arm in arms
         for seed in study["seeds"]

@@ -1,7 +1,7 @@
 """The papers' diagnostics: output variance, angular distance, layer removal, Jacobians, gradient norms.
 
 Definitions and the layout of the result files are in ``docs/diagnostics.md``; every diagnostic is ``olmo-lns analyze
-<what>``, and a function that takes a model and an iterable of batches and returns a :class:`~.results.Result`.
+<what>``, and a function that takes a model and an iterable of batches and returns a :class:`~.results.Measurement`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from olmo_lns.diagnostics.capture import (
     real_tokens,
     run,
 )
-from olmo_lns.diagnostics.results import Result
+from olmo_lns.diagnostics.results import Measurement
 
 #: Tokens per matrix product: bounds the float64 copy of the states.
 CHUNK = 512
@@ -53,7 +53,7 @@ def angular_distance(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-) -> Result:
+) -> Measurement:
     """d(l, l + n) for all pairs, averaged over the tokens of ``batches``; arguments as in ``block_output_variance``.
 
     The result's column ``d<n>`` has d(l, l + n) for block l, None where l + n is above L + 1; ``d1`` is the angle by
@@ -91,7 +91,7 @@ def angular_distance(
         raise not_finite(where)
     mean = (total / tokens).tolist()
     columns = {f"d{n}": [mean[i][i + n] if i + n < count else None for i in range(count - 1)] for n in range(1, count)}
-    return Result("angular", tokens, columns)
+    return Measurement("angular", tokens, columns)
 
 
 @torch.no_grad()

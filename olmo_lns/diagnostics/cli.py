@@ -16,7 +16,7 @@ from olmo_lns.errors import LNSError
 from olmo_lns.processes import one_process
 
 if TYPE_CHECKING:
-    from olmo_lns.diagnostics.results import Result
+    from olmo_lns.diagnostics.results import Measurement
     from olmo_lns.models.loading import LoadedModel
 
 
@@ -123,7 +123,7 @@ def _open(args: argparse.Namespace) -> tuple[LoadedModel, dict[str, str]]:
     return loaded, {"scheme": scheme, "initialization": record.scaled_init if record else "plain"}
 
 
-def _measure(args: argparse.Namespace) -> Result:
+def _measure(args: argparse.Namespace) -> Measurement:
     """The result of one diagnostic."""
     from rich.console import Console
     from rich.progress import track
@@ -159,7 +159,7 @@ def _measure(args: argparse.Namespace) -> Result:
         count = math.ceil((args.tokens or length * (sequences or 1)) / (length * args.batch_size))
         batches = track(batches, f"{args.what}, batches", count, console=Console(stderr=True))
     own = {"rows": args.rows, "seed": args.seed} if args.what == "jacobian" else {}
-    result: Result = MEASURES[args.what].run(loaded.model, loaded.blocks, batches, loaded.device, **own)
+    result: Measurement = MEASURES[args.what].run(loaded.model, loaded.blocks, batches, loaded.device, **own)
     settings = {"dtype": loaded.dtype, "device": str(loaded.device), "sequence_length": length, **trained}
     settings |= {name: getattr(args, name) for name in ("batch_size", "seed")}
     found = with_tasks(result, scores) if scores else result
@@ -175,7 +175,7 @@ def _label(model: str) -> str:
     return "/".join(parts[max(0, first) :])
 
 
-def _drawn(results: Sequence[Result], path: Path, *, log: bool = False) -> Path:
+def _drawn(results: Sequence[Measurement], path: Path, *, log: bool = False) -> Path:
     from olmo_lns.diagnostics import plots
 
     return plots.save(plots.draw(results, log=log), path)

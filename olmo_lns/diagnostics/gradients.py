@@ -39,7 +39,7 @@ from olmo_lns.diagnostics.capture import (
     token_loss,
     unpack,
 )
-from olmo_lns.diagnostics.results import Result
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
 
 #: Widest model for which all rows are taken, unless asked otherwise.
@@ -58,7 +58,7 @@ def block_jacobians(
     *,
     rows: int | None = None,
     seed: int = 0,
-) -> Result:
+) -> Measurement:
     """Average J of every block over one random real position of each sequence in ``batches``.
 
     The result's columns are ``identity_distance``, ``diagonal_dominance`` and ``diagonal_mean``; its details ``method``
@@ -143,7 +143,7 @@ def token_jacobian_rows(
     return torch.stack(rows, dim=1)
 
 
-def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> Result:
+def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> Measurement:
     width = means[0].shape[1]
     local = torch.linspace(0, len(coordinates) - 1, min(HEAT_MAP, len(coordinates))).round().long()
     shown = coordinates[local]
@@ -165,7 +165,7 @@ def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: i
         "heat_maps": maps,
     }
     columns = {"identity_distance": distance, "diagonal_dominance": dominance, "diagonal_mean": diagonal}
-    return Result("jacobian", tokens, columns, details)
+    return Measurement("jacobian", tokens, columns, details)
 
 
 #: Kind -> pattern on a parameter's name inside its block, first match wins: norms before the part they sit in.
@@ -187,7 +187,7 @@ def gradient_norms(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-) -> Result:
+) -> Measurement:
     """Gradient norms of the mean loss over ``batches``; the model's own gradients are left untouched.
 
     Needs room for one gradient of every parameter, in its dtype. Dropout is off. The result's columns are ``total``,
@@ -232,7 +232,7 @@ def gradient_norms(
 
 def _by_block(
     model: nn.Module, blocks: Sequence[nn.Module], norms: dict[str, float], loss: float, tokens: int
-) -> Result:
+) -> Measurement:
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters: list[dict[str, float]] = []
     inside: set[str] = set()
@@ -254,4 +254,4 @@ def _by_block(
     for name in dict.fromkeys(name for block in parameters for name in block):
         columns[name] = [block.get(name) for block in parameters]
     outside = {name: norm for name, norm in norms.items() if name not in inside}
-    return Result("gradnorm", tokens, columns, {"loss": loss, "outside": outside})
+    return Measurement("gradnorm", tokens, columns, {"loss": loss, "outside": outside})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from olmo_lns.diagnostics.capture import Batches, block_input, find_blocks, first_tensor, run, token_loss
-from olmo_lns.diagnostics.results import Result
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
 
 
@@ -48,7 +48,7 @@ def drop_layers(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-) -> Result:
+) -> Measurement:
     """Loss on ``batches`` of the whole model and without each block in turn, in one pass over the data.
 
     Costs L + 1 forward passes a batch. Parameters as in ``block_output_variance``.
@@ -89,7 +89,7 @@ def drop_layers(
         "increase": [loss - baseline for loss in losses],
         "increase_stderr": _paired_stderr(nll[1:] - nll[0], count),
     }
-    return Result("layer-drop", tokens, columns, {"baseline_loss": baseline})
+    return Measurement("layer-drop", tokens, columns, {"baseline_loss": baseline})
 
 
 def _per_sequence(nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from olmo_lns.diagnostics.results import Result
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.schemes import parse
 from olmo_lns.study.arms import ARMS, Arm
 from olmo_lns.text import write_whole
@@ -41,7 +41,7 @@ def save(figure: Any, path: Path) -> Path:
     return write_whole(path, content.getvalue())
 
 
-def draw(results: Sequence[Result], *, log: bool = False) -> Any:
+def draw(results: Sequence[Measurement], *, log: bool = False) -> Any:
     """One figure of one diagnostic for one or several models.
 
     :param log: logarithmic vertical axes, also where values are close; for the loss increase, which may be negative,
@@ -50,7 +50,7 @@ def draw(results: Sequence[Result], *, log: bool = False) -> Any:
     return FIGURES[results[0].what](results, log)
 
 
-def arm_of(result: Result) -> Arm | None:
+def arm_of(result: Measurement) -> Arm | None:
     """The arm of the study's table that a model is: by its label, else by its scheme and initialization."""
     scheme, drawn = parse(result.settings.get("scheme", "preln")), result.settings.get("initialization", "plain")
     for arm in ARMS.values():
@@ -59,7 +59,7 @@ def arm_of(result: Result) -> Arm | None:
     return next((a for a in ARMS.values() if (a.scheme, a.initialization, a.init_fn) == (scheme, drawn, "")), None)
 
 
-def styles(results: Sequence[Result]) -> list[dict[str, Any]]:
+def styles(results: Sequence[Measurement]) -> list[dict[str, Any]]:
     """An arm's colour in every figure, that of Pre-LN for a model that is none; dash and marker tell models apart."""
     arms = [arm_of(result) or ARMS["preln"] for result in results]
     lines = list(ARMS.values())
@@ -80,7 +80,7 @@ def block_axis(axis: Any, blocks: int) -> None:
     axis.set_xlim(0.5, blocks + 0.5)
 
 
-def _lines(axis: Any, results: Sequence[Result], column: str, label: str, log: bool) -> None:
+def _lines(axis: Any, results: Sequence[Measurement], column: str, label: str, log: bool) -> None:
     lines = [[math.nan if v is None else v for v in result.blocks.get(column, [math.nan])] for result in results]
     for style, result, y in zip(styles(results), results, lines, strict=True):
         axis.plot(range(1, len(y) + 1), y, label=result.label, **style)
@@ -101,7 +101,7 @@ def _legend(figure: Any, axis: Any) -> Any:
     return figure
 
 
-def _variance(results: Sequence[Result], log: bool) -> Any:
+def _variance(results: Sequence[Measurement], log: bool) -> Any:
     figure = new_figure(8, 3)
     axes = figure.subplots(1, 2)
     _lines(axes[0], results, "variance", "output variance\n(mean over tokens)", log)
@@ -109,7 +109,7 @@ def _variance(results: Sequence[Result], log: bool) -> Any:
     return _legend(figure, axes[0])
 
 
-def _angular(results: Sequence[Result], log: bool) -> Any:
+def _angular(results: Sequence[Measurement], log: bool) -> Any:
     grids = [np.array(list(result.blocks.values()), dtype=float) for result in results]
     # One scale for all models, so that colours compare, over what is there: most distances are far below 1.
     low, high = min(map(np.nanmin, grids)), max(map(np.nanmax, grids))
@@ -128,7 +128,7 @@ def _angular(results: Sequence[Result], log: bool) -> Any:
     return _legend(figure, last)
 
 
-def _layer_drop(results: Sequence[Result], log: bool) -> Any:
+def _layer_drop(results: Sequence[Measurement], log: bool) -> Any:
     """Block 1, which no model can spare, on its own axis: on one axis with it the others would look alike."""
     shown = {"increase": ("increase_stderr", "loss increase [nats/token]")}
     for result in results:
@@ -152,13 +152,13 @@ def _layer_drop(results: Sequence[Result], log: bool) -> Any:
     return _legend(figure, axes[1])
 
 
-def _errorbar(axis: Any, result: Result, column: str, error: str, part: slice, style: dict[str, Any]) -> None:
+def _errorbar(axis: Any, result: Measurement, column: str, error: str, part: slice, style: dict[str, Any]) -> None:
     y, errors = result.blocks[column], result.blocks[error]
     known = None if None in errors else errors[part]
     axis.errorbar(range(1, len(y) + 1)[part], y[part], yerr=known, capsize=2, label=result.label, **style)
 
 
-def _jacobian(results: Sequence[Result], log: bool) -> Any:
+def _jacobian(results: Sequence[Measurement], log: bool) -> Any:
     from matplotlib.colors import SymLogNorm
 
     # Off-diagonal entries are a hundred times smaller than the diagonal's 1 and would not be seen on a linear scale.
@@ -188,7 +188,7 @@ def _jacobian(results: Sequence[Result], log: bool) -> Any:
     return figure
 
 
-def _gradnorm(results: Sequence[Result], log: bool) -> Any:
+def _gradnorm(results: Sequence[Measurement], log: bool) -> Any:
     kinds = [kind for kind in ("total", "norm", "attention", "mlp", "other") if any(kind in r.blocks for r in results)]
     figure = new_figure(2.7 * len(kinds), 2.7)
     axes = figure.subplots(1, len(kinds), squeeze=False)[0]
@@ -199,7 +199,7 @@ def _gradnorm(results: Sequence[Result], log: bool) -> Any:
 
 
 #: Name of a diagnostic -> its figure for (results, logarithmic axis).
-FIGURES: dict[str, Callable[[Sequence[Result], bool], Any]] = {
+FIGURES: dict[str, Callable[[Sequence[Measurement], bool], Any]] = {
     "variance": _variance,
     "angular": _angular,
     "layer-drop": _layer_drop,

@@ -25,7 +25,7 @@ MATTERS = ("sequence_length", "dtype", "seed")
 
 
 @dataclass(frozen=True)
-class Result:
+class Measurement:
     """What a diagnostic found in one model.
 
     :param what: a key of :data:`~olmo_lns.diagnostics.MEASURES`. :param tokens: averaged over, padding excluded.
@@ -68,7 +68,7 @@ class Result:
         return [write_whole(path, text + "\n"), write_csv(path.with_suffix(".csv"), self.frame())]
 
     @classmethod
-    def read(cls, path: Path) -> Result:
+    def read(cls, path: Path) -> Measurement:
         """:raises LNSError: not a result of this version, or one that something is missing from."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -112,14 +112,14 @@ def check_labels(names: Sequence[str], given: Sequence[str] | None) -> list[str]
     return labels
 
 
-def read_results(paths: Sequence[Path], labels: Sequence[str] | None) -> list[Result]:
-    """Result files of one diagnostic, under other labels where some are given.
+def read_results(paths: Sequence[Path], labels: Sequence[str] | None) -> list[Measurement]:
+    """Measurement files of one diagnostic, under other labels where some are given.
 
     A setting in which they differ is logged as a warning.
 
     :raises LNSError: of different diagnostics, or the labels are wrong.
     """
-    results = [Result.read(path) for path in paths]
+    results = [Measurement.read(path) for path in paths]
     if len(kinds := sorted({result.what for result in results})) != 1:
         raise LNSError(f"only results of one diagnostic can be compared: found {', '.join(kinds)}")
     values = {name: [getattr(result, name) for result in results] for name in ("data", "tokens")}
@@ -132,7 +132,7 @@ def read_results(paths: Sequence[Path], labels: Sequence[str] | None) -> list[Re
     return [replace(result, label=name) for name, result in zip(names, results, strict=True)]
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[Measurement]) -> str:
     """A row a block and a column a model, under a line that names the numbers; empty cells for missing blocks."""
     shows, labels = MEASURES[results[0].what].shows, [result.label for result in results]
     columns = zip_longest(*([f"{value:.4g}" for value in result.main] for result in results), fillvalue="")

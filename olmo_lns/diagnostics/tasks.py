@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from olmo_lns.diagnostics.layer_drop import bypassed
-from olmo_lns.diagnostics.results import Result
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError, one_line
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _collect(task: str, runs: Sequence[dict[str, Any]], metric: str | None) -> d
     return {"metric": name, "score": [float(run[found[0]]) for run in runs], "stderr": known}
 
 
-def with_tasks(result: Result, scores: Scores) -> Result:
+def with_tasks(result: Measurement, scores: Scores) -> Measurement:
     """The result of removing blocks with columns ``<task>:<metric>``, ``:stderr`` and ``:drop`` for each task."""
     columns = dict(result.blocks)
     for name, task in scores.items():

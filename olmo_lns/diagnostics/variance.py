@@ -26,7 +26,7 @@ from olmo_lns.diagnostics.capture import (
     over_ranks,
     run,
 )
-from olmo_lns.diagnostics.results import Result
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
 
 
@@ -73,7 +73,7 @@ class Moments:
         bad = (~torch.isfinite(rows).all(dim=1)).nonzero()
         return int(bad[0]) + 1 if len(bad) else None
 
-    def result(self, *, check: bool = True) -> Result:
+    def result(self, *, check: bool = True) -> Measurement:
         """The pooled numbers, in the columns ``variance``, ``variance_std``, ``rms`` and ``max``.
 
         :param check: False returns NaN for blocks whose activations are not finite instead of raising.
@@ -91,7 +91,7 @@ class Moments:
             "rms": power.sqrt().tolist(),
             "max": [float(value) for value in self._largest],
         }
-        return Result("variance", int(count[0]), columns)
+        return Measurement("variance", int(count[0]), columns)
 
 
 def block_output_variance(
@@ -99,7 +99,7 @@ def block_output_variance(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-) -> Result:
+) -> Measurement:
     """Variance of every block's raw output over all tokens of ``batches``.
 
     :param blocks: in order; None finds them.

@@ -12,7 +12,7 @@ from support.diagnostic_models import huggingface
 
 from olmo_lns import cli
 from olmo_lns.diagnostics import MEASURES, plots
-from olmo_lns.diagnostics.results import Result
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
 from olmo_lns.study.arms import ARMS
 from olmo_lns.tokenizers import find_tokenizer
@@ -48,7 +48,7 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
 @pytest.mark.parametrize("what", MEASURES)
 def test_results_are_read_back_and_compared_in_tables_and_figures(what, results, tmp_path, capsys):
     files = [results[what, "olmo"], results[what, "llama"]]
-    result, other = map(Result.read, files)
+    result, other = map(Measurement.read, files)
     assert (result.what, result.label) == (what, "olmo")
     assert result.settings["sequence_length"] == 16 and result.settings["dtype"] == "float32"
     assert result.settings["scheme"] == "lns" and other.settings["scheme"] == "preln"
@@ -70,7 +70,7 @@ def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, tok
     for what in MEASURES:
         out = tmp_path / f"{what}.json"
         assert analyze(what, "--model", tmp_path / "hf", "--data", token_file, "-o", out, *options(what)) == 0
-        folded, own = Result.read(out), Result.read(results[what, "olmo"])
+        folded, own = Measurement.read(out), Measurement.read(results[what, "olmo"])
         if what == "gradnorm":  # a folded gain is s times as large, so its own gradient differs
             for kind in ("attention", "mlp"):
                 assert folded.blocks[kind] == pytest.approx(own.blocks[kind], rel=1e-4)
@@ -94,7 +94,7 @@ def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama
     nll = torch.nn.functional.cross_entropy
     total = nll(logits[:, :-1].flatten(0, 1), ids[:592].view(-1, 16)[:, 1:].flatten(), reduction="sum")
     total += nll(rest[0, :-1], ids[593:], reduction="sum")
-    result = Result.read(out)
+    result = Measurement.read(out)
     assert result.details["baseline_loss"] == pytest.approx(float(total) / result.tokens, rel=1e-5)
     assert result.settings["scheme"] == "lns"
 
@@ -121,7 +121,7 @@ def test_compare_warns_of_settings_that_differ(results, llama_folder, token_file
 
 
 def test_figures_show_what_was_measured(results):
-    found = [Result.read(results["angular", name]) for name in ("olmo", "llama")]
+    found = [Measurement.read(results["angular", name]) for name in ("olmo", "llama")]
     maps = [image for axis in plots.draw(found).axes for image in axis.images]
     values = [value for result in found for column in result.blocks.values() for value in column if value is not None]
     assert {image.get_clim() for image in maps} == {(min(values), max(values))}
@@ -132,7 +132,7 @@ def test_figures_show_what_was_measured(results):
 
 
 def test_removing_block_1_has_its_own_axis_and_an_arm_its_own_colour(results):
-    found = [Result.read(results["layer-drop", name]) for name in ("olmo", "llama")]
+    found = [Measurement.read(results["layer-drop", name]) for name in ("olmo", "llama")]
     first, others = plots.draw(found).axes
     for result, one, rest in zip(found, first.containers, others.containers, strict=True):
         assert [*one.lines[0].get_ydata(), *rest.lines[0].get_ydata()] == result.main
@@ -146,7 +146,7 @@ def test_layer_drop_scores_a_task(llama_folder, token_file, task_folder, tmp_pat
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     words = ["--tasks", "local_words", "--task-path", task_folder, "--limit", 4, "--quiet", "--plot", "x.png"]
     assert analyze("layer-drop", "--model", llama_folder, "--data", token_file, "-o", "drop.json", *words) == 0
-    result = Result.read(tmp_path / "drop.json")
+    result = Measurement.read(tmp_path / "drop.json")
     whole, *without = result.details["tasks"]["local_words"]["score"]
     assert result.blocks["local_words:acc"] == without
     assert result.blocks["local_words:drop"] == [whole - score for score in without]
@@ -197,7 +197,7 @@ def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(ca
     for change in ({"format": 1}, {"blocks": {"variance": [1, 2], "rms": [1]}}, {"blocks": {}}, {"what": "else"}):
         (tmp_path / "part.json").write_text(json.dumps({**content, **change}))
         with pytest.raises(LNSError, match="not a whole result file"):
-            Result.read(tmp_path / "part.json")
+            Measurement.read(tmp_path / "part.json")
     (tmp_path / "missing.npy").write_bytes(b"\1\0" * 64)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "runs in one process: found WORLD_SIZE=2" in fails(capsys, *command)
