@@ -62,7 +62,7 @@ COMMANDS = {
         ("olmo-lns study plan paper", "olmo-lns study launch tiny --out runs/tiny --run"),
     ),
     "analyze": Command(
-        "diagnostics.cli:main", "draw the paper's diagnostics for a model", "olmo,analysis",
+        "diagnostics.cli:main", "draw the paper's diagnostics for a model", "analysis,olmo",
         (
             "olmo-lns analyze variance --model runs/lns/step1000-unsharded --data heldout.npy --plot variance.png",
             "olmo-lns analyze layer-drop --model stock-llama --scheme lns --data text.jsonl",

@@ -54,11 +54,6 @@ def test_the_token_budget_is_exact(tmp_path, size, length, batch, budget):
     assert all(len(row) <= length for b in batches for row in b) and all(len(b) <= batch for b in batches)
 
 
-def test_the_sequence_limit_holds(tmp_path):
-    np.save(tmp_path / "x.npy", np.arange(24))
-    assert read(tmp_path / "x.npy", 4, max_sequences=2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-
-
 def test_text_and_json_lines_are_packed(tmp_path):
     (tmp_path / "x.txt").write_text("abc\nde\n")
     assert read(tmp_path / "x.txt", 4) == [[[1, 2, 3, 4], [5]]]  # plain text has no document ends

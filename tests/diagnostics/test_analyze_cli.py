@@ -112,11 +112,11 @@ def test_a_tokenizer_of_olmo_is_found_offline(olmo_folder, tmp_path):
     assert analyze("variance", "--model", tmp_path / "model", "--data", "x.txt", *options("variance")) == 0
 
 
-def test_compare_warns_of_settings_that_differ(results, llama_folder, token_file, tmp_path, caplog):
-    other = tmp_path / "short.json"
-    words = ["--tokens", 64, "--sequence-length", 8, "--label", "short", "--quiet"]
-    assert analyze("variance", "--model", llama_folder, "--data", token_file, "-o", other, *words) == 0
-    assert analyze("compare", results["variance", "llama"], other) == 0
+def test_compare_warns_of_settings_that_differ(results, tmp_path, caplog):
+    content = json.loads(results["variance", "llama"].read_text())
+    changed = {"tokens": 64, "label": "short", "settings": {**content["settings"], "sequence_length": 8}}
+    (tmp_path / "short.json").write_text(json.dumps({**content, **changed}))
+    assert analyze("compare", results["variance", "llama"], "short.json") == 0
     assert "differ in tokens: 600, 64" in caplog.text and "differ in sequence_length: 16, 8" in caplog.text
 
 

@@ -1,7 +1,5 @@
 """Output variance and angular distance equal NumPy in fp64."""
 
-import weakref
-
 import numpy as np
 import pytest
 import torch
@@ -110,11 +108,6 @@ def test_an_observer_sees_each_call_once_and_only_while_open(compiled):
     assert len(graphs) == before, "observing must not recompile"
 
 
-def test_data_without_a_token_are_refused():
-    with pytest.raises(LNSError, match="holds no token"):
-        block_output_variance(Toy([Identity(), Identity()]), None, [])
-
-
 def angles(states, keep=None):
     """Return the columns d1, d2, ... averaged over the kept tokens, in fp64, NaN for None."""
     flat = [s.reshape(-1, s.shape[-1]) if keep is None else s[keep] for s in states]
@@ -167,22 +160,3 @@ def test_an_embedding_with_nan_is_named():
         model.model.embed_tokens.weight.fill_(float("nan"))
     with pytest.raises(LNSError, match=r"the input of block 1 \(the embedding\) holds NaN"):
         angular_distance(model, None, [ids()])
-
-
-def test_angular_distance_keeps_one_batch_in_memory():
-    """No state of an earlier batch is alive when the next one comes."""
-    outputs, alive = [], []
-
-    class Recorded(Linear):
-        def forward(self, x):
-            y = super().forward(x)[0]
-            outputs.append(weakref.ref(y))
-            return y
-
-    def batches():
-        for seed in range(6):
-            yield ids(seed=seed)
-            alive.append(sum(output() is not None for output in outputs))
-
-    angular_distance(Toy([Recorded(m) for m in matrices(3)]), None, batches())
-    assert len(outputs) == 18 and max(alive) <= 3
