@@ -50,7 +50,8 @@ class BlockConfig(_upstream.TransformerBlockConfig):
     scale_router: bool = True
 
     def __post_init__(self, attention: Any = None) -> None:  # noqa: RUF033  the parent's InitVar
-        super().__post_init__(attention)
+        if hasattr(_upstream.TransformerBlockConfig, "__post_init__"):  # since 2.5.0
+            super().__post_init__(attention)
         scheme = scheme_of(self.scheme, exponent=self.exponent)
         # What is saved says everything, also what was left to its default.
         self.scheme, self.exponent = scheme.name, scheme.parameters.get("exponent")
@@ -72,7 +73,7 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         block = self.stock().build(
             d_model=d_model, block_idx=block_idx, n_layers=n_layers, init_device=init_device, cache=cache
         )
-        blocks.attach_scheme(block, self, d_model=d_model, cache=cache, block_idx=block_idx, n_layers=n_layers)
+        blocks.attach_scheme(block, self, d_model=d_model, block_idx=block_idx, n_layers=n_layers)
         return block
 
     def stock(self) -> _upstream.TransformerBlockConfig:

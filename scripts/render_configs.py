@@ -92,6 +92,8 @@ class Llama:
     why_rate: str = "both papers"
     why_steps: str = "the authors' script"
     why_warmup: str = "a tenth of the steps, as both papers say"
+    clip: str = "null"
+    why_clip: str = "code: 0.0, no clipping"
     sharded: bool = False
 
     @property
@@ -124,7 +126,10 @@ LLAMAS = (
     ),
     Llama(
         "7B", 32, 4096, 11008, 32, 150_000, 15_000, 5.0e-4, 4,
-        why_steps="the schedule of the authors' script; they stopped at 13,000: --stop_at=13000", sharded=True,
+        why_warmup="run_7b.sh of pixeli99, who owns the Mix-LN code too (_GaLore, 4a08a12); a tenth of the steps",
+        why_steps="that script's. The Mix-LN paper stops at 13,000 (--stop_at=13000), in the warm-up, where the rate\n"
+        "# is at 13/15 of its peak, 4.33e-4, and has never decayed: its 7B curves compare models at a rising rate.",
+        clip="1.0", why_clip="that script; the authors' scripts of the other sizes say 0.0", sharded=True,
     ),
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ ORDER = [
     ("record",),
     ("norm",),
     ("schemes",),
-    ("arguments", "environment", "extras", "gains", "hub", "processes", "text", "tokenizers"),
+    ("arguments", "environment", "gains", "hub", "processes", "text", "tokenizers"),
     ("errors",),
 ]
 #: The package's own file: it names the public functions and loads none of them.

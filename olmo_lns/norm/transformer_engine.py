@@ -15,12 +15,11 @@ from typing import Any, Iterator, Optional
 import torch
 from packaging.version import InvalidVersion, Version
 
-from olmo_lns.environment import ALLOW_UNVERIFIED, is_set
 from olmo_lns.norm import pytorch
 from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, output_dtype, rms_output_dtype
 
-#: Oldest and first unsupported release: the kernels' signatures were read in 2.1, 2.5, 2.11 and 2.20.
-SUPPORTED = (Version("2.1"), Version("2.21"))
+#: Oldest and first unsupported release: the kernels' signatures are the same in 2.1, 2.5, 2.11 and 2.20.
+SUPPORTED = (Version("2.1"), Version("3"))
 #: Device types on which tensors are handed to TE (a test's stand-in adds "cpu").
 DEVICE_TYPES = {"cuda"}
 _KERNEL_DTYPES = {torch.float32: "kFloat32", torch.bfloat16: "kBFloat16", torch.float16: "kFloat16"}
@@ -60,9 +59,9 @@ def _unsupported(version: str) -> str | None:
     except InvalidVersion:
         return f"Transformer Engine reports the version {version!r}, which is not a version number"
     oldest, too_new = SUPPORTED
-    if oldest <= found < (Version("3") if is_set(ALLOW_UNVERIFIED) else too_new):
+    if oldest <= found < too_new:
         return None
-    return f"Transformer Engine {version} is not supported (verified: 2.1 to 2.20)"
+    return f"Transformer Engine {version} is not supported, expected at least {oldest} and below {too_new}"
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ flags, configs and records. Parameters at their default are left out when a sche
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import math
 import reprlib
 from dataclasses import dataclass, field
@@ -71,7 +73,7 @@ _table: dict[str, Definition] = {}
 
 
 def define(definition: Definition) -> Definition:
-    """Add a row to the table of schemes; CONTRIBUTING.md has an example.
+    """Add a row to the table of schemes; docs/own-scheme.md has an example.
 
     :raises ValueError: the name is taken, or it is not of lower-case letters and underscores.
     """
@@ -81,8 +83,25 @@ def define(definition: Definition) -> Definition:
     return definition
 
 
+#: Entry points of installed packages that name a module with :func:`define` calls.
+GROUP = "olmo_lns.schemes"
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        try:
+            entry.load()
+        except Exception as error:
+            raise LNSConfigError(
+                f"entry point {entry.name!r} of group {GROUP} ({entry.value}) cannot be loaded: {error}. Mend or "
+                "uninstall the package that has it."
+            ) from error
+
+
 def names() -> tuple[str, ...]:
-    """The schemes there are, Pre-LN first."""
+    """The known schemes, Pre-LN first, then those of installed packages."""
+    _load_entry_points()
     return tuple(_table)
 
 
@@ -91,6 +110,8 @@ def definition(name: str) -> Definition:
 
     :raises LNSConfigError: an unknown scheme, with the nearest known one.
     """
+    if name not in _table:
+        _load_entry_points()
     if name not in _table:
         raise LNSConfigError(f"unknown scheme {name!r}{did_you_mean(name, _table)}: expected {', '.join(_table)}")
     return _table[name]

@@ -1,4 +1,4 @@
-"""docs/evidence/analysis.py on the committed tables: its contrasts, its page and its figure."""
+"""docs/evidence: the script on the committed tables, the numbers of the page, the experiments' schemes."""
 
 import csv
 import importlib.util
@@ -11,8 +11,10 @@ import pytest
 from support.studies import REPOSITORY
 
 pytest.importorskip("scipy", reason="needs scipy")
+np = pytest.importorskip("numpy")
 pd = pytest.importorskip("pandas", reason="needs pandas")
 FOLDER = REPOSITORY / "docs" / "evidence"
+PAGE = (REPOSITORY / "docs" / "evidence.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +25,31 @@ def analysis():
     return module
 
 
-def test_the_analysis_writes_its_page_and_its_figure(tmp_path):
+def signed(number):
+    return f"{number:+.3f}".replace("-", "−")
+
+
+def test_the_page_has_every_published_difference_and_the_figure_is_drawn(analysis, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    page, figure = tmp_path / "page.md", tmp_path / "figure.png"
-    words = [sys.executable, str(FOLDER / "analysis.py"), "--page", str(page), "--figure", str(figure)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    committed = (REPOSITORY / "docs" / "evidence-runs.md").read_text(encoding="utf-8")
-    assert page.read_text(encoding="utf-8") == committed
+    rows = analysis.published()
+    assert len(rows) == 16
+    by_hand = {"d_preln": math.log(11.74 / 12.36), "d_scaled_init": math.log(11.74 / 12.29)}
+    found = rows[(rows.source == "ProRes") & (rows["size"] == "350M")].iloc[0]
+    assert found[list(by_hand)].to_dict() == pytest.approx(by_hand, abs=1e-12)
+    for number in rows[["d_preln", "d_scaled_init"]].to_numpy().ravel():
+        assert math.isnan(number) or signed(number) in PAGE, number
+    analysis.draw(rows, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_contrasts_of_three_seeds_or_more(analysis):
+    """Each setting at its longest: LNS against both baselines, with its interval."""
+    found = analysis.contrasts(analysis.read())
+    longest = found.groupby(["table", "width", "layers", "variant"]).tokens.transform("max") == found.tokens
+    shown = found[longest & (found.seeds > 2) & found.contrast.isin(["lns − preln", "lns − preln_scaled_init"])]
+    assert len(shown) == 7
+    for _, row in shown.iterrows():
+        assert f"{signed(row['mean'])} ± {row['±']:.3f} ({row.seeds}" in PAGE
 
 
 def test_the_main_contrast_equals_its_computation_by_hand(analysis):
@@ -40,15 +58,22 @@ def test_the_main_contrast_equals_its_computation_by_hand(analysis):
         loss = {(row["size"], row["arm"], row["seed"]): float(row["heldout"]) for row in csv.DictReader(file)}
     gaps = [loss["24x0.01to3328", "lns", s] - loss["24x0.003to3328", "preln", s] for s in "2345"]
     half = 3.182 * statistics.stdev(gaps) / math.sqrt(4)
-    runs = analysis.read(FOLDER)
+    runs = analysis.read()
     found = analysis.contrasts(runs[runs.table == "runs"])
     row = found[(found.width == 32) & (found.tokens == 6815744) & (found.contrast == "lns − preln")].iloc[0]
     assert (row["mean"], row["±"]) == pytest.approx((statistics.fmean(gaps), half), abs=1e-4)
     assert (row.seeds, row.by, row.rates) == (4, "other seeds", "0.01, 0.003")
 
 
+def test_of_the_six_planned_contrasts_holm_leaves_one(analysis):
+    # 0.01 × 4, 0.02 × 3, 0.021 × 2 raised to the 0.06 before it, 0.5 × 1.
+    assert analysis.holm(np.array([0.021, 0.5, 0.01, 0.02])) == pytest.approx([0.06, 0.5, 0.04, 0.06])
+    rows = analysis.planned(analysis.read())
+    assert len(rows) == 6 and rows.contrast[rows["p, Holm"] < 0.05].tolist() == ["lnsvalue − preln"]
+
+
 def test_branches_of_a_trunk_are_one_trajectory(analysis):
-    runs = analysis.read(FOLDER)
+    runs = analysis.read()
     mine = runs[(runs.table == "runs") & (runs.source == "evidence-tokens") & (runs.arm == "lns") & (runs.seed == 1)]
     assert len(mine[mine.learning_rate == 0.01]) == 6 and mine[mine.learning_rate == 0.01].trajectory.nunique() == 1
     assert runs[runs.source == "evidence-cpu"].trajectory.is_unique
@@ -64,7 +89,6 @@ def test_the_seed_that_chose_a_rate_is_left_out_of_the_contrast_where_there_are_
     runs = setting(preln={0.1: [2.0, 2.1], 0.2: [1.9, 2.2], 0.4: [2.3]}, lns={0.1: [2.1], 0.2: [1.8, 2.0], 0.4: [1.9]})
     seed, best = analysis.choose(runs)
     assert seed == 1 and best.rate.to_dict() == {"lns": 0.2, "preln": 0.2}
-    assert 0.1 < best.parabola["preln"] < 0.2
     found = analysis.paired(runs, "lns", "preln")
     assert (found["mean"], found["seeds"], found["by"]) == (pytest.approx(-0.2), 1, "other seeds")
     one_rate = setting(preln={0.1: [2.0], 0.2: [1.9]}, lns={0.1: [1.8]})
@@ -73,7 +97,25 @@ def test_the_seed_that_chose_a_rate_is_left_out_of_the_contrast_where_there_are_
     assert analysis.paired(alone, "lns", "preln")["by"] == "the choosing seed"
 
 
+def test_the_experiments_define_what_the_package_need_not_have():
+    code = """
+from olmo_lns.schemes import Scheme, registry
+from olmo_lns.study.arms import ARMS
+names = ("lnsvalue", "lnsrate", "lnsstart", "lnsuniform", "lnsreversed")
+for name in names:
+    registry._table.pop(name, None), ARMS.pop(name, None)
+import experiments
+value, rate, start, uniform, back = (Scheme.of(name).plan(4, 16, "ff") for name in names)
+assert Scheme.of("lnsvalue").plan(4, 16, "attn").branch_scale == value.norm_scale == rate.norm_scale == 0.5
+assert dict(rate.gains) == {"qkv": 2.0, "ff_in": 2.0} and dict(start.gains) == {"qkv": 0.5, "ff_in": 0.5}
+assert start.norm_scale == 1 and uniform.norm_scale == 0.35 and back.norm_scale == 13**-0.5 and set(names) <= {*ARMS}
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
-def test_the_exact_statements_about_lns_hold():
-    done = subprocess.run([sys.executable, str(FOLDER / "equivalences.py")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_exact_statements_about_lns_hold(analysis, capsys):
+    pytest.importorskip("torch")
+    analysis.equivalences()
+    assert len(capsys.readouterr().out.splitlines()) == len(analysis.STATEMENTS) + 2

@@ -1,7 +1,7 @@
 """The schemes in OLMo-core; the public names are in :mod:`olmo_lns.olmo_core`.
 
-Nothing of OLMo-core is replaced for training: a block config that ``_CLASS_`` names builds OLMo-core's own blocks and
-scales their norms. Of its checkpointer, loading compares the folder's ``config.json`` with the built model.
+A block config that ``_CLASS_`` names builds OLMo-core's own blocks and scales their norms. What is wrapped only looks:
+the complete model is checked, its fresh weights are measured, and a checkpoint's ``config.json`` is compared on load.
 """
 
 from __future__ import annotations
@@ -14,8 +14,22 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Compare a checkpoint with the model that loads it, once OLMo-core's checkpointer is imported. Idempotent."""
+    """Check models and checkpoints once OLMo-core's modules for them are imported. Idempotent."""
+    on_import("olmo_core.nn.transformer.config", _wrap_config)
+    on_import("olmo_core.nn.transformer.model", _wrap_model)
     on_import("olmo_core.train.checkpoint", _wrap_checkpointer)
+
+
+def _wrap_config(module: ModuleType) -> None:
+    from olmo_lns.integrations.olmo_core.model import wrap_build
+
+    wrap("olmo_core.nn.transformer.config:TransformerConfig.build", wrap_build)
+
+
+def _wrap_model(module: ModuleType) -> None:
+    from olmo_lns.integrations.olmo_core.model import wrap_init_weights
+
+    wrap("olmo_core.nn.transformer.model:Transformer.init_weights", wrap_init_weights)
 
 
 def _wrap_checkpointer(module: ModuleType) -> None:

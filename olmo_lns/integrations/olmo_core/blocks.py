@@ -1,9 +1,6 @@
-"""A scheme on each of OLMo-core's blocks: attached and measured when a block is built, checked when it is drawn.
+"""A scheme on each of OLMo-core's blocks: attached and measured when a block is built.
 
-The forward of a block stays OLMo-core's: only norms that it already has are multiplied. OLMo-core builds its blocks one
-by one, with one ``BufferCache`` for all blocks of a model, which tells one model's blocks from another's.
-``init_method`` is a setting of the model, the scheme one of its blocks: a block learns the method only when its weights
-are drawn. A draw with a depth factor, which a scheme replaces (arXiv 2502.05795, footnote 1 and section 6), is refused.
+The forward of a block stays OLMo-core's: only norms that it already has are multiplied.
 """
 
 from __future__ import annotations
@@ -17,10 +14,10 @@ from typing import Any, Mapping
 import torch
 from olmo_core.nn.moe.router import MoELinearRouter
 from olmo_core.nn.transformer.config import TransformerBlockConfig
-from torch import nn
 
-from olmo_lns import environment, probe, sites
+from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError, did_you_mean
+from olmo_lns.integrations.olmo_core.model import built_blocks
 from olmo_lns.integrations.olmo_core.norms import folded
 from olmo_lns.schemes import SUB_LAYERS, Plan, Scheme
 from olmo_lns.sites import Scaled, Site, give
@@ -29,7 +26,6 @@ log = logging.getLogger("olmo_lns")
 
 #: What a block config may say of its initialization.
 _INITIALIZATIONS = ("plain", "upstream")
-_ATTRIBUTE = "olmo_lns_census"
 
 
 @dataclass(frozen=True)
@@ -86,88 +82,12 @@ def resolve(asked: str | None) -> str:
     return name
 
 
-class Census(dict[int, tuple[Scheme, str]]):
-    """Block, counted from 0 -> its scheme and initialization. :param n_layers: of the whole model."""
-
-    def __init__(self, n_layers: int) -> None:
-        super().__init__()
-        self.n_layers = n_layers
-
-    def add(self, block_idx: int, scheme: Scheme, initialization: str) -> None:
-        """:raises LNSConfigError: the block has another scheme than those before it."""
-        self[block_idx] = (scheme, initialization)
-        if len(set(self.values())) > 1:
-            found = {index: f"{s}, initialization {i}" for index, (s, i) in self.items()}
-            raise LNSConfigError(f"one model with two schemes (block: scheme): {found}. Give all blocks the same.")
-
-    def require_complete(self) -> None:
-        """:raises LNSConfigError: some blocks of the model have no scheme."""
-        if missing := sorted(set(range(self.n_layers)) - set(self)):
-            raise LNSConfigError(
-                f"{next(iter(self.values()))[0]} was asked for, but blocks {missing} of {self.n_layers} (counted from "
-                "0) are OLMo-core's own: block_overrides and named blocks are configs of their own, and each needs "
-                "the class (olmo_lns.olmo_core.apply(config) gives it to all of them)."
-            )
-
-
-class Draw:
-    """Stands in for ``init_weights`` of a block's sequence mixer, which OLMo-core calls before it draws a block."""
-
-    def __init__(self, mixer: Any, initialization: str, number: int) -> None:
-        self.mixer, self.initialization, self.number = mixer, initialization, number
-        self.census: Census | None = None
-
-    def __call__(self, *, init_method: Any, num_blocks: int, **kwargs: Any) -> None:
-        if self.census is not None:
-            self.census.require_complete()
-        type(self.mixer).init_weights(self.mixer, init_method=init_method, num_blocks=num_blocks, **kwargs)
-        first = next((getattr(self.mixer, name) for name in ("w_q", "w_qkv") if hasattr(self.mixer, name)), None)
-        last = getattr(self.mixer, "w_out", None)
-        if self.initialization == "upstream" or first is None or last is None:
-            return
-        std = float(_local(first.weight).float().std())
-        if str(init_method) == "fan_in":  # of each matrix's own number of inputs
-            std *= (first.in_features / last.in_features) ** 0.5
-        try:
-            probe.check_drawn({"attention.w_out": last.weight}, std, where=f"block {self.number}")
-        except MeasurementError as error:
-            raise LNSConfigError(
-                f"init_method={init_method} draws the residual projections with a depth factor, which a scheme "
-                f"replaces ({error}). Set init_method=normal or fan_in, or keep both knowingly with "
-                "block.initialization=upstream."
-            ) from None
-
-
-def _local(weight: Any) -> Any:
-    return getattr(weight, "_local_tensor", weight)
-
-
-def _count(cache: Any, block: Any, config: Any, *, block_idx: int, n_layers: int, probed: bool) -> None:
-    """Count ``block``; with the last one the whole model is checked and the start-up line written."""
-    scheme, draw = config.resolved_scheme, block.attention.init_weights
-    census = getattr(cache, _ATTRIBUTE, None) or Census(n_layers)
-    setattr(cache, _ATTRIBUTE, census)
-    census.add(block_idx, scheme, draw.initialization)
-    draw.census = census
-    sites.check(nn.ModuleList([block]), scheme, n_layers, layer_numbers=[block_idx + 1])
-    if block_idx != n_layers - 1:
-        return
-    census.require_complete()
-    environment.check()
-    line = sites.start_up_line(
-        block,
-        n_layers,
-        measured=["output", "gradient", *(["block"] if probed else [])],
-        norm="" if config.layer_norm is None else str(config.layer_norm.name),
-        initialization="scaled initialization " + {"plain": "off", "upstream": "as upstream"}[draw.initialization],
-    )
-    log.info("%s", line)
-
-
 def _probe(config: Any, width: int) -> bool:
     """Measure the sites of a narrow block with the config's structure; whether it could be run on this machine."""
     values = config.stock().as_config_dict()
-    values["sequence_mixer"].update(backend=None, use_flash=None)  # fp32 on a CPU
+    mixer = values["sequence_mixer" if "sequence_mixer" in values else "attention"]
+    for name in ("backend", "use_flash"):  # the twin runs in fp32 on a CPU
+        mixer.pop(name, None)
     return _probe_twin(json.dumps(values), width)
 
 
@@ -214,10 +134,9 @@ def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
     return form
 
 
-def attach_scheme(block: Any, config: Any, *, d_model: int, cache: Any, block_idx: int, n_layers: int) -> None:
-    """Attach the scheme of a ``BlockConfig`` to the block that OLMo-core has just built from it; measure and count it.
+def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: int) -> None:
+    """Attach the scheme of a ``BlockConfig`` to the block that OLMo-core has just built from it, and measure it.
 
-    :param cache: the model's ``BufferCache``; None for a block that is built alone, which is not counted.
     :param block_idx: 0-based, global, as OLMo-core counts.
     """
     scheme = config.resolved_scheme
@@ -225,16 +144,18 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, cache: Any, block_id
     for sub_layer in SUB_LAYERS:
         site = Site(scheme, block_idx + 1, n_layers, sub_layer)
         for name in form.norms[sub_layer]:
-            norm, factor = getattr(block, name), getattr(site.plan, form.field)
-            mixin = folded(type(norm))
+            if (norm := getattr(block, name, None)) is None:
+                raise MeasurementError(
+                    f"{site}: found a {type(block).__name__} without {name}, expected its norm there."
+                )
+            factor, mixin = getattr(site.plan, form.field), folded(type(norm))
             sites.scale(norm, factor, where=site, width=d_model, folded=mixin, form=form.plan, field=form.field)
         sites.attach(getattr(block, form.norms[sub_layer][0]), site)
     if not config.scale_router:
         _unscale_router(block, form)
-    block.attention.init_weights = Draw(block.attention, str(config.initialization), block_idx + 1)
-    probed = form.plan == _PRE and form.norms == _DENSE and _probe(config, min(d_model, 8 * block.attention.n_heads))
-    if cache is not None:
-        _count(cache, block, config, block_idx=block_idx, n_layers=n_layers, probed=probed)
+    block.lns_initialization = str(config.initialization)
+    alone = form.plan == _PRE and form.norms == _DENSE
+    block.lns_probed = alone and _probe(config, min(d_model, 8 * block.attention.n_heads))
 
 
 class UnscaledRouter(Scaled):
@@ -262,7 +183,7 @@ def scheme_of_model(model: Any) -> Scheme:
         one sub-layer have different factors.
     """
     scheme = sites.read_back(model)
-    blocks = _built_blocks(model)
+    blocks = built_blocks(model)
     for number, block in () if scheme.is_pre_ln else blocks.items():
         sites.check(block, scheme, number, layer_numbers=[number])
         dense, experts = (getattr(block, name, None) for name in _HYBRID["ff"])
@@ -279,11 +200,6 @@ def routers_of(model: Any) -> dict[int, bool]:
 
     By attribute, which wrappers of the router pass on: one without the factor of its norm has its inverse.
     """
-    blocks = _built_blocks(model).values()
+    blocks = built_blocks(model).values()
     routers = {b.block_idx: getattr(getattr(b, "feed_forward_moe", None), "router", None) for b in blocks}
     return {index: not hasattr(router, "lns_scale") for index, router in routers.items() if router is not None}
-
-
-def _built_blocks(model: Any) -> dict[int, Any]:
-    names = ((name.split("."), each) for name, each in model.named_modules())
-    return {int(name[-1]) + 1: each for name, each in names if name[-2:-1] == ["blocks"]}

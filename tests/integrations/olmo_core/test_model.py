@@ -61,7 +61,6 @@ def test_copies_and_pickles_compute_the_same_and_initialize_their_own_weights():
     for other in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
         assert torch.equal(other(small.TOKENS), expected)
         other.init_weights(device=torch.device("cpu"))
-        assert other.blocks["0"].attention.init_weights.mixer is other.blocks["0"].attention
 
 
 @pytest.mark.slow

@@ -1,0 +1,108 @@
+"""A complete OLMo-core model: its blocks counted and its fresh weights measured; OLMo-core itself is not imported.
+
+A draw with a depth factor, which a scheme replaces (arXiv 2502.05795, footnote 1 and section 6), is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable
+
+from olmo_lns import environment, probe, sites
+from olmo_lns.errors import LNSConfigError, MeasurementError
+
+log = logging.getLogger("olmo_lns")
+
+
+def wrap_build(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``TransformerConfig.build``: a model whose config names a scheme has it in every block."""
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = build(self, *args, **kwargs)
+        named = list(self.block.values()) if isinstance(self.block, dict) else [self.block]
+        if any(hasattr(each, "resolved_scheme") for each in (*named, *(self.block_overrides or {}).values())):
+            report(model, self.n_layers)
+        return model
+
+    return wrapped
+
+
+def report(model: Any, n_layers: int) -> None:
+    """Check a complete model under a scheme, and write the start-up line.
+
+    :raises LNSConfigError: a block without the scheme, or with another.
+    :raises MeasurementError: a norm has another factor than its block's.
+    """
+    schemes = {site.layer_number: site.scheme for _, _, site in sites.sites(model)}
+    if missing := sorted(set(range(1, n_layers + 1)) - set(schemes)):
+        raise LNSConfigError(
+            f"a scheme was asked for, but blocks {[number - 1 for number in missing]} of {n_layers} (counted from 0) "
+            "are OLMo-core's own: block_overrides and named blocks are configs of their own, and each needs the class "
+            "(olmo_lns.olmo_core.apply(config) gives it to all of them)."
+        )
+    if len(set(schemes.values())) > 1:
+        raise LNSConfigError(f"one model with two schemes: {sorted(set(map(str, schemes.values())))}. Give all one.")
+    environment.check()
+    sites.check(model, schemes[1], n_layers)
+    blocks = built_blocks(model).values()
+    drawn = " and ".join(sorted({block.lns_initialization for block in blocks}))
+    line = sites.start_up_line(
+        model,
+        n_layers,
+        measured=["output", "gradient", *(["block"] if all(block.lns_probed for block in blocks) else [])],
+        norm=blocks_norm(model),
+        initialization="scaled initialization " + {"plain": "off", "upstream": "as upstream"}.get(drawn, drawn),
+    )
+    log.info("%s", line)
+
+
+def blocks_norm(model: Any) -> str:
+    """The class of the first norm that has a site, as OLMo-core names it."""
+    return next(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
+
+
+def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Transformer.init_weights``: measure the residual projections that it has just drawn."""
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = init_weights(self, *args, **kwargs)
+        for number, block in built_blocks(self).items():
+            if getattr(block, "lns_initialization", "upstream") == "plain":
+                check_drawn(block, number, str(self.init_method))
+        return result
+
+    return wrapped
+
+
+#: The first and the last projection of each part of a block.
+_PROJECTIONS = (("attention.w_q", "attention.w_out"), ("feed_forward.w1", "feed_forward.w2"))
+
+
+def check_drawn(block: Any, number: int, init_method: str) -> None:
+    """:raises LNSConfigError: the last projections of a block were drawn with another standard deviation than the
+    first, beyond what ``fan_in`` makes of their shapes.
+    """
+    for first, last in _PROJECTIONS:
+        try:
+            one, two = block.get_submodule(first), block.get_submodule(last)
+        except AttributeError:
+            continue
+        weight = getattr(one.weight, "_local_tensor", one.weight)
+        if weight.is_meta or weight.numel() < 1000:
+            continue
+        std = float(weight.detach().float().std())
+        if init_method == "fan_in":  # of each matrix's own number of inputs
+            std *= (one.in_features / two.in_features) ** 0.5
+        try:
+            probe.check_drawn({last: two.weight}, std, where=f"block {number}")
+        except MeasurementError as error:
+            raise LNSConfigError(
+                f"init_method={init_method} draws the residual projections with a depth factor, which a scheme "
+                f"replaces ({error}). Set init_method=normal or fan_in, or keep both knowingly with "
+                "block.initialization=upstream."
+            ) from None
+
+
+def built_blocks(model: Any) -> dict[int, Any]:
+    names = ((name.split("."), each) for name, each in model.named_modules())
+    return {int(name[-1]) + 1: each for name, each in names if name[-2:-1] == ["blocks"]}
