@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import json
@@ -16,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from olmo_lns.errors import LNSError, one_line
 
-#: Characters of a plain-text file tokenised at a time.
-TEXT_BLOCK = 1 << 20
+#: Tokens of a file, or characters of a plain text, that are read at a time.
+BLOCK = 1 << 20
 #: Files of token ids, and of records.
 IDS, RECORDS = (".npy", ".bin"), (".jsonl", ".json")
 
@@ -53,17 +52,16 @@ def read_batches(
     check_source(source)
     path = Path(source)
     if path.suffix in IDS:
-        sequences = _from_ids(path, options)
+        chunks = _ids(path, options)
     else:
-        plain = path.is_file() and path.suffix not in RECORDS
-        texts = _text_blocks(path) if plain else _texts(source, options.text_field)
-        sequences = _from_texts(texts, options, tokenizer, separate=not plain)
-    sequences = itertools.islice(_limited(sequences, options.max_tokens), options.max_sequences)
-    batches = iter(lambda: list(itertools.islice(sequences, options.batch_size)), [])
-    for number, group in enumerate(itertools.chain(batches, [[]])):
-        if group:
+        chunks = _encoded(_texts(source, options.text_field), tokenizer, separate=path.suffix in (*RECORDS, ""))
+    sequences = itertools.islice(_sequences(chunks, options), options.max_sequences)
+    for number in itertools.count():
+        if group := list(itertools.islice(sequences, options.batch_size)):
             yield _collate(group, vocabulary, source)
-        elif not number:
+        elif number:
+            return
+        else:
             raise LNSError(f"{source} holds no token: give a file or data set with at least one sequence")
 
 
@@ -79,17 +77,21 @@ def check_source(source: str) -> None:
         raise LNSError(f"--data: {source} isn't a file, and data sets need: pip install datasets")
 
 
-def _limited(sequences: Iterable[np.ndarray], left: int | None) -> Iterator[np.ndarray]:
-    """The sequences that are not empty, until ``left`` tokens are reached; the last one is cut there."""
-    for sequence in sequences:
-        sequence = sequence[:left]
-        if len(sequence):
-            yield sequence
-        if left is not None and (left := left - len(sequence)) == 0:
-            return
+def _sequences(chunks: Iterable[np.ndarray], options: DataOptions) -> Iterator[np.ndarray]:
+    """Full sequences of the chunks, one after the other, until the budget is reached; the last one may be shorter."""
+    length, left, rest = options.sequence_length, options.max_tokens, np.empty(0, np.int64)
+    for chunk in chunks:
+        rest = np.concatenate([rest, chunk[:left].astype(np.int64)])
+        full = len(rest) // length * length
+        yield from rest[:full].reshape(-1, length)
+        rest = rest[full:]
+        if left is not None and (left := left - len(chunk)) <= 0:
+            break
+    if len(rest):
+        yield rest
 
 
-def _from_ids(path: Path, options: DataOptions) -> Iterator[np.ndarray]:
+def _ids(path: Path, options: DataOptions) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         numpy_format = file.read(6) == b"\x93NUMPY"
     try:
@@ -100,20 +102,19 @@ def _from_ids(path: Path, options: DataOptions) -> Iterator[np.ndarray]:
             array = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
     except (TypeError, ValueError) as error:  # no such dtype, or another number of bytes
         raise LNSError(f"{path}: not an array of token ids ({error}): see --token-dtype, or make it anew") from None
-    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
-        raise LNSError(
-            f"{path}: found an array of {array.dtype} and shape {array.shape}, expected integer token ids "
-            "of shape (tokens,) or (sequences, length)"
-        )
-    for row in array if array.ndim == 2 else [array]:
-        for start in range(0, len(row), options.sequence_length):
-            yield np.asarray(row[start : start + options.sequence_length])
+    if not np.issubdtype(array.dtype, np.integer):
+        raise LNSError(f"{path}: found an array of {array.dtype}, expected integer token ids")
+    for start in range(0, array.size, BLOCK):
+        yield np.asarray(array.reshape(-1)[start : start + BLOCK])
 
 
 def _texts(source: str, field: str) -> Iterator[str]:
-    """The texts of JSON lines or of a data set."""
-    records = _json_lines(Path(source)) if Path(source).is_file() else _data_set(source)
-    for record in records:
+    """The texts of a file or of a data set."""
+    path = Path(source)
+    if path.is_file() and path.suffix not in RECORDS:
+        yield from _text_blocks(path)
+        return
+    for record in _json_lines(path) if path.is_file() else _data_set(source):
         text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             found = sorted(record) if isinstance(record, dict) else type(record).__name__
@@ -148,26 +149,19 @@ def _text_blocks(path: Path) -> Iterator[str]:
     """Whole lines, about a megabyte at a time: a token never spans two blocks that a line break did not separate."""
     try:
         with path.open(encoding="utf-8") as file:
-            while block := file.readlines(TEXT_BLOCK):
+            while block := file.readlines(BLOCK):
                 yield "".join(block)
     except UnicodeDecodeError:
         raise LNSError(f"{path}: not UTF-8 text; token ids must be in a .npy file") from None
 
 
-def _from_texts(
-    texts: Iterable[str], options: DataOptions, tokenizer: Callable[[], Any], *, separate: bool
-) -> Iterator[np.ndarray]:
-    """Full sequences of the texts, one after the other. :param separate: the tokenizer's end token ends each text."""
-    length, rest = options.sequence_length, np.empty(0, np.int64)
-    loaded = functools.cache(tokenizer)  # once, and only where there is text
+def _encoded(texts: Iterable[str], tokenizer: Callable[[], Any], *, separate: bool) -> Iterator[np.ndarray]:
+    """The ids of each text. :param separate: the tokenizer's end token ends each text."""
+    loaded = tokenizer()
     for text in texts:
-        ids = np.asarray(loaded()(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
-        end = loaded().eos_token_id if separate else None
-        rest = np.concatenate([rest, ids, [] if end is None else [end]]).astype(np.int64)
-        full = len(rest) // length * length
-        yield from rest[:full].reshape(-1, length)
-        rest = rest[full:]
-    yield rest
+        ids = loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
+        end = [loaded.eos_token_id] if separate and loaded.eos_token_id is not None else []
+        yield np.asarray([*ids, *end], np.int64)
 
 
 def _collate(group: list[np.ndarray], vocabulary: int, source: str) -> dict[str, torch.Tensor]:
