@@ -18,7 +18,6 @@ from typing import Sequence
 from packaging.requirements import Requirement
 
 from olmo_lns import __version__, environment
-from olmo_lns.diagnostics.monitor import parse_setting
 from olmo_lns.errors import LNSError
 from olmo_lns.integrations.autoload import autoload_active
 
@@ -88,9 +87,11 @@ def examine() -> tuple[list[str], list[str]]:
         )
     try:
         environment.check()
+        from olmo_lns.diagnostics.monitor import parse_setting
+        from olmo_lns.norm import choose_backend
+
         if setting := environment.read(environment.MONITOR):
             parse_setting(setting)
-        from olmo_lns.norm import choose_backend
 
         backend = choose_backend()
         lines.append(f"Norms run on {backend.name} ({backend.reason}).")

@@ -46,6 +46,13 @@ def test_the_doctor_imports_no_framework():
     assert done.stdout.strip() == "set()"
 
 
+def test_a_machine_without_torch_is_told_so():
+    code = "import sys; sys.modules['torch'] = None; from olmo_lns import cli; sys.exit(cli.main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "torch is not installed: pip install torch" in done.stderr
+    assert done.stdout.startswith("LayerNorm Scaling can run here")
+
+
 def test_a_package_that_is_absent_is_named_with_its_command(capsys, monkeypatch):
     """After ``pip install ai2-olmo`` alone, OLMo lacks packages."""
     version = importlib.metadata.version

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import os
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
@@ -28,7 +27,6 @@ log = logging.getLogger(__name__)
 
 #: Columns of the CSV file; ``block`` is 1-based, the others as in :mod:`~olmo_lns.diagnostics.variance`.
 COLUMNS = ("step", "block", "variance", "rms", "max", "tokens")
-DEFAULT_EVERY = 100
 FILE_NAME = "lns_variance.csv"
 
 
@@ -39,7 +37,7 @@ def parse_setting(value: str) -> tuple[int, str | None]:
     """
     items = [item.strip().partition("=") for item in value.split(",") if item.strip()]
     found = {key: text for key, _, text in items}
-    every = found.pop("every", str(DEFAULT_EVERY))
+    every = found.pop("every", "100")
     path = found.pop("path", None)
     if found or path == "" or not every.isdecimal() or int(every) < 1 or len({key for key, *_ in items}) < len(items):
         raise LNSConfigError(f"{MONITOR}={value}: expected every=<steps, a whole number >= 1>[,path=<csv file>]")
@@ -64,7 +62,7 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def install(trainer: Any, every: int = DEFAULT_EVERY, path: str | os.PathLike[str] | None = None) -> Monitor:
+def install(trainer: Any, every: int, path: str | None = None) -> Monitor:
     """Watch an ``olmo.train.Trainer`` that is about to ``fit()``; installing twice changes nothing.
 
     :param every: steps between samples; steps ``every``, ``2 * every``, ... of the run are sampled.
@@ -74,13 +72,10 @@ def install(trainer: Any, every: int = DEFAULT_EVERY, path: str | os.PathLike[st
 
     Example: ``install(trainer, every=10)``, then ``trainer.fit()``.
     """
-    if (present := getattr(trainer, "_olmo_lns_monitor", None)) is not None:
-        return present
-    target = Path(path) if path is not None else Path(trainer.cfg.save_folder) / FILE_NAME
-    monitor = Monitor(trainer, every, target)
-    trainer._olmo_lns_monitor = monitor
-    log.info("LNS monitor: output variance of every block to %s every %d steps", target, every)
-    return monitor
+    if not hasattr(trainer, "_olmo_lns_monitor"):
+        trainer._olmo_lns_monitor = Monitor(trainer, every, Path(path or Path(trainer.cfg.save_folder) / FILE_NAME))
+    found: Monitor = trainer._olmo_lns_monitor
+    return found
 
 
 class Monitor:
@@ -96,6 +91,7 @@ class Monitor:
         trainer.train_step, trainer.model_forward = self._step, self._forward
         if self._writes:
             start_file(path, trainer.global_step)
+            log.info("LNS monitor: output variance of every block to %s every %d steps", path, every)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         step = self._trainer.global_step  # counted up by fit() before the step
@@ -114,8 +110,7 @@ class Monitor:
         moments = self._moments
         if moments is None:
             return self._model_forward(batch, *args, **kwargs)
-        mask = batch.get("attention_mask")
-        mask = None if mask is None else mask.bool()
+        mask = batch["attention_mask"].bool() if batch.get("attention_mask") is not None else None
         blocks = find_blocks(self._trainer.model)
         with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output), mask)):
             return self._model_forward(batch, *args, **kwargs)
