@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import importlib
 import importlib.util
@@ -16,7 +15,7 @@ import yaml
 
 from olmo_lns import __version__, environment
 from olmo_lns.arguments import short_errors
-from olmo_lns.errors import LNSError, did_you_mean
+from olmo_lns.errors import LNSError, did_you_mean, one_line
 from olmo_lns.text import degrade
 
 
@@ -79,10 +78,6 @@ COMMANDS = {
     ),
 }  # fmt: skip
 
-#: Errors of files that a user can act on; printed in one line with the file's name.
-_FILE_ERRORS = "EACCES EBADF EDQUOT EEXIST EISDIR EFBIG EIO ENOENT ENOSPC ENOTDIR EPERM EROFS"
-MACHINE = {getattr(errno, name) for name in _FILE_ERRORS.split()}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 fine, 1 a check or run failed, 2 wrong usage."""
@@ -98,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `olmo-lns config list | head`: nobody reads on
         _close_stdout()
         return 141  # as the shell says of a program that SIGPIPE ended
-    except OSError as error:
-        if error.errno not in MACHINE or error.filename is not None:
-            raise
+    except OSError as error:  # of the last flush
         _close_stdout()
         print(f"olmo-lns: standard output: {error.strerror}", file=sys.stderr)
         return 1
@@ -133,6 +126,8 @@ def _main(args: list[str]) -> int:
         if stop.code == 0 and command.examples:  # the command has printed its help
             print("\n".join(["", "examples:", *(f"  {line}" for line in command.examples)]))
         raise
+    except BrokenPipeError:
+        raise
     except (LNSError, ModuleNotFoundError, OSError, yaml.YAMLError, RecursionError, KeyboardInterrupt) as error:
         if (text := _in_one_line(command, error)) is None:
             raise
@@ -156,10 +151,9 @@ def _in_one_line(command: Command, error: BaseException) -> str | None:
         if not (module and command.extra) or importlib.util.find_spec(module) is not None:
             return None
         return f"needs {module}, which is not installed: pip install 'olmo-lns[{command.extra}]'"
-    if isinstance(error, OSError):  # a folder that cannot be written, a full disk
-        if isinstance(error, BrokenPipeError) or error.errno not in MACHINE:
-            return None
-        return f"{'writing' if error.filename is None else error.filename}: {error.strerror}"
+    if isinstance(error, OSError):  # a folder that cannot be written, a full disk, a model that isn't on the hub
+        where = "writing" if error.filename is None else error.filename
+        return f"{where}: {error.strerror}" if error.strerror else one_line(error)
     if isinstance(error, yaml.YAMLError):
         return f"not YAML: {' '.join(str(error).split())}"
     return (

@@ -1,12 +1,9 @@
 """Every diagnostic on every architecture of the table, with random weights; and architectures outside the table."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
-from support.diagnostic_models import ARCHITECTURES, LAYERS, Identity, Linear, Toy, huggingface, ids, matrices
-from torch import nn
+from support.diagnostic_models import ARCHITECTURES, LAYERS, huggingface, ids
 
 from olmo_lns.diagnostics.angular import angular_distance
 from olmo_lns.diagnostics.gradients import block_jacobians, gradient_norms, kind_of
@@ -15,7 +12,6 @@ from olmo_lns.diagnostics.variance import block_output_variance
 from olmo_lns.errors import LNSError
 from olmo_lns.integrations.transformers.families import FAMILIES
 from olmo_lns.models.loading import load_model
-from olmo_lns.models.structure import find_blocks
 
 PATHS = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "bert": "bert.encoder.layer"}
 
@@ -57,18 +53,3 @@ def test_every_diagnostic_runs_on_a_saved_model(kind, tmp_path):
     names = [name for name, _ in loaded.blocks[0].named_parameters()]
     assert {kind_of(name) for name in names} | {"norm"} == {"norm", "attention", "mlp"}
     assert all(kind_of(name) == "norm" for name in names if "norm" in name.lower() or "ln_" in name)
-
-
-def test_the_blocks_of_an_unknown_architecture_are_found_or_asked_for(caplog):
-    model = Toy([Linear(m) for m in matrices(3)])
-    with caplog.at_level(logging.WARNING):
-        assert find_blocks(model) == list(model.stack)
-    assert "Toy is not in the table of architectures; taking stack (3 x Linear)" in caplog.text
-    model.stack = nn.ModuleList([Identity(), Identity()])
-    model.towers = nn.ModuleList([nn.ModuleList([Identity(), Identity()]) for _ in range(3)])
-    with pytest.raises(LNSError) as error:
-        find_blocks(model)
-    message = str(error.value)
-    assert "not sure where the transformer blocks of Toy are" in message and "--blocks" in message
-    assert "stack (2 x Identity)" in message and "towers (3 x ModuleList)" in message and "\n" not in message
-    assert find_blocks(model, "stack") == list(model.stack)
