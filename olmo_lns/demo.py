@@ -162,7 +162,9 @@ def train(runs: Sequence[DemoRun], config: str, console: Console) -> None:
     for run, _ in going:
         if run.heldout is None:
             last = (run.log.strip() or "its log is empty").splitlines()[-1]
-            raise LNSError(f"run {run.folder.name} failed: {last}; the whole log is {run.folder / 'train.log'}")
+            raise LNSError(
+                f"run {run.folder.name} failed: {last}; see {run.folder}/train.log, remove the folder to start anew"
+            )
 
 
 def measure(runs: Sequence[DemoRun], out: Path) -> None:

@@ -22,7 +22,6 @@ from support.olmo_models import TINY, build, tokens
 from torch.nn.parallel import DistributedDataParallel
 
 from olmo_lns import cli
-from olmo_lns.processes import process_group
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, UpstreamChangedError
 from olmo_lns.export import guards
 from olmo_lns.export.olmo import mark
@@ -30,6 +29,7 @@ from olmo_lns.integrations import patching
 from olmo_lns.integrations.olmo import register
 from olmo_lns.integrations.olmo.model import blocks_of, record_of
 from olmo_lns.integrations.olmo.state import KEY, Mark, check_checkpoint, saved_record, wrap_trainer_state
+from olmo_lns.processes import process_group
 from olmo_lns.record import RECORD_FILE, Record
 from olmo_lns.runs.train import load_config, prepare
 from olmo_lns.runs.trainer import run
