@@ -35,7 +35,7 @@ def commands():
         for words in re.findall(r"(?:^|do |; )olmo-lns ([^;|&]+)", line)
     ]
     assert len(found) > 30, "the pages' shell blocks were not found"
-    helps = [line for lines in cli.EXAMPLES.values() for line in lines if "megatron-args" not in line]
+    helps = [line for command in cli.COMMANDS.values() for line in command.examples if "megatron-args" not in line]
     return found + [("help", line.removeprefix("olmo-lns ")) for line in helps]
 
 

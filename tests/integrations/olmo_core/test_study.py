@@ -16,7 +16,6 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 import yaml
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import Scheme
 from olmo_lns.study import launch, slurm
 from olmo_lns.study.collect import collect, read, read_results
 from olmo_lns.study.describe import Study
