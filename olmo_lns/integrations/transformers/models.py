@@ -193,7 +193,9 @@ def measure(
     """
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} with cross-attention has a third sub-layer that no scheme names.")
-    found = anything.locate(model, anything.forward(model, example or usual_example(model)), blocks)
+    found = anything.locate(
+        model, anything.forward(model, usual_example(model) if example is None else example), blocks
+    )
     names = by_path(model, found)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
