@@ -30,6 +30,7 @@ from olmo_lns.processes import one_process
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, Arm, check_environment
 from olmo_lns.study.data.corpora import build
+from olmo_lns.text import write_whole
 
 TOKENS = 32_768  #: held-out tokens of which a variance is the mean
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled"}
@@ -255,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     say(console, f"{len(runs)} runs of {runs[0].steps} steps in {out}; reading text, loading OLMo ...")
     out.mkdir(parents=True, exist_ok=True)
-    files.write_whole(out / "study.yaml", yaml.safe_dump(study, sort_keys=False))
+    write_whole(out / "study.yaml", yaml.safe_dump(study, sort_keys=False))
     os.environ.update(OLMO_DATA_DIR=str((out / "data").resolve()), OLMO_SAVE_DIR=str(out.resolve()))
     os.environ.update(OMP_NUM_THREADS="1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as after Ctrl-C
@@ -269,7 +270,7 @@ def main(argv: Sequence[str]) -> int:
     tokens = runs[0].steps * int(base["global_train_batch_size"]) * int(base["model"]["max_sequence_length"])
     parameters = int(re.findall(r"INFO\s+(\d+) parameters \(", runs[0].log)[0])
     lines = report(runs, tokens, parameters)
-    files.write_whole(out / "report.txt", "\n".join(lines) + "\n")
+    write_whole(out / "report.txt", "\n".join(lines) + "\n")
     for line in ("", *lines, ""):
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     draw(runs, f"{parameters / 1e6:.2f}M parameters, {tokens / 1e6:.2f}M bytes of text", out / "demo.png")
