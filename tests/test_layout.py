@@ -87,9 +87,9 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_integrations_do_not_import_each_other():
-    """A module that two of them need lies beside them and imports neither."""
+    """A module that two of them need lies beside them and imports neither, but for the one that hands a model on."""
     for module, tree in TREES.items():
-        if module.startswith("integrations."):
+        if module.startswith("integrations.") and module != "integrations.anything":
             integration = module.split(".")[1] if module.count(".") > 1 else ""
             others = {
                 name
