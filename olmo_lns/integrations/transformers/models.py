@@ -254,7 +254,7 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
 
 def _deviations(model: Any, blocks: list[nn.Module]) -> dict[str, tuple[float, list[nn.Parameter]]]:
     """For each matrix of a block its standard deviation in units of the config's, over all blocks; and the matrices."""
-    std = getattr(model.config.get_text_config(), "initializer_range", None)
+    std: Any = getattr(model.config.get_text_config(), "initializer_range", None)
     found: dict[str, list[nn.Parameter]] = {}
     for block in blocks if std and len(blocks) > 1 else ():
         for name, parameter in block.named_parameters():
