@@ -27,6 +27,8 @@ __all__ = ["apply"]
 
 log = logging.getLogger("olmo_lns")
 
+_WRAPPERS = {"OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -101,14 +103,11 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
 
 def require_unwrapped(model: nn.Module) -> None:
     """:raises LNSConfigError: torch.compile, DDP or FSDP has wrapped the model or a part of it, or it is on meta."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
     if not isinstance(model, nn.Module):
         raise LNSConfigError(f"apply expects a built model, a torch.nn.Module; found a {type(model).__name__}.")
     for module in model.modules():
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or isinstance(module, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
+        kinds = {base.__name__ for base in type(module).__mro__}
+        if kinds & _WRAPPERS or getattr(module, "_compiled_call_impl", None) is not None:
             raise LNSConfigError(
                 f"{type(module).__name__} is compiled, or wrapped by DDP or FSDP: its norms can no longer be measured. "
                 "Apply first: build the model, apply the scheme, then compile and wrap."
@@ -122,9 +121,7 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
     if example is None:
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         if not rows:
-            raise LNSConfigError(
-                f"{type(model).__name__} has no token embedding: give example=, what its forward takes."
-            )
+            raise LNSConfigError(f"{type(model).__name__} has no token embedding: give example=, what it takes.")
         ids = torch.randint(min(rows), (1, 8), generator=torch.Generator().manual_seed(0))
         example = ids.to(next(model.parameters()).device)
 

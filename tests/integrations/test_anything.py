@@ -20,7 +20,9 @@ def losses(model, steps=3):
     """The losses of a few steps of training."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(steps):
-        loss = nn.functional.cross_entropy(model(IDS).flatten(0, 1)[:, :96], IDS.flatten())
+        output = model(IDS)
+        logits = getattr(output, "logits", output)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1)[:, :96], IDS.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -43,6 +43,15 @@ def torchtitan():
     return model, model.layers.values(), ("attention_norm", "ffn_norm")
 
 
+def olmo(**changes):
+    module = pytest.importorskip("olmo")
+    sizes = dict(d_model=32, n_heads=4, n_layers=4, max_sequence_length=32, vocab_size=96, embedding_size=96)
+    torch.manual_seed(0)
+    model = module.OLMo(module.ModelConfig(**sizes, init_device="cpu", layer_norm_type="rms", rope=True, **changes))
+    groups = [model.transformer.blocks] if changes == {} else model.transformer.block_groups
+    return model, [block for group in groups for block in group], ("attn_norm", "ff_norm")
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -83,4 +92,6 @@ MODELS = {
     "litgpt sequential": lambda: litgpt(parallel_residual=False),
     "litgpt shared norm": lambda: litgpt(shared_attention_norm=True),
     "torchtitan": torchtitan,
+    "olmo": olmo,
+    "olmo in groups": lambda: olmo(block_group_size=2),
 }

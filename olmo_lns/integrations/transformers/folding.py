@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,9 +32,8 @@ def fold(model: Any) -> Any:
     found = models.by_names(model, model.config.lns_norms)
     sites.check(model, models.scheme_of(model.config), len(found.blocks))
     norms = list(dict.fromkeys(norm for _, norm, _ in sites.sites(model)))
-    run = anything.forward(model, models.usual_example(model))
     bare = [norm for norm in norms if not list(norm.parameters())]
-    readers, before = _readers(model, bare, run) if bare else ({}, torch.empty(0))
+    readers = _readers(model, bare) if bare else {}
     new: dict[nn.Parameter, torch.Tensor] = {}
     for norm in norms:
         for parameter, value in _folded(norm, readers.get(norm, []), found.width).items():
@@ -43,36 +42,18 @@ def fold(model: Any) -> Any:
                     f"a weight of {type(norm).__name__} belongs to two sub-layers: its factor has no one place."
                 )
             new[parameter] = value
-    old = {parameter: parameter.detach().clone() for parameter in new} if readers else {}
-    _write(new)
-    if readers:
-        scales = {norm: (norm.lns_scale, norm.lns_scale_tensor) for norm in norms}
-        _rescale({norm: (1.0, torch.ones((), dtype=torch.float64)) for norm in norms})
-        _, after = _readers(model, [], run)
-        limit = 1e-4 if after.dtype in (torch.float32, torch.float64) else 0.05
-        if not float((after - before).double().norm()) <= limit * float(before.double().norm()):
-            _rescale(scales)
-            _write(old)
-            raise LNSConfigError(f"{type(model).__name__}: folded, it computes something else: more reads its norms.")
+    with torch.no_grad():
+        for parameter, value in new.items():
+            parameter.copy_(value)
     sites.restore(model)
     return _stock(model)
 
 
-def _write(values: dict[nn.Parameter, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in values.items():
-            parameter.copy_(value)
+def _readers(model: nn.Module, norms: list[Any]) -> dict[Any, list[nn.Module]]:
+    """For each norm the projections that read its output as it is.
 
-
-def _rescale(scales: dict[Any, Any]) -> None:
-    for norm, (scale, tensor) in scales.items():
-        norm.lns_scale, norm.lns_scale_tensor = scale, tensor
-
-
-def _readers(
-    model: nn.Module, norms: list[Any], run: Callable[[], Any]
-) -> tuple[dict[Any, list[nn.Module]], torch.Tensor]:
-    """For each norm the projections that read its output as it is; and the model's logits."""
+    :raises LNSConfigError: something else reads it, or one of them has an adapter.
+    """
     found: dict[Any, list[nn.Module]] = {norm: [] for norm in norms}
     outputs: dict[int, tuple[Any, torch.Tensor]] = {}
 
@@ -80,27 +61,39 @@ def _readers(
         outputs[output.data_ptr()] = norm, output  # kept alive: its memory is not used again
 
     def read(module: nn.Module, args: Any) -> None:
-        if args and torch.is_tensor(args[0]) and args[0].data_ptr() in outputs:
-            norm, output = outputs[args[0].data_ptr()]
-            if output.numel() == args[0].numel() and module not in found[norm]:
-                found[norm].append(module)
+        norm, output = outputs.get(args[0].data_ptr(), (None, None)) if args else (None, None)
+        if output is not None and output.numel() == args[0].numel() and module not in found[norm]:
+            found[norm].append(module)
 
     matrices = [m for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
     handles = [norm.register_forward_hook(wrote) for norm in norms]
-    handles += [module.register_forward_pre_hook(read) for module in matrices if norms]
-    try:
-        with anything.undisturbed(model):
-            output = run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    expected = _logits(model, handles + [module.register_forward_pre_hook(read) for module in matrices])
+    readers = [module for each in found.values() for module in each]
     adapters = {child for module in model.modules() if hasattr(module, "base_layer") for child in module.modules()}
-    if any(module in adapters for each in found.values() for module in each):
+    if adapters.intersection(readers):
         raise LNSConfigError(
             "a factor goes into a projection that has an adapter, which would stay as it is. Merge adapters first "
             "(merge_and_unload())."
         )
-    return found, getattr(output, "logits", output[0])
+    handles = [norm.register_forward_hook(lambda module, args, output: 2.0 * output) for norm in norms]
+    halved = [m.register_forward_pre_hook(lambda module, args: (args[0] / 2.0, *args[1:])) for m in readers]
+    if not torch.allclose(
+        _logits(model, handles + halved), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+    ):
+        raise LNSConfigError(f"{type(model).__name__}: more than projections reads its norms, which have no weights.")
+    return found
+
+
+def _logits(model: nn.Module, handles: list[Any]) -> torch.Tensor:
+    """The model's first output on a short example, while hooks are there."""
+    try:
+        with anything.undisturbed(model):
+            output = anything.forward(model, models.usual_example(model))()
+    finally:
+        for handle in handles:
+            handle.remove()
+    logits: torch.Tensor = getattr(output, "logits", output[0])
+    return logits
 
 
 def _folded(norm: Any, readers: list[nn.Module], width: int) -> dict[nn.Parameter, torch.Tensor]:

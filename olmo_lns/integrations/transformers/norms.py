@@ -12,7 +12,7 @@ import torch
 from olmo_lns.sites import Scaled
 
 
-class RMSNorm(Scaled):
+class FoldedLlamaRMSNorm(Scaled):
     """With gain, as Llama, Qwen and Mistral have it."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -22,7 +22,7 @@ class RMSNorm(Scaled):
         return output
 
 
-class LayerNorm(Scaled):
+class FoldedTorchLayerNorm(Scaled):
     """torch's, over the last dimension."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ class LayerNorm(Scaled):
         return output
 
 
-class PlainLayerNorm(Scaled):
+class FoldedOlmoLayerNorm(Scaled):
     """OLMo's: no gain, no bias, eps 1e-5, computed in fp32, output in the dtype of the input."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -39,12 +39,12 @@ class PlainLayerNorm(Scaled):
 
 
 _KNOWN = {
-    "torch.nn.modules.normalization.LayerNorm": LayerNorm,
-    "transformers.models.llama.modeling_llama.LlamaRMSNorm": RMSNorm,
-    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm": RMSNorm,
-    "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm": RMSNorm,
-    "transformers.models.mistral.modeling_mistral.MistralRMSNorm": RMSNorm,
-    "transformers.models.olmo.modeling_olmo.OlmoLayerNorm": PlainLayerNorm,
+    "torch.nn.modules.normalization.LayerNorm": FoldedTorchLayerNorm,
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm": FoldedLlamaRMSNorm,
+    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm": FoldedLlamaRMSNorm,
+    "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm": FoldedLlamaRMSNorm,
+    "transformers.models.mistral.modeling_mistral.MistralRMSNorm": FoldedLlamaRMSNorm,
+    "transformers.models.olmo.modeling_olmo.OlmoLayerNorm": FoldedOlmoLayerNorm,
 }
 
 

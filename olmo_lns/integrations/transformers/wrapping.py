@@ -101,7 +101,8 @@ def compare_on_resume(module: Any) -> None:
     class SaveConfig(module.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            if state.is_world_process_zero and folder.is_dir() and not (folder / "config.json").exists():
+            alone = folder.is_dir() and not any((folder / f"{kind}config.json").exists() for kind in ("", "adapter_"))
+            if state.is_world_process_zero and alone:
                 model.config.save_pretrained(folder)
 
     def make(train: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,6 +111,8 @@ def compare_on_resume(module: Any) -> None:
             from olmo_lns.record import require_same
             from olmo_lns.sites import read_back
 
+            if getattr(self.model, "config", None) is None:  # not a model of transformers
+                return train(self, resume_from_checkpoint, *args, **kwargs)
             running: Scheme = read_back(self.model)
             folder = resume_from_checkpoint
             if folder is True:
