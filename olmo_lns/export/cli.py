@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> list[str]:
                     "which: --scheme lns."
                 )
             made = convert(opened, form, dtype)
-            lines = [f"{type(made.model).__name__}: {trained} folded into the weights"]
+            done = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
+            lines = [f"{type(made.model).__name__}: {done}"]
             if form == HF:
                 lines.append(write_tokenizer(part, made, args.tokenizer))
                 save_huggingface(made, part, args.max_shard_size)
