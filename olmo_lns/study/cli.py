@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Sequence
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study import files, launch, slurm
-from olmo_lns.study import plan as planning
+from olmo_lns.study import files, launch, planning, slurm
 from olmo_lns.study.collect import COMPLETE, collect, read_results
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines.base import GPUS
@@ -127,10 +126,10 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from olmo_lns.study import report
+    from olmo_lns.study import reporting
 
     study, results = Study.load(args.study), read_results(args.out / "results.csv")
-    for path in report.write(study, results, args.report or args.out / "report"):
+    for path in reporting.write(study, results, args.report or args.out / "report"):
         print(f"wrote {path}")
     return 0
 

@@ -15,7 +15,7 @@ import pandas as pd
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.files import make_folder, write_whole
-from olmo_lns.study.plan import arm_problems, compare_arms
+from olmo_lns.study.planning import arm_problems, compare_arms
 
 COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

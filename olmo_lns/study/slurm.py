@@ -12,7 +12,7 @@ from olmo_lns.study import files
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.describe import Run, Study
 from olmo_lns.study.launch import JOB, check, command, environment, quoted
-from olmo_lns.study.plan import GPU, planned_hours
+from olmo_lns.study.planning import GPU, planned_hours
 
 TEMPLATE = """#!/bin/bash
 # {study}: size {size}, one array task per run. Submit with: sbatch {file}

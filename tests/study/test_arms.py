@@ -1,18 +1,16 @@
-"""The table of arms: the settings that each framework gets for an arm, and an arm that is added at run time."""
+"""The table of arms: the settings that each framework gets for an arm."""
 
 from dataclasses import replace
 
 import pytest
-from support.studies import REPOSITORY
 
 from olmo_lns import schemes
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import LNS, PRE_LN, Definition, Plan, Scheme, registry
-from olmo_lns.study import arms, cli
+from olmo_lns.schemes import LNS, PRE_LN, Scheme
+from olmo_lns.study import arms
 from olmo_lns.study.arms import ARMS, Arm
-from olmo_lns.study.engines import MEGATRON, OLMO, settings_of
-from olmo_lns.study.engines.olmo import load
-from olmo_lns.study.plan import arm_problems
+from olmo_lns.study.engines import MEGATRON, OLMO
+from olmo_lns.study.planning import arm_problems
 
 
 def arm(scheme, initialization, init_fn=""):
@@ -76,43 +74,3 @@ def test_an_invalid_arm_is_refused(wrong, message):
         arms.define(replace(arm(PRE_LN, "plain"), **wrong))
     with pytest.raises(LNSConfigError, match="unknown arm 'lnss'.*did you mean 'lns'"):
         arms.arm_named("lnss")
-
-
-@pytest.fixture
-def added():
-    """Define a scheme and an arm, and remove both afterwards."""
-    toy = Definition("toy", "Halved norms", "Pre-LN / 2", lambda *_: Plan(norm_scale=0.5), "no paper")
-    schemes.define(toy)
-    yield arms.define(Arm("toy_arm", "Halved", "#123456", "--", "*", Scheme.of("toy"), "scaled", "halved norms"))
-    del ARMS["toy_arm"], registry._table["toy"]
-
-
-def test_an_added_arm_is_planned_and_reported(added, built, capsys):
-    pytest.importorskip("matplotlib", reason="needs matplotlib")
-    built.description["arms"] = ["preln", "lns", added.name]
-    built.save()
-    assert cli.main(["plan", str(built.path)]) == 0
-    assert "All 9 runs (Pre-LN, Pre-LN + LNS, Halved)" in " ".join(capsys.readouterr().out.split())
-    for run in built.study.runs:
-        built.finish(run.name, 2.0 + run.seed / 10)
-    for command in ("collect", "report"):
-        assert cli.main([command, str(built.path), "--out", str(built.out)]) == 0
-    page = (built.out / "report" / "report.md").read_text()
-    assert "| Halved | 2.1750 ± 0.0707 (2 seeds); +0.0000 ± 0.0000 (2 seeds) |" in page
-
-
-@pytest.mark.parametrize("name", ["preln_head", "lns_head"])
-def test_under_a_scheme_full_megatron_changes_only_the_initialization_of_the_head(name):
-    """OLMo draws the head with std 1/sqrt(d) and every other matrix, residual outputs included, with init_std."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from olmo.model import OLMo
-
-    torch.manual_seed(0)
-    base = REPOSITORY / "configs" / "study" / "evidence-cpu-base.yaml"
-    model = OLMo(load(base, settings_of(ARMS[name], OLMO)).model)
-    block = model.transformer.blocks[2]
-    cut = 0.9866  # std of a standard normal that is cut at 3 std
-    assert model.transformer.ff_out.weight.std().item() == pytest.approx(128**-0.5 * cut, rel=0.02)
-    for weight in (block.attn_out.weight, block.ff_out.weight, block.att_proj.weight):
-        assert weight.std().item() == pytest.approx(0.0566 * cut, rel=0.02)

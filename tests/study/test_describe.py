@@ -11,7 +11,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli, files
 from olmo_lns.study.arms import ARMS
 from olmo_lns.study.describe import Description, Launch, Study, published
-from olmo_lns.study.plan import compare_planned
+from olmo_lns.study.planning import compare_planned
 
 CONFIGS = REPOSITORY / "configs"
 SHIPPED = sorted(path for path in (CONFIGS / "study").glob("*.yaml") if "\narms:" in path.read_text(encoding="utf-8"))

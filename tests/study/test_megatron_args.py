@@ -13,7 +13,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import ARMS
 from olmo_lns.study.engines import MEGATRON
 from olmo_lns.study.engines.megatron import expand, main, read, to_flags
-from olmo_lns.study.plan import arm_problems
+from olmo_lns.study.planning import arm_problems
 
 FILES = sorted((REPOSITORY / "configs" / "megatron").rglob("*.yaml"))
 SIZES = ("60M", "150M", "300M", "1B", "7B")

@@ -9,9 +9,10 @@ pytest.importorskip("pandas", reason="needs pandas")
 
 import pandas as pd
 
-from olmo_lns.study import cli, report
+from olmo_lns.study import cli
+from olmo_lns.study import reporting as report
 from olmo_lns.study.collect import collect, read_results
-from olmo_lns.study.report import best, complete, difference
+from olmo_lns.study.reporting import best, complete, difference
 
 
 def results(study, losses):

@@ -14,7 +14,7 @@ from olmo_lns.integrations.olmo_core.blocks import scheme_of_model
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines import OLMO_CORE, olmo_core
-from olmo_lns.study.plan import arm_problems, check
+from olmo_lns.study.planning import arm_problems, check
 
 PACK = Path(__file__).resolve().parents[3] / "configs" / "olmo_core"
 #: The numbers of configs/olmo, which tests/configs checks.
