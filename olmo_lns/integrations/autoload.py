@@ -37,7 +37,7 @@ EARLY_GROUPS = dict.fromkeys(
 #: Groups of which only this package's own entry points run: others may use the names for something else.
 OWN_GROUPS = ("transformers.plugins", "converters.plugins")
 #: What the start-up finder looks for, in ``olmo_lns_autoload.pth`` by the same names.
-WATCHED = ("olmo", "olmo_core", "transformers", *EARLY_GROUPS)
+WATCHED = ("olmo", "olmo_core", "megatron", "transformers", *EARLY_GROUPS)
 
 _callbacks: dict[str, list[Callable[[ModuleType], object]]] = {}
 _loaded_groups: set[str] = set()

@@ -106,6 +106,19 @@ def test_the_output_projections_are_initialized_as_asked(keep, std):
         assert weight.std().item() == pytest.approx(std, rel=0.05)
 
 
+def test_measuring_draws_no_number_and_works_on_the_meta_device():
+    plain = tiny.config()
+    plain.output_layer_init_method = plain.init_method
+    found = [(tiny.build(cfg), torch.rand(4)) for cfg in (plain, tiny.under())]
+    (stock, one), (model, other) = found
+    assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(stock.parameters(), model.parameters(), strict=True))
+    with torch.device("meta"):
+        model = tiny.build(tiny.under(use_cpu_initialization=False))
+    model.to_empty(device="cpu")
+    assert [norm.lns_scale for norm in tiny.scaled_norms(model)] == [n**-0.5 for n in (1, 1, 2, 2, 3, 3, 4, 4)]
+
+
 def test_plain_initialization_alone_measures_the_draw_and_scales_nothing(capsys):
     plain_initialization(cfg := tiny.config(hidden_size=64))
     model = tiny.build(cfg)
