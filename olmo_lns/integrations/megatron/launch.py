@@ -296,10 +296,8 @@ def apply_to(target: Any, settings: Settings) -> int:
         if not present.is_pre_ln and present != settings.scheme:
             raise LNSConfigError(f"{type(model).__name__} has {present} already, and {settings.scheme} was asked for.")
         count += layers.attach(model, settings, drawn=False) if present.is_pre_ln else len(list(sites.sites(model)))
-    if not count:
-        raise LNSConfigError(f"{type(target).__name__} holds no TransformerLayer: nothing to scale.")
-    for config in _configs([target]):
-        settings.store(config)
+        if hasattr(model, "config"):
+            settings.store(model.config)
     return count
 
 

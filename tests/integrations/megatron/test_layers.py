@@ -90,6 +90,10 @@ def test_apply_to_a_built_model_equals_apply_to_its_config_and_twice_is_once():
         apply(model, exponent=1.0)
     with pytest.raises(LNSConfigError, match="already"):
         apply(stock.config, exponent=1.0)
+    del model.decoder.layers[:]  # a pipeline stage of an embedding alone
+    assert apply([model, tiny.build(tiny.config())]) == 2 * tiny.LAYERS
+    with pytest.raises(LNSConfigError, match="nothing to scale"):
+        apply(stock.embedding)
     with pytest.raises(LNSConfigError, match="apply first"):
         apply(type("DistributedDataParallel", (torch.nn.Sequential,), {})(stock))
 
