@@ -191,7 +191,7 @@ def table(rows: list[dict[str, str]]) -> str:
     """The rows as Markdown, releases first, then by date."""
     lines = ["| Megatron-LM | date | core | PP | to reference | to stock | |", "|---|---|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: (not row["name"].startswith("core_v"), row["date"])):
-        name = row["name"] if row["name"].startswith("core_v") else row["commit"][:10]
+        name = row["name"] if row["name"].startswith("core_v") else f"main, {row['commit'][:10]}"
         cells = [name, row["date"], row["version"], row["pp"], row["to_reference"], row["to_stock"]]
         verdict = row["verdict"] + (f": {row['reason']}" if row["reason"] else "")
         lines.append(f"| {' | '.join(cells)} | {verdict.replace('|', '/')} |")

@@ -4,6 +4,7 @@ import torch
 
 from support.hooked import hooked
 
+hook_reference = hooked
 VOCAB, SEQUENCE, BATCH, LAYERS, HIDDEN = 128, 16, 2, 4, 32
 
 

@@ -190,8 +190,7 @@ def load_args(original: Function) -> Function:
         # Otherwise there is no checkpoint, or one without arguments; and who allows a mismatch means the command line.
         if isinstance(result, tuple) and not environment.is_set(environment.ALLOW_MISMATCH):
             running, saved = Settings.of(args), result[1]
-            folded = getattr(saved, "layernorm_scaling_folded", False)
-            filled = running if folded else running.filled_from(Settings.of(saved))
+            filled = running.filled_from(Settings.of(saved))
             if filled != running:
                 filled.store(args)
                 layers.say(f"from the checkpoint's arguments: {filled.words}")
@@ -242,17 +241,11 @@ def compare(saved: Any, running: Scheme, source: object) -> None:
 
     :raises CheckpointMismatchError: they differ.
     """
-    settings, differing = Settings.of(saved), ""
-    scheme: Scheme | None = settings.scheme
-    if saved is None:
-        scheme = None
-    elif getattr(saved, "layernorm_scaling_folded", False):
-        scheme, settings = PRE_LN, Settings()
-        differing = "that the factor is folded into its weights" if not running.is_pre_ln else ""
-    elif name := getattr(saved, "norm_scheme", None):  # of a development version before 0.2
-        scheme = parse(name)
+    settings, name = Settings.of(saved), getattr(saved, "norm_scheme", None)
+    # A development version before 0.2 saved the names of other schemes.
+    scheme = None if saved is None else parse(name) if name else settings.scheme
     words = settings.words if settings.active else f"without {FLAGS[0]}"
-    require_same(scheme, running, source=source, setting=lambda scheme: words, differing=differing)
+    require_same(scheme, running, source=source, setting=lambda scheme: words)
 
 
 # --- what is wrapped ------------------------------------------------------------------------------------------------
@@ -303,10 +296,8 @@ def apply_to(target: Any, settings: Settings) -> int:
         if not present.is_pre_ln and present != settings.scheme:
             raise LNSConfigError(f"{type(model).__name__} has {present} already, and {settings.scheme} was asked for.")
         count += layers.attach(model, settings, drawn=False) if present.is_pre_ln else len(list(sites.sites(model)))
-    if not count:
-        raise LNSConfigError(f"{type(target).__name__} holds no TransformerLayer: nothing to scale.")
-    for config in _configs([target]):
-        settings.store(config)
+        if hasattr(model, "config"):
+            settings.store(model.config)
     return count
 
 

@@ -95,7 +95,7 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     """
     layers = layers_of(model)
     config = next((m.config for m in (model, *layers) if hasattr(m, "config")), None)
-    if config is None:
+    if config is None or not (layers or hasattr(model, "pre_process")):  # a pipeline stage may have no layer
         raise LNSConfigError(f"{type(model).__name__} holds no TransformerLayer: nothing to scale.")
     check_config(config)
     _refuse_other_layers(model)

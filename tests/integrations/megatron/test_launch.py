@@ -157,7 +157,7 @@ def test_a_folded_checkpoint_runs_without_the_plugin(saved, tree, tmp_path, monk
     export = [sys.executable, "-m", "olmo_lns", "export", source, folded, "--format", "megatron"]
     subprocess.run(export, check=True, capture_output=True)
     expected = losses(pretrain(tree, "--load", source, "--finetune", flag))
-    refused(pretrain(tree, "--load", folded, "--finetune", flag), "folded")
+    refused(pretrain(tree, "--load", folded, "--finetune", flag), "its config says preln, but this run has lns")
     taken = pretrain(tree, "--load", folded, "--finetune")
     assert losses(taken)[0] == pytest.approx(expected[0], rel=1e-6), taken.stderr[-3000:]
     monkeypatch.setenv("OLMO_LNS_DISABLE", "1")

@@ -90,6 +90,10 @@ def test_apply_to_a_built_model_equals_apply_to_its_config_and_twice_is_once():
         apply(model, exponent=1.0)
     with pytest.raises(LNSConfigError, match="already"):
         apply(stock.config, exponent=1.0)
+    del model.decoder.layers[:]  # a pipeline stage of an embedding alone
+    assert apply([model, tiny.build(tiny.config())]) == 2 * tiny.LAYERS
+    with pytest.raises(LNSConfigError, match="nothing to scale"):
+        apply(stock.embedding)
     with pytest.raises(LNSConfigError, match="apply first"):
         apply(type("DistributedDataParallel", (torch.nn.Sequential,), {})(stock))
 
@@ -104,6 +108,19 @@ def test_the_output_projections_are_initialized_as_asked(keep, std):
     layer = tiny.build(copy.deepcopy(cfg)).decoder.layers[0]
     for weight in (layer.self_attention.linear_proj.weight, layer.mlp.linear_fc2.weight):
         assert weight.std().item() == pytest.approx(std, rel=0.05)
+
+
+def test_measuring_draws_no_number_and_works_on_the_meta_device():
+    plain = tiny.config()
+    plain.output_layer_init_method = plain.init_method
+    found = [(tiny.build(cfg), torch.rand(4)) for cfg in (plain, tiny.under())]
+    (stock, one), (model, other) = found
+    assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(stock.parameters(), model.parameters(), strict=True))
+    with torch.device("meta"):
+        model = tiny.build(tiny.under(use_cpu_initialization=False))
+    model.to_empty(device="cpu")
+    assert [norm.lns_scale for norm in tiny.scaled_norms(model)] == [n**-0.5 for n in (1, 1, 2, 2, 3, 3, 4, 4)]
 
 
 def test_plain_initialization_alone_measures_the_draw_and_scales_nothing(capsys):

@@ -12,7 +12,6 @@ from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
 from olmo_lns.integrations.megatron import apply, launch
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
-from olmo_lns.schemes import LNS as SCHEME
 from olmo_lns.schemes import parse as parse_scheme
 
 LNS, EXPONENT, KEEP, PLAIN = FLAGS
@@ -143,7 +142,6 @@ def test_use_checkpoint_args_restores_the_flags_that_were_not_given(monkeypatch)
     assert restore(parse(LNS, EXPONENT, "1"), saved).exponent == 1
     assert restore(parse(), parse(PLAIN)).no_scaled_init
     assert restore(parse(), SimpleNamespace()) == Settings()  # saved without the plugin
-    assert restore(parse(), SimpleNamespace(layernorm_scaling_folded=True)) == Settings()
     args = parse(LNS)  # no checkpoint
     assert launch.load_args(lambda args, load_arg="load": args)(args) is args
     monkeypatch.setenv(environment.ALLOW_MISMATCH, "1")
@@ -187,15 +185,3 @@ def test_checkpoints_that_load_and_those_that_cannot(monkeypatch):
     assert load(teacher, parse(), folder="teacher")[1] == "iter_7"
     with pytest.raises(CheckpointMismatchError):
         load(teacher, parse())
-
-
-def test_folded_weights_run_as_preln_and_are_not_scaled_again():
-    """``export`` tells its users to run them so."""
-    folded = SimpleNamespace(layernorm_scaling=False, layernorm_scaling_exponent=0.5, layernorm_scaling_folded=True)
-    assert load(parse(), folded)[1] == "iter_7"
-    with pytest.raises(CheckpointMismatchError, match="folded"):
-        load(parse(LNS), folded)
-
-
-def test_the_scheme_of_the_settings_is_lns():
-    assert Settings.of(parse(LNS)).scheme == SCHEME == parse_scheme("lns")
