@@ -64,16 +64,14 @@ def test_the_list_holds_every_variable_of_the_package_and_the_usage_shows_it(cap
     assert all(name in usage and text in usage for name, text in environment.VARIABLES.items())
 
 
-ENTRIES = {"olmo-lns train": ["-m", "olmo_lns", "train", "config.yaml"], "launcher": ["-m", "olmo_lns", __file__]}
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", [["train", "config.yaml"], [__file__]], ids=["olmo-lns train", "launcher"])
 def test_an_unknown_variable_stops_training_and_the_launcher(tmp_path, entry):
     """Each entry point runs in its own interpreter, as a user runs it."""
     env = {**os.environ, "OLMO_LNS_EXPONANT": "0.3"}
-    done = subprocess.run([sys.executable, *ENTRIES[entry]], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode != 0
-    assert "OLMO_LNS_EXPONANT is unknown (did you mean 'layer_norm_type=lns:exponent=...'?)" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "olmo_lns", *entry], capture_output=True, text=True, env=env, cwd=tmp_path
+    )
+    assert done.returncode and "OLMO_LNS_EXPONANT is unknown (did you mean 'layer_norm_type=lns:" in done.stderr
     assert done.stderr.count("\n") == 1, "one line, no traceback"
 
 
@@ -136,11 +134,7 @@ def test_commands_that_train_under_the_plugin_refuse_where_it_is_switched_off(co
     (tmp_path / "cfg.yaml").write_text("run_name: none")
     assert cli.main(command) == 1
     err = capsys.readouterr().err
-    assert err.startswith(
-        f"olmo-lns {command[0]}: OLMO_LNS_DISABLE=1 is set, but this command runs OLMo with the plugin"
-    )
-    assert "unset OLMO_LNS_DISABLE" in err and err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["cfg.yaml"]
+    assert "unset OLMO_LNS_DISABLE" in err and err.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.slow

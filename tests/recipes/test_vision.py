@@ -62,9 +62,8 @@ def script(*words, folder, name="train.py"):
 @pytest.mark.parametrize("arm", ["layerscale", "lns"])
 def test_the_recipe_learns_a_folder_of_images(arm, tmp_path):
     pytest.importorskip("datasets", reason="datasets is not installed: pip install 'olmo-lns[vision]'")
-    done = script(
-        small(tmp_path), "--data", pictures(tmp_path / "data"), "--arm", arm, "-o", tmp_path / "out", folder=tmp_path
-    )
+    words = [small(tmp_path), "--data", pictures(tmp_path / "data"), "--arm", arm, "-o", tmp_path / "out"]
+    done = script(*words, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{arm}: " in done.stdout and ("LayerNorm Scaling on: 6 norms" in done.stderr) == (arm == "lns")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -84,9 +83,7 @@ def test_the_recipe_learns_the_digits(tmp_path):
     values["training"] |= {"num_train_epochs": 8, "learning_rate": 4e-3}
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(values))
     done = script(tmp_path / "two.yaml", "--data", "digits", "--arm", "none", "-o", tmp_path / "out", folder=tmp_path)
-    assert done.returncode == 0 and "of 360 held-out images" in done.stdout and "67.91 %" in done.stdout, done.stderr[
-        -3000:
-    ]
+    assert done.returncode == 0 and "of 360 held-out images" in done.stdout, done.stderr[-3000:]
     assert json.loads((tmp_path / "out" / "results.json").read_text())["accuracy"] > 30
 
 
@@ -128,12 +125,6 @@ def test_a_mixture_has_the_shares_of_its_targets(way):
         assert way == "mixup" or set(made.unique().tolist()) <= {0.0, 1.0}
     _, targets = recipe.mixed(images, torch.tensor([0, 1]), 2, how | {way: 0.0, "label_smoothing": 0.1})
     torch.testing.assert_close(targets, torch.tensor([[0.95, 0.05], [0.05, 0.95]]))
-
-
-def test_the_recipe_has_the_shape_of_the_model_config_beside_it():
-    shape = yaml.safe_load((FOLDER / "imagenet.yaml").read_text())["model"]
-    beside = json.loads((FOLDER / "deit3-small-36" / "config.json").read_text())
-    assert {name: beside[name] for name in shape} == shape and shape["num_hidden_layers"] == 36
 
 
 @pytest.mark.slow
