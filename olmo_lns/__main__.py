@@ -26,7 +26,6 @@ def main() -> int:
         return 2
     from olmo_lns import environment, hook
     from olmo_lns.errors import LNSError
-    from olmo_lns.integrations import autoload
     from olmo_lns.integrations.megatron.settings import variables
 
     try:
@@ -45,7 +44,8 @@ def main() -> int:
     # As `python script.py` would: the script's folder comes first, so that a checkout is importable.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     hook.install()
-    autoload.activate()
+    for framework in hook.INTEGRATIONS:
+        hook.activate(framework)
     runpy.run_path(script, run_name="__main__")
     return 0
 

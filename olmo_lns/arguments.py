@@ -1,15 +1,14 @@
-"""Types of command-line arguments, checked before anything is loaded, and the process group of a command."""
+"""Numbers on a command line, and what a command says of arguments that it doesn't have."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
+import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import Any, Callable, Iterator
 
-if TYPE_CHECKING:
-    import torch
+from olmo_lns.errors import did_you_mean
 
 #: dtype on the command line -> torch's name; :data:`olmo_lns.norm.dtypes.DTYPES` has the dtypes themselves.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -54,34 +53,31 @@ def above_zero(text: str) -> float:
     return value
 
 
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The options of a parser and of its sub-commands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _options(sub)
+
+
+def _error(parser: argparse.ArgumentParser, message: str) -> Any:
+    """Exit with two lines: what is wrong and the nearest name, and where the right ones are."""
+    hint = ""
+    if wrong := re.match(r"unrecognized arguments: (?:.*? )??(--[^\s=]+)", message):
+        hint = did_you_mean(wrong[1], _options(parser))
+    elif wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        hint = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+    parser.exit(2, f"{parser.prog}: {message}{hint}\n`{parser.prog} --help` has what is expected\n")
+
+
 @contextmanager
-def process_group() -> Iterator[torch.device]:
-    """A process group from torchrun's environment, or of this process alone: no port, no network.
-
-    Yields the device of this process: CUDA (the one of LOCAL_RANK) where there is some, else CPU. A group that is
-    already up is used as it is, and left up.
-    """
-    import torch
-    import torch.distributed as dist
-
-    # Its functions keep the group of the moment they are defined as a default argument. Imported later (torch._dynamo,
-    # OLMo and FSDP do), they would keep ours, whose threads then live on and can abort the process as it exits.
-    import torch.distributed.nn
-
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    device = torch.device("cuda" if cuda else "cpu")
-    if dist.is_initialized():
-        yield device
-        return
-    backend = "nccl" if cuda else "gloo"
-    world = os.environ.get("WORLD_SIZE", "")
-    if world and ("RANK" in os.environ or world != "1"):  # torch says which other variable is missing
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+def short_errors() -> Iterator[None]:
+    """Inside, every parser of a command ends with two lines where it would print its whole usage."""
+    before = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = _error  # type: ignore[method-assign, assignment]
     try:
-        yield device
+        yield
     finally:
-        dist.destroy_process_group()
+        argparse.ArgumentParser.error = before  # type: ignore[method-assign]

@@ -1,7 +1,6 @@
-"""``olmo-lns demo``: a study of three small runs, the variance of their blocks, one figure.
+"""``olmo-lns demo``: three small runs of ``olmo-lns train``, the variance of their blocks, one figure.
 
-The runs are those of ``configs/study/demo.yaml`` (``--long``: ``demo-long.yaml``), started, resumed and collected as
-every study's; the variances are measured by ``olmo-lns analyze variance`` on the checkpoints before and after training.
+``configs/study/demo.yaml`` (``--long``: ``demo-long.yaml``) describes the runs.
 """
 
 from __future__ import annotations
@@ -10,33 +9,32 @@ import argparse
 import os
 import re
 import shlex
+import signal
+import statistics
+import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Sequence
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from olmo_lns import environment
 from olmo_lns.arguments import at_least
-from olmo_lns.environment import one_process, refuse_disabled
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.extras import require
+from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.processes import one_process
 from olmo_lns.study import files
-from olmo_lns.study.arms import ARMS, check_environment
-from olmo_lns.study.collect.folder import attempts, merge, read
-from olmo_lns.study.collect.gather import Result, write_results
-from olmo_lns.study.launch.start import environment, run_here
-from olmo_lns.study.plan.spec import Run, Study
+from olmo_lns.study.arms import ARMS, Arm, check_environment
+from olmo_lns.study.data.corpora import build
 
 TOKENS = 32_768  #: held-out tokens of which a variance is the mean
-START, MEASURE = 8, 4  #: a run's start and the measurement of a checkpoint, in steps of the bar
-LOOK, LINE = 0.5, 10.0  #: seconds between the looks at the logs, and between the lines where there is no terminal
-_STEP, _EVAL = re.compile(r"\[step=(\d+)/"), re.compile(r"\[eval_step=(\d+)/")
+INIT_FNS = {"plain": "normal", "scaled": "normal_scaled"}
+_LOSS = re.compile(r"\[step=(\d+)/.*\n(?:    .*\n)*?    train/CrossEntropyLoss=(\S+)")
+_HELDOUT = re.compile(r"eval/heldout/CrossEntropyLoss=(\S+)")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,205 +53,225 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def describe(args: argparse.Namespace) -> Study:
-    """The study of the pack with what was asked for; its description lies in the folder as ``.study.yaml``.
+@dataclass
+class DemoRun:
+    """One run, and what was found of it.
 
-    :raises LNSConfigError: an arm that the description does not have.
+    :param settings: overrides of the config, the steps and the learning rate among them.
+    :param before, after: output variance of each block before and after training, block 1 first.
+    """
+
+    arm: Arm
+    seed: int
+    folder: Path
+    settings: dict[str, Any]
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "train.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+    @property
+    def steps(self) -> int:
+        return int(self.settings["max_duration"])
+
+    @property
+    def rate(self) -> float:
+        return float(self.settings["optimizer.learning_rate"])
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Step -> training loss in nats per byte, as OLMo printed it."""
+        return {int(step): float(loss) for step, loss in _LOSS.findall(self.log)}
+
+    @property
+    def heldout(self) -> float | None:
+        """The held-out loss after the last step; None before it."""
+        found = _HELDOUT.findall(self.log) if self.checkpoint(self.steps).exists() else []
+        return float(found[-1]) if found else None
+
+    @property
+    def growth(self) -> float:
+        """V, the variance of the last block over that of block L/4."""
+        return self.after[-1] / self.after[max(1, len(self.after) // 4) - 1]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / f"step{step}-unsharded"
+
+    def start(self, config: str) -> subprocess.Popen[bytes]:
+        """Start it, or go on from its last checkpoint."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kind = "rms" if self.arm.scheme.is_pre_ln else f"{self.arm.scheme.name}_rms"
+        settings = {"run_name": self.folder.name, "seed": self.seed, "save_folder": self.folder.resolve()}
+        settings |= {"model.layer_norm_type": kind, "model.init_fn": INIT_FNS[self.arm.initialization]}
+        settings |= {"save_overwrite": "true", "try_load_latest_save": "true"} | self.settings
+        words = [sys.executable, "-m", "olmo_lns", "train", config, *(f"--{k}={v}" for k, v in settings.items())]
+        with (self.folder / "train.log").open("ab") as log:
+            return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    """The pack's description with what was asked for.
+
+    :raises LNSConfigError: an arm that the description doesn't have, or a folder of a demo with other settings.
     """
     path = files.pack_folder() / "study" / ("demo-long.yaml" if args.long else "demo.yaml")
-    raw: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if args.arms is not None:
-        asked = list(dict.fromkeys(filter(None, map(str.strip, args.arms.split(",")))))
-        if not asked or not set(asked) <= set(raw["arms"]):
-            raise LNSConfigError(f"--arms {args.arms}: expected some of {', '.join(raw['arms'])}")
-        raw["arms"] = asked
+    study = files.read(path)
+    arms = [arm.strip() for arm in args.arms.split(",")] if args.arms is not None else study["arms"]
+    if not set(arms) <= set(study["arms"]):
+        raise LNSConfigError(f"--arms {args.arms}: expected some of {', '.join(study['arms'])}")
     changes: dict[str, Any] = {"model.n_layers": args.layers} if args.layers else {}
     if args.steps:
         changes |= {"max_duration": args.steps, "scheduler.t_warmup": max(1, min(20, args.steps // 10))}
-    only = {size: [arm for arm in raw["arms"] if arm in arms] for size, arms in raw["only"].items()}
-    raw["only"] = {size: arms for size, arms in only.items() if arms}
-    raw["sizes"] = {size: raw["sizes"][size] | changes for size in raw["only"]}
-    raw["config"] = str(path.with_name(raw["config"]))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / ".study.yaml").write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
-    return Study.load(args.out / ".study.yaml")
+    only = {size: [arm for arm in some if arm in arms] for size, some in study["only"].items()}
+    study["only"] = {size: some for size, some in only.items() if some}
+    study |= {"config": str(path.with_name(study["config"])), "arms": [arm for arm in study["arms"] if arm in arms]}
+    study["sizes"] = {size: study["sizes"][size] | changes for size in study["only"]}
+    if (there := args.out / "study.yaml").is_file() and files.read(there) != study:
+        raise LNSConfigError(f"{there} describes a demo with other settings: use another --out")
+    return study
 
 
-def _steps(run: Run) -> int:
-    return int(run.overrides["max_duration"])
+def train(runs: Sequence[DemoRun], config: str, console: Console) -> None:
+    """Train what isn't finished, all runs at once; each is announced with the line that proves its scheme.
 
-
-class _Display:
-    """One bar over start, training, evaluation and measurements, by the logs; without a terminal a line now and then.
-
-    When a run starts, its arm is named, with the line by which its scheme proves that it is on.
+    :raises LNSError: a run failed. The others go on to their end.
     """
-
-    def __init__(self, console: Console, study: Study, out: Path) -> None:
-        self.console, self.study, self.out, self.measured = console, study, out, 0
-        config = yaml.safe_load(study.runs[0].config.read_text(encoding="utf-8"))
-        self.evaluations = int(config["evaluators"][0]["subset_num_batches"])
-        self.total = sum(START + _steps(run) + self.evaluations + 2 * MEASURE for run in study.runs)
-        self.announced: set[str] = set()
-        self.ended = threading.Event()
-        columns = (SpinnerColumn(), BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn())
-        self.bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
-        self.task = self.bar.add_task("", total=self.total)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._watch, daemon=True)
-        with self.bar:
-            thread.start()
-            try:
-                yield
-            finally:
-                self.ended.set()
-                thread.join()
-
-    def _watch(self) -> None:
-        started = said = time.monotonic()
-        while not self.ended.wait(LOOK):
-            done, where = self.look()
-            self.bar.update(self.task, completed=done, description=where)
-            if not self.console.is_terminal and time.monotonic() - said >= LINE:
-                said = time.monotonic()
-                self.say(f"[{said - started:.0f} s, {done / self.total:.0%}] {where}")
-
-    def look(self) -> tuple[int, str]:
-        """Steps and batches done, and where the runs are."""
-        done, parts = self.measured * MEASURE, []
-        for run in self.study.runs:
-            text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in attempts(self.out / run.name))
-            step, batch = (max((int(n) for n in kind.findall(text)), default=0) for kind in (_STEP, _EVAL))
-            done += step + batch + min(START, text.count("INFO"))
-            proof = re.search(rf"{re.escape(ARMS[run.arm].scheme.definition.title)} on: .*\n", text)
-            if (step or proof) and run.name not in self.announced:
-                self.announced.add(run.name)
-                how = f"learning rate {run.overrides['optimizer.learning_rate']:g}, seed {run.seed}"
-                self.say(f"{ARMS[run.arm].label}, {how}: the run has started")
-                if proof:
-                    self.say(f"  {proof[0].rstrip()}")
-            if batch < self.evaluations:
-                at = f"evaluating {batch}/{self.evaluations}" if batch else f"{step}/{_steps(run)}"
-                parts.append(f"{run.arm} {at if step else 'starting'}")
-        return done, ", ".join(parts) or "measuring the variances"
-
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    going = [(run, run.start(config)) for run in runs if run.heldout is None]
+    announced = set[str]()
+    columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("starting", total=sum(run.steps for run, _ in going))
+            while any(process.poll() is None for _, process in going):
+                time.sleep(0.5)
+                done = {run.arm.name: max(run.losses, default=0) for run, _ in going}
+                where = ", ".join(f"{arm} {step}" for arm, step in done.items())
+                bar.update(task, completed=sum(done.values()), description=where)
+                for run in (run for run, _ in going if done[run.arm.name] and run.arm.name not in announced):
+                    announced.add(run.arm.name)
+                    say(console, f"{run.arm.label}, learning rate {run.rate:g}, seed {run.seed}: the run has started")
+                    if proof := re.search(r"LayerNorm Scaling on: .*", run.log):
+                        say(console, f"  {proof[0].rstrip()}")
+    finally:
+        for _, process in going:  # after Ctrl-C each saves a checkpoint
+            process.terminate()
+            process.wait()
+    for run, _ in going:
+        if run.heldout is None:
+            last = (run.log.strip() or "its log is empty").splitlines()[-1]
+            raise LNSError(
+                f"run {run.folder.name} failed: {last}; see {run.folder}/train.log, remove the folder to start anew"
+            )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One run: its result, and the output variance of each block before and after training, block 1 first.
-
-    :param growth: V, the variance of the last block over that of block L/4.
-    """
-
-    run: Run
-    result: Result
-    before: list[float]
-    after: list[float]
-    growth: float
-
-
-def _rows(study: Study, out: Path, display: _Display) -> list[Row]:
-    """Collected as every study's; the variances by ``olmo-lns analyze variance``."""
+def measure(runs: Sequence[DemoRun], out: Path) -> None:
+    """Measure the variances before and after training by ``olmo-lns analyze variance``."""
     from olmo_lns.diagnostics.cli import main as analyze
-    from olmo_lns.diagnostics.results import Report
-    from olmo_lns.study.collect.gather import collect
+    from olmo_lns.diagnostics.results import Measurement
 
-    results = collect(study, out)
-    write_results(results, out / "results.csv")
-    rows = []
-    for run, result in zip(study.runs, results, strict=True):
-        variances = []
-        for step in (0, _steps(run)):
-            model, written = (out / run.name / f"step{step}-unsharded", out / run.name / f"variance-step{step}.json")
-            words = ["variance", "--model", str(model), "--label", ARMS[run.arm].label, "--quiet", "-o", str(written)]
-            analyze([*words, "--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS)])
-            variances.append(Report.read(written).result.variance)
-            display.measured += 1
-        before, after = variances
-        rows.append(Row(run, result, before, after, after[-1] / after[max(1, len(after) // 4) - 1]))
-    return rows
+    for run in runs:
+        for step in (0, run.steps):
+            written = run.folder / f"variance-step{step}.json"
+            words = ["variance", "--model", str(run.checkpoint(step)), "--label", run.arm.label, "--quiet"]
+            words += ["--data", str(out / "data" / "heldout.npy"), "--tokens", str(TOKENS), "-o", str(written)]
+            with (out / "demo.log").open("a", encoding="utf-8") as log, redirect_stdout(log):
+                analyze(words)
+            run.before, run.after = run.after, Measurement.read(written).main
 
 
-def report(rows: Sequence[Row]) -> list[str]:
-    """The table, what the run shows, and what it does not."""
-    first, layers = rows[0].result, len(rows[0].after)
+def report(runs: Sequence[DemoRun], tokens: int, parameters: int) -> list[str]:
+    """The table, what the run shows, and what it doesn't."""
+    layers = len(runs[0].after)
     quarter = max(1, layers // 4)
     blocks = sorted({1, quarter, max(1, layers // 2), layers})
     form = "{:<24}{:>8}{:>8}{:>10}" + "{:>10}" * len(blocks) + "{:>6}"
     lines = [form.format("arm", "rate", "train", "held-out", *(f"block {block}" for block in blocks), "V")]
-    for row in rows:
-        numbers = [f"{row.result.learning_rate:g}", f"{row.result.loss:.3f}", f"{row.result.heldout:.3f}"]
-        numbers += [f"{row.after[block - 1]:.3g}" for block in blocks]
-        lines.append(form.format(row.run.arm, *numbers, f"{row.growth:.2g}"))
-    growth = ", ".join(f"{row.growth:.2g} ({ARMS[row.run.arm].label})" for row in rows)
+    for run in runs:
+        tail = [loss for step, loss in run.losses.items() if step > run.steps - max(1, round(0.1 * run.steps))]
+        numbers = [f"{run.rate:g}", f"{statistics.fmean(tail):.3f}", f"{run.heldout:.3f}"]
+        numbers += [f"{run.after[block - 1]:.3g}" for block in blocks]
+        lines.append(form.format(run.arm.name, *numbers, f"{run.growth:.2g}"))
+    growth = ", ".join(f"{run.growth:.2g} ({run.arm.label})" for run in runs)
     return [
         *lines,
         "",
         "train, held-out: loss in nats per byte (train: mean of the last tenth of the steps). block n: variance of its "
         f"output over its features, mean over {TOKENS:,} held-out tokens. V: block {layers} over block {quarter}.",
-        f"Shown: after {first.tokens:,} tokens V is {growth}.",
-        f"Not shown: which arm is better. {first.parameters:,} parameters and {first.tokens:,} tokens are far from any "
-        "training that matters; the order of the losses changes with rate, depth, length and seed.",
+        f"Shown: after {tokens:,} tokens V is {growth}.",
+        f"Not shown: which arm is better. {parameters:,} parameters and {tokens:,} tokens are far from any training "
+        "that matters; the order of the losses changes with rate, depth, length and seed.",
     ]
 
 
-def _draw(rows: Sequence[Row], path: Path) -> None:
+def draw(runs: Sequence[DemoRun], size: str, path: Path) -> None:
     """Loss by step, and output variance by block."""
     import pandas
 
     from olmo_lns.diagnostics.plots import block_axis, new_figure, save
 
-    figure, smoothing = new_figure(10, 4), max(1, _steps(rows[0].run) // 12)
+    figure, smoothing = new_figure(10, 4), max(1, runs[0].steps // 12)
     left, right = figure.subplots(1, 2)
     late: list[float] = []
-    for row in rows:
-        arm = ARMS[row.run.arm]
-        losses = pandas.Series(merge(read(log) for log in attempts(path.parent / row.run.name)).losses)
-        losses = losses.rolling(smoothing).mean().dropna()
+    for run in runs:
+        losses = pandas.Series(run.losses).rolling(smoothing).mean().dropna()
         late += losses.iloc[len(losses) // 10 :].tolist()
-        style: dict[str, Any] = {"color": arm.colour, "linestyle": arm.line}
+        style: dict[str, Any] = {"color": run.arm.colour, "linestyle": run.arm.line}
         left.plot(losses.index, losses, **style)
-        blocks, label = range(1, len(row.after) + 1), f"{arm.label} ({row.result.learning_rate:g})"
-        right.plot(blocks, row.after, marker=arm.marker, label=label, **style)
-        right.plot(blocks, row.before, color=arm.colour, linestyle=":", linewidth=1)
+        blocks, label = range(1, len(run.after) + 1), f"{run.arm.label} ({run.rate:g})"
+        right.plot(blocks, run.after, marker=run.arm.marker, label=label, **style)
+        right.plot(blocks, run.before, color=run.arm.colour, linestyle=":", linewidth=1)
     left.set(xlabel="step", ylabel=f"training loss (nats per byte, mean of {smoothing} steps)")
     left.set_ylim(min(late) - 0.1, max(late) + 0.1)
-    block_axis(right, len(rows[0].after))
+    block_axis(right, len(runs[0].after))
     right.set(ylabel="output variance (dotted: before training)", yscale="log")
     figure.legend(loc="outside lower center", ncols=4)
-    size = f"{rows[0].result.parameters / 1e6:.2f}M parameters, {rows[0].result.tokens / 1e6:.2f}M bytes of text"
-    figure.suptitle(f"OLMo, {len(rows[0].after)} blocks, {size}; in brackets the learning rate", fontsize=10)
+    figure.suptitle(f"OLMo, {len(runs[0].after)} blocks, {size}; in brackets the learning rate", fontsize=10)
     save(figure, path)
 
 
+def say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Run ``olmo-lns demo``. Exit code 1 where a run failed, 130 after Ctrl-C."""
+    """Run ``olmo-lns demo``. Exit code 130 after Ctrl-C."""
     args = parser().parse_args(argv)
-    refuse_disabled()
+    environment.refuse_disabled()
     check_environment()
     one_process("the demo")
-    require("olmo", "matplotlib")
-    out, console = args.out, Console(file=sys.stdout)
-    study = describe(args)
-    os.environ.update(environment(study, out))  # what its config reads
-    display = _Display(console, study, out)
-    display.say(f"{len(study.runs)} runs of {_steps(study.runs[0])} steps in {out}; reading text, loading OLMo ...")
+    import matplotlib  # noqa: F401  what is missing is said before the work
+    import olmo  # noqa: F401
+
+    out, console, study = args.out, Console(file=sys.stdout), describe(args)
+    base = files.read(Path(study["config"]))
+    runs = [
+        DemoRun(ARMS[arm], seed, out / f"{size}-{arm}-s{seed}", study["sizes"][size])
+        for size, arms in study["only"].items()
+        for arm in arms
+        for seed in study["seeds"]
+    ]
+    say(console, f"{len(runs)} runs of {runs[0].steps} steps in {out}; reading text, loading OLMo ...")
+    out.mkdir(parents=True, exist_ok=True)
+    files.write_whole(out / "study.yaml", yaml.safe_dump(study, sort_keys=False))
+    os.environ.update(OLMO_DATA_DIR=str((out / "data").resolve()), OLMO_SAVE_DIR=str(out.resolve()))
+    os.environ.update(OMP_NUM_THREADS="1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as after Ctrl-C
     try:
-        with (out / "demo.log").open("a", encoding="utf-8") as log, display.shown(), redirect_stdout(log):
-            if failed := run_here(study, study.runs, out):
-                return min(1, failed)
-            study.path.replace(out / "study.yaml")  # now that the folder has taken it
-            rows = _rows(study, out, display)
+        build(out / "data")
+        train(runs, study["config"], console)
+        measure(runs, out)
     except KeyboardInterrupt:
-        display.say(f"Stopped: {display.look()[1]}. To go on: olmo-lns {shlex.join(['demo', *argv])}")
+        say(console, f"Stopped. To go on: olmo-lns {shlex.join(['demo', *argv])}")
         return 130
-    for line in ("", *report(rows), ""):
+    tokens = runs[0].steps * int(base["global_train_batch_size"]) * int(base["model"]["max_sequence_length"])
+    parameters = int(re.findall(r"INFO\s+(\d+) parameters \(", runs[0].log)[0])
+    lines = report(runs, tokens, parameters)
+    files.write_whole(out / "report.txt", "\n".join(lines) + "\n")
+    for line in ("", *lines, ""):
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-    _draw(rows, out / "demo.png")  # the seconds of matplotlib, after what can be read meanwhile
-    display.say(f"figure  {out / 'demo.png'}")
+    draw(runs, f"{parameters / 1e6:.2f}M parameters, {tokens / 1e6:.2f}M bytes of text", out / "demo.png")
+    say(console, f"figure  {out / 'demo.png'}")
     return 0

@@ -54,29 +54,6 @@ def is_set(name: str) -> bool:
     return read(name) == "1"
 
 
-def processes() -> int:
-    """How many torchrun, or a launcher like it, says that it has started; 1 where none did.
-
-    :raises LNSConfigError: ``WORLD_SIZE`` is no such number.
-    """
-    text = os.environ.get("WORLD_SIZE", "").strip() or "1"
-    if not text.isdecimal() or int(text) < 1:
-        raise LNSConfigError(
-            f"WORLD_SIZE={text}: expected a whole number >= 1, as torchrun sets it; unset it to run in one process"
-        )
-    return int(text)
-
-
-def one_process(what: str) -> int:
-    """1, where ``what`` runs alone.
-
-    :raises LNSConfigError: torchrun has started several processes, of which each would do the same.
-    """
-    if (world := processes()) > 1:
-        raise LNSConfigError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
-    return 1
-
-
 def check() -> None:
     """:raises LNSConfigError: an ``OLMO_LNS_*`` variable that nothing reads, with the nearest that is, or a switch
     that is neither on nor off.

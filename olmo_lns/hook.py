@@ -13,6 +13,7 @@ this package in front again, for the submodules that follow.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -25,13 +26,13 @@ from typing import Any, Callable, Sequence
 
 from olmo_lns.environment import DISABLE, is_set, warn
 from olmo_lns.errors import UpstreamChangedError, one_line
-from olmo_lns.integrations import autoload  # what is not in INTEGRATIONS yet
 
 log = logging.getLogger("olmo_lns")
 
 #: Top-level name of a framework -> the package whose ``register()`` runs when something of it is first imported. The
 #: start-up finder in ``olmo_lns_autoload.pth`` has the same names.
 INTEGRATIONS: dict[str, str] = {
+    "megatron": "olmo_lns.integrations.megatron",
     "olmo": "olmo_lns.integrations.olmo",
     "olmo_core": "olmo_lns.integrations.olmo_core",
     "transformers": "olmo_lns.integrations.transformers",
@@ -54,21 +55,23 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
         activate(framework)
     _catch_up()
     if name not in _callbacks:
-        return autoload.start_up(name, path, target)
+        return None
     # Python 3.12 passes over a finder that has only the find_module of long ago; so does this one.
     others = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder)]
     specs = (finder.find_spec(name, path, target) for finder in others)
     spec = next((spec for spec in specs if spec is not None), None)
-    if spec is not None and spec.loader is not None and not is_wrapped(spec.loader.exec_module):
-        execute = spec.loader.exec_module
+    execute = getattr(getattr(spec, "loader", None), "exec_module", None)
+    if execute is not None and not is_wrapped(execute):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
             _run_callbacks(module.__name__, module)  # pytest's loader is one for all modules
 
         setattr(exec_module, MARKER, True)
-        # On the instance: the loader keeps its class, so inspect, pickle and runpy see nothing new.
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        # On the instance: the loader keeps its class, so inspect, pickle and runpy see nothing new. One that has no
+        # room for it is caught up with.
+        with contextlib.suppress(AttributeError):
+            spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
     return spec
 
 

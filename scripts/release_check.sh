@@ -74,7 +74,7 @@ for other in ${PYTHONS-python3.10 python3.11 python3.12}; do
   install "$environment" packaging pyyaml rich numpy
   install "$environment" --no-deps "$wheel"
   (cd "$scratch" && "$environment/bin/olmo-lns" --version && "$environment/bin/olmo-lns" config copy olmo/60M-lns -o "$environment/60M-lns.yaml")
-  "$environment/bin/olmo-lns" doctor > "$environment/doctor.txt" && { echo "doctor misses no torch" >&2; exit 1; }
+  "$environment/bin/olmo-lns" doctor > "$environment/doctor.txt" 2>&1 && { echo "doctor misses no torch" >&2; exit 1; }
   grep -q "not installed: pip install" "$environment/doctor.txt"
   echo "$("$other" --version): base without torch"
 done

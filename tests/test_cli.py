@@ -1,8 +1,6 @@
 import os
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +25,7 @@ def test_our_errors_are_one_line_and_faults_keep_their_traceback(monkeypatch, ca
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "olmo-lns doctor: found 3, expected 4: do this"
     assert second.endswith("interrupted") and third.endswith("nested too deeply, or contains itself")
-    for kind in (ModuleNotFoundError, ValueError):  # a module that no extra brings is a fault
+    for kind in (ModuleNotFoundError, ValueError):  # a module of a command without an extra is a fault
         with pytest.raises(kind):
             cli.main(["doctor"])
 
@@ -114,44 +112,55 @@ def test_a_target_that_cannot_be_written_is_named(words, capsys):
     assert ("No space left" if "/dev/full" in words else "/dev/null") in err and err.count("\n") == 1, err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("words", "said"),
     [
-        ("n_layers: 4", "n_layers: 10000000", "10,?000,?000"),
-        ("n_layers: 4", "n_layers: four", "four"),
-        ("n_layers: 4", "n_layers: 4\n  x: &x [*x]", "alias|recursive"),
+        (["analyze", "varience"], "(did you mean 'variance'?)"),
+        (["analyze", "gradnorm", "--model", "x", "--data", "y", "--tokes", "5"], "(did you mean '--tokens'?)"),
+        (["demo", "--step", "5", "--lyers=3"], "(did you mean '--layers'?)"),
+        (["doctor", "--require", "megatrn"], "(did you mean 'megatron'?)"),
+        (["demo", "--steps", "0"], "expected a whole number >= 1, found '0'"),
+        (["analyze", "variance"], "required: --model, --data"),
     ],
-    ids=["layers", "type", "recursive"],
 )
-def test_a_config_that_makes_no_model_is_refused_at_once(old, new, said, tmp_path, capsys):
-    """Without the check, ten million layers were built for nine minutes."""
-    pytest.importorskip("olmo", reason="needs ai2-olmo")
-    from support.exports import save_olmo
-    from support.launch import write_config
+def test_wrong_usage_is_two_lines_with_the_nearest_name(words, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    first, second, *rest = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and said in first and "--help`" in second and not rest
 
-    def damaged(path):
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new))
-        return str(path)
 
-    save_olmo(tmp_path / "lns", layer_norm_type="lns_rms")
-    damaged(tmp_path / "lns" / "config.yaml")
-    config = damaged(write_config(tmp_path / "run", **{"model.layer_norm_type": "lns_rms"}))
-    stock = damaged(write_config(tmp_path / "stock", **{"model.layer_norm_type": "rms"}))
-    folder, data = str(tmp_path / "lns"), str(tmp_path / "run" / "data.npy")
-    for words in (
-        ["analyze", "variance", "--model", folder, "--data", data, "--quiet"],
-        ["export", folder, str(tmp_path / "out")],
-        ["config", "check", stock],
-        ["train", config],
-    ):
-        start = time.monotonic()
-        assert cli.main(words) == 1, words
-        out, err = capsys.readouterr()
-        assert re.search(said, out + err), (words, out, err)
-        assert err.count("\n") <= 1 and time.monotonic() - start < 60, (words, err)
+def test_a_misspelt_command_is_one_line(capsys):
+    assert cli.main(["analyse"]) == 2
+    assert "did you mean 'analyze'?" in capsys.readouterr().err
+
+
+PRINT = "from olmo_lns.text import degrade; degrade(); print('1…2 × 3 → é Ж')"
+
+
+@pytest.mark.parametrize(("encoding", "text"), [("ascii", "1...2 x 3 -> ? ?"), ("iso-8859-1", "1...2 × 3 -> é ?")])
+def test_text_that_the_locale_does_not_have_degrades(encoding, text):
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", PRINT], capture_output=True, env=env)
+    assert done.stdout.decode(encoding).strip() == text, done.stderr
+
+
+@pytest.mark.parametrize("words", [("config", "list"), ("--help",)])
+@pytest.mark.parametrize(("where", "code"), [(">&-", 0), ("2>&- >&-", 0), ("> /dev/full", 1)])
+def test_a_standard_output_that_is_closed_or_full_is_no_traceback(words, where, code):
+    command = f"{sys.executable} -m olmo_lns {' '.join(words)} {where}"
+    done = subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    from olmo_lns.text import write_whole
+
+    path = tmp_path / "a.txt"
+    write_whole(path, "é…")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "\ud800")
+    assert path.read_bytes() == "é…".encode() and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_reader_that_stops_early_causes_no_error():

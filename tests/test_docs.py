@@ -35,7 +35,7 @@ def commands():
         for words in re.findall(r"(?:^|do |; )olmo-lns ([^;|&]+)", line)
     ]
     assert len(found) > 30, "the pages' shell blocks were not found"
-    helps = [line for lines in cli.EXAMPLES.values() for line in lines if "megatron-args" not in line]
+    helps = [line for command in cli.COMMANDS.values() for line in command.examples if "megatron-args" not in line]
     return found + [("help", line.removeprefix("olmo-lns ")) for line in helps]
 
 
@@ -82,10 +82,9 @@ def trained(tmp_path_factory):
 RUN = {
     "diagnostics.md": ("olmo-lns analyze variance", "olmo-lns analyze jacobian", "olmo-lns analyze gradnorm"),
     "export.md": (
-        "olmo-lns export runs/lns/step1000 folded-unsharded ",
+        "olmo-lns export runs/lns/step1000 folded",
         "olmo-lns export runs/lns/step1000 model",
         "olmo-lns verify",
-        "olmo-lns export folded-unsharded lns-again",
     ),
     "olmo.md": ("olmo-lns doctor",),
     "study.md": ("olmo-lns study plan paper",),

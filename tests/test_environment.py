@@ -140,7 +140,7 @@ def test_commands_that_train_under_the_plugin_refuse_where_it_is_switched_off(co
 @pytest.mark.slow
 def test_a_world_without_a_rank_is_an_error(tmp_path):
     """A group of one process would silently do half of the work."""
-    code = "from olmo_lns.arguments import process_group\nwith process_group(): print('alone')"
+    code = "from olmo_lns.processes import process_group\nwith process_group(): print('alone')"
     env = launch.environment(WORLD_SIZE="2", RANK=None, CUDA_VISIBLE_DEVICES="")
     result = launch.run([sys.executable, "-c", code], cwd=tmp_path, env=env)
     assert result.code != 0 and "RANK" in result.last_line() and "alone" not in result.text
@@ -149,7 +149,7 @@ def test_a_world_without_a_rank_is_an_error(tmp_path):
 PROGRAM_WITH_A_GROUP = """
 import os
 from pathlib import Path
-from olmo_lns.arguments import process_group
+from olmo_lns.processes import process_group
 
 def gloo():
     return [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]

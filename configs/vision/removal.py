@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas
 from lm_eval.models.hf_vlms import HFMultimodalLM
 
-from olmo_lns.diagnostics.layer_drop import score_tasks
+from olmo_lns.diagnostics.tasks import score_tasks
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         num_fewshot=args.num_fewshot,
         chat_template=not args.no_chat_template,
     )
-    scores = {f"{name}:{task.metric}": [task.baseline, *task.without] for name, task in found.items()}
+    scores = {f"{name}:{task['metric']}": task["score"] for name, task in found.items()}
     table = pandas.DataFrame(scores).rename_axis("block")
     table.to_csv(args.output)
     print(table.to_string())

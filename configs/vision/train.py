@@ -26,7 +26,7 @@ import transformers
 import yaml
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from olmo_lns.diagnostics.capture import observe
+from olmo_lns.diagnostics.capture import first_tensor, observe
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.integrations.transformers import apply
 
@@ -164,9 +164,9 @@ def block_variance(model: Any, images: torch.Tensor) -> list[float]:
     """Variance over the channels of every block's output, mean over tokens and images."""
     blocks = model.dinov2.encoder.layer
     moments = Moments(len(blocks))
-    with observe(blocks, on_output=moments.add):
+    with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output))):
         model.eval()(pixel_values=images.to(model.device))
-    return moments.result().variance
+    return moments.result().main
 
 
 def main() -> None:

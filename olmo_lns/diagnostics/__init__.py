@@ -1,63 +1,60 @@
 """The papers' diagnostics: output variance, angular distance, layer removal, Jacobians, gradient norms.
 
-Definitions and the layout of the result files are in ``docs/diagnostics.md``; every diagnostic is
-``olmo-lns analyze <what>`` and a function here that takes a model and an iterable of batches.
+Definitions and the layout of the result files are in ``docs/diagnostics.md``; every diagnostic is ``olmo-lns analyze
+<what>``, and a function that takes a model and an iterable of batches and returns a :class:`~.results.Measurement`.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
 __all__ = ["MEASURES", "Measure"]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One diagnostic, without torch, so that ``--help`` does not load it.
+    """One diagnostic, without torch, so that ``--help`` doesn't load it.
 
-    :param title: for help and reports. :param module: below this package.
-    :param function: of the module, which runs it. :param result: class of what the function returns.
-    :param numbers: attribute of the result: a number of every block, block 1 first. :param shows: what they are.
+    :param title: for help and reports. :param function: ``module:name`` below this package.
+    :param column: of the result, the number that stands for a block in tables. :param shows: its name and unit.
     :param tokens: read by default, None for all. :param longest: longest sequence unless asked otherwise.
-    :param pools: it pools over the ranks of torchrun.
     """
 
     title: str
-    module: str
     function: str
-    result: str
-    numbers: str
+    column: str
     shows: str
     tokens: int | None = 65_536
     longest: int = 2048
-    pools: bool = False
 
-    def loaded(self, name: str) -> Any:
-        """What the module calls ``name``."""
-        return getattr(importlib.import_module(f"{__name__}.{self.module}"), name)
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, which is imported now."""
+        module, _, name = self.function.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return function(*args, **kwargs)
 
 
 MEASURES = {
     "variance": Measure(
-        "Output variance of every block", "variance", "block_output_variance", "VarianceResult",
-        "variance", "output variance", 262_144, pools=True,
+        "Output variance of every block", "variance:block_output_variance",
+        "variance", "output variance", 262_144,
     ),
     "angular": Measure(
-        "Angular distance between all pairs of layers", "angular", "angular_distance", "AngularResult",
-        "adjacent", "angular distance d(l, l+1), fraction of pi", 262_144, pools=True,
+        "Angular distance between all pairs of layers", "angular:angular_distance",
+        "d1", "angular distance d(l, l+1), fraction of pi", 262_144,
     ),
     "layer-drop": Measure(
-        "Performance drop of removing each block", "layer_drop", "drop_layers", "LayerDropResult",
+        "Performance drop of removing each block", "layer_drop:drop_layers",
         "increase", "loss increase without the block, nats/token",
     ),
     "jacobian": Measure(
-        "Token-averaged Jacobian of every block", "gradients", "block_jacobians", "JacobianResult",
+        "Token-averaged Jacobian of every block", "gradients:block_jacobians",
         "identity_distance", "distance of the Jacobian to the identity", None, 64,
     ),
     "gradnorm": Measure(
-        "Gradient norm per layer and parameter kind", "gradients", "gradient_norms", "GradNormResult",
+        "Gradient norm per layer and parameter kind", "gradients:gradient_norms",
         "total", "gradient norm",
     ),
 }  # fmt: skip

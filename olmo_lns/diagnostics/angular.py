@@ -12,44 +12,27 @@ just above 1 for nearly equal states, where arccos is NaN.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, accumulator_dtype, not_finite, observe, over_ranks, run
-from olmo_lns.errors import LNSError
-from olmo_lns.models.structure import body_forward, find_blocks
+from olmo_lns.diagnostics.capture import (
+    Batches,
+    accumulator_dtype,
+    block_input,
+    body_forward,
+    find_blocks,
+    first_tensor,
+    not_finite,
+    observe,
+    real_tokens,
+    run,
+)
+from olmo_lns.diagnostics.results import Measurement
 
 #: Tokens per matrix product: bounds the float64 copy of the states.
 CHUNK = 512
-
-
-@dataclass(frozen=True)
-class AngularResult:
-    """``distance[l - 1][n - 1]`` is d(l, l + n), for l = 1..L and n = 1..L + 1 - l.
-
-    :param variant: ``"all tokens"`` or ``"last token"`` (of each sequence).
-    :param tokens: tokens averaged over, padding excluded.
-    """
-
-    distance: list[list[float]]
-    variant: str
-    tokens: int
-
-    @property
-    def adjacent(self) -> list[float]:
-        """d(l, l + 1): how far block l turns the residual stream, block 1 first."""
-        return [row[0] for row in self.distance]
-
-    def frame(self) -> Any:
-        """A pandas table with a row per pair; ``layer`` = l and ``n`` are 1-based."""
-        import pandas
-
-        pairs = [(layer, n, d) for layer, row in enumerate(self.distance, 1) for n, d in enumerate(row, 1)]
-        table = pandas.DataFrame(pairs, columns=["layer", "n", "distance"])
-        return table.assign(variant=self.variant, tokens=self.tokens)
 
 
 def pairwise_angles(states: torch.Tensor) -> torch.Tensor:
@@ -70,60 +53,45 @@ def angular_distance(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-    *,
-    last_token: bool = False,
-    all_ranks: bool = False,
-) -> AngularResult:
+) -> Measurement:
     """d(l, l + n) for all pairs, averaged over the tokens of ``batches``; arguments as in ``block_output_variance``.
 
-    :param last_token: average over the last real token of each sequence only.
+    The result's column ``d<n>`` has d(l, l + n) for block l, None where l + n is above L + 1; ``d1`` is the angle by
+    which block l turns the residual stream.
+
     :raises LNSError: no token, or states that are not finite (the first block that made them so is named).
 
-    Example: ``angular_distance(model, None, [torch.arange(64)[None]]).adjacent`` has one number per block.
+    Example: ``angular_distance(model, None, [torch.arange(64)[None]]).blocks["d1"]`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     forward, count = body_forward(model), len(blocks) + 1
     states: list[torch.Tensor] = []
-    # A state that is not finite makes the angle with itself NaN, also in the sum over ranks.
+    # A state that is not finite makes the angle with itself NaN.
     total, tokens = torch.zeros(count, count, dtype=torch.float64), 0
 
-    def last_block(block: int, hidden: torch.Tensor) -> None:
+    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        states.append(block_input(args, kwargs))
         if block == count - 2:
-            states.append(hidden)
+            states.append(first_tensor(output))
 
     def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         states.clear()
-        with observe(blocks, on_input=lambda _, hidden: states.append(hidden), on_output=last_block):
+        with observe(blocks, keep):
             forward(ids, mask)
 
-    for ids, mask in run(model, batches, device, watched, may_be_empty=all_ranks):
-        selected = _select(ids, mask, last_token)
+    for ids, mask in run(model, batches, device, watched):
+        selected = real_tokens(ids, mask)
         total = total + _sums(states, selected).cpu()
         tokens += int(selected.sum())
         if bool(total.diagonal().isnan().any()):
             break
-    states.clear()
-    if all_ranks:
-        total, tokens = over_ranks(total), int(over_ranks(torch.tensor(tokens)))
     if bool((bad := total.diagonal().isnan()).any()):
         first = int(bad.nonzero()[0])
         where = f"block {first} is the first whose output" if first else "the input of block 1 (the embedding)"
         raise not_finite(where)
-    if not tokens:
-        raise LNSError("no token was selected on any rank: expected at least one real token")
     mean = (total / tokens).tolist()
-    distance = [mean[i][i + 1 :] for i in range(count - 1)]
-    return AngularResult(distance, "last token" if last_token else "all tokens", tokens)
-
-
-def _select(ids: torch.Tensor, mask: torch.Tensor | None, last_token: bool) -> torch.Tensor:
-    """Mask (batch, sequence) of the tokens that count."""
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    if not last_token:
-        return real
-    position = torch.arange(ids.shape[1], device=ids.device)
-    last = torch.where(real, position, -1).amax(dim=1, keepdim=True)
-    return real & (position == last)
+    columns = {f"d{n}": [mean[i][i + n] if i + n < count else None for i in range(count - 1)] for n in range(1, count)}
+    return Measurement("angular", tokens, columns)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Parts that all diagnostics share: batches, hooks on blocks (compiled ones too), the loss, tables.
+"""Parts that all diagnostics share: batches, hooks on blocks (compiled ones too), the loss.
 
 The hooks see the *raw* inputs and outputs of the blocks. Hugging Face's ``hidden_states[-1]`` is not the last
 block's output but what the final norm made of it, which hides the very growth that LayerNorm Scaling is about.
@@ -15,27 +15,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from olmo_lns.errors import LNSError
-from olmo_lns.models.structure import is_masked_lm, logits_of, model_type
+from olmo_lns.models.structure import body_forward, find_blocks, is_masked_lm, logits_of, model_type
+
+__all__ = [
+    "Batches", "accumulator_dtype", "block_input", "body_forward", "evaluating", "find_blocks", "first_tensor",
+    "logits_of", "not_finite", "observe", "over_ranks", "real_tokens", "run", "token_loss", "unpack",
+]  # fmt: skip
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Batches = Iterable[Batch]
-#: Called with the 0-based block and its hidden state of shape (batch, sequence, d_model).
-Observer = Callable[[int, torch.Tensor], None]
+#: Called with the 0-based block, the arguments of its call, and what it returned.
+Observer = Callable[[int, tuple[Any, ...], dict[str, Any], Any], None]
 #: Ids and mask -> negative log-likelihood in nats (batch, positions), float32, and which positions count.
 TokenLoss = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-#: An encoder predicts every seventh token (14 %, BERT's share), replaced by its mask token: no random draw,
-#: so that all layers are judged on the same positions.
-MASK_EVERY = 7
-
-
-def by_block(columns: Mapping[str, Any], first: int = 1) -> Any:
-    """A pandas table with a row per block: its number, from ``first``, and the columns; a single value is repeated."""
-    import pandas
-
-    table = pandas.DataFrame(columns)
-    table.insert(0, "block", range(first, first + len(table)))
-    return table
 
 
 def first_tensor(output: Any) -> torch.Tensor:
@@ -61,42 +54,30 @@ def block_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
 
 
 @contextmanager
-def observe(
-    blocks: Sequence[nn.Module], *, on_input: Observer | None = None, on_output: Observer | None = None
-) -> Iterator[None]:
-    """Call the observers for every call of every block while the context is open.
+def observe(blocks: Sequence[nn.Module], seen: Observer) -> Iterator[None]:
+    """Call ``seen`` after every call of every block while the context is open.
 
-    A module compiled in place (``block.compile()``, as OLMo does) runs its hooks inside the
-    compiled graph, where a hook added later is not seen; there the compiled call is wrapped from
-    the outside instead, so nothing is recompiled and the graph has no new break.
+    A module compiled in place (``block.compile()``, as OLMo does) runs its hooks inside the compiled graph, where a
+    hook added later isn't seen. There the compiled call is wrapped from the outside: nothing is recompiled.
     """
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            _observe_one(stack, block, index, on_input, on_output)
+            _observe_one(stack, block, index, seen)
         yield
 
 
-def _observe_one(
-    stack: ExitStack, block: nn.Module, index: int, on_input: Observer | None, on_output: Observer | None
-) -> None:
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if on_input is not None:
-            on_input(index, block_input(args, kwargs))
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        if on_output is not None:
-            on_output(index, first_tensor(output))
-
+def _observe_one(stack: ExitStack, block: nn.Module, index: int, seen: Observer) -> None:
     compiled: Callable[..., Any] | None = getattr(block, "_compiled_call_impl", None)
     if compiled is None:
-        stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(block.register_forward_hook(after).remove)
+        hook = block.register_forward_hook(
+            lambda _, args, kwargs, out: seen(index, args, kwargs, out), with_kwargs=True
+        )
+        stack.callback(hook.remove)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        before(block, args, kwargs)
         output = compiled(*args, **kwargs)
-        after(block, args, output)
+        seen(index, args, kwargs, output)
         return output
 
     # An instance attribute that nn.Module.__call__ reads; __dict__, because Module would not let us set it twice.
@@ -134,6 +115,11 @@ def unpack(batch: Batch, device: torch.device | str) -> tuple[torch.Tensor, torc
     return ids.to(device), real
 
 
+def real_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask of real tokens, bool, of the shape of ``ids``."""
+    return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """``model.eval()`` inside, each module's own mode again afterwards."""
@@ -152,12 +138,9 @@ def run(
     batches: Batches,
     device: torch.device | str,
     forward: Callable[..., Any],
-    *,
-    may_be_empty: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Run ``forward`` on every batch and yield its ids and mask afterwards.
 
-    :param may_be_empty: no error without tokens: one rank of several may have got none.
     :raises LNSError: there was no batch, or none held a token.
     """
     tokens = 0
@@ -167,36 +150,24 @@ def run(
             forward(ids, mask)
             tokens += ids.numel() if mask is None else int(mask.sum())
             yield ids, mask
-    if tokens == 0 and not may_be_empty:
+    if tokens == 0:
         raise LNSError("the data holds no token: give a file or data set with at least one sequence")
 
 
-def token_loss(model: nn.Module, mask_token: int | None = None) -> TokenLoss:
-    """Next-token loss of a decoder, or masked-token loss of an encoder (BERT).
+def token_loss(model: nn.Module) -> TokenLoss:
+    """Next-token loss of a decoder.
 
-    :param mask_token: id of an encoder's mask token.
-    :raises LNSError: an encoder without ``mask_token``.
+    :raises LNSError: an encoder such as BERT, which predicts masked tokens.
     """
+    if is_masked_lm(model_type(model)):
+        raise LNSError(f"{type(model).__name__} predicts masked tokens: this diagnostic needs a next-token loss")
     logits = logits_of(model)
 
     def next_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        real = real_tokens(ids, mask)
         return _nll(logits(ids, mask)[:, :-1], ids[:, 1:]), real[:, 1:] & real[:, :-1]
 
-    def masked_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-        chosen = real & (torch.arange(ids.shape[1], device=ids.device) % MASK_EVERY == MASK_EVERY // 2)
-        assert mask_token is not None
-        return _nll(logits(ids.masked_fill(chosen, mask_token), mask), ids), chosen
-
-    if not is_masked_lm(model_type(model)):
-        return next_token
-    if mask_token is None:
-        raise LNSError(
-            f"{type(model).__name__} predicts masked tokens: the id of its mask token is needed; "
-            "give its tokenizer with --tokenizer"
-        )
-    return masked_token
+    return next_token
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

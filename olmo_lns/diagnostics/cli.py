@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
+import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 from olmo_lns.arguments import DTYPES, at_least, seed
 from olmo_lns.diagnostics import MEASURES
+from olmo_lns.errors import LNSError
+from olmo_lns.processes import one_process
 
-#: What only some diagnostics ask for, and its value where it is not asked for.
-SPECIAL: dict[str, Any] = {"last_token": False, "rows": None, "sequences": 64, "tasks": []}
+if TYPE_CHECKING:
+    from olmo_lns.diagnostics.results import Measurement
+    from olmo_lns.models.loading import LoadedModel
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one diagnostic, or draw what some have found. Exit code 0, or 2 for wrong usage."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     args = _parser().parse_args(argv)
-    from olmo_lns.diagnostics import report
-
-    return {"plot": report.plot, "compare": report.compare}.get(args.what, report.measure)(args)
+    return compare(args) if args.what == "compare" else measure(args)
 
 
 def names(text: str) -> list[str]:
@@ -28,38 +32,30 @@ def names(text: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    def command(name: str, title: str) -> tuple[argparse.ArgumentParser, Callable[..., Any]]:
-        found = commands.add_parser(name, help=title[0].lower() + title[1:], description=f"{title}.")
-        found.set_defaults(**SPECIAL)
-        return found, found.add_argument
-
     parser = argparse.ArgumentParser(prog="olmo-lns analyze", description="The papers' diagnostics for your model.")
     commands = parser.add_subparsers(dest="what", required=True, metavar="what")
     for what, measure in MEASURES.items():
-        made, add = command(what, measure.title)
-        add("--model", required=True, help="OLMo checkpoint folder, or Hugging Face folder or name")
-        add("-o", "--output", type=Path, help=f"result file, default {what}.json; a .csv is written beside it")
-        add("--plot", type=Path, action="append", default=[], help="also draw it: .png or .svg; may be repeated")
-        add("--label", help="name of the model in figures")
+        title = measure.title
+        made = commands.add_parser(what, help=title[0].lower() + title[1:], description=f"{title}.")
         _add_common(made, what)
-        if what == "angular":
-            add("--last-token", action="store_true", help="only the last token of each sequence")
+        add = made.add_argument
         if what == "layer-drop":
-            _add_layer_drop(made)
+            add("--tasks", type=names, default=[], help="lm-evaluation-harness tasks, comma-separated")
+            add("--task-path", help="folder with task files of your own")
+            add("--metric", help="of the tasks; default: the first of acc_norm, acc, exact_match, f1 they report")
+            add("--limit", type=at_least(1), help="examples a task")
+            add("--num-fewshot", type=at_least(0), help="examples in the prompt")
+            add("--chat-template", action="store_true", help="the prompts by the model's chat template")
         if what == "jacobian":
             add("--rows", type=at_least(1), help="rows to compute; default: all up to width 256, else 128")
-            add("--sequences", type=at_least(1), help="one position of each (default %(default)s)")
-    for name, title in (
-        ("plot", "Draw the figure of result files (or of the monitor's CSV files)"),
-        ("compare", "Two or more models on one figure and table"),
-    ):
-        made, add = command(name, title)
-        add("results", nargs="+", type=Path, metavar="results.json", help="what the single diagnostics have written")
-        add("-o", "--output", type=Path, action="append", help=".png or .svg; may be repeated")
-        add("--labels", type=names, help="comma-separated names of the models")
-        add("--log", action="store_true", help="logarithmic vertical axis")
-        if name == "compare":
-            add("--table", type=Path, help="CSV file with the rows of all models")
+            add("--sequences", type=at_least(1), default=64, help="one position of each (default %(default)s)")
+    made = commands.add_parser("compare", help="results of one or more models on one figure and table")
+    add = made.add_argument
+    add("results", nargs="+", type=Path, metavar="results.json", help="of one diagnostic")
+    add("-o", "--output", type=Path, action="append", default=[], help=".png or .svg; may be repeated")
+    add("--labels", type=names, help="comma-separated names of the models")
+    add("--log", action="store_true", help="logarithmic vertical axis")
+    add("--table", type=Path, help="CSV file with the rows of all models")
     return parser
 
 
@@ -67,6 +63,11 @@ def _add_common(command: argparse.ArgumentParser, what: str) -> None:
     """Options of every diagnostic."""
     add, tokens, longest = command.add_argument, MEASURES[what].tokens, MEASURES[what].longest
     default = f"{tokens:,}" if tokens else "all of --sequences"
+    add("--model", required=True, help="OLMo or OLMo-core checkpoint folder, or Hugging Face folder or name")
+    add("--scheme", help="what the model was trained with, where a stock folder doesn't say it: lns")
+    add("-o", "--output", type=Path, help=f"result file, default {what}.json; a .csv is written beside it")
+    add("--plot", type=Path, action="append", default=[], help="also draw it: .png or .svg; may be repeated")
+    add("--label", help="name of the model in figures; that of a study's arm gives its colour")
     add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
     add("--tokens", type=at_least(1), default=tokens, help=f"tokens to read (default {default})")
     add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {longest}")
@@ -76,18 +77,118 @@ def _add_common(command: argparse.ArgumentParser, what: str) -> None:
     add("--device-map", help="Hugging Face placement, e.g. auto (needs accelerate)")
     add("--blocks", help="dotted path of the list of blocks, for models outside the table")
     add("--tokenizer", help="tokenizer.json, folder or name; default: the model's own")
-    add("--no-pack", dest="pack", action="store_false", help="one document a sequence, padded, instead of packing")
     add("--token-dtype", help="of raw token files without a header (default: the checkpoint's, else uint16)")
     add("--text-field", default="text", help="of JSON lines and data sets (default %(default)s)")
     add("--seed", type=seed, default=0, help="of whatever is sampled (default %(default)s)")
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
-def _add_layer_drop(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--tasks", type=names, help="lm-evaluation-harness tasks, comma-separated")
-    add("--task-path", help="folder with task files of your own")
-    add("--metric", help="metric of the tasks; default: the first of acc_norm, acc, exact_match, f1 they report")
-    add("--limit", type=at_least(1), help="examples a task")
-    add("--num-fewshot", type=at_least(0), help="examples in the prompt")
-    add("--chat-template", action="store_true", help="the prompts by the model's chat template")
+def measure(args: argparse.Namespace) -> int:
+    """``olmo-lns analyze <what>``: measure, write, draw and print."""
+    from olmo_lns.diagnostics.data import check_source
+    from olmo_lns.diagnostics.results import check_writable, markdown
+
+    # These checks come before the work, so that it isn't lost.
+    output = args.output or Path(f"{args.what}.json")
+    check_writable(output, [".json"])
+    for path in args.plot:
+        check_writable(path)
+    check_source(args.data)
+    one_process(args.what)
+    for module in ("matplotlib",) * bool(args.plot) + ("lm_eval",) * bool(getattr(args, "tasks", None)):
+        importlib.import_module(module)
+    result = _measure(args)
+    written = [*result.write(output), *(_drawn([result], path) for path in args.plot)]
+    print(markdown([result]))
+    if args.what == "jacobian":
+        print(f"\n{result.details['method']}: {result.details['rows']} of {result.details['width']} rows")
+    print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
+    return 0
+
+
+def _open(args: argparse.Namespace) -> tuple[LoadedModel, dict[str, str]]:
+    """The model under its scheme, and the scheme: as its folder says, or ``--scheme`` says of it."""
+    from olmo_lns.models.loading import load_model
+
+    how = {name: getattr(args, name) for name in ("dtype", "device", "device_map", "blocks", "scheme")}
+    loaded = load_model(args.model, **how)
+    return loaded, {"scheme": str(loaded.scheme)}
+
+
+def _measure(args: argparse.Namespace) -> Measurement:
+    """The result of one diagnostic."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from olmo_lns.diagnostics.data import DataOptions, read_batches
+    from olmo_lns.tokenizers import load_tokenizer
+
+    (loaded, trained), sequences = _open(args), getattr(args, "sequences", None)
+    length = args.sequence_length or min(MEASURES[args.what].longest, loaded.max_length)
+    if length > loaded.max_length:
+        raise LNSError(f"--sequence-length {length}: the model takes at most {loaded.max_length}")
+    options = DataOptions(
+        sequence_length=length,
+        batch_size=args.batch_size,
+        max_tokens=args.tokens,
+        max_sequences=sequences,
+        token_dtype=args.token_dtype or loaded.token_dtype,
+        text_field=args.text_field,
+    )
+
+    def tokenizer() -> Any:
+        return load_tokenizer(args.tokenizer or loaded.tokenizer_name, Path(args.model), loaded.eos_token_id)
+
+    scores = None
+    if getattr(args, "tasks", None):  # first: a download that fails does so before the losses are computed
+        from olmo_lns.diagnostics.tasks import harness_model, score_tasks, with_tasks
+
+        how = {name: getattr(args, name) for name in ("metric", "limit", "num_fewshot", "chat_template")}
+        lm = harness_model(loaded, tokenizer(), args.batch_size)
+        scores = score_tasks(lm, loaded.blocks, args.tasks, include_path=args.task_path, **how)
+    batches: Iterable[Any] = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
+    if not args.quiet:
+        count = math.ceil((args.tokens or length * (sequences or 1)) / (length * args.batch_size))
+        batches = track(batches, f"{args.what}, batches", count, console=Console(stderr=True))
+    own = {"rows": args.rows, "seed": args.seed} if args.what == "jacobian" else {}
+    result: Measurement = MEASURES[args.what].run(loaded.model, loaded.blocks, batches, loaded.device, **own)
+    settings = {"dtype": loaded.dtype, "device": str(loaded.device), "sequence_length": length, **trained}
+    settings |= {name: getattr(args, name) for name in ("batch_size", "seed")}
+    found = with_tasks(result, scores) if scores else result
+    return replace(found, label=args.label or _label(args.model), model=args.model, data=args.data, settings=settings)
+
+
+def _label(model: str) -> str:
+    """The end of a checkpoint's path, from the name of its run on: ``lns/seed0/step300-unsharded``."""
+    parts, checkpoint = Path(model).parts, Path(model, "config.yaml").is_file()
+    first = len(parts) - 1 - checkpoint
+    while first > 0 and parts[first].startswith(("step", "seed")):
+        first -= 1
+    return "/".join(parts[max(0, first) :])
+
+
+def _drawn(results: Sequence[Measurement], path: Path, *, log: bool = False) -> Path:
+    from olmo_lns.diagnostics import plots
+
+    return plots.save(plots.draw(results, log=log), path)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """``olmo-lns analyze compare``: one or more results in one figure and table."""
+    from olmo_lns.diagnostics.results import check_writable, markdown, read_results, write_csv
+
+    for path in args.output:
+        check_writable(path)
+    if args.table:
+        check_writable(args.table, [".csv"])
+    results = read_results(args.results, args.labels)
+    print(markdown(results))
+    # Each file is of its own figure: a second one of the same has another layout in its last digits.
+    written = [_drawn(results, path, log=args.log) for path in args.output]
+    if args.table:
+        import pandas
+
+        written.append(write_csv(args.table, pandas.concat(r.frame().assign(model=r.label) for r in results)))
+    if written:
+        print(f"\nWritten: {', '.join(map(str, written))}")
+    return 0

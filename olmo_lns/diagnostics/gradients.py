@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
 import torch
@@ -31,15 +29,18 @@ from torch import nn
 from olmo_lns.diagnostics.capture import (
     Batches,
     block_input,
-    by_block,
+    body_forward,
     evaluating,
+    find_blocks,
     first_tensor,
+    observe,
+    real_tokens,
     run,
     token_loss,
     unpack,
 )
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
-from olmo_lns.models.structure import body_forward, find_blocks
 
 #: Widest model for which all rows are taken, unless asked otherwise.
 EXACT_UP_TO = 256
@@ -47,33 +48,6 @@ EXACT_UP_TO = 256
 SAMPLED_ROWS = 128
 #: Side of the sub-matrix kept for the heat map.
 HEAT_MAP = 64
-
-
-@dataclass(frozen=True)
-class JacobianResult:
-    """Distance, dominance and mean diagonal of J for each block, block 1 first.
-
-    :param method: ``"exact"`` or ``"projected"``. :param coordinates: 0-based rows that were computed.
-    :param heat_maps: per block, the square sub-matrix of J on ``heat_map_coordinates``.
-    :param tokens: tokens averaged over, one random position of each sequence. :param width: d.
-    """
-
-    method: str
-    identity_distance: list[float]
-    diagonal_dominance: list[float]
-    diagonal_mean: list[float]
-    heat_maps: list[list[list[float]]]
-    heat_map_coordinates: list[int]
-    coordinates: list[int]
-    width: int
-    tokens: int
-
-    def frame(self) -> Any:
-        """A pandas table with a row per block, ``block`` 1-based."""
-        numbers = ("identity_distance", "diagonal_dominance", "diagonal_mean")
-        columns: dict[str, Any] = {name: getattr(self, name) for name in numbers}
-        columns |= {"method": self.method, "rows": len(self.coordinates), "width": self.width, "tokens": self.tokens}
-        return by_block(columns)
 
 
 def block_jacobians(
@@ -84,14 +58,18 @@ def block_jacobians(
     *,
     rows: int | None = None,
     seed: int = 0,
-) -> JacobianResult:
+) -> Measurement:
     """Average J of every block over one random real position of each sequence in ``batches``.
+
+    The result's columns are ``identity_distance``, ``diagonal_dominance`` and ``diagonal_mean``; its details ``method``
+    (``exact`` or ``projected``), ``width`` d, the 0-based ``coordinates`` whose rows were computed, and for each block
+    a heat map, the sub-matrix of J on ``heat_map_coordinates``.
 
     :param rows: coordinates to sample; None takes all up to a width of 256 and 128 beyond.
     :param seed: of the positions and the coordinates.
     :raises LNSError: no token, or a Jacobian that is not finite (the first such block is named).
 
-    Example: ``block_jacobians(model, None, [torch.arange(64)[None]]).identity_distance`` has one number per block.
+    Example: ``block_jacobians(model, None, [torch.arange(64)[None]]).blocks["identity_distance"]``.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
@@ -99,18 +77,15 @@ def block_jacobians(
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     coordinates, sums, tokens = torch.empty(0, dtype=torch.long), [torch.zeros(0)] * len(blocks), 0
 
+    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        calls[block] = (args, kwargs)
+
     def recorded(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        with ExitStack() as stack:
-            for index, block in enumerate(blocks):
-
-                def keep(_: nn.Module, args: Any, kwargs: Any, index: int = index) -> None:
-                    calls[index] = (args, kwargs)
-
-                stack.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        with observe(blocks, keep):
             forward(ids, mask)
 
     for ids, mask in run(model, batches, device, recorded):
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        real = real_tokens(ids, mask)
         real = real[(kept := real.any(dim=1))]
         positions = torch.multinomial(real.double().cpu(), 1, generator=generator).squeeze(1)
         if not tokens:
@@ -168,7 +143,7 @@ def token_jacobian_rows(
     return torch.stack(rows, dim=1)
 
 
-def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> JacobianResult:
+def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> Measurement:
     width = means[0].shape[1]
     local = torch.linspace(0, len(coordinates) - 1, min(HEAT_MAP, len(coordinates))).round().long()
     shown = coordinates[local]
@@ -180,17 +155,17 @@ def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: i
         distance.append(math.sqrt(float((error**2).sum()) / len(rows)))
         dominance.append(float((own.abs() / rows.abs().sum(dim=1).clamp_min(1e-300)).mean()))
         diagonal.append(float(own.mean()))
-    return JacobianResult(
-        method="exact" if len(coordinates) == width else "projected",
-        identity_distance=distance,
-        diagonal_dominance=dominance,
-        diagonal_mean=diagonal,
-        heat_maps=[[[float(f"{v:.4g}") for v in row] for row in rows[local][:, shown].tolist()] for rows in means],
-        heat_map_coordinates=shown.tolist(),
-        coordinates=coordinates.tolist(),
-        width=width,
-        tokens=tokens,
-    )
+    maps = [[[float(f"{v:.4g}") for v in row] for row in rows[local][:, shown].tolist()] for rows in means]
+    details = {
+        "method": "exact" if len(coordinates) == width else "projected",
+        "rows": len(coordinates),
+        "width": width,
+        "coordinates": coordinates.tolist(),
+        "heat_map_coordinates": shown.tolist(),
+        "heat_maps": maps,
+    }
+    columns = {"identity_distance": distance, "diagonal_dominance": dominance, "diagonal_mean": diagonal}
+    return Measurement("jacobian", tokens, columns, details)
 
 
 #: Kind -> pattern on a parameter's name inside its block, first match wins: norms before the part they sit in.
@@ -200,33 +175,6 @@ PARTS = {
     "mlp": re.compile(r"mlp|\bff|feed_forward|ffn|intermediate|^output\.|fc"),
 }
 OTHER = "other"
-
-
-@dataclass(frozen=True)
-class GradNormResult:
-    """Per block (block 1 first): the total norm, by kind, and by parameter; outside: by parameter.
-
-    :param loss: mean loss per token in nats. :param tokens: predicted tokens.
-    """
-
-    total: list[float]
-    kinds: list[dict[str, float]]
-    parameters: list[dict[str, float]]
-    outside: dict[str, float]
-    loss: float
-    tokens: int
-
-    def frame(self) -> Any:
-        """A pandas table: a row per block and parameter (block 0 = outside the blocks); kinds, totals as own rows."""
-        import pandas
-
-        rows: list[tuple[Any, ...]] = []
-        for block, (total, kinds, names) in enumerate(zip(self.total, self.kinds, self.parameters, strict=True), 1):
-            rows.append((block, "all", "", total))
-            rows += [(block, kind, "", norm) for kind, norm in kinds.items()]
-            rows += [(block, kind_of(name), name, norm) for name, norm in names.items()]
-        rows += [(0, "outside", name, norm) for name, norm in self.outside.items()]
-        return pandas.DataFrame(rows, columns=["block", "kind", "parameter", "norm"])
 
 
 def kind_of(name: str) -> str:
@@ -239,22 +187,22 @@ def gradient_norms(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-    *,
-    mask_token: int | None = None,
-) -> GradNormResult:
+) -> Measurement:
     """Gradient norms of the mean loss over ``batches``; the model's own gradients are left untouched.
 
-    Needs room for one gradient of every parameter, in its dtype. Dropout is off.
+    Needs room for one gradient of every parameter, in its dtype. Dropout is off. The result's columns are ``total``,
+    each kind, and each parameter by its name in the block; its details the mean loss per token in nats, and the norms
+    of the parameters ``outside`` the blocks. ``tokens`` are those predicted.
 
     :raises LNSError: no token to predict, a loss that is not finite, or a gradient (the deepest such block is named:
         from there the backward pass carries it to all before).
 
-    Example: ``gradient_norms(model, None, [torch.arange(64)[None]]).total`` has one number per block.
+    Example: ``gradient_norms(model, None, [torch.arange(64)[None]]).blocks["total"]`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in named.items()}
-    loss_of = token_loss(model, mask_token)
+    loss_of = token_loss(model)
     total, tokens, scale = 0.0, 0, 0
     try:
         for parameter in named.values():
@@ -284,7 +232,7 @@ def gradient_norms(
 
 def _by_block(
     model: nn.Module, blocks: Sequence[nn.Module], norms: dict[str, float], loss: float, tokens: int
-) -> GradNormResult:
+) -> Measurement:
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters: list[dict[str, float]] = []
     inside: set[str] = set()
@@ -298,15 +246,12 @@ def _by_block(
             f"block {bad[-1]} is the deepest of {len(bad)} whose gradient holds NaN or infinity, and the backward pass "
             "carries it to those before: try fp32 or bf16"
         )
-    kinds: list[dict[str, float]] = []
-    for found in parameters:
-        parts = {kind: [n for p, n in found.items() if kind_of(p) == kind] for kind in (*PARTS, OTHER)}
-        kinds.append({kind: math.hypot(*some) for kind, some in parts.items() if some})
-    return GradNormResult(
-        total=[math.hypot(*block.values()) for block in parameters],
-        kinds=kinds,
-        parameters=parameters,
-        outside={name: n for name, n in norms.items() if name not in inside},
-        loss=loss,
-        tokens=tokens,
-    )
+    columns: dict[str, list[Any]] = {"total": [math.hypot(*block.values()) for block in parameters]}
+    for kind in (*PARTS, OTHER):
+        parts = [[norm for name, norm in block.items() if kind_of(name) == kind] for block in parameters]
+        if any(parts):
+            columns[kind] = [math.hypot(*some) if some else None for some in parts]
+    for name in dict.fromkeys(name for block in parameters for name in block):
+        columns[name] = [block.get(name) for block in parameters]
+    outside = {name: norm for name, norm in norms.items() if name not in inside}
+    return Measurement("gradnorm", tokens, columns, {"loss": loss, "outside": outside})

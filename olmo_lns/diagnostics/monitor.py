@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import csv
 import logging
-import os
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
 import torch
 
-from olmo_lns.diagnostics.capture import observe
+from olmo_lns.diagnostics.capture import find_blocks, first_tensor, observe
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.environment import MONITOR, read
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.hook import on_import, wrap
-from olmo_lns.models.structure import find_blocks
+from olmo_lns.text import write_whole
 
 log = logging.getLogger(__name__)
 
-#: Columns of the CSV file; ``block`` is 1-based, the others as in :class:`~.variance.VarianceResult`.
+#: Columns of the CSV file; ``block`` is 1-based, the others as in :mod:`~olmo_lns.diagnostics.variance`.
 COLUMNS = ("step", "block", "variance", "rms", "max", "tokens")
-DEFAULT_EVERY = 100
 FILE_NAME = "lns_variance.csv"
 
 
@@ -38,7 +36,7 @@ def parse_setting(value: str) -> tuple[int, str | None]:
     """
     items = [item.strip().partition("=") for item in value.split(",") if item.strip()]
     found = {key: text for key, _, text in items}
-    every = found.pop("every", str(DEFAULT_EVERY))
+    every = found.pop("every", "100")
     path = found.pop("path", None)
     if found or path == "" or not every.isdecimal() or int(every) < 1 or len({key for key, *_ in items}) < len(items):
         raise LNSConfigError(f"{MONITOR}={value}: expected every=<steps, a whole number >= 1>[,path=<csv file>]")
@@ -47,10 +45,10 @@ def parse_setting(value: str) -> tuple[int, str | None]:
 
 def register() -> None:
     """Watch every ``Trainer`` that is fitted while the environment asks for it; inert otherwise. An OLMo plugin."""
-    on_import("olmo.train", _wrap_trainer)
+    on_import("olmo.train", _extend)
 
 
-def _wrap_trainer(module: object) -> None:
+def _extend(_: object) -> None:
     wrap("olmo.train:Trainer.fit", _wrap_fit, needed=False)
 
 
@@ -63,7 +61,7 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def install(trainer: Any, every: int = DEFAULT_EVERY, path: str | os.PathLike[str] | None = None) -> Monitor:
+def install(trainer: Any, every: int, path: str | None = None) -> Monitor:
     """Watch an ``olmo.train.Trainer`` that is about to ``fit()``; installing twice changes nothing.
 
     :param every: steps between samples; steps ``every``, ``2 * every``, ... of the run are sampled.
@@ -73,13 +71,10 @@ def install(trainer: Any, every: int = DEFAULT_EVERY, path: str | os.PathLike[st
 
     Example: ``install(trainer, every=10)``, then ``trainer.fit()``.
     """
-    if (present := getattr(trainer, "_olmo_lns_monitor", None)) is not None:
-        return present
-    target = Path(path) if path is not None else Path(trainer.cfg.save_folder) / FILE_NAME
-    monitor = Monitor(trainer, every, target)
-    trainer._olmo_lns_monitor = monitor
-    log.info("LNS monitor: output variance of every block to %s every %d steps", target, every)
-    return monitor
+    if not hasattr(trainer, "_olmo_lns_monitor"):
+        trainer._olmo_lns_monitor = Monitor(trainer, every, Path(path or Path(trainer.cfg.save_folder) / FILE_NAME))
+    found: Monitor = trainer._olmo_lns_monitor
+    return found
 
 
 class Monitor:
@@ -95,6 +90,7 @@ class Monitor:
         trainer.train_step, trainer.model_forward = self._step, self._forward
         if self._writes:
             start_file(path, trainer.global_step)
+            log.info("LNS monitor: output variance of every block to %s every %d steps", path, every)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         step = self._trainer.global_step  # counted up by fit() before the step
@@ -113,10 +109,9 @@ class Monitor:
         moments = self._moments
         if moments is None:
             return self._model_forward(batch, *args, **kwargs)
-        mask = batch.get("attention_mask")
-        mask = None if mask is None else mask.bool()
+        mask = batch["attention_mask"].bool() if batch.get("attention_mask") is not None else None
         blocks = find_blocks(self._trainer.model)
-        with observe(blocks, on_output=lambda block, hidden: moments.add(block, hidden, mask)):
+        with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output), mask)):
             return self._model_forward(batch, *args, **kwargs)
 
     def _write(self, step: int, moments: Moments) -> None:
@@ -128,7 +123,8 @@ class Monitor:
         found = moments.result(check=False)
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
-            for block, numbers in enumerate(zip(found.variance, found.rms, found.max, strict=True), start=1):
+            columns = (found.blocks[name] for name in ("variance", "rms", "max"))
+            for block, numbers in enumerate(zip(*columns, strict=True), start=1):
                 writer.writerow((step, block, *(f"{value:.6g}" for value in numbers), found.tokens))
 
 
@@ -140,10 +136,8 @@ def start_file(path: Path, step: int) -> None:
         if found != head:
             raise ValueError(f"found columns {found!r}, expected {head!r}")
         lines = [head, *(row for row in rows if int(row.partition(",")[0]) <= step)]
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, "\n".join(lines) + "\n")
     except ValueError as error:  # a step that is no number, a file that is no text
         raise LNSConfigError(f"{MONITOR}: {path} is not a file of the monitor: {error}; move it away") from None
     except OSError as error:

@@ -1,29 +1,19 @@
-"""Figures from result files: labels and units on every axis, 1-based layers, safe for colour-blind readers."""
+"""Figures from results: labels and units on every axis, 1-based layers, safe for colour-blind readers."""
 
 from __future__ import annotations
 
+import io
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from olmo_lns.diagnostics.monitor import COLUMNS
-from olmo_lns.diagnostics.results import Report
-from olmo_lns.errors import LNSError
+from olmo_lns.diagnostics.results import Measurement
+from olmo_lns.schemes import parse
+from olmo_lns.study.arms import ARMS, Arm
+from olmo_lns.text import write_whole
 
-#: Okabe and Ito's palette without its yellow, which print loses; marker and dash differ as well. The first three are
-#: those of a study's arms Pre-LN, scaled initialization and LNS.
-STYLES = [
-    {"color": "#D55E00", "linestyle": "-", "marker": "o"},
-    {"color": "#E69F00", "linestyle": "--", "marker": "s"},
-    {"color": "#0072B2", "linestyle": "-.", "marker": "^"},
-    {"color": "#CC79A7", "linestyle": ":", "marker": "v"},
-    {"color": "#009E73", "linestyle": ":", "marker": "D"},
-    {"color": "#56B4E9", "linestyle": "--", "marker": "P"},
-]
-SCALED_STYLE, LNS_STYLE = 1, 2
 #: Heat maps of a Jacobian that are shown side by side at most.
 SHOWN_BLOCKS = 6
 #: An axis is logarithmic by itself where the largest value is so many times the smallest.
@@ -43,31 +33,42 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write PNG or SVG, by the suffix of ``path``."""
-    figure.savefig(path, bbox_inches="tight", dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return path
+    """Write PNG or SVG, by the suffix of ``path``, whole."""
+    content, kind = io.BytesIO(), path.suffix[1:]
+    figure.savefig(
+        content, format=kind, bbox_inches="tight", dpi=200, metadata={"Date": None} if kind == "svg" else None
+    )
+    return write_whole(path, content.getvalue())
 
 
-def draw(reports: Sequence[Report], *, log: bool = False) -> Any:
+def draw(results: Sequence[Measurement], *, log: bool = False) -> Any:
     """One figure of one diagnostic for one or several models.
 
     :param log: logarithmic vertical axes, also where values are close; for the loss increase, which may be negative,
         logarithmic beyond 0.001.
     """
-    return FIGURES[reports[0].what](reports, log)
+    return FIGURES[results[0].what](results, log)
 
 
-def styles(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """One colour an arm where there are several, repetitions by marker and dash; else one style a model."""
-    own = {("lns", "plain"): LNS_STYLE, ("preln", "scaled"): SCALED_STYLE}
-    arms = []
-    for report in reports:
-        scheme = (report.settings.get("lns") or {}).get("scheme", "preln")
-        arms.append(own.get((scheme, report.settings.get("initialization", "plain")), 0))
+def arm_of(result: Measurement) -> Arm | None:
+    """The arm of the study's table that a model is: by its label, else by its scheme and initialization."""
+    scheme, drawn = parse(result.settings.get("scheme", "preln")), result.settings.get("initialization", "plain")
+    for arm in ARMS.values():
+        if result.label in (arm.name, arm.label):
+            return arm
+    return next((a for a in ARMS.values() if (a.scheme, a.initialization, a.init_fn) == (scheme, drawn, "")), None)
+
+
+def styles(results: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """An arm's colour in every figure, that of Pre-LN for a model that is none; dash and marker tell models apart."""
+    arms = [arm_of(result) or ARMS["preln"] for result in results]
+    lines = list(ARMS.values())
     found = []
     for number, arm in enumerate(arms):
-        style = STYLES[(arm + arms[:number].count(arm)) % len(STYLES)]
-        found.append(style if len(set(arms)) == 1 else {**style, "color": STYLES[arm]["color"]})
+        shape = lines[(lines.index(arm) + arms[:number].count(arm)) % len(lines)]
+        # Models of one arm alone are told apart by colour, too.
+        colour = shape if len(set(a.name for a in arms)) == 1 else arm
+        found.append({"color": colour.colour, "linestyle": shape.line, "marker": shape.marker})
     return found
 
 
@@ -79,12 +80,10 @@ def block_axis(axis: Any, blocks: int) -> None:
     axis.set_xlim(0.5, blocks + 0.5)
 
 
-def _lines(
-    axis: Any, reports: Sequence[Report], values: Callable[[Any], Sequence[float]], label: str, log: bool
-) -> None:
-    lines = [values(report.result) for report in reports]
-    for style, report, y in zip(styles(reports), reports, lines, strict=True):
-        axis.plot(range(1, len(y) + 1), y, label=report.label, **style)
+def _lines(axis: Any, results: Sequence[Measurement], column: str, label: str, log: bool) -> None:
+    lines = [[math.nan if v is None else v for v in result.blocks.get(column, [math.nan])] for result in results]
+    for style, result, y in zip(styles(results), results, lines, strict=True):
+        axis.plot(range(1, len(y) + 1), y, label=result.label, **style)
     block_axis(axis, max(map(len, lines)))
     axis.set_ylabel(label)
     known = [value for line in lines for value in line if not math.isnan(value)]
@@ -102,154 +101,108 @@ def _legend(figure: Any, axis: Any) -> Any:
     return figure
 
 
-def _variance(reports: Sequence[Report], log: bool) -> Any:
+def _variance(results: Sequence[Measurement], log: bool) -> Any:
     figure = new_figure(8, 3)
     axes = figure.subplots(1, 2)
-    _lines(axes[0], reports, lambda r: r.variance, "output variance\n(mean over tokens)", log)
-    _lines(axes[1], reports, lambda r: r.max, "largest |activation|", log)
+    _lines(axes[0], results, "variance", "output variance\n(mean over tokens)", log)
+    _lines(axes[1], results, "max", "largest |activation|", log)
     return _legend(figure, axes[0])
 
 
-def _angular(reports: Sequence[Report], log: bool) -> Any:
-    count = len(reports)
+def _angular(results: Sequence[Measurement], log: bool) -> Any:
+    grids = [np.array(list(result.blocks.values()), dtype=float) for result in results]
     # One scale for all models, so that colours compare, over what is there: most distances are far below 1.
-    values = [value for report in reports for row in report.result.distance for value in row] or [0.0, 1.0]
-    figure = new_figure(3 * (count + 1) + 0.6, 3)
-    *maps, last = figure.subplots(1, count + 1, squeeze=False)[0]
-    for axis, report in zip(maps, reports, strict=True):
-        rows = report.result.distance
-        grid = np.full((len(rows), len(rows)), np.nan)
-        for layer, row in enumerate(rows):
-            grid[: len(row), layer] = row
-        extent = (0.5, len(rows) + 0.5, 0.5, len(rows) + 0.5)
-        image = axis.imshow(grid, origin="lower", extent=extent, vmin=min(values), vmax=max(values), cmap="cividis")
-        axis.set_title(f"{report.label} ({report.result.variant})")
+    low, high = min(map(np.nanmin, grids)), max(map(np.nanmax, grids))
+    figure = new_figure(3 * (len(results) + 1) + 0.6, 3)
+    *maps, last = figure.subplots(1, len(results) + 1, squeeze=False)[0]
+    for axis, result, grid in zip(maps, results, grids, strict=True):
+        extent = (0.5, len(grid) + 0.5, 0.5, len(grid) + 0.5)
+        image = axis.imshow(grid, origin="lower", extent=extent, vmin=low, vmax=high, cmap="cividis")
+        axis.set_title(f"{result.label}")
         axis.grid(False)
-        block_axis(axis, len(rows))
+        block_axis(axis, len(grid))
         axis.set_yticks(axis.get_xticks())
         axis.set(xlabel="state l (input of block l)", ylabel="n (blocks between)")
     figure.colorbar(image, ax=maps, label="d(l, l+n)  [fraction of π]")
-    _lines(last, reports, lambda r: r.adjacent, "d(l, l+1)  [fraction of π]", log)
+    _lines(last, results, "d1", "d(l, l+1)  [fraction of π]", log)
     return _legend(figure, last)
 
 
-def _layer_drop(reports: Sequence[Report], log: bool) -> Any:
-    tasks = list(dict.fromkeys(name for report in reports for name in report.result.tasks))
-    figure = new_figure(4.5 * (1 + len(tasks)), 3)
-    first, *others = figure.subplots(1, 1 + len(tasks), squeeze=False)[0]
-    for style, report in zip(styles(reports), reports, strict=True):
-        _errorbar(first, report.result.increase, report.result.loss_stderr, label=report.label, **style)
-        for axis, task in zip(others, tasks, strict=True):
-            if scores := report.result.tasks.get(task):
-                _errorbar(axis, scores.drop, scores.without_stderr, label=report.label, **style)
-                axis.set_ylabel(f"drop of {scores.metric} on {task}")
-    first.set_ylabel("loss increase [nats/token]")
-    if log:
-        first.set_yscale("symlog", linthresh=1e-3)
-    for axis in (first, *others):
-        axis.axhline(0, color="black", linewidth=0.6)
-        block_axis(axis, max(len(report.result.increase) for report in reports))
-        axis.set_xlabel("removed block l")
-    return _legend(figure, first)
+def _layer_drop(results: Sequence[Measurement], log: bool) -> Any:
+    """Block 1, which no model can spare, on its own axis: on one axis with it the others would look alike."""
+    shown = {"increase": ("increase_stderr", "loss increase [nats/token]")}
+    for result in results:
+        for task, scores in result.details.get("tasks", {}).items():
+            shown[f"{task}:drop"] = (f"{task}:stderr", f"drop of {scores['metric']} on {task}")
+    figure = new_figure(5 * len(shown), 3)
+    axes = figure.subplots(1, 2 * len(shown), squeeze=False, width_ratios=[1, 5] * len(shown))[0]
+    blocks = max(len(result.main) for result in results)
+    for (column, (error, label)), first, others in zip(shown.items(), axes[::2], axes[1::2], strict=True):
+        for style, result in zip(styles(results), results, strict=True):
+            if column in result.blocks:
+                _errorbar(first, result, column, error, slice(0, 1), style)
+                _errorbar(others, result, column, error, slice(1, None), style)
+        for axis in (first, others):
+            axis.axhline(0, color="black", linewidth=0.6)
+            if log and column == "increase":
+                axis.set_yscale("symlog", linthresh=1e-3)
+        block_axis(others, blocks)
+        first.set(xlim=(0.5, 1.5), xticks=[1], ylabel=label)
+        others.set(xlabel="removed block l", xlim=(1.5, blocks + 0.5))
+    return _legend(figure, axes[1])
 
 
-def _errorbar(axis: Any, y: Sequence[float], errors: Sequence[float | None], **style: Any) -> None:
-    known = None if any(error is None for error in errors) else errors
-    axis.errorbar(range(1, len(y) + 1), y, yerr=known, capsize=2, **style)
+def _errorbar(axis: Any, result: Measurement, column: str, error: str, part: slice, style: dict[str, Any]) -> None:
+    y, errors = result.blocks[column], result.blocks[error]
+    known = None if None in errors else errors[part]
+    axis.errorbar(range(1, len(y) + 1)[part], y[part], yerr=known, capsize=2, label=result.label, **style)
 
 
-def _jacobian(reports: Sequence[Report], log: bool) -> Any:
-    figure = new_figure(1, 1)
+def _jacobian(results: Sequence[Measurement], log: bool) -> Any:
     from matplotlib.colors import SymLogNorm
 
     # Off-diagonal entries are a hundred times smaller than the diagonal's 1 and would not be seen on a linear scale.
     scale = SymLogNorm(linthresh=0.01, vmin=-1, vmax=1, base=10)
-    shown = [_spread(len(report.result.heat_maps)) for report in reports]
+    shown = []
+    for result in results:
+        count = len(result.main)
+        shown.append(sorted({round(i) for i in np.linspace(0, count - 1, min(count, SHOWN_BLOCKS))}))
     columns = max(2, *map(len, shown))
-    figure.set_size_inches(1.7 * columns + 0.8, 1.9 * len(reports) + 2.8)
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1.9 * len(reports), 2.8])
-    axes = top.subplots(len(reports), columns, squeeze=False)
-    for row, report, blocks in zip(axes, reports, shown, strict=True):
+    figure = new_figure(1.7 * columns + 0.8, 1.9 * len(results) + 2.8)
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1.9 * len(results), 2.8])
+    axes = top.subplots(len(results), columns, squeeze=False)
+    for row, result, blocks in zip(axes, results, shown, strict=True):
         for axis in row[len(blocks) :]:
             axis.set_axis_off()
         for axis, block in zip(row, blocks, strict=False):
-            image = axis.imshow(report.result.heat_maps[block], norm=scale, cmap="PuOr", interpolation="nearest")
+            image = axis.imshow(result.details["heat_maps"][block], norm=scale, cmap="PuOr", interpolation="nearest")
             axis.set(title=f"block {block + 1}", xticks=[], yticks=[])
             axis.grid(False)
-        row[0].set_ylabel(f"{report.label}\n({report.result.method})")
+        row[0].set_ylabel(f"{result.label}\n({result.details['method']})")
     top.colorbar(image, ax=list(axes.flat), label="entry of J (symmetric log)", shrink=0.8)
     distance, dominance = bottom.subplots(1, 2)
-    _lines(distance, reports, lambda r: r.identity_distance, "distance to identity\n|J - I| / |I|", log)
-    _lines(dominance, reports, lambda r: r.diagonal_dominance, "diagonal dominance\n(1 = diagonal)", False)
+    _lines(distance, results, "identity_distance", "distance to identity\n|J - I| / |I|", log)
+    _lines(dominance, results, "diagonal_dominance", "diagonal dominance\n(1 = diagonal)", False)
     dominance.set(yscale="linear", ylim=(0, 1))
     _legend(bottom, distance)
     return figure
 
 
-def _spread(count: int) -> list[int]:
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, SHOWN_BLOCKS))})
+def _gradnorm(results: Sequence[Measurement], log: bool) -> Any:
+    kinds = [kind for kind in ("total", "norm", "attention", "mlp", "other") if any(kind in r.blocks for r in results)]
+    figure = new_figure(2.7 * len(kinds), 2.7)
+    axes = figure.subplots(1, len(kinds), squeeze=False)[0]
+    for axis, kind in zip(axes, kinds, strict=True):
+        _lines(axis, results, kind, "" if kind != "total" else "gradient norm\n[nats/token per unit]", log)
+        axis.set_title("whole block" if kind == "total" else kind)
+    return _legend(figure, axes[0])
 
 
-def _gradnorm(reports: Sequence[Report], log: bool) -> Any:
-    kinds = list(dict.fromkeys(kind for report in reports for block in report.result.kinds for kind in block))
-    figure = new_figure(2.7 * (1 + len(kinds)), 2.7)
-    whole, *others = figure.subplots(1, 1 + len(kinds), squeeze=False)[0]
-    _lines(whole, reports, lambda r: r.total, "gradient norm\n[nats/token per unit]", log)
-    whole.set_title("whole block")
-    for axis, kind in zip(others, kinds, strict=True):
-        _lines(axis, reports, partial(_of_kind, kind=kind), "", log)
-        axis.set_title(kind)
-    return _legend(figure, whole)
-
-
-def _of_kind(result: Any, kind: str) -> list[float]:
-    return [block.get(kind, math.nan) for block in result.kinds]
-
-
-#: Name of a diagnostic -> its figure for (reports, logarithmic axis).
-FIGURES: dict[str, Callable[[Sequence[Report], bool], Any]] = {
+#: Name of a diagnostic -> its figure for (results, logarithmic axis).
+FIGURES: dict[str, Callable[[Sequence[Measurement], bool], Any]] = {
     "variance": _variance,
     "angular": _angular,
     "layer-drop": _layer_drop,
     "jacobian": _jacobian,
     "gradnorm": _gradnorm,
 }
-
-
-def draw_training(paths: Sequence[Path], labels: Sequence[str], *, log: bool = False) -> Any:
-    """Variance through training from the monitor's CSV files: one panel a run, one line a block, one scale."""
-    figure = new_figure(3.2 * len(paths) + 0.8, 3)
-    import matplotlib as mpl
-
-    runs = [read_training(path) for path in paths]
-    axes = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
-    norm = mpl.colors.Normalize(1, max(max(run.columns) for run in runs))
-    for axis, run, label in zip(axes, runs, labels, strict=True):
-        for block, variance in run.items():
-            axis.plot(run.index, variance, color=mpl.colormaps["viridis"](norm(block)), linewidth=1.2)
-        axis.set(title=label, xlabel="training step")
-        axis.set_yscale("log") if log else axis.set_ylim(bottom=0)
-    axes[0].set_ylabel("output variance (mean over tokens)")
-    ticks = mpl.ticker.MaxNLocator(integer=True)
-    figure.colorbar(mpl.cm.ScalarMappable(norm, "viridis"), ax=list(axes), label="block l", ticks=ticks)
-    return figure
-
-
-def read_training(path: Path) -> Any:
-    """A pandas table of a monitor's CSV file: a row a step, a column a block, the variance in the cells.
-
-    :raises LNSError: other columns, words for numbers, or no row yet.
-    """
-    import pandas
-
-    try:
-        rows = pandas.read_csv(path)
-        if tuple(rows.columns) != COLUMNS:
-            raise LNSError(f"{path}: found columns {list(rows.columns)}, expected the monitor's {', '.join(COLUMNS)}")
-        rows = rows.apply(pandas.to_numeric)
-        found = rows.pivot(index="step", columns="block", values="variance")
-    except ValueError as error:  # pandas' own errors, too
-        raise LNSError(f"{path}: not the monitor's file: {error}") from None
-    if found.empty:
-        raise LNSError(f"{path} has no rows yet: the run has not reached its first sampled step")
-    return found

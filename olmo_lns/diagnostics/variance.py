@@ -11,36 +11,23 @@ neither the order nor the number of batches or ranks matters.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Sequence
+from typing import Sequence
 
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, by_block, not_finite, observe, over_ranks, run
+from olmo_lns.diagnostics.capture import (
+    Batches,
+    body_forward,
+    find_blocks,
+    first_tensor,
+    not_finite,
+    observe,
+    over_ranks,
+    run,
+)
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
-from olmo_lns.models.structure import body_forward, find_blocks
-
-
-@dataclass(frozen=True)
-class VarianceResult:
-    """One number per block, block 1 first.
-
-    :param variance: mean over tokens of the variance over features (squared activation units).
-    :param variance_std: population standard deviation over tokens of the same.
-    :param rms: root mean square over tokens and features. :param max: largest absolute activation.
-    :param tokens: tokens pooled, padding excluded.
-    """
-
-    variance: list[float]
-    variance_std: list[float]
-    rms: list[float]
-    max: list[float]
-    tokens: int
-
-    def frame(self) -> Any:
-        """A pandas table with a row per block, ``block`` 1-based."""
-        return by_block(asdict(self))
 
 
 class Moments:
@@ -86,8 +73,8 @@ class Moments:
         bad = (~torch.isfinite(rows).all(dim=1)).nonzero()
         return int(bad[0]) + 1 if len(bad) else None
 
-    def result(self, *, check: bool = True) -> VarianceResult:
-        """The pooled numbers.
+    def result(self, *, check: bool = True) -> Measurement:
+        """The pooled numbers, in the columns ``variance``, ``variance_std``, ``rms`` and ``max``.
 
         :param check: False returns NaN for blocks whose activations are not finite instead of raising.
         :raises LNSError: no token was added, or a block's activations are not finite (the first is named).
@@ -98,13 +85,13 @@ class Moments:
         if len(empty := (count == 0).nonzero()):
             raise LNSError(f"block {int(empty[0]) + 1} saw no token: expected every block to run")
         variance, square, power = (total / count for total in sums)
-        return VarianceResult(
-            variance=variance.tolist(),
-            variance_std=(square - variance**2).clamp_min(0).sqrt().tolist(),
-            rms=power.sqrt().tolist(),
-            max=[float(value) for value in self._largest],
-            tokens=int(count[0]),
-        )
+        columns = {
+            "variance": variance.tolist(),
+            "variance_std": (square - variance**2).clamp_min(0).sqrt().tolist(),
+            "rms": power.sqrt().tolist(),
+            "max": [float(value) for value in self._largest],
+        }
+        return Measurement("variance", int(count[0]), columns)
 
 
 def block_output_variance(
@@ -112,30 +99,25 @@ def block_output_variance(
     blocks: Sequence[nn.Module] | None,
     batches: Batches,
     device: torch.device | str = "cpu",
-    *,
-    all_ranks: bool = False,
-) -> VarianceResult:
+) -> Measurement:
     """Variance of every block's raw output over all tokens of ``batches``.
 
-    :param blocks: in order; None finds them (:func:`~olmo_lns.models.structure.find_blocks`).
+    :param blocks: in order; None finds them.
     :param batches: token ids (batch, sequence), or mappings with ``input_ids`` and an ``attention_mask``.
     :param device: where the ids go. The model stays where it is, in its own dtype, and keeps its mode.
-    :param all_ranks: pool with every rank of torch.distributed; then every rank must call this.
     :raises LNSError: no token, or activations that are not finite (the first such block is named).
 
-    Example: ``block_output_variance(model, None, [torch.arange(64)[None]]).variance`` has one number per block.
+    Example: ``block_output_variance(model, None, [torch.arange(64)[None]]).blocks["variance"]``.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     moments = Moments(len(blocks))
     forward = body_forward(model)
 
     def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        with observe(blocks, on_output=lambda block, hidden: moments.add(block, hidden, mask)):
+        with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output), mask)):
             forward(ids, mask)
 
-    for _ in run(model, batches, device, watched, may_be_empty=all_ranks):
+    for _ in run(model, batches, device, watched):
         if moments.first_bad_block():
             break
-    if all_ranks:
-        moments.pool_ranks()
     return moments.result()

@@ -89,13 +89,10 @@ def _output(norm: Any, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return output
 
 
-def fold_scaled(
-    model: nn.Module, dtype: torch.dtype | None = None, readers: Mapping[nn.Module, Sequence[nn.Module]] | None = None
-) -> None:
+def fold_scaled(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Fold the factor of every scaled norm of a model in place; it has no sites afterwards.
 
-    :param dtype: of the parameters that are changed, None: their own. :param readers: norm without a gain -> the
-        linear layers that read it.
+    :param dtype: of the parameters that are changed, None: their own.
     :raises LNSConfigError: two norms share a gain, or as :func:`fold_norm`.
 
     Example: ``fold_scaled(model)``.
@@ -105,7 +102,7 @@ def fold_scaled(
     if len(set(gains)) != len(gains):
         raise LNSConfigError(f"{type(model).__name__}: two blocks share a norm's gain, which has room for one factor.")
     for name, module in found.items():
-        fold_norm(module, dtype, where=name, readers=(readers or {}).get(module, ()))
+        fold_norm(module, dtype, where=name)
         vars(module).pop("lns_sites", None)
 
 

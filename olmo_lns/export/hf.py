@@ -38,6 +38,7 @@ def _init(args: argparse.Namespace, out: Path) -> list[str]:
     import transformers
 
     from olmo_lns.integrations.transformers import apply
+    from olmo_lns.integrations.transformers.models import under_scheme
     from olmo_lns.norm.dtypes import DTYPES as TORCH
 
     scheme = parse(args.scheme)
@@ -47,19 +48,19 @@ def _init(args: argparse.Namespace, out: Path) -> list[str]:
     if not hasattr(transformers, name):
         raise LNSConfigError(f"--head {args.head}: transformers has no {name}")
     torch.manual_seed(args.seed)
+    dtype = args.dtype or "fp32"
+    if not args.weights:
+        config = under_scheme(config, scheme, args.initialization or "plain")
+        config.dtype = TORCH[dtype]
+        config.save_pretrained(out)
+        built = f"no weights: build it with {name}.from_config, which finds its norms"
+        return [f"{config.model_type}: {scheme}", _copy_tokenizer(args.source, out), built]
     try:
-        with torch.device("cpu" if args.weights else "meta"):
-            built = getattr(transformers, name).from_config(config)
+        built = getattr(transformers, name).from_config(config)
     except (ValueError, TypeError, AttributeError) as error:
         raise LNSConfigError(f"{name} cannot be built from this config: {one_line(error)}") from error
     model: Any = apply(built, scheme, initialization=args.initialization, trained=False)
-    dtype = args.dtype or "fp32"
     tokenizer = _copy_tokenizer(args.source, out)
-    if not args.weights:
-        model.config.dtype = TORCH[dtype]
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(out)
-        return [f"{model.config.model_type}: {scheme}", tokenizer, f"no weights: build it with {name}.from_config"]
     model.to(TORCH[dtype]).save_pretrained(out)
     count = sum(parameter.numel() for parameter in model.parameters())
     size = f"{type(model).__name__}: {count:,} parameters, {dtype}, seed {args.seed}"
@@ -144,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     init = commands.add_parser("init", help="a model with fresh weights, to train from scratch")
     init.add_argument("source", help="a model type such as llama, or a folder or hub name with a config.json")
     init.add_argument("--scheme", default="lns", help="such as lns or lns:exponent=0.25 (default %(default)s)")
-    init.add_argument("--initialization", default="", help="plain (default), scaled, depth_scaled or upstream")
+    init.add_argument("--initialization", default="", help="plain (default) or upstream")
     init.add_argument("--set", type=_setting, action="append", default=[], metavar="name=value", help="of the config")
     init.add_argument("--head", default="CausalLM", help="CausalLM (default), SequenceClassification, …")
     init.add_argument("--seed", type=seed, default=0, help="of the fresh weights (default %(default)s)")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Mapping
 
 import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
-from olmo_lns.export import HF, fold
+from olmo_lns.export import HF
+from olmo_lns.export.fold import check_finite
 from olmo_lns.export.open import Opened, load_state
 from olmo_lns.schemes import PRE_LN, Scheme
-from olmo_lns.sites import read_back, sites
+from olmo_lns.sites import read_back
 
 #: Largest relative difference of logits between one model in two frameworks: in fp32, and in fp16 or bf16.
 _SAME = {torch.float32: 1e-4, torch.float64: 1e-4}
@@ -89,64 +89,16 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
     :raises LNSConfigError: adapters, or the scheme doesn't fold.
     """
-    import transformers
+    from olmo_lns.integrations.transformers import fold
 
     model: Any = opened.model
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise LNSConfigError(f"{opened.folder}: the model has adapters. Merge them first (merge_and_unload()).")
-    name = type(model).__name__.removeprefix("LNS")
-    gainless = [norm for _, norm, _ in sites(model) if not any(True for _ in norm.parameters(recurse=False))]
-    fold.fold_scaled(model, dtype, _readers(model, gainless) if gainless else None)
-    config = transformers.AutoConfig.for_model(**settings(model))
-    with torch.device("meta"):
-        stock = getattr(transformers, name)(config).eval()
-    _give(stock, model.state_dict(), opened.folder)
-    if getattr(model, "generation_config", None) is not None:
-        stock.generation_config = model.generation_config
-    stock = stock.to(dtype=dtype)
+    if dtype is not None:  # products are rounded once
+        model.to(torch.promote_types(model.dtype, dtype))
+    stock = fold(model).to(dtype=dtype)
+    check_finite(stock.named_parameters())
     return replace(opened, model=stock, scheme=PRE_LN, config=settings(stock))
-
-
-def _readers(model: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """The layers with a matrix whose input is the very tensor that a norm gave.
-
-    :raises LNSConfigError: something else reads a norm, too.
-    """
-    given: dict[int, nn.Module] = {}
-    kept: list[torch.Tensor] = []  # so that no address is used twice
-    found: dict[nn.Module, list[nn.Module]] = {norm: [] for norm in norms}
-
-    def note(norm: nn.Module, args: Any, output: torch.Tensor) -> None:
-        given[id(output)] = norm
-        kept.append(output)
-
-    def read(module: nn.Module, args: Any) -> None:
-        if args and id(args[0]) in given:
-            found[given[id(args[0])]].append(module)
-
-    matrices = [m for m in model.modules() if torch.is_tensor(w := getattr(m, "weight", None)) and w.dim() == 2]
-    with _hooks(
-        [norm.register_forward_hook(note) for norm in norms] + [m.register_forward_pre_hook(read) for m in matrices]
-    ):
-        expected = logits(model)
-    doubled = [norm.register_forward_hook(lambda module, args, output: output * 2) for norm in norms]
-    halved = [
-        reader.register_forward_pre_hook(lambda module, args: (args[0] / 2, *args[1:]))
-        for readers in found.values()
-        for reader in readers
-    ]
-    with _hooks(doubled + halved):
-        require_same(logits(model), expected, model, f"{type(model).__name__}: more than linear layers read its norms")
-    return found
-
-
-@contextmanager
-def _hooks(handles: list[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def vocabulary(model: nn.Module) -> int:

@@ -39,7 +39,7 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     :raises LNSConfigError: OLMo-core isn't installed or refuses the config, or the weights are not its model's.
     """
     try:
-        from olmo_core.distributed.checkpoint import load_model_and_optim_state
+        from olmo_core.distributed.checkpoint import get_checkpoint_metadata, load_model_and_optim_state
         from olmo_core.nn.transformer import TransformerConfig
     except ImportError as error:
         raise LNSConfigError(
@@ -61,7 +61,10 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
         if scheme is not None and not scheme.is_pre_ln and (scaled or CLASS not in json.dumps(values)):
             apply(made, scheme.name, **scheme.parameters, initialization="upstream")
         model = made.build(init_device="cpu")
-        load_model_and_optim_state(weights, model)
+        stored = get_checkpoint_metadata(str(weights)).state_dict_metadata
+        if missing := sorted(name for name in model.state_dict() if f"model.{name}" not in stored):
+            raise LNSConfigError(f"{weights}: {missing[0]} is missing ({len(missing)} such weights).")
+        load_model_and_optim_state(str(weights), model)
     except LNSError:
         raise
     except Exception as error:  # OLMo-core's and torch's own, of many kinds

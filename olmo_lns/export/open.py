@@ -120,13 +120,12 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: obje
     :raises LNSConfigError: missing, unexpected or of another shape; it names the first.
     """
     own = model.state_dict()
-    for problem, names in (("is missing", set(own) - set(state)), ("has no place", set(state) - set(own))):
+    shapes = {name for name in set(own) & set(state) if own[name].shape != state[name].shape}
+    missing, unknown = set(own) - set(state), set(state) - set(own)
+    for problem, names in (("is missing", missing), ("has no place", unknown), ("has another shape", shapes)):
         if names:
             raise LNSConfigError(f"{source}: {min(names)} {problem} ({len(names)} such weights). Expected its model's.")
-    try:
-        model.load_state_dict(dict(state), assign=True)
-    except RuntimeError as error:
-        raise LNSConfigError(f"{source}: {one_line(error)}") from None
+    model.load_state_dict(dict(state), assign=True)
 
 
 def tensors_of(folder: Path, wanted: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

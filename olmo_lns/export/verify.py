@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -19,6 +19,8 @@ from olmo_lns.schemes import Scheme
 
 #: Largest logit difference in fp32, relative to the largest logit.
 TOLERANCE = 1e-5
+#: Differences of config and weights that are named.
+_SHOWN = 10
 #: Settings, or what their names begin with, that change no function of a model that is evaluated.
 _NEUTRAL = (
     *("init_", "emb_init", "scale_emb_init", "initializer_", "embedding_init_std", "precision", "flash_attention"),
@@ -38,32 +40,16 @@ _NEUTRAL = (
 
 @dataclass
 class Comparison:
-    """Result of :func:`verify`. :param differences: of names, settings and weights, a line each.
+    """Result of :func:`verify`.
 
-    :param largest: max |Δ logit|, and ``allowed`` what it may be. :param agreement: share of equal likeliest tokens.
+    :param lines: what was compared and found, for a user. :param passed: the export computes what the checkpoint does.
     """
 
-    weights: int = 0
-    differences: list[str] = field(default_factory=list)
-    largest: float = math.inf
-    allowed: float = 0.0
-    agreement: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        return not self.differences and self.largest <= self.allowed
+    lines: list[str]
+    passed: bool
 
     def __str__(self) -> str:
-        lines = [f"differs                 {line}" for line in self.differences[:10]]
-        if more := len(self.differences) - 10 > 0:
-            lines.append(f"differs                 … and {more} more")
-        lines += [
-            f"weights compared        {self.weights}",
-            f"max |difference|, logit {self.largest:.3e} (allowed {self.allowed:.3e})",
-            f"top-1 agreement         {self.agreement:.2%}",
-            "PASS" if self.passed else "FAIL",
-        ]
-        return "\n".join(lines)
+        return "\n".join([*self.lines, "PASS" if self.passed else "FAIL"])
 
 
 def verify(
@@ -94,13 +80,20 @@ def verify(
         if dtype != torch.float32:  # twice what running the checkpoint itself in that dtype costs
             allowed = 2 * float((logits(copy.deepcopy(reference).to(dtype), ids).double() - expected).abs().max())
     anew = convert(opened, HF if found.kind == MEGATRON else found.kind, dtype)
-    weights, result = anew.model.state_dict(), Comparison(allowed=allowed)
-    result.differences = _of_settings(anew.config, found.config) + _of_weights(weights, found.model.state_dict())
-    result.weights = len(weights)
+    weights = anew.model.state_dict()
+    differences = _of_settings(anew.config, found.config) + _of_weights(weights, found.model.state_dict())
+    largest, agreement = math.inf, 0.0
     if given.shape == expected.shape:
-        result.largest = float((given - expected).abs().max().nan_to_num(nan=math.inf))
-        result.agreement = float((given.argmax(-1) == expected.argmax(-1)).double().mean())
-    return result
+        largest = float((given - expected).abs().max().nan_to_num(nan=math.inf))
+        agreement = float((given.argmax(-1) == expected.argmax(-1)).double().mean())
+    lines = [f"differs                 {line}" for line in differences[:_SHOWN]]
+    lines += [f"differs                 … and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
+    lines += [
+        f"weights compared        {len(weights)}",
+        f"max |difference|, logit {largest:.3e} (allowed {allowed:.3e})",
+        f"top-1 agreement         {agreement:.2%}",
+    ]
+    return Comparison(lines, not differences and largest <= allowed)
 
 
 def _of_settings(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ blocks, the probe finds the norms in front of their two branches, and each norm 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 import sys
@@ -170,9 +171,12 @@ def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module]
         names = []
         for number, (block, call) in enumerate(zip(found, calls, strict=True), start=1):
             kind = probe.structure(block)
-            if kind not in kinds:
-                kinds[kind] = probe.pre_ln_sites(block, call, where=f"block {number}")
+            known = kinds[kind].names if kind in kinds else None
+            kinds[kind] = probe.pre_ln_sites(block, call, where=f"block {number}", names=known)
             names.append(kinds[kind].names)
+        numbered = zip(itertools.count(1), found, names)
+        norms = {f"{name} of block {n}": b.get_submodule(name) for n, b, own in numbered for name in own}
+        probe.require_run_once(norms, run)
     cancelled = dict.fromkeys(name for kind in kinds.values() for name in kind.cancelled)
     return Blocks(path, found, names, calls[0].stream.shape[-1], tuple(cancelled))
 

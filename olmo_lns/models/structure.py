@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any, Callable, cast
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from olmo_lns.errors import LNSError
 
 #: Encoders whose loss is that of masked tokens, not of the next one.
 MASKED = ("bert", "distilbert", "modernbert", "roberta")
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 #: Of ids and mask.
 Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
 
@@ -35,20 +35,28 @@ def is_masked_lm(kind: str | None) -> bool:
 def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     """The transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
-    OLMo's model (with block groups too, under FSDP too) and OLMo-core's are known; any other model must hold exactly
-    one outermost list of at least two modules of one class.
+    They are the one outermost list of at least two modules of one class. OLMo's block groups count as their blocks,
+    under FSDP too.
 
     :param path: dotted path of the list inside ``model``, when it is known.
     :raises LNSError: not found, or not sure which: the candidates are listed; or a single block.
     """
+    candidates, found = _candidates(model), list[nn.Module]()
     if path is not None:
-        blocks = _at(model, path)
-    elif is_olmo_model(model):
-        blocks = _olmo_blocks(model)
-    elif is_olmo_core_model(model):
-        blocks = list(cast(nn.ModuleDict, model.blocks).values())
+        found = [module for name, module in model.named_modules() if name == path and isinstance(module, _LISTS)]
     else:
-        blocks = _only(model, _candidates(model), "transformer blocks")
+        found = list(candidates.values())
+    if len(found) != 1:
+        where = "not sure which holds the blocks, name it with --blocks" if path is None else f"none at {path!r}"
+        members = {name: list(module.children()) for name, module in candidates.items()}
+        lists = [f"{name} ({len(m)} x {type(m[0]).__name__})" for name, m in members.items()]
+        raise LNSError(
+            f"{type(model).__name__} has no list of blocks: {where}. Candidates: "
+            f"{', '.join(lists) or 'no list of two or more modules of one class'}"
+        )
+    inner = [getattr(block, "_fsdp_wrapped_module", block) for block in found[0].children()]
+    groups = [list(each.children()) if isinstance(each, _LISTS) else [] for each in inner]
+    blocks = [block for group in groups for block in group] if any(groups) else list(found[0].children())
     if len(blocks) < 2:
         raise LNSError(
             f"{type(model).__name__} has {len(blocks)} transformer block: expected at least 2, "
@@ -62,48 +70,16 @@ def is_olmo_core_model(model: nn.Module) -> bool:
     return isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head")
 
 
-def _olmo_blocks(model: nn.Module) -> list[nn.Module]:
-    transformer: Any = model.transformer
-    if hasattr(transformer, "block_groups"):
-        # FSDP may have wrapped a group; the blocks are inside.
-        groups = [getattr(group, "_fsdp_wrapped_module", group) for group in transformer.block_groups]
-        return [block for group in groups for block in group]
-    return list(transformer.blocks)
-
-
-def _at(model: nn.Module, path: str) -> list[nn.Module]:
-    module = operator.attrgetter(path)(model) if path in dict(model.named_modules()) else None
-    if not isinstance(module, nn.ModuleList):
-        raise LNSError(
-            f"{type(model).__name__} has no list of blocks at {path!r} (found {type(module).__name__}). "
-            f"Candidates: {_described(model)}"
-        )
-    return list(module)
-
-
-def _candidates(model: nn.Module) -> dict[str, nn.ModuleList]:
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Lists of at least two modules of one class, outermost only (a block's own lists do not count)."""
-    found: dict[str, nn.ModuleList] = {}
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
+        if not isinstance(module, _LISTS) or any(name.startswith(f"{outer}.") for outer in found):
             continue
-        if len(module) > 1 and len({type(block) for block in module}) == 1:
+        blocks = list(module.children())
+        if len(blocks) > 1 and len({type(block) for block in blocks}) == 1:
             found[name] = module
     return found
-
-
-def _only(model: nn.Module, lists: dict[str, nn.ModuleList], what: str) -> list[nn.Module]:
-    if len(lists) != 1:
-        raise LNSError(
-            f"not sure where the {what} of {type(model).__name__} are; name them with --blocks. "
-            f"Candidates: {_described(model)}"
-        )
-    return list(next(iter(lists.values())))
-
-
-def _described(model: nn.Module) -> str:
-    lists = [f"{name} ({len(m)} x {type(m[0]).__name__})" for name, m in _candidates(model).items()]
-    return ", ".join(lists) or "none: no list of two or more modules of one class"
 
 
 def body_forward(model: nn.Module) -> Forward:

@@ -1,6 +1,6 @@
 """OLMo's own ``Trainer``, built and run from the pip package alone.
 
-OLMo's launcher is not in its wheel: :func:`run` assembles its parts in its order, on CPU over gloo too, and returns.
+OLMo's launcher isn't in its wheel: :func:`run` assembles the same parts in the same order, on a CPU too, and returns.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections import OrderedDict
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
-from pickle import UnpicklingError
-from types import FrameType
 from typing import Any, Iterator, TextIO, cast
 from unittest import mock
 
 import numpy as np
 import torch
 import wandb
-from olmo.config import CheckpointType, DDPConfig, DDPGradSyncMode, TrainConfig
+from olmo.config import CheckpointType, DDPConfig, TrainConfig
 from olmo.data import build_train_dataloader
 from olmo.eval import build_evaluators
 from olmo.model import OLMo
@@ -31,28 +29,9 @@ from olmo.util import find_latest_checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.integrations.olmo.state import needs_olmo_lns
 
 log = logging.getLogger("olmo.lns.train")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """:param step: optimizer steps done in all. :param complete: False when a signal or a time limit ended the run."""
-
-    step: int
-    complete: bool
-
-
-@contextmanager
-def _cuda_rng_state(value: Any) -> Iterator[None]:
-    """ai2-olmo 0.6.0 reads and sets CUDA's random state without asking whether there is CUDA."""
-    with (
-        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: value),
-        mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
-    ):
-        yield
 
 
 #: What train.pt and optim.pt hold beside tensors; ai2-olmo 0.6.0 loads them with torch's ``weights_only=True``.
@@ -61,11 +40,29 @@ _STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np
 _STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[0])
 
 
+@contextmanager
+def _without_cuda(value: Any) -> Iterator[None]:
+    """ai2-olmo 0.6.0 reads and sets CUDA's random state without asking whether there is CUDA."""
+    with (
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: value),
+        mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
+    ):
+        yield
+
+
 @dataclass
 class LocalTrainer(Trainer):
     """OLMo's Trainer where there may be no CUDA, stopped from outside."""
 
     stop_requested: bool = False
+
+    def request_stop(self, *_: Any) -> None:
+        """The handler of a signal."""
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = True
+        if get_global_rank() == 0:
+            print("\nending after this step with a checkpoint; once more ends at once", flush=True)
 
     def check_if_cancelled(self) -> tuple[bool, int]:
         """A signal at rank 0 ends the run on every rank, after this step and with a checkpoint."""
@@ -74,67 +71,17 @@ class LocalTrainer(Trainer):
         return super().check_if_cancelled()
 
     def trainer_state_dict(self) -> dict[str, Any]:
-        with nullcontext() if torch.cuda.is_available() else _cuda_rng_state(None):
+        with nullcontext() if torch.cuda.is_available() else _without_cuda(None):
             return super().trainer_state_dict()
 
     def restore_rng_state(self, rng_state: dict[str, Any]) -> None:
         usable = torch.cuda.is_available() and rng_state.get("cuda") is not None
-        with nullcontext() if usable else _cuda_rng_state(None):
+        with nullcontext() if usable else _without_cuda(None):
             super().restore_rng_state(rng_state)
 
     def restore_checkpoint(self, load_path: Any, **kwargs: Any) -> None:
-        with torch.serialization.safe_globals(_STATE_TYPES), _one_line(load_path):
+        with torch.serialization.safe_globals(_STATE_TYPES):
             super().restore_checkpoint(load_path, **kwargs)
-
-
-#: What torch says of weights that do not fit, and of files that are no archives.
-_OF_FILES = ("loading state_dict", "PytorchStreamReader", "zip archive")
-
-
-@contextmanager
-def _one_line(load_path: Any) -> Iterator[None]:
-    """What goes wrong while a checkpoint is restored, in one line; the rest is in the error that it comes from.
-
-    :raises LNSError: files that are damaged or of another model, or that this OLMo cannot read under this torch.
-    """
-    try:
-        yield
-    except TypeError as error:
-        if "abstract" not in str(error) or "RemoteFileSystemReader" not in str(error):
-            raise
-        raise LNSError(
-            f"{load_path}: this OLMo cannot read sharded checkpoints under torch {torch.__version__} "
-            f"({error}); train with ddp, which saves unsharded ones, or with an older torch"
-        ) from error
-    except (EOFError, UnpicklingError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _OF_FILES):
-            raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        problem = " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
-        raise LNSError(f"{load_path} cannot be restored, it is damaged or of another model: {problem}") from error
-
-
-@contextmanager
-def _stopped_by_signals(trainer: LocalTrainer) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks for a checkpoint and a clean end; the second acts at once."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def request_stop(number: int, frame: FrameType | None) -> None:
-        trainer.stop_requested = True
-        if get_global_rank() == 0:
-            print("\nending after this step with a checkpoint; once more ends at once", flush=True)
-        restore()
-
-    for number in previous:
-        signal.signal(number, request_stop)
-    try:
-        yield
-    finally:
-        restore()
 
 
 def _allocate(module: torch.nn.Module) -> None:
@@ -149,13 +96,9 @@ def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Modul
 
         return SingleAccelerator(model.to(device))
     if strategy == "ddp":
-        ddp = cfg.ddp = cfg.ddp or DDPConfig()
-        if ddp.find_unused_params and ddp.grad_sync_mode != DDPGradSyncMode.micro_batch:
-            raise LNSConfigError("ddp.find_unused_params needs ddp.grad_sync_mode=micro_batch")
-        wrapped: torch.nn.Module = DDP(model.to(device), find_unused_parameters=ddp.find_unused_params)
-    elif strategy == "fsdp":
-        if "HYBRID" in cfg.fsdp.sharding_strategy.name.upper():
-            raise LNSConfigError("fsdp.sharding_strategy: hybrid sharding needs OLMo's own scripts/train.py")
+        cfg.ddp = cfg.ddp or DDPConfig()
+        wrapped: torch.nn.Module = DDP(model.to(device), find_unused_parameters=cfg.ddp.find_unused_params)
+    else:
         wrapped = FSDP(
             model,
             sharding_strategy=cfg.fsdp.sharding_strategy,
@@ -167,22 +110,8 @@ def _wrap(cfg: TrainConfig, model: OLMo, device: torch.device) -> torch.nn.Modul
             # Storage only: the values come from reset_parameters below, once.
             param_init_fn=_allocate,
         )
-    else:
-        raise LNSConfigError(f"distributed_strategy={strategy}: expected ddp, fsdp or (OLMo main) single")
     model.reset_parameters()
     return wrapped
-
-
-def _find_checkpoint(cfg: TrainConfig) -> None:
-    """``try_load_latest_save``: point ``load_path`` at the newest checkpoint, ours before remote."""
-    latest = find_latest_checkpoint(cfg.save_folder)
-    if latest is None and cfg.remote_save_folder is not None:
-        latest = find_latest_checkpoint(cfg.remote_save_folder)
-    if latest is not None:
-        log.info("Resuming from %s", latest)
-        cfg.load_path = str(latest)
-        # Anything else would overwrite the run's own checkpoints with another run's.
-        cfg.restore_dataloader, cfg.reset_trainer_state, cfg.reset_optimizer_state = True, False, False
 
 
 def _checkpoint_type(cfg: TrainConfig) -> CheckpointType:
@@ -195,19 +124,6 @@ def _checkpoint_type(cfg: TrainConfig) -> CheckpointType:
     return CheckpointType.unsharded
 
 
-def _restore(trainer: LocalTrainer, cfg: TrainConfig) -> None:
-    trainer.restore_checkpoint(
-        cfg.load_path,
-        load_optimizer_state=not cfg.reset_optimizer_state,
-        load_trainer_state=not cfg.reset_trainer_state,
-        sharded_checkpointer=cfg.load_path_sharded_checkpointer,
-    )
-    log.info("Loaded %s at step %d", cfg.load_path, trainer.global_step)
-    if cfg.reset_optimizer_state and not cfg.reset_trainer_state:
-        step = trainer.global_step
-        trainer.scheduler = BoltOnWarmupScheduler.wrap(trainer.scheduler, step, int(step + cfg.scheduler.t_warmup))
-
-
 def _indices_file(cfg: TrainConfig) -> TextIO | None:
     if not cfg.save_data_indices:
         return None
@@ -217,12 +133,14 @@ def _indices_file(cfg: TrainConfig) -> TextIO | None:
     return cast(TextIO, gzip.open(path, "at" if cfg.try_load_latest_save else "wt"))
 
 
-def run(cfg: TrainConfig, device: torch.device) -> RunResult:
+def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
     """Train ``cfg`` with OLMo's Trainer; the process group must be up.
 
     ``cfg`` must have been prepared by :func:`olmo_lns.runs.train.prepare` and is completed in place, as OLMo's
     launcher does. Unlike there, ``stop_at`` defaults to ``max_duration``, not ten steps more. SIGINT or SIGTERM saves
-    a checkpoint after this step and returns ``complete=False``; several ranks at the next ``canceled_check_interval``.
+    a checkpoint after this step; several ranks do so at the next ``canceled_check_interval``.
+
+    :returns: the optimizer steps done in all, and False where a signal or a time limit ended the run.
     """
     with ExitStack() as stack:
         if cfg.wandb is not None and (get_global_rank() == 0 or not cfg.wandb.rank_zero_only):
@@ -239,8 +157,6 @@ def run(cfg: TrainConfig, device: torch.device) -> RunResult:
         model = OLMo(cfg.model)
         log.info("%s parameters (%s without embeddings)", model.num_params(), model.num_params(False))
         if cfg.compile is not None:
-            if cfg.model.block_group_size != 1:
-                raise LNSConfigError(f"compile needs model.block_group_size 1, found {cfg.model.block_group_size}")
             for block in model.transformer.blocks:
                 block.compile(**cfg.compile.asdict())
         model.set_activation_checkpointing(cfg.activation_checkpointing)
@@ -259,20 +175,35 @@ def run(cfg: TrainConfig, device: torch.device) -> RunResult:
                 indices_file=_indices_file(cfg),
             )
         )
-        stack.enter_context(_stopped_by_signals(trainer))
+        # The first signal asks for a checkpoint and a clean end; the second acts at once.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, trainer.request_stop))
         return _train(trainer, cfg)
 
 
-def _train(trainer: LocalTrainer, cfg: TrainConfig) -> RunResult:
+def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
     checkpoint_type = _checkpoint_type(cfg)
     if cfg.try_load_latest_save:
-        _find_checkpoint(cfg)
+        folders = [folder for folder in (cfg.save_folder, cfg.remote_save_folder) if folder is not None]
+        if (latest := next(filter(None, map(find_latest_checkpoint, folders)), None)) is not None:
+            cfg.load_path = str(latest)
+            # Anything else would overwrite the run's own checkpoints with another run's.
+            cfg.restore_dataloader, cfg.reset_trainer_state, cfg.reset_optimizer_state = True, False, False
     if not cfg.dry_run and not cfg.no_pre_train_checkpoint and cfg.load_path is None:
         # Saved and read back up front: a full disk or an unreadable state shows now, not in an hour.
         path, cache = trainer.save_checkpoint(checkpoint_type=checkpoint_type)
         trainer.restore_checkpoint(path, checkpoint_type=checkpoint_type, local_cache=cache)
     if cfg.load_path is not None:
-        _restore(trainer, cfg)
+        trainer.restore_checkpoint(
+            cfg.load_path,
+            load_optimizer_state=not cfg.reset_optimizer_state,
+            load_trainer_state=not cfg.reset_trainer_state,
+            sharded_checkpointer=cfg.load_path_sharded_checkpointer,
+        )
+        log.info("Loaded %s at step %d", cfg.load_path, trainer.global_step)
+        if cfg.reset_optimizer_state and not cfg.reset_trainer_state:
+            step = trainer.global_step
+            trainer.scheduler = BoltOnWarmupScheduler.wrap(trainer.scheduler, step, int(step + cfg.scheduler.t_warmup))
     if cfg.force_save_unsharded and str(cfg.distributed_strategy) == "fsdp":
         trainer.save_checkpoint(checkpoint_type=CheckpointType.unsharded)
     if cfg.stop_at not in (None, trainer.max_steps):
@@ -280,8 +211,8 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> RunResult:
     cfg.stop_at = cfg.stop_at if cfg.stop_at is not None else trainer.max_steps
     last = cfg.stop_at if cfg.stop_after is None else min(cfg.stop_at, trainer.global_step + cfg.stop_after)
     if cfg.dry_run or trainer.global_step >= last:
-        return RunResult(trainer.global_step, complete=not cfg.dry_run)
+        return trainer.global_step, not cfg.dry_run
     if get_world_size() == 1:
         cfg.canceled_check_interval = 1  # costs nothing with one rank, and Ctrl-C is heard at once
     trainer.fit()
-    return RunResult(trainer.global_step, complete=trainer.global_step >= last)
+    return trainer.global_step, trainer.global_step >= last

@@ -1,15 +1,16 @@
-"""The config pack, and files of a study: YAML in which ``${oc.env:NAME}`` reads the environment, and whole writes."""
+"""The config pack, YAML whose values stay as they are written, and files that are written whole."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import re
 import shutil
-from contextlib import contextmanager
+import sys
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Hashable, Mapping, Sequence
 
 import yaml
 
@@ -20,19 +21,64 @@ from olmo_lns.errors import LNSConfigError, did_you_mean
 VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The mapping in a file, with its variables as they are written.
+class _Text(yaml.SafeLoader):
+    """YAML in which every scalar is text, quoted or not, and a key that is given twice is an error."""
 
-    :raises LNSConfigError: no such file, not YAML, or not a mapping.
+    yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("^(?:<<)$"))]}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def read_text(path: Path) -> dict[str, Any]:
+    """The mapping in a file, its scalars as text; an empty value is ``""``.
+
+    :raises LNSConfigError: no such file, not YAML, a key that is given twice, or not a mapping.
     """
     if not path.is_file():
         raise LNSConfigError(f"{path}: no such file")
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(path.read_text(encoding="utf-8-sig"), _Text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LNSConfigError(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from error
+        raise LNSConfigError(f"{path}: not YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(found, dict):
         raise LNSConfigError(f"{path}: expected a mapping of keys to values, found a {type(found).__name__}")
+    return found
+
+
+def resolved(node: Any) -> Any:
+    """Text, or lists and mappings of it, as JSON's ``true``, ``null`` and numbers; ``no`` and ``010`` stay text.
+
+    >>> resolved({"a": "1e-3", "b": "010", "c": "null"})
+    {'a': 0.001, 'b': '010', 'c': None}
+    """
+    if isinstance(node, dict):
+        return {key: resolved(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [resolved(value) for value in node]
+    if node in ("", "~"):
+        return None
+    try:
+        value = json.loads(node) if isinstance(node, str) else node
+    except ValueError:
+        return node
+    return node if isinstance(value, (dict, list, str)) else value
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The mapping in a config file, with its variables as they are written.
+
+    :raises LNSConfigError: as :func:`read_text`.
+    """
+    found: dict[str, Any] = resolved(read_text(path))
     return found
 
 
@@ -42,11 +88,10 @@ def needed(path: Path) -> list[str]:
     return list(dict.fromkeys(name for name, default in found if not default))
 
 
-def filled(node: Any, where: str, *, placeholder: bool = False, otherwise: str = "") -> Any:
+def filled(node: Any, where: str, *, placeholder: bool = False) -> Any:
     """Text, or lists and mappings of it, with the variables replaced.
 
-    :param placeholder: one that is not set becomes ``/NAME-is-not-set`` instead of an error.
-    :param otherwise: what else to do, for that error.
+    :param placeholder: a variable that is not set becomes ``/NAME-is-not-set`` instead of an error.
     :raises LNSConfigError: a variable that is not set and has no default.
     """
     if isinstance(node, dict):
@@ -60,21 +105,9 @@ def filled(node: Any, where: str, *, placeholder: bool = False, otherwise: str =
             return str(found)
         if placeholder:
             return f"/{name}-is-not-set"
-        raise LNSConfigError(f"{where} reads {name}, which is not set: export {name}=…{otherwise}")
+        raise LNSConfigError(f"{where} reads {name}, which is not set: export {name}=…")
 
     return VARIABLE.sub(value, node) if isinstance(node, str) else node
-
-
-@contextmanager
-def placeholders(path: Path) -> Iterator[None]:
-    """Give the variables that a file needs a stand-in where they are not set, so that it can be checked anywhere."""
-    missing = [name for name in needed(path) if name not in os.environ]
-    os.environ.update({name: f"/{name}-is-not-set" for name in missing})
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -93,18 +126,25 @@ def flatten(config: Any) -> dict[str, Any]:
     return flat
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``path`` by rename: neither a kill nor a full disk leaves half of it, or costs what was there."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="")
-        os.replace(temporary, path)
+        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        os.replace(part, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
+
+
+def degrade_output() -> None:
+    """Print ``?`` for what the locale's encoding cannot say, instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def pack_folder() -> Path:
-    """Where the pack is: in the package, or beside it in a clone.
+    """The folder of the pack: in the package, or beside it in a clone.
 
     :raises LNSConfigError: neither, as in an installation without package data.
     """
@@ -122,7 +162,7 @@ def pack_names() -> list[str]:
 
 
 def located(name: str | Path, kind: str) -> Path:
-    """A file by its path, or one of the pack by its name: ``paper``, ``60M-lns``; a path that is there comes first.
+    """A file by its path, or one of the pack by its name: ``paper``, ``60M-lns``; an existing path comes first.
 
     :param kind: the folder of the pack, such as ``study``; ``""`` for names such as ``study/paper``.
     :raises LNSConfigError: neither.
@@ -157,15 +197,36 @@ def pack_copy(name: str, out: Path) -> Path:
     target = out / source.name if out.is_dir() else out
     if target.exists():
         raise LNSConfigError(f"{target} exists: give another name with -o")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
-    except OSError as error:
-        raise LNSConfigError(f"{target} cannot be written: {error.strerror}") from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
     return target
 
 
-def about(name: str) -> str:
-    """The first sentence of a file's header."""
-    text = (pack_folder() / name).read_text(encoding="utf-8").lstrip('"#! ')
-    return re.split(r"[.:](?=\s)", text, maxsplit=1)[0].replace("\n# ", " ")[:90] if text[:1] not in "{<" else ""
+def config(argv: Sequence[str] | None = None) -> int:
+    """``olmo-lns config list`` and ``copy NAME``."""
+    degrade_output()
+    parser = argparse.ArgumentParser(prog="olmo-lns config", description="List and copy the configs of the package.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("list", help="the files of the pack")
+    copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study', to here")
+    copying.add_argument("name")
+    copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
+    args = parser.parse_args(argv)
+    print("\n".join(pack_names()) if args.command == "list" else pack_copy(args.name, args.out))
+    return 0
+
+
+def script(word: str) -> str:
+    """A training script by its path here, or in the pack (``configs/olmo_core/train.py``); other words unchanged."""
+    here = [path for path in (Path(word), pack_folder().parent / word) if path.is_file()]
+    return os.path.abspath(here[0]) if here else word
+
+
+def make_folder(path: Path) -> None:
+    """:raises LNSConfigError: it cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LNSConfigError(f"{path}: cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise LNSConfigError(f"{path}: no permission to write there")

@@ -53,7 +53,7 @@ def test_a_file_has_the_values_of_its_size_and_arm(path, loaded):
     model, optimizer = cfg.model, cfg.optimizer
     assert (model.n_layers, model.d_model, model.n_heads, model.mlp_hidden_size) == (layers, width, heads, 2 * inner)
     assert (model.max_sequence_length, cfg.global_train_batch_size) == (sequence, batch)
-    assert OLMO.count(Path(), cfg)[0] == parameters
+    assert OLMO.count(Path(), cfg) == parameters
     assert not model.weight_tying and not model.include_bias and model.layer_norm_eps == 1e-6
     assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (rate, (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, cfg.max_grad_norm, cfg.scheduler.alpha_f) == (0.1, 1.0, 0.1)
@@ -162,7 +162,7 @@ def test_llama_configs_have_the_papers_values(size, layers, width, inner, heads,
     cfg = load(path)
     model = cfg.model
     assert (model.n_layers, model.d_model, model.mlp_hidden_size, model.n_heads) == (layers, width, 2 * inner, heads)
-    assert OLMO.count(Path(), cfg)[0] / 1e6 == pytest.approx(millions, abs=0.06)
+    assert OLMO.count(Path(), cfg) / 1e6 == pytest.approx(millions, abs=0.06)
     assert (cfg.max_duration, cfg.stop_at, cfg.scheduler.t_warmup, cfg.optimizer.learning_rate) == (
         steps, steps, warmup, rate,
     )  # fmt: skip

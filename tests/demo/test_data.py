@@ -52,12 +52,6 @@ def test_existing_files_are_kept_and_damaged_files_are_rebuilt(tmp_path, monkeyp
     assert build(tmp_path) == built
 
 
-def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(corpora.LNSConfigError, match=r"found \d+ documents under .*expected the standard library"):
-        build(tmp_path / "out")
-
-
 def test_the_tokenizer_gives_the_bytes_of_a_text(data):
     from tokenizers import Tokenizer
 
@@ -67,16 +61,3 @@ def test_the_tokenizer_gives_the_bytes_of_a_text(data):
     assert tokenizer.decode(list(text.encode("utf-8"))) == text
     assert tokenizer.get_vocab_size() == data.vocab_size == 257
     assert tokenizer.encode("<|endoftext|>").ids == [data.eos_token_id]
-
-
-def test_packages_add_their_documents_and_are_part_of_the_identity_of_a_build(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
-    texts = [text for _, text in corpora.package_documents(("yaml",))]
-    assert len(texts) == len(set(texts)) > 10 and all(texts)
-    plain, more = build(tmp_path / "plain"), build(tmp_path / "more", packages=("yaml",))
-    added = sum(map(len, texts)) + len(texts)
-    assert more.train_tokens + more.heldout_tokens == plain.train_tokens + plain.heldout_tokens + added
-    assert list(more.packages) == ["yaml"] and build(tmp_path / "more", packages=("yaml",)) == more
-    assert build(tmp_path / "more").digest == plain.digest
-    with pytest.raises(corpora.LNSConfigError, match="package no_such_package is not installed"):
-        list(corpora.package_documents(("no_such_package",)))

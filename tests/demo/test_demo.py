@@ -3,17 +3,16 @@
 import csv
 import io
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from olmo_lns import cli, demo
-from olmo_lns.diagnostics.results import Report
-from olmo_lns.record import Record
-from olmo_lns.schemes import LNS
-from olmo_lns.study.collect.gather import COMPLETE, read_results
 
 pytest.importorskip("olmo", reason="needs ai2-olmo")
 
@@ -36,51 +35,42 @@ def finished(tmp_path_factory):
     return out, printed.getvalue()
 
 
-def described(out, *words):
-    return demo.describe(demo.parser().parse_args([*words, "--out", str(out)]))
-
-
 def test_the_demo_prints_the_factors_of_lns_and_the_numbers_of_each_arm(finished):
     out, text = finished
-    lines = text.splitlines()
-    assert lines[0].startswith(f"3 runs of 6 steps in {out}")
-    (at,) = [n for n, line in enumerate(lines) if line == "Pre-LN + LNS, learning rate 0.01, seed 1: the run has started"]  # fmt: skip
-    assert lines[at + 1].startswith("  LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4)")
-    assert text.count("LayerNorm Scaling on") == 1 and "Shown: after 12,288 tokens V is " in text
-    results = read_results(out / "results.csv")
-    assert [result.status for result in results] == [COMPLETE] * 3
-    for result in results:
-        variance = Report.read(out / result.run / "variance-step6.json").result
-        assert len(variance.variance) == 4 and variance.tokens == demo.TOKENS
-        growth = f"{variance.variance[3] / variance.variance[0]:.2g}"
-        (row,) = [line.split() for line in lines if line.split()[:1] == [result.arm]]
-        assert row[2:4] == [f"{result.loss:.3f}", f"{result.heldout:.3f}"] and row[-1] == growth
-        assert Report.read(out / result.run / "variance-step0.json").result.variance != variance.variance
-    assert (out / "demo.png").stat().st_size > 20_000
-    assert Record.read(out / "rate0.01-lns-s1" / "step6-unsharded") == Record(LNS, "rms", "plain")
+    assert text.count("LayerNorm Scaling on: 8 norms (lns_rms); s = 1 (block 1) to 0.5 (block 4)") == 1
+    for arm in ("preln", "preln_scaled_init", "lns"):
+        folder = out / f"rate0.01-{arm}-s1"
+        with (folder / "variance-step6.csv").open() as file:
+            variance = [float(row["variance"]) for row in csv.DictReader(file)]
+        log = (folder / "train.log").read_text()
+        (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [arm]]
+        assert row[2] in log and row[3] in log.partition("heldout\n")[2]
+        assert row[4:] == [f"{variance[0]:.3g}", f"{variance[1]:.3g}", f"{variance[3]:.3g}", f"{variance[3] / variance[0]:.2g}"]  # fmt: skip
+    assert "Shown: after 12,288 tokens V is " in text and (out / "demo.png").stat().st_size > 20_000
 
 
 def test_a_second_call_trains_nothing_and_refuses_other_settings(finished, capsys):
     out = finished[0]
-    before = sorted(out.glob("*/attempt-*"))
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/train.log")}
     assert cli.main([*TINY, str(out)]) == 0
-    assert cli.main(["study", "plan", str(out / "study.yaml")]) == 0
-    assert "3 runs (Pre-LN, Pre-LN + scaled init, Pre-LN + LNS)" in capsys.readouterr().out
-    described_before = (out / "study.yaml").read_bytes()
+    assert finished[1].splitlines()[-3:] == capsys.readouterr().out.splitlines()[-3:]
     assert cli.main([*TINY, str(out), "--steps", "7"]) == 1
-    err = capsys.readouterr().err
-    assert "was started with other settings: " in err and "use another --out" in err and err.count("\n") == 1
-    assert sorted(out.glob("*/attempt-*")) == before and (out / "study.yaml").read_bytes() == described_before
+    assert "use another --out" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/train.log")} == before
 
 
-@pytest.mark.parametrize(("end", "code", "said"), [(KeyboardInterrupt, 130, "To go on: "), (1, 1, "")])
-def test_an_interrupt_prints_how_to_go_on_and_a_failure_returns_1(end, code, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "run_here", mock.Mock(side_effect=[end] if isinstance(end, int) else end))
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    assert cli.main([*TINY, str(tmp_path)]) == code
-    assert (
-        f"{said}olmo-lns demo --steps 6 --layers 4 --out {tmp_path}" if said else "3 runs"
-    ) in capsys.readouterr().out
+@pytest.mark.slow
+def test_an_interrupted_demo_goes_on_from_its_checkpoints(tmp_path):
+    command = [sys.executable, "-m", "olmo_lns", "demo", "--arms", "lns", "--steps", "300", "--layers", "2"]
+    log = tmp_path / "out" / "rate0.01-lns-s1" / "train.log"
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
+    while process.poll() is None and not (log.exists() and "[step=40/" in log.read_text()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate()
+    assert process.returncode == 130 and "To go on: olmo-lns demo --arms lns --steps 300" in out
+    assert subprocess.run([*command, "--out", str(tmp_path / "out")]).returncode == 0
+    assert log.read_text().count("[step=1/") == 1 and log.read_text().count("[step=300/") == 1
 
 
 @pytest.mark.parametrize(("words", "tokens"), [((), 425_984), (("--long",), 6_815_744)])
@@ -88,16 +78,11 @@ def test_each_arm_has_the_best_rate_of_the_evidence(words, tokens, tmp_path):
     with (REPOSITORY / "docs" / "evidence" / "runs.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if (row["layers"], row["width"]) == ("24", "32")]
     rows = [row for row in rows if int(row["tokens"]) == tokens and row["seed"] == "1" and row["heldout"]]
-    for run in described(tmp_path, *words).runs:
-        best = min((row for row in rows if row["arm"] == run.arm), key=lambda row: float(row["heldout"]))
-        assert float(best["learning_rate"]) == run.overrides["optimizer.learning_rate"]
-
-
-def test_options_choose_the_arms_the_steps_and_the_layers(tmp_path):
-    runs = described(tmp_path, "--arms", "lns,preln", "--steps", "9", "--layers", "3").runs
-    assert {(run.arm, run.seed) for run in runs} == {("lns", 1), ("preln", 1)}
-    asked = {"optimizer.learning_rate": 0.01, "max_duration": 9, "model.n_layers": 3}
-    assert all(run.overrides | asked == run.overrides for run in runs)
+    study = demo.describe(demo.parser().parse_args([*words, "--out", str(tmp_path)]))
+    for size, arms in study["only"].items():
+        for arm in arms:
+            best = min((row for row in rows if row["arm"] == arm), key=lambda row: float(row["heldout"]))
+            assert float(best["learning_rate"]) == study["sizes"][size]["optimizer.learning_rate"]
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,6 @@ def llama_folder(tmp_path_factory, tokenizer_file):
 
 
 @pytest.fixture(scope="session")
-def bert_folder(tmp_path_factory, tokenizer_file):
-    return save_huggingface(tmp_path_factory.mktemp("models") / "bert", tokenizer_file, "bert")
-
-
-@pytest.fixture(scope="session")
 def olmo_folder(tmp_path_factory, tokenizer_file):
     """Write an unsharded OLMo checkpoint with LNS as the Trainer does: config.yaml, lns.json, model.pt."""
     import torch

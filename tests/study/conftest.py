@@ -11,8 +11,6 @@ def built(tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.npy").write_bytes(bytes(range(256)) * 64)
-    for name in ("OLMO_LNS_SCHEME", "OLMO_LNS_INITIALIZATION"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(os.environ, "OLMO_DATA_DIR", str(data))
     monkeypatch.setitem(os.environ, "OLMO_SAVE_DIR", str(tmp_path / "out"))
     steps = {"max_duration": 20, "scheduler.t_warmup": 2}

@@ -1,17 +1,80 @@
-"""Collecting a study: an incomplete run is not averaged, and runs that cannot be compared are refused."""
-
-import json
+"""Logs in real formats are read, damage is named, and runs that cannot be compared are refused."""
 
 import pytest
 from support.studies import REPOSITORY, megatron_log, olmo_log
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import cli
-from olmo_lns.study.collect.gather import collect, read_results, write_results
-from olmo_lns.study.plan.check import compare_planned
-from olmo_lns.study.plan.spec import Study
+from olmo_lns.study.collect import attempts, collect, curve_of, merge, read, read_results
+from olmo_lns.study.describe import Study
 
 RUNS = ("a-preln-s1", "a-lns-s1", "a-preln-s2", "a-lns-s2", "b-preln-s1", "b-lns-s1")
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_a_console_log_of_megatron_has_its_losses(tmp_path):
+    text = megatron_log({10: "1.082000E+01", 20: "9.500000E+00"})
+    for step, where in ((10, ""), (20, " on validation set"), (30, " on test set")):  # as Megatron prints them
+        text += (
+            f" validation loss at iteration {step}{where} | lm loss value: 9.{step}0000E+00 | lm loss PPL: 1.0E+04 | \n"
+        )
+    curve = read(write(tmp_path / "a.log", text))
+    assert curve.losses == {10: 10.82, 20: 9.5} and curve.total == 100 and curve.heldout == {10: 9.1, 20: 9.2}
+    assert not curve.done and merge([curve]).total == 100
+
+
+@pytest.mark.parametrize("log", [olmo_log, megatron_log])
+def test_a_log_that_was_cut_inside_a_number_ends_at_the_step_before(tmp_path, log):
+    """The 2 that is left of 2.9876 is not the loss of that step."""
+    text = "\x1b[1mstart\x1b[0m\n" + log({9: "3.1", 10: "2.9876"}, total=10)
+    curve = read(write(tmp_path / "a.log", text))
+    assert curve.losses == {9: 3.1, 10: 2.9876} and curve.total == 10 and curve.done
+    for length in (1, -2):  # inside the number, and before it
+        cut = read(write(tmp_path / "a.log", text[: text.index("2.9876") + length]))
+        assert cut.losses == {9: 3.1} and cut.last == 9 and not cut.done
+    assert read(write(tmp_path / "c.log", "Traceback\n")).losses == {} and curve_of(tmp_path / "none") is None
+
+
+def test_attempts_are_sorted_by_number_and_a_later_one_replaces_the_steps_that_it_repeats(tmp_path):
+    for number in (2, 10, 99, 100, 101):
+        write(tmp_path / f"attempt-{number:02d}.log", "")
+    assert [path.stem for path in attempts(tmp_path)] == [f"attempt-{n}" for n in ("02", "10", "99", "100", "101")]
+
+    def attempt(losses, total=10):
+        return read(write(tmp_path / "x.log", olmo_log(losses, total=total)))
+
+    first, second = attempt({1: 3.0, 2: 2.9, 3: 2.8}), attempt({3: 2.81, 4: 2.7})
+    assert merge([first, second]).losses == {1: 3.0, 2: 2.9, 3: 2.81, 4: 2.7}
+    with pytest.raises(LNSConfigError, match=r"\[10, 99\] total steps"):
+        merge([first, attempt({5: 2.6}, total=99)])
+    with pytest.raises(LNSConfigError, match="no loss between steps 3 and 8"):  # a log is missing
+        merge([first, attempt({8: 2.5, 9: 2.4, 10: 2.3})])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (olmo_log({1: 3.0, 2: "nan"}), "loss is nan at step 2"),
+        (megatron_log({10: "NaN"}), "loss is nan at step 10"),
+        (olmo_log({1: 3.0, 2: "2.#5"}), "loss '2.#5' at step 2 is not a number"),
+        (olmo_log({2: 3.0, 1: 2.5}), "step 1 comes after step 2"),
+        (megatron_log({20: 3.0, 10: 2.5}), "step 10 comes after step 20"),
+        (olmo_log({1: 3.0}) + "\0\0\0", "NUL bytes"),
+    ],
+)
+def test_a_damaged_log_is_refused_and_named(tmp_path, text, message):
+    with pytest.raises(LNSConfigError, match=f"bad.log: .*{message}"):
+        read(write(tmp_path / "bad.log", text))
+
+
+def test_the_final_loss_is_the_mean_over_the_last_part_of_a_run(tmp_path):
+    curve = read(write(tmp_path / "a.log", olmo_log({step: float(step) + 1 for step in range(1, 11)})))
+    mean, std, count = curve.final(0.2)
+    assert (mean, count) == (10.5, 2) and std == pytest.approx(0.70710678)
 
 
 def finish_all(built):
@@ -20,157 +83,99 @@ def finish_all(built):
     return built.study
 
 
-def test_a_complete_study_gives_the_final_loss_of_each_run(built):
+def test_a_complete_study_has_the_final_loss_of_each_run_and_an_incomplete_run_none(built):
     study = finish_all(built)
     results = collect(study, built.out)
-    assert [r.run for r in results] == list(RUNS) and {r.status for r in results} == {"complete"}
+    assert [*results.run] == list(RUNS) and {*results.status} == {"complete"}
     # The last 10 % of 20 steps are steps 19 and 20; their losses are final + 0.05 and final.
-    assert [r.loss for r in results] == pytest.approx([3.025, 2.925, 3.125, 2.985, 2.525, 2.325])
-    write_results(results, built.out / "results.csv")
-    assert read_results(built.out / "results.csv") == results
-
-
-def test_an_incomplete_run_is_listed_without_a_final_loss(built):
-    study = finish_all(built)
+    assert [*results.loss] == pytest.approx([3.025, 2.925, 3.125, 2.985, 2.525, 2.325])
     built.finish("a-lns-s2", 1.0, until=19)
-    results = {r.run: r for r in collect(study, built.out)}
-    cut = results["a-lns-s2"]
-    assert (cut.status, cut.step, cut.loss) == ("incomplete", 19, None) and cut.last_loss == pytest.approx(1.05)
+    assert cli.main(["collect", str(built.path), "--out", str(built.out)]) == 0
+    table = read_results(built.out / "results.csv").set_index("run")
+    assert table.loss.tolist() == pytest.approx([*results.loss[:3], float("nan"), 2.525, 2.325], nan_ok=True)
+    cut = table.loc["a-lns-s2"]
+    assert (cut.status, cut.step, cut.last_loss) == ("incomplete", 19, pytest.approx(1.05))
 
 
 def test_a_missing_run_is_refused_unless_missing_runs_are_allowed(built):
     for name in RUNS[:-1]:
         built.finish(name, 3.0)
-    study = built.study
     with pytest.raises(LNSConfigError, match="run b-lns-s1 is missing"):
-        collect(study, built.out)
-    results = collect(study, built.out, allow_missing=True)
-    assert (results[-1].run, results[-1].status, results[-1].loss) == ("b-lns-s1", "missing", None)
-
-
-def test_a_run_killed_in_its_first_seconds_is_shown_as_missing(built):
-    """The run has its stamp but no config.yaml of OLMo yet, so nothing can be compared with the other arm."""
-    for name in RUNS:
-        built.finish(name, 3.0, precision="amp_bf16")  # OLMo's launcher sets it, the description does not
-    folder = built.out / "b-lns-s1"
-    (folder / "config.yaml").unlink()
-    (folder / "attempt-01.log").write_text("starting\n")
-    result = collect(built.study, built.out)[-1]
-    assert (result.run, result.status, result.step, result.loss) == ("b-lns-s1", "missing", 0, None)
-
-
-def _log(built, text):
-    (built.out / "b-lns-s1" / "attempt-01.log").write_text(text)
-
-
-def again(built, key, value):
-    """Change one key in the stamp of the last run."""
-    path = built.out / "b-lns-s1" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+        collect(built.study, built.out)
+    last = collect(built.study, built.out, allow_missing=True).iloc[-1]
+    assert (last.run, last.status, last.step) == ("b-lns-s1", "missing", 0) and last.loss != last.loss
+    (built.out / "b-lns-s1").mkdir()
+    (built.out / "b-lns-s1" / "attempt-01.log").write_text("starting\n")  # killed in its first seconds
+    assert collect(built.study, built.out).status.iloc[-1] == "missing"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changed", "message"),
     [
-        (lambda b: _log(b, olmo_log({1: 3.0}, total=999)), "counts to 999 steps, the study's config to 20"),
+        ({"model.layer_norm_type": "rms"}, "b-lns-s1 is not its arm: model.layer_norm_type='rms'"),
         (
-            lambda b: b.finish("b-lns-s1", 2.3, **{"model.layer_norm_type": "rms"}),
-            "b-lns-s1 is not its arm: model.layer_norm_type='rms'",
+            {"optimizer.weight_decay": 0.3},
+            "b-preln-s1 and b-lns-s1 differ in more than the arm: optimizer.weight_decay",
         ),
-        (
-            lambda b: b.finish("a-lns-s1", 2.9, global_train_batch_size=16),
-            "a-preln-s1 and a-lns-s1 differ in more than the arm: global_train_batch_size is 8 and 16",
-        ),
-        (lambda b: b.finish("a-lns-s1", 2.9, **{"optimizer.learning_rate": 2e-3}), "learning_rate is 0.001 and 0.002"),
-        # The file has the same path and size but other content; then a variable changes what is trained.
-        (lambda b: again(b, "data", [{"sha256": "0"}]), "b-preln-s1 and b-lns-s1 differ .*: data is .*train.npy"),
-        (
-            lambda b: again(b, "environment", {"OLMO_LNS_SCHEME": "lns"}),
-            "environment is {} and {'OLMO_LNS_SCHEME': 'lns'}",
-        ),
+        ({"global_train_batch_size": 16}, "other settings: global_train_batch_size: 16 then, 8 now"),
+        ({"optimizer.learning_rate": 2e-3}, "other settings: optimizer.learning_rate: 0.002 then, 0.001 now"),
+        ({"data.paths": ["/elsewhere.npy"]}, "differ in more than the arm: data.paths"),
     ],
-    ids=["length", "arm", "batch", "rate", "data", "environment"],
+    ids=["arm", "decay", "batch", "rate", "data"],
 )
-def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built, change, message):
+def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built, changed, message):
     study = finish_all(built)
-    change(built)
+    built.finish("b-lns-s1", 2.3, **changed)
     with pytest.raises(LNSConfigError, match=message):
         collect(study, built.out)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("OLMO_LNS_SCHEME", "lns:exponent=0.25"), ("OLMO_LNS_INITIALIZATION", "plain")]
-)
-def test_nothing_starts_under_an_environment_variable_that_would_change_an_arm(built, monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    for command in (["launch", "--run"], ["stamp"]):
-        with pytest.raises(LNSConfigError, match=f"{name}={value}: an arm sets its scheme"):
-            cli.main([command[0], str(built.path), "--out", str(built.out), *command[1:]])
-    assert not built.out.exists()
-
-
-def test_arms_that_start_from_different_checkpoints_are_refused(built):
-    """A start from a checkpoint in the run's own folder is a restart and no difference between arms."""
+def test_a_log_of_another_length_is_refused_and_a_restart_is_no_difference(built):
     study = finish_all(built)
-    for name in RUNS:
-        built.finish(name, 3.0, load_path=str(built.out / name / "step10-unsharded"))
+    for name in RUNS:  # the machine, and the run's own checkpoint
+        built.finish(name, 3.0, load_path=str(built.out / name / "step10-unsharded"), device_train_microbatch_size=1)
     assert len(collect(study, built.out)) == len(RUNS)
-    built.finish("a-preln-s1", 3.0, load_path="/elsewhere/step100")
-    built.finish("a-lns-s1", 3.0, load_path="/elsewhere/step200")
-    with pytest.raises(LNSConfigError, match="load_path is '/elsewhere/step100' and '/elsewhere/step200'"):
-        collect(study, built.out)
-    built.finish("a-lns-s1", 3.0, load_path="/elsewhere/step100")
-    assert len(collect(study, built.out)) == len(RUNS)
-    built.finish("a-lns-s1", 3.0, load_path=str(built.out / "a-lns-s10" / "step10"))  # another run's folder
-    with pytest.raises(LNSConfigError, match="load_path is '/elsewhere/step100' and .*a-lns-s10"):
+    (built.out / "b-lns-s1" / "attempt-01.log").write_text(olmo_log({1: 3.0}, total=999))
+    with pytest.raises(LNSConfigError, match="counts to 999 steps, the study's config to 20"):
         collect(study, built.out)
 
 
 def test_a_description_whose_arms_differ_in_other_settings_is_refused_before_it_runs(built):
-    built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
-    built.save()
-    for command in (["plan"], ["launch", "--out", str(built.out)]):
-        with pytest.raises(LNSConfigError, match="differ in more than the arm"):
-            cli.main([command[0], str(built.path), *command[1:]])
-
-
-def test_arms_that_differ_under_a_later_seed_are_refused(built):
     built.description |= {"seeds": [], "more_seeds": {"a": {"preln": [1, 2], "lns": [2]}, "b": {"preln": [1]}}}
-    built.description["arms"] = {"preln": {}, "lns": {"global_train_batch_size": 16}}
-    built.save()
-    with pytest.raises(LNSConfigError, match="a-preln-s2 and a-lns-s2 differ in more than the arm"):
-        compare_planned(built.study.runs)
+    for key, value in (("global_train_batch_size", 16), ("load_path", "/elsewhere/step100")):
+        built.description["arms"] = {"preln": {}, "lns": {key: value}}
+        built.save()
+        for words in (["plan", str(built.path)], ["launch", str(built.path), "--out", str(built.out)]):
+            with pytest.raises(LNSConfigError, match=f"a-preln-s2 and a-lns-s2 differ in more than the arm: {key}"):
+                cli.main(words)
 
 
-def megatron_study(tmp_path):
-    path = tmp_path / "megatron.yaml"
-    path.write_text(
-        f"name: m\nframework: megatron\nconfig: {REPOSITORY}/configs/megatron/{{size}}-{{arm}}.yaml\n"
-        "sizes:\n  60M: {train-iters: 40}\narms: [preln, lns]\nfinal_fraction: 0.5\n"
-    )
-    return Study.load(path), tmp_path / "out"
-
-
-def megatron_run(out, name, **arguments):
-    shown = {"global_batch_size": 256, "seed": 6198, "save": f"/runs/{name}", "layernorm_scaling": "lns" in name}
-    shown |= {"no_scaled_init": "lns" not in name, "data_path": "['/data/x']", "rank": 0} | arguments
+def megatron_run(out, run, **arguments):
+    shown = {"seed": 1234, "save": f"/runs/{run.name}", "layernorm_scaling": "lns" in run.name, "rank": 0}
+    shown |= {**run.settings, "no_scaled_init": "lns" not in run.name, "data_path": "['/data/x']"} | arguments
     block = "".join(f"  {key} {'.' * (48 - len(key))} {value}\n" for key, value in sorted(shown.items()))
     head = f"------------------------ arguments ------------------------\n{block}-------------------- end of arguments -----\n"
-    (out / name).mkdir(parents=True, exist_ok=True)
-    (out / name / "attempt-01.log").write_text(head + megatron_log({10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}, total=40))
+    (out / run.name).mkdir(parents=True, exist_ok=True)
+    (out / run.name / "attempt-01.log").write_text(head + megatron_log({10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}, total=40))
 
 
 def test_runs_of_megatron_are_collected_and_compared(tmp_path):
-    """Arms on other data or from another checkpoint are refused; a start from the run's own folder is a restart."""
-    study, out = megatron_study(tmp_path)
-    first, second = (run.name for run in study.runs)
-    megatron_run(out, first, load=f"/runs/{first}/")
+    (tmp_path / "megatron.yaml").write_text(
+        f"name: m\nframework: megatron\nconfig: {REPOSITORY}/configs/megatron/{{size}}-{{arm}}.yaml\n"
+        "sizes:\n  60M: {train-iters: 40}\narms: [preln, lns]\nfinal_fraction: 0.5\n"
+    )
+    study, out = Study.load(tmp_path / "megatron.yaml"), tmp_path / "out"
+    first, second = study.runs
+    megatron_run(out, first, load=f"/runs/{first.name}/", micro_batch_size=1)
     megatron_run(out, second)
     results = collect(study, out)
-    assert [(r.status, r.loss, r.points, r.parameters) for r in results] == [("complete", 2.5, 2, 85_074_432)] * 2
+    assert [(r.status, r.loss, r.points, r.parameters) for r in results.itertuples()] == [
+        ("complete", 2.5, 2, 85_074_432)
+    ] * 2
     for changed, message in (
         ({"data_path": "['/data/y']"}, r"data_path is .*x.* and .*y"),
-        ({"load": "/elsewhere"}, "load is None and '/elsewhere'"),
+        ({"num_layers": 9}, "other settings: num_layers: '9' then, 8 now"),
+        ({"layernorm_scaling_exponent": 0.25}, "is not its arm: layernorm_scaling_exponent=0.25"),
     ):
         megatron_run(out, second, **changed)
         with pytest.raises(LNSConfigError, match=message):

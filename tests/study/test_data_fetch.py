@@ -1,5 +1,6 @@
 """`olmo-lns data fetch` from a local server: what is copied, what OLMo reads without a copy, what Megatron reads."""
 
+import hashlib
 import re
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -11,22 +12,28 @@ import pytest
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data import commands as check
+from olmo_lns.study.data import fetch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EOS = 50279
 
 
 class Ranges(SimpleHTTPRequestHandler):
-    """Adds byte ranges to Python's own server."""
+    """Adds byte ranges, an ETag and, on demand, another answer to Python's own server."""
+
+    tag, before = "", staticmethod(lambda start: None)
 
     def do_GET(self):
         path = Path(self.translate_path(self.path))
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if wanted is None or not path.is_file():
             return super().do_GET()
-        whole, start, stop = path.read_bytes(), int(wanted[1]), int(wanted[2]) + 1
+        start, stop = int(wanted[1]), int(wanted[2]) + 1
+        type(self).before(start)
+        whole = path.read_bytes()
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {start}-{min(stop, len(whole)) - 1}/{len(whole)}")
+        self.send_header("ETag", f'"{self.tag}"')
         self.end_headers()
         self.wfile.write(whole[start:stop])
         return None
@@ -48,6 +55,7 @@ def served(tmp_path):
         lines.append(f"{name} http://127.0.0.1:{server.server_port}/{seed}.npy  # text\n")
     (tmp_path / "list.txt").write_text("# a list\n" + "".join(lines))
     yield tmp_path
+    Ranges.tag, Ranges.before = "", staticmethod(lambda start: None)
     server.shutdown()
     server.server_close()
 
@@ -57,10 +65,21 @@ def call(served, *more):
 
 
 def test_equal_shares_are_fetched_and_a_partial_file_is_continued(served, monkeypatch, capsys):
-    monkeypatch.setattr(check, "REQUEST", 1000)
-    (served / "out").mkdir()
-    (served / "out" / "a.part").write_bytes((served / "www" / "0.npy").read_bytes()[:777])
-    assert call(served) == 0
+    monkeypatch.setattr(fetch, "REQUEST", 1000)
+
+    def stop_at(start):
+        if start >= 5000:
+            raise KeyboardInterrupt
+
+    real = fetch._read
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(fetch, "_read", lambda url, start, stop: (stop_at(start), real(url, start, stop))[1])
+        call(served)
+    (part,) = (served / "out").rglob("*.part")
+    assert part.stat().st_size == 5000
+    asked = []
+    Ranges.before = staticmethod(asked.append)
+    assert call(served) == 0 and asked[:3] == [0, 5000, 6000]
     for name, source, count in (("a", 0, 8192), ("b", 1, 8192), ("heldout/c", 2, 5000)):
         wanted = (served / "www" / f"{source}.npy").read_bytes()[: 2 * count]
         assert (served / "out" / f"{name}.npy").read_bytes() == wanted
@@ -68,6 +87,41 @@ def test_equal_shares_are_fetched_and_a_partial_file_is_continued(served, monkey
     assert call(served) == 0 and check.main(["check", str(served / "out"), "--budget", "16384"]) == 0
     with pytest.raises(LNSConfigError, match=r"a.npy: 16,384 bytes, but of http\S+ 8,192 are wanted: remove one"):
         call(served, "--tokens", "8192")
+
+
+def test_a_second_fetch_into_one_folder_is_refused_and_the_first_is_right(served, monkeypatch):
+    monkeypatch.setattr(fetch, "REQUEST", 1000)
+    refused = []
+
+    def second(start):
+        if start == 3000 and not refused:
+            with pytest.raises(LNSConfigError, match="another fetch writes into this folder") as caught:
+                call(served)
+            refused.append(caught)
+
+    Ranges.before = staticmethod(second)
+    assert call(served) == 0 and refused
+    assert (served / "out" / "a.npy").read_bytes() == (served / "www" / "0.npy").read_bytes()[:16384]
+
+
+def test_a_file_that_changes_on_the_server_or_is_not_what_its_tag_says_is_refused(served, monkeypatch):
+    monkeypatch.setattr(fetch, "REQUEST", 1000)
+    content = (served / "www" / "2.npy").read_bytes()
+    Ranges.tag = hashlib.md5(content).hexdigest()
+    (served / "list.txt").write_text((served / "list.txt").read_text().splitlines()[3])
+    assert call(served) == 0
+    (served / "out" / "heldout" / "c.npy").unlink()
+    Ranges.tag = hashlib.sha256(b"something else").hexdigest()
+    with pytest.raises(LNSConfigError, match="sha256 .* came, the server has"):
+        call(served)
+    assert not list((served / "out").rglob("*.np*"))
+
+    def change(start):
+        Ranges.tag = "v1" if start < 3000 else "v2"
+
+    Ranges.before = staticmethod(change)
+    with pytest.raises(LNSConfigError, match="the file changed on the server"):
+        call(served)
 
 
 def test_olmo_reads_the_same_sequences_from_the_server_as_from_copies(served, capsys):
@@ -96,7 +150,7 @@ def test_megatron_reads_the_documents_that_were_fetched(served, capsys):
     assert call(served) == 0
     assert check.main(["megatron", str(served / "out"), "--out", str(served / "megatron")]) == 0
     prefix = served / "megatron" / "a"
-    assert f'export MEGATRON_DATA="8192 {prefix} 8192 {served}/megatron/b"' in capsys.readouterr().out
+    assert f"export MEGATRON_DATA='8192 {prefix} 8192 {served}/megatron/b'" in capsys.readouterr().out
     assert not list((served / "megatron").glob("c*"))  # held-out text is not converted
     data, ids = IndexedDataset(str(prefix)), np.fromfile(served / "out" / "a.npy", np.uint16)
     assert len(data) == 82 and [len(data[0]), len(data[81])] == [100, 92]
@@ -112,7 +166,7 @@ def test_megatron_reads_the_documents_that_were_fetched(served, capsys):
     ],
 )
 def test_a_wrong_line_of_the_list_is_named(served, text, message, monkeypatch):
-    monkeypatch.setattr(check.time, "sleep", lambda _: None)
+    monkeypatch.setattr(fetch.time, "sleep", lambda _: None)
     server = re.findall(r"http://[\d.:]+", (served / "list.txt").read_text())[0]
     (served / "list.txt").write_text(text.replace("{server}", server))
     with pytest.raises(LNSConfigError, match=message):

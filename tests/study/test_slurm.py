@@ -113,6 +113,7 @@ def _study(work, launch, more=""):
     corpora.build(work.parent / "data")
     work.mkdir()
     (work / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH" FROM_ACTIVATE=$UNSET_IS_FINE\n')
+    setup = f"setup: [source {work}/activate]"
     sizes = "{s: {model.n_layers: 2, model.d_model: 32, model.n_heads: 2, max_duration: 4, scheduler.t_warmup: 2%s}}"
     (work / "train.py").write_text(
         "import os, sys\nfrom olmo_lns import cli\nprint('cores', len(os.sched_getaffinity(0)), flush=True)\n"
@@ -121,10 +122,9 @@ def _study(work, launch, more=""):
     )
     (work / "study.yaml").write_text(
         f"name: micro\nconfig: {os.path.relpath(REPOSITORY, work)}/configs/study/tiny-base.yaml\nsizes: {sizes % more}\n"
-        f"arms: [preln, lns]\nseeds: [1]\nlaunch: {{command: train.py, threads: 1, {launch}}}\n"
+        f"arms: [preln, lns]\nseeds: [1]\nlaunch: {{command: train.py, threads: 1, {setup}, {launch}}}\n"
     )
-    words = ["launch", "study.yaml", "--out", "runs", "--slurm", "jobs", "--activate", "activate"]
-    words += ["--partition", "short", "--time", "10"]
+    words = ["launch", "study.yaml", "--out", "runs", "--slurm", "jobs"]
     command = [sys.executable, "-m", "olmo_lns", "study", *words]
     said = subprocess.run(command, cwd=work, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
@@ -132,20 +132,20 @@ def _study(work, launch, more=""):
 
 
 def _submit(script, folder):
-    """Submit from another folder, wait for the tasks, and check that ``study status`` shows both as finished.
+    """Submit from another folder, wait for the tasks, and check that ``study collect`` has both.
 
     :returns: the logs of the runs.
     """
     work = script.parents[1]
     environment = {**os.environ, "OLMO_DATA_DIR": str(folder / "data")}
-    submitted = ["sbatch", "--wait", str(script)]
+    submitted = ["sbatch", "--wait", "--partition=short", "--time=10", str(script)]
     done = subprocess.run(submitted, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
     output = "".join(path.read_text() for path in (work / "runs").glob("slurm-micro-s-*.out"))
     found = [path.read_text() for path in (work / "runs").glob("*/attempt-01.log")]
     assert done.returncode == 0, (done.stderr, output, found)
-    status = [sys.executable, "-m", "olmo_lns", "study", "status", "study.yaml", "--out", "runs"]
-    shown = subprocess.run(status, cwd=work, env=environment, capture_output=True, text=True)
-    assert shown.returncode == 0 and "2 finished" in shown.stdout, shown.stdout + shown.stderr
+    collected = [sys.executable, "-m", "olmo_lns", "study", "collect", "study.yaml", "--out", "runs"]
+    shown = subprocess.run(collected, cwd=work, env=environment, capture_output=True, text=True)
+    assert shown.returncode == 0 and shown.stdout.count(" 4/4 ") == 2, shown.stdout + shown.stderr
     return found
 
 
@@ -156,7 +156,6 @@ def test_real_slurm_runs_the_scripts_from_another_folder(cluster, tmp_path):
     """Paths are relative, out does not exist yet, and jobs are submitted from elsewhere; the logs are in out."""
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     script = _study(tmp_path / "work", "sbatch: {gpus-per-node: null, cpus-per-task: 2}")
-    assert {"#SBATCH --partition=short", "#SBATCH --time=10"} <= set(script.read_text().splitlines())
     logs = _submit(script, tmp_path)
     assert len(logs) == 2 and all("cores 2\n" in log for log in logs)
 

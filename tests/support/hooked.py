@@ -67,8 +67,9 @@ def drawn_plain(model, depth, blocks=None, projections=None):
     find, _, usual = known(model) or (None, None, None)
     blocks = list(find(model) if blocks is None else blocks)
     divisor = {"all": lambda number, count: (2 * count) ** 0.5, "each": lambda number, count: (2 * number) ** 0.5}
+    count = getattr(getattr(model, "config", None), "num_layers", len(blocks))  # of all pipeline stages
     with torch.no_grad():
         for number, block in enumerate(blocks, start=1):
             for path in usual if projections is None else projections:
-                block.get_submodule(path).weight.mul_(divisor.get(depth, depth)(number, len(blocks)))
+                block.get_submodule(path).weight.mul_(divisor.get(depth, depth)(number, count))
     return model

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,15 +138,15 @@ def build_wheel(folder):
 def fresh_venv(folder, *, packages=()):
     """A new environment that sees the installed torch and OLMo; returns its interpreter.
 
-    The packages of the running environment are a plain line of a ``.pth`` file: ``site`` puts
-    that folder last on the path and does not run the ``.pth`` files in it, so neither an editable
+    The packages of the running environment are plain lines of a ``.pth`` file: ``site`` puts
+    those folders last on the path and does not run the ``.pth`` files in them, so neither an editable
     install nor a start-up hook of the running environment is active in the new one.
 
     :param packages: folders that come before the running environment's on the path.
     """
     run([sys.executable, "-m", "venv", "--without-pip", folder], cwd=folder.parent).ok()
     python = folder / "bin" / "python"
-    lines = [*packages, sysconfig.get_paths()["purelib"]]
+    lines = [*packages, *(path for path in sys.path if path.endswith("site-packages"))]
     (site_packages(python) / "zz_running_environment.pth").write_text("".join(f"{line}\n" for line in lines))
     return python
 

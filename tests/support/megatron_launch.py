@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def model_flags():
 
 def environment():
     paths = [str(TESTS / "support" / "megatron_site"), str(TESTS), str(TESTS.parent)]  # this tree, not an installed one
-    return os.environ | {
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {
+        "PYTHONPYCACHEPREFIX": os.path.join(tempfile.gettempdir(), "olmo-lns-pycache"),
         "MEGATRON_ON_CPU": "1",
         "MEGATRON_PROBE": "1",
         "TORCHDYNAMO_DISABLE": "1",

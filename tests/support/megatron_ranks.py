@@ -5,16 +5,15 @@
 A run has these keys, each of which may be left out:
 
 ``mode``: "plugin", "hooks" (the reference: a stock model, each block norm's output multiplied by a forward hook) or
-"off". All start from plain initialization, so their weights are equal. ``scheme``: with the plugin; default ``lns``.
+"off". All start from plain initialization, so their weights are equal.
 ``tp``, ``pp``, ``vpp``, ``bf16``; ``config``: further fields of TransformerConfig. ``wrap``: "fsdp2" or "mfsdp" instead
 of Megatron's DDP; ``ddp``: fields of DistributedDataParallelConfig.
 ``save`` / ``load``: a folder for a distributed checkpoint. ``steps``: default 3, after ``load`` 0; then one more loss
-is computed. ``allow``: what ``OLMO_LNS_ALLOW_MISMATCH`` accepts while it is loaded.
+is computed.
 """
 
 import contextlib
 import json
-import os
 import sys
 from typing import Any
 from unittest import mock
@@ -44,16 +43,27 @@ def build(options):
         pipeline_dtype=dtype,
         **options.get("config", {}),
     )
-    if mode == "plugin":
-        apply(cfg, scheme=options.get("scheme", "lns"))
     cfg.output_layer_init_method = cfg.init_method
+    if mode == "plugin":
+        apply(cfg)
     spec = tiny.spec_with(cfg) if cfg.sequence_parallel else None
     models = [
         tiny.build(cfg, spec, vp_stage=stage if chunks > 1 else None, seed=1234 + stage) for stage in range(chunks)
     ]
     if mode == "hooks":
-        models = [tiny.hook_reference(model) for model in models]
+        models = [hooked_part(model, cfg, stage) for stage, model in enumerate(models)]
     return cfg, [Float16Module(cfg, model) for model in models] if bf16 else models
+
+
+def hooked_part(model, cfg, stage):
+    """The reference, which counts the blocks before this chunk itself: chunk c of rank r is part c * pp + r."""
+    from megatron.core import parallel_state
+
+    from support.hooked import hooked
+
+    part = stage * cfg.pipeline_model_parallel_size + parallel_state.get_pipeline_model_parallel_rank()
+    count = len(model.decoder.layers)
+    return hooked(model, numbers=range(1 + part * count, 1 + (part + 1) * count))
 
 
 def optimizer_for(cfg, models, options):
@@ -161,16 +171,15 @@ def run(options):
     """What this rank found: the losses of its stage (None in others), the last one after training, and its sites."""
     from megatron.core import dist_checkpointing
 
-    from olmo_lns.integrations import norm_sites
+    from olmo_lns import sites
 
     cfg, models = build(options)
-    sites = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in norm_sites.sites(model)]
+    found = [(site.layer_number, site.plan.norm_scale) for model in models for _, _, site in sites.sites(model)]
     losses = []
     if folder := options.get("load"):
         # All chunks at once, as Megatron does: together they must ask for every shard.
         state = {f"model{index}": model.sharded_state_dict() for index, model in enumerate(models)}
-        with mock.patch.dict(os.environ, OLMO_LNS_ALLOW_MISMATCH=options.get("allow", "")):
-            loaded = dist_checkpointing.load(state, folder)
+        loaded = dist_checkpointing.load(state, folder)
         for index, model in enumerate(models):
             model.load_state_dict(loaded[f"model{index}"])
     if steps := options.get("steps", 0 if folder else 3):
@@ -187,7 +196,7 @@ def run(options):
         dist_checkpointing.save(models[0].sharded_state_dict(), folder)
     cfg.finalize_model_grads_func = cfg.grad_scale_func = None
     losses.append(step(models, seed=99, forward_only=True))
-    return {"losses": losses, "sites": sites}
+    return {"losses": losses, "sites": found}
 
 
 def main():

@@ -1,7 +1,6 @@
 """The arguments that Megatron saves beside a model, as the parsers of its versions made them.
 
-``megatron_arguments.json`` is written by ``tests/export/programs/record_megatron_arguments.py`` from checkouts, and
-compared with the checkout that MEGATRON_LM_SRC names.
+``megatron_arguments.json`` was recorded from the parsers of Megatron-LM's releases 0.14 to 0.20.
 """
 
 import argparse

@@ -6,8 +6,7 @@ from typing import Any
 
 import yaml
 
-from olmo_lns.study.collect.folder import stamp
-from olmo_lns.study.plan.spec import Study
+from olmo_lns.study.describe import Study
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -49,8 +48,8 @@ class Built:
     def finish(self, name, final, *, until=None, **changed):
         """Write a run: the config that OLMo saves, with the ``changed`` keys, and a log up to step ``until``."""
         run = next(run for run in self.study.runs if run.name == name)
-        stamp(self.study, run, self.out)
         folder = self.out / name
+        folder.mkdir(parents=True, exist_ok=True)
         tree = {}
         for key, value in {**run.settings, **changed, "save_folder": str(folder)}.items():
             *parents, last = key.split(".")

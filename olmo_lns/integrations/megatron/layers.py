@@ -1,8 +1,4 @@
-"""Find the two norms in front of attention and MLP of a built layer, and scale exactly those.
-
-A scheme that leaves these norms as they are stands in the two bias-dropout-add slots of the layer
-(:class:`SchemeAddition`), which every layer of every version has. Keys in a checkpoint: ``self_attn_bda.gate``,
-``self_attn_bda.norm.weight``, and the same of ``mlp_bda``.
+"""Scale exactly the two norms in front of attention and MLP of each block of a built model, and measure what was built.
 
 | spec                       | in front of attention                         | in front of the MLP       |
 |----------------------------|-----------------------------------------------|---------------------------|
@@ -18,35 +14,27 @@ norm, and the norms around an MTP module.
 
 from __future__ import annotations
 
-import functools
-import sys
+import os
+import re
 from typing import Any, Callable
 
 import torch
 from torch import nn
 
-from olmo_lns import environment
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.megatron.norms import attach_norm, is_fused_linear, scale_norm
-from olmo_lns.integrations.megatron.settings import SLOTS, Settings
-from olmo_lns.integrations.megatron.upstream import check_readings
-from olmo_lns.integrations.norm_sites import Site, attach
-from olmo_lns.schemes import Learned, Plan, Scheme, names
+from olmo_lns import environment, probe, sites
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.integrations.megatron import MODELS, norms
+from olmo_lns.integrations.megatron.settings import Settings
 
+#: Sub-layer -> the norm in front of it, the module that computes it, and where a norm is fused into that.
+_PLACES = {
+    "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
+    "ff": ("pre_mlp_layernorm", "mlp", ("linear_fc1",)),
+}
 _WORDS = {"attn": "attention", "ff": "MLP"}
-_FUSED_ATTENTION = ("linear_qkv", "linear_qkv_down_proj")
-_FUSED_MLP = ("linear_fc1",)
-
-
-def _partial_graph(found: Any) -> bool:
-    return bool(found) and found != "full"
-
-
 _PAST = "it reads the norm's parameters past its forward"
 _NO_STREAM = "with hyper-connections there is no single residual stream to scale in"
 _NO_DEPTH = "heterogeneous blocks have no common depth"
-_NO_PLACE = "a graph of parts of a layer has no place for an addition's parameters: capture whole layers, or none"
 #: Attribute of the config -> whether its value is refused, and why.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_transformer_engine_op_fuser": (bool, _PAST),
@@ -58,114 +46,25 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "heterogeneous_layers_config_path": (bool, _NO_DEPTH),
     "batch_invariant_mode": (bool, "its RMSNorm takes the place of TE's forward, which a scaled norm does not run"),
 }
-#: The same under a scheme with parameters of its own: by the names from 0.15 on, and from 0.18 on.
-_REFUSED_WITH_PARAMETERS = dict.fromkeys(("cuda_graph_scope", "cuda_graph_modules"), (_partial_graph, _NO_PLACE))
+#: Residual output projections, by the ends of their weights' names.
+_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$|experts\.weight2$")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "OptimizedModule")
+_said: set[str] = set()
 
 
-def _problem(scheme: Scheme, n_layers: int) -> str:
-    if scheme.keeps_forward(n_layers):
-        return ""
-    return next((problem for _, _, plan in scheme.plans(n_layers) if (problem := _unsupported(plan))), "")
+def say(text: str) -> None:
+    """Print one line, once, as Megatron's ``print_rank_0`` does (its loggers are silent by default)."""
+    if int(os.environ.get("RANK", "0")) == 0 and text not in _said:
+        _said.add(text)
+        print(f"olmo-lns: {text}", flush=True)
 
 
-def check_scheme(scheme: Scheme, n_layers: int) -> None:
-    """:raises LNSConfigError: Megatron's layers have no slot for what it does; with the reason."""
-    if not scheme.is_pre_ln:
-        environment.check()
-    if problem := _problem(scheme, n_layers):
-        possible = [name for name in names() if not _problem(Scheme.of(name), 2)]
-        raise LNSConfigError(
-            f"{scheme} ({scheme.definition.title}) is not available in Megatron: {problem}. Available are "
-            f"{', '.join(possible)}; OLMo runs every scheme."
-        )
-
-
-def check_config(config: Any, scheme: Scheme) -> None:
-    """:raises LNSConfigError: a setting that the scheme cannot be right with."""
-    check_scheme(scheme, int(config.num_layers))
-    refused = dict(_REFUSED)
-    if scheme.extra_parameters(1, 1, 1):
-        refused |= _REFUSED_WITH_PARAMETERS
-        parallel = sys.modules.get("megatron.core.parallel_state")
-        if type(getattr(parallel, "_TENSOR_MODEL_PARALLEL_GROUP", None)).__name__ == "_ConverterFakeProcessGroup":
-            raise LNSConfigError(
-                f"tools/checkpoint/convert.py hands on a fixed list of tensors, without the gates or branch norms of "
-                f"{scheme}: they would be drawn anew. Save the run with --ckpt-format torch_dist, which loads under "
-                "any tensor and pipeline parallel size."
-            )
-    for name, (is_refused, why) in refused.items():
+def check_config(config: Any) -> None:
+    """:raises LNSConfigError: a setting that LayerNorm Scaling cannot be right with."""
+    environment.check()
+    for name, (is_refused, why) in _REFUSED.items():
         if is_refused(found := getattr(config, name, None)):
-            title = scheme.definition.title
-            raise LNSConfigError(f"{title} does not support {name}={found!r}: {why}. Switch one of them off.")
-
-
-def attach_layer(layer: Any, settings: Settings, *, depth: int | None = None) -> int:
-    """Give the sub-layers of one built ``TransformerLayer`` the scheme of ``settings``.
-
-    :param depth: 1-based global number of the block; None takes it from the layer.
-    :returns: how many sub-layers there were: 2, or 1 for a layer of a hybrid model, where attention
-        and MLP are layers of their own.
-    :raises LNSConfigError: the layer's structure is not one where the sites are known.
-    """
-    scheme = settings.scheme
-    check_config(layer.config, scheme)
-    if not _is_absent(getattr(layer, "cross_attention", None)):
-        raise _refuse(layer, "has cross attention, a third sub-layer that no scheme defines")
-    found = {
-        sub_layer: _site(layer, sub_layer, norm, holder, names)
-        for sub_layer, norm, holder, names in (
-            ("attn", "input_layernorm", "self_attention", _FUSED_ATTENTION),
-            ("ff", "pre_mlp_layernorm", "mlp", _FUSED_MLP),
-        )
-        if not _is_absent(getattr(layer, holder, None))
-    }
-    if not found:
-        raise _refuse(layer, "has neither attention nor MLP")
-    if depth is None:
-        depth = _depth(layer, list(found))
-    n_layers = blocks_of(layer.config, hybrid=len(found) == 1)
-    for sub_layer, module in found.items():
-        site = Site(scheme, depth, n_layers, sub_layer)
-        if scheme.keeps_forward(n_layers):
-            attach_norm(module, site)
-        else:
-            _attach_addition(layer, site)
-    waiting = {name for name, _, _ in norm_sites.sites(layer)}
-    for name in ("", *waiting):
-        FirstForward(layer.get_submodule(name), name, waiting)
-    return len(found)
-
-
-class FirstForward:
-    """Stands in the place of a module's first ``forward``; the layer's then checks that all of its sites have run.
-
-    A layer that computes with a norm's parameters past the norm's ``forward``, as the op fuser does, has no factor.
-
-    :param name: the path of the site in its layer; ``""`` for the layer. :param waiting: sites that have not run.
-    """
-
-    def __init__(self, module: nn.Module, name: str, waiting: set[str]) -> None:
-        self.module, self.name, self.waiting = module, name, waiting
-        module.__dict__["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.module.__dict__.pop("forward", None)
-        self.waiting.discard(self.name)
-        result = self.module.forward(*args, **kwargs)
-        if not self.name and self.waiting:
-            paths = ", ".join(sorted(self.waiting))
-            raise _refuse(
-                self.module,
-                f"did not call the forward of {paths} in its own, expected all that carry the scheme: its output is "
-                "computed from their parameters without it (as by get_gpt_layer_with_transformer_engine_spec("
-                "use_te_op_fuser=True)). Use a spec whose layers call them",
-            )
-        return result
-
-
-def blocks_of(config: Any, *, hybrid: bool) -> int:
-    """How many blocks a model has; in a hybrid model attention and MLP are layers of their own."""
-    return int(config.num_layers) // (2 if hybrid else 1)
+            raise LNSConfigError(f"LayerNorm Scaling does not support {name}={found!r}: {why}. Switch one of them off.")
 
 
 def layers_of(module: nn.Module) -> list[Any]:
@@ -175,180 +74,193 @@ def layers_of(module: nn.Module) -> list[Any]:
     return [child for child in module.modules() if isinstance(child, TransformerLayer)]
 
 
-def count_sites(model: nn.Module) -> int:
-    """How many sub-layers of ``model`` have a scheme."""
-    return len(list(norm_sites.sites(model)))
+def models_in(module: nn.Module) -> list[Any]:
+    """The language models in ``module``, without the towers beside them; or ``module`` itself.
+
+    :raises LNSConfigError: ``module`` is wrapped or compiled.
+    """
+    if type(module).__name__ in _WRAPPERS:
+        raise LNSConfigError(f"found a {type(module).__name__}: apply first, then wrap or compile the model.")
+    found = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & set(MODELS)]
+    return found or [module]
 
 
-def _site(layer: Any, sub_layer: str, norm: str, holder: str, names: tuple[str, ...]) -> nn.Module:
+def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
+    """Scale and measure the norms of every block of ``model``, and say what was measured.
+
+    :param model: a language model, or a part of one. :param drawn: its weights were just drawn under ``settings``.
+    :returns: how many norms were scaled.
+    :raises LNSConfigError: a layer or a setting that LayerNorm Scaling does not support; the model is as it was.
+    :raises MeasurementError: a norm or a draw measures otherwise than asked; the model is as it was.
+    """
+    layers = layers_of(model)
+    config = next((m.config for m in (model, *layers) if hasattr(m, "config")), None)
+    if config is None:
+        raise LNSConfigError(f"{type(model).__name__} holds no TransformerLayer: nothing to scale.")
+    check_config(config)
+    _refuse_other_layers(model)
+    try:
+        halves = {len(_scale_layer(layer, settings, number)) for layer, number in _numbered(model, layers)}
+        _check_numbers(model, config, blocks := int(config.num_layers) // (2 if 1 in halves else 1))
+    except Exception:
+        sites.restore(model)
+        raise
+    found = [(site.layer_number, norms.is_fused(module)) for _, module, site in sites.sites(model)]
+    if not found:
+        say("LayerNorm Scaling on: no block in this process")
+        return 0
+    measured = ["output"] if all(fused for _, fused in found) else ["output", "gradient"]
+    measured += check_initialization(model, config) if drawn else []
+    how: dict[str, Any] = {
+        "here": f"{len(found)} in this process (blocks {min(found)[0]}-{max(found)[0]})",
+        "norm": str(getattr(config, "normalization", "")),
+        "initialization": _describe(config, settings.scaled_init_off) if drawn else "weights as they were",
+    }
+    say(sites.start_up_line(model, blocks, measured=measured, **how))
+    return len(found)
+
+
+def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int | None]]:
+    """Each layer, and the number of an MTP module's: L + k, since its own means something else in each version."""
+    mtps = [child for child in model.modules() if type(child).__name__ == "MultiTokenPredictionLayer"]
+    numbers = {id(layer): m.config.num_layers + m.layer_number for m in mtps for layer in layers_of(m)}
+    for mtp in mtps:
+        if len(layers_of(mtp)) != 1:
+            raise LNSConfigError(
+                f"MTP layer {mtp.layer_number} holds {len(layers_of(mtp))} transformer layers, expected 1: LayerNorm "
+                "Scaling does not support MTP layers of a hybrid model. Drop --mtp-num-layers."
+            )
+    return [(layer, numbers.get(id(layer))) for layer in layers]
+
+
+def _refuse_other_layers(model: Any) -> None:
+    """:raises LNSConfigError: a stack holds Mamba or custom layers."""
+    layers = {id(layer) for layer in layers_of(model)}
+    for stack in model.modules():
+        stacked = getattr(stack, "layers", None)
+        if not isinstance(stacked, nn.ModuleList) or type(stack).__name__ == "MultiTokenPredictionBlock":
+            continue
+        for layer in stacked:
+            inner = getattr(layer, "module", layer)
+            if id(layer) not in layers and id(inner) not in layers:
+                raise LNSConfigError(
+                    f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} of {type(stack).__name__} is no "
+                    "TransformerLayer: LayerNorm Scaling supports attention and MLP in turn (hybrid patterns: '*-' or "
+                    "'*E' repeated)."
+                )
+
+
+def _scale_layer(layer: Any, settings: Settings, number: int | None) -> list[str]:
+    """Scale the norms of one layer; return its sub-layers: two, or one in a hybrid model."""
+    if not _is_absent(getattr(layer, "cross_attention", None)):
+        raise _refuse(layer, "has cross attention, a third sub-layer that LayerNorm Scaling does not define")
+    found = {
+        sub_layer: _site(layer, sub_layer) for sub_layer, (_, holder, _) in _PLACES.items()
+        if not _is_absent(getattr(layer, holder, None))
+    }  # fmt: skip
+    if not found:
+        raise _refuse(layer, "has neither attention nor MLP")
+    count = int(layer.config.num_layers)
+    if len(found) == 1 and count % 2:
+        raise _refuse(layer, f"is one of {count} layers of a hybrid pattern, which ends with attention without an MLP")
+    if number is None:
+        number = int(layer.layer_number)
+    if len(found) == 1:
+        if number % 2 != (1 if "attn" in found else 0):
+            raise _refuse(
+                layer,
+                f"is layer {number} of a hybrid pattern and holds only {_WORDS[next(iter(found))]}: only the plain "
+                "transformer patterns are supported, '*-' or '*E' repeated",
+            )
+        number, count = (number + 1) // 2, count // 2
+    if number < 1:
+        raise MeasurementError(f"{type(layer).__name__}: found the block number {number}, expected 1 … {count}.")
+    for sub_layer, module in found.items():
+        site = sites.Site(settings.scheme, number, count, sub_layer)
+        sites.attach(module, site)
+        norms.scale(module, site.plan.norm_scale, where=site, width=int(layer.config.hidden_size))
+    return list(found)
+
+
+def _site(layer: Any, sub_layer: str) -> nn.Module:
+    norm, holder, fused = _PLACES[sub_layer]
     inner = getattr(layer, holder)
-    candidates = {f"{holder}.{name}": getattr(inner, name, None) for name in names}
-    sites: dict[str, Any] = {path: module for path, module in candidates.items() if is_fused_linear(module)}
+    for module in (inner, *(getattr(inner, name, None) for name in fused)):
+        for kind in type(module).__mro__:
+            if kind.__name__.startswith(("TEFusedMLP", "Inference")):
+                raise _refuse(layer, f"has a {kind.__name__} in its {holder}, and {_PAST}. Use another spec")
+    candidates = {f"{holder}.{name}": getattr(inner, name, None) for name in fused}
+    found: dict[str, Any] = {path: module for path, module in candidates.items() if norms.is_fused(module)}
     if not _is_absent(standalone := getattr(layer, norm, None)):
-        sites[norm] = standalone
-    if len(sites) != 1:
+        found[norm] = standalone
+    if len(found) != 1:
         raise _refuse(
             layer,
-            f"has {len(sites)} norms in front of its {_WORDS[sub_layer]} ({', '.join(sites) or 'none'}), "
-            f"expected exactly one of {', '.join((norm, *candidates))}",
+            f"has {len(found)} norms in front of its {_WORDS[sub_layer]} ({', '.join(found) or 'none'}; the "
+            f"{_WORDS[sub_layer]} is a {type(inner).__name__}), expected exactly one of "
+            f"{', '.join((norm, *candidates))}",
         )
-    return next(iter(sites.values()))
+    return next(iter(found.values()))
 
 
-def _depth(layer: Any, halves: list[str]) -> int:
-    """The block that a layer belongs to; in a hybrid model ``*-`` or ``*E`` is one block."""
-    number = int(layer.layer_number)
-    if len(halves) == 2:
-        return number
-    expected = 1 if halves == ["attn"] else 0
-    if number % 2 != expected:
-        raise _refuse(
-            layer,
-            f"is layer {number} of a hybrid pattern and holds only {_WORDS[halves[0]]}: only the plain "
-            "transformer patterns are supported, '*-' or '*E' repeated",
+def _check_numbers(model: Any, config: Any, blocks: int) -> None:
+    """:raises MeasurementError: numbers of this part of the model that cannot be global, 1 … L, each once."""
+    own = [(site.layer_number, site.sub_layer) for _, _, site in sites.sites(model)]
+    numbers = sorted({number for number, _ in own if number <= blocks})
+    in_a_row = list(range(numbers[0], numbers[-1] + 1)) if numbers else []
+    wrong = len(set(own)) != len(own) or numbers != in_a_row
+    if numbers and hasattr(model, "pre_process"):
+        # Such a first stage may hold the embedding alone, so that block 1 is in the second.
+        layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
+        empty_first = any(getattr(config, name, None) for name in layouts)
+        wrong |= numbers[0] != 1 if model.pre_process else numbers[0] == 1 and not empty_first
+        wrong |= bool(model.post_process) and numbers[-1] != blocks
+    if wrong:
+        raise MeasurementError(
+            f"{type(model).__name__}: found norms of the blocks {[n for n, _ in own]}, expected two of each block of "
+            f"this pipeline stage, numbered globally from 1 to {blocks}. This Megatron numbers its layers in an "
+            "unknown way."
         )
-    return (number + 1) // 2
 
 
 def _is_absent(module: Any) -> bool:
     return module is None or type(module).__name__ in ("IdentityOp", "IdentityFuncOp")
 
 
-def _refuse(layer: Any, what: str) -> LNSConfigError:
-    return LNSConfigError(f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} {what}.")
+def _refuse(layer: Any, problem: str) -> LNSConfigError:
+    return LNSConfigError(f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} {problem}.")
 
 
-def _unsupported(plan: Plan) -> str:
-    """Why Megatron's slots cannot do ``plan``; ``""`` if they can."""
-    if plan.post:
-        return "it normalises the sum, and no slot of Megatron's layer stands behind the residual addition"
-    if not plan.pre:
-        return "it has no norm in front of the sub-layers, where Transformer Engine's layers have theirs fused in"
-    if plan.groups != 1:
-        return "its norms take statistics over groups of channels, which no norm of Megatron does"
-    if plan.pre_scale != 1.0:
-        return "its factor stands in front of a norm that Transformer Engine fuses into the linear layer behind it"
-    if plan.stream_scale != 1.0 or plan.alpha != 1.0 or plan.omega is not None:
-        return "it multiplies the residual stream, which Megatron's recompute, fusions and exports take as it is"
-    if plan.gains:
-        return "it draws the v rows of linear_qkv, which lie between those of q and k, with another gain"
-    return ""
+# --- initialization -------------------------------------------------------------------------------------------------
 
 
-class SchemeAddition(nn.Module):
-    """``residual + factor * gate * dropout(norm(h + bias))``, called like Megatron's ``get_bias_dropout_add``.
+def check_initialization(model: Any, config: Any) -> list[str]:
+    """Check how the residual output projections were drawn; return what was done, in words.
 
-    :param gate: the learned factor, (hidden_size,) or (1,), or None. :param norm: the branch's, or None.
-    :param like: a parameter of the layer, for the device; ``config`` says the dtype.
+    :raises MeasurementError: found and expected standard deviation.
     """
-
-    lns_method = "in the residual addition"
-
-    def __init__(self, config: Any, plan: Plan, norm: nn.Module | None, like: torch.Tensor) -> None:
-        super().__init__()
-        self.norm = norm
-        self.factor = 1.0 if plan.branch else plan.branch_scale
-        self.learned: Learned | None = plan.gate
-        self.register_parameter("gate", None)
-        if plan.gate is not None:
-            size = plan.gate.elements(config.hidden_size)
-            self.gate = nn.Parameter(torch.empty(size, device=like.device, dtype=config.params_dtype))
-            # Its gradient is a sum over tokens: Megatron adds those of the ranks that hold other tokens by this mark.
-            self.gate.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.gate is not None and self.learned is not None:
-            nn.init.constant_(self.gate, self.learned.start)
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """The addition. A call of the module, so that hooks which gather its parameters run before it.
-
-        :param fused: ignored: without bias and dropout the addition is one kernel anyway.
-        """
-        return functools.partial(self._add, training)
-
-    def _add(
-        self, training: bool, h_with_bias: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
-        """:param h_with_bias: the sub-layer's output (length, batch, hidden_size), and a bias (hidden_size,) or None.
-        :param x: the stream, as the output. :param dropout: its probability.
-        """
-        h, bias = h_with_bias
-        if bias is not None:
-            h = h + bias
-        if self.norm is not None:
-            h = self.norm(h)
-        h = nn.functional.dropout(h, dropout, training)
-        h, x = (h.to(x.dtype), x) if _keeps_stream_dtype() else (h, x.to(h.dtype))
-        if self.gate is None:
-            return torch.add(x, h, alpha=self.factor)
-        return torch.addcmul(x, self.gate.to(h.dtype), h, value=self.factor)
-
-    def lns_plan(self, sub_layer: str) -> Plan:
-        """The plan that the addition computes."""
-        factor = self.factor * getattr(self.norm, "lns_scale", 1.0)
-        return Plan(branch=self.norm is not None, branch_scale=factor, gate=self.learned)
-
-    def extra_repr(self) -> str:
-        return f"factor={self.factor:.4g}"
+    init = config.output_layer_init_method
+    if not getattr(config, "perform_initialization", True) or not layers_of(model):
+        return []
+    std, measured = _std(init), False
+    for layer in layers_of(model) if std else []:
+        weights = {name: weight for name, weight in layer.named_parameters() if _OUTPUT.search(name)}
+        measured |= probe.check_drawn(weights, std, where=f"block {getattr(layer, 'layer_number', '?')}")
+    return ["initialization"] if measured else ["initialization (read back)"]
 
 
-@functools.cache
-def _keeps_stream_dtype() -> bool:
-    """Whether Megatron's own addition keeps an fp32 stream under bf16 branches; up to 0.16 it does not."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-
-    branch, stream = torch.zeros(1, dtype=torch.bfloat16, device="cpu"), torch.zeros(1, device="cpu")
-    return bool(get_bias_dropout_add(False, False)((branch, None), stream, 0.0).dtype == stream.dtype)
-
-
-def _attach_addition(layer: Any, site: Site) -> None:
-    """Put ``site``'s plan into its slot of a built ``TransformerLayer``.
-
-    :raises LNSConfigError: the slot holds something else than Megatron's bias-dropout-add.
-    :raises UpstreamChangedError: the layer calls its slots in a way that was not verified.
-    """
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-
-    check_readings()
-    slot, config = SLOTS[site.sub_layer], layer.config
-    if (found := getattr(layer, slot, None)) is not get_bias_dropout_add:
-        name = getattr(found, "__name__", type(found).__name__)
-        raise LNSConfigError(
-            f"{type(layer).__name__} {layer.layer_number} has {name} as its {slot}, expected Megatron's "
-            f"get_bias_dropout_add: {site.scheme} takes its place."
-        )
-    plan = site.plan
-    norm = _branch_norm(layer) if plan.branch else None
-    if norm is not None and plan.branch_scale != 1.0:
-        scale_norm(norm, plan.branch_scale)
-    addition = SchemeAddition(config, plan, norm, next(layer.parameters()))
-    attach(addition, site)
-    setattr(layer, slot, addition)
+def _std(init: Callable[[torch.Tensor], object]) -> float:
+    """The standard deviation that ``init`` draws with; 0 where it depends on the matrix's shape (Xavier)."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        small, large = (torch.zeros(64, width, device="cpu") for width in (64, 256))
+        init(small), init(large)
+    found = float(large.std())
+    return found if abs(float(small.std()) / found - 1) < 0.1 else 0.0
 
 
-def _branch_norm(layer: Any) -> Any:
-    """A norm of the class that the layer's spec names, built as the layer builds its own."""
-    from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-
-    how = {"config": layer.config, "hidden_size": layer.config.hidden_size, "eps": layer.config.layernorm_epsilon}
-    specs = (layer.submodules_config.input_layernorm, layer.submodules_config.pre_mlp_layernorm)
-    named = [spec for spec in specs if spec is not IdentityOp]
-    # TE's spec names one only where it is not fused into a linear layer, and main's is fused with the residual.
-    if HAVE_TE and all(_is_te(spec) for spec in named):
-        return TENorm(**how)
-    if not named:
-        raise LNSConfigError(
-            f"{type(layer).__name__} {layer.layer_number} has both norms of its spec inside other modules, and "
-            "Transformer Engine is not installed: nothing names the norm that the scheme puts behind the branch. Use a "
-            "spec with norms of their own (input_layernorm, pre_mlp_layernorm), as the local one, or install it."
-        )
-    return build_module(named[0], **how) if isinstance(named[0], ModuleSpec) else named[0](**how)
-
-
-def _is_te(spec: Any) -> bool:
-    kind = getattr(spec, "module", spec)
-    return str(getattr(kind, "__module__", "")).startswith("megatron.core.extensions.transformer_engine")
+def _describe(config: Any, off: bool) -> str:
+    """The policy in words, for the log."""
+    if not off:
+        return "scaled initialization kept (std/sqrt(2L) for output projections)"
+    width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
+    return f"scaled initialization off (output projections: init_method{width})"

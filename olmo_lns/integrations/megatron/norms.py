@@ -1,51 +1,34 @@
-"""Give one norm module of a Megatron layer the factor, whatever class it is.
+"""Scale one norm of a Megatron layer, whatever class it is, and measure that it is scaled.
 
-The module becomes an instance of a subclass that is made here and keeps its base's name, because Megatron-FSDP and the
-quantization recipes go by class names. Three ways, each exact in the output and in all gradients:
-
-- ``FoldedParameters``: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and ``s*bias``.
-  Right only for a forward that reads them once and whose backward uses what was saved: TE's LayerNormLinear and Apex's
+- :class:`FoldedFused`: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and ``s*bias``.
+  Right for a forward that reads them once and whose backward uses the saved tensors: TE's LayerNormLinear and Apex's
   norms. TE's standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
-- ``FoldedOp``: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
-- ``MultipliedOutput``: any other norm, its output times s.
+- :class:`FoldedNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
+
+:func:`olmo_lns.sites.scale` takes neither where it measures something else than the framework's own, and multiplies
+the output of the module instead.
 """
 
 from __future__ import annotations
 
-import types
-from typing import Any
+import contextlib
+import functools
+import sys
+from typing import Any, Iterator
 
 import torch
 from torch import nn
 
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.upstream import target
-from olmo_lns.integrations.norm_sites import Scaled, ScaledOutput, Site, attach, give
-from olmo_lns.integrations.patching import verify
+from olmo_lns import probe, sites
 from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
 
-_classes: dict[tuple[type, type], type[nn.Module]] = {}
 
-
-class _MegatronNorm(Scaled):
-    """What every scaled norm of Megatron's has."""
-
-    lns_method: str
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by mixin and base: the class itself goes by its base's name, under which pickle finds the base."""
-        reduced = super().__reduce_ex__(protocol)
-        kind = type(self)
-        if kind not in _classes.values():
-            return reduced  # somebody, FSDP for one, made a class of its own of it
-        return (_unpickled, kind.__bases__, *reduced[2:])
-
-
-class FoldedParameters(_MegatronNorm):
+class FoldedFused(sites.Scaled):
     """The module's own forward, over scaled parameters."""
 
-    lns_method = "folded into the fused kernel's gain"
+    lns_calls_forward = True
+    lns_way = "folded into the fused kernel's gain"
     _gain, _bias = "layer_norm_weight", "layer_norm_bias"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,29 +51,21 @@ class FoldedParameters(_MegatronNorm):
                 self.zero_centered_gamma = True
 
 
-class FoldedStandalone(FoldedParameters):
-    """The same for a norm of its own, such as Megatron's wrapper of Apex."""
+class FoldedApex(FoldedFused):
+    """The same for Megatron's wrapper of Apex."""
 
-    lns_method = "folded into the norm's gain"
+    lns_way = "folded into the norm's gain"
     _gain, _bias = "weight", "bias"
 
 
-class FoldedOp(_MegatronNorm):
+class FoldedNorm(sites.Scaled):
     """A standalone norm of torch or TE, computed by ``olmo_lns.norm`` from its parameters."""
-
-    # Set by _scaled_class; TE's RMSNorm may hand the residual on (fused_residual_rmsnorm).
-    _is_te_norm: bool
-    _is_rms_norm: bool
-    _returns_residual: bool
-
-    @property
-    def lns_method(self) -> str:  # type: ignore[override]
-        return f"olmo_lns.norm ({self.lns_backend.name})"
 
     def forward(self, x: torch.Tensor) -> Any:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        y = x
-        if self._is_te_norm and weight is not None:
+        kind: Any = type(self)
+        names, y = _names(kind), x
+        if "transformer_engine" in names and weight is not None:
             # TE computes in the dtype of the parameters, or of autocast.
             device = x.device.type
             y = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype)
@@ -98,94 +73,110 @@ class FoldedOp(_MegatronNorm):
         eps = torch.finfo(dtype).eps if eps is None else float(eps)
         centered = bool(getattr(self, "zero_centered_gamma", False))
         how: dict[str, Any] = {"zero_centered": centered, "backend": self.lns_backend}
-        if self._is_rms_norm:
-            y = rms_norm(y, weight, eps, self.lns_scale, **how)
+        if "RMSNorm" in names:
+            y = rms_norm(y, weight, eps, self.lns_factor, **how)
         else:
-            y = layer_norm(y, weight, bias, eps, self.lns_scale, **how)
-        return (y.to(dtype), x) if self._returns_residual else y.to(dtype)
+            y = layer_norm(y, weight, bias, eps, self.lns_factor, **how)
+        return (y.to(dtype), x) if "TEFusedResidualRMSNorm" in names else y.to(dtype)
 
 
-class MultipliedOutput(_MegatronNorm, ScaledOutput):
-    """Any other norm: one multiplication after it."""
-
-    lns_method = "output multiplied"
-
-
-def attach_norm(module: Any, site: Site) -> None:
-    """Multiply the output of ``module`` by its plan's factor, exactly and for good.
-
-    :param module: a norm (y = Norm(x)), or TE's LayerNormLinear (y = Linear(Norm(x))).
-    :raises LNSConfigError: the module carries a factor already, or fuses a norm in a way that was not read.
-    """
-    attach(module, site)
-    scale_norm(module, site.plan.norm_scale)
+@functools.cache
+def _names(kind: type) -> frozenset[str]:
+    """The names of a class and its bases, and of the packages and modules that define them."""
+    modules = {base.__module__ for base in kind.__mro__}
+    packages = {module.partition(".")[0] for module in modules}
+    return frozenset({base.__name__ for base in kind.__mro__} | modules | packages)
 
 
-def scale_norm(module: Any, factor: float) -> None:
-    """Give ``module`` the factor alone; the site is on a module around it."""
-    give(module, _scaled_class(_mixin_for(module), type(module)), factor)
-
-
-def is_fused_linear(module: object) -> bool:
+def is_fused(module: object) -> bool:
     """Whether ``module`` is a norm fused with the linear layer after it (TE's LayerNormLinear)."""
     return getattr(module, "layer_norm_weight", None) is not None
 
 
-def _mixin_for(module: nn.Module) -> type[_MegatronNorm]:
-    kind = type(module)
-    names = {base.__name__ for base in kind.__mro__}
-    if is_fused_linear(module):
-        _verify_fused(kind)
-        return FoldedParameters
-    if kind in (nn.LayerNorm, nn.RMSNorm) or "TEFusedResidualRMSNorm" in names:
-        return FoldedOp
-    if _is_te(kind) and names & {"LayerNorm", "RMSNorm"}:
-        return FoldedOp
-    if any(base.__module__ == "megatron.core.fusions.fused_layer_norm" for base in kind.__mro__):
-        return FoldedStandalone
-    return MultipliedOutput
+def scale(module: nn.Module, factor: float, *, where: object, width: int) -> None:
+    """Multiply the norm's output in ``module`` by ``factor``, and measure it.
 
+    :param module: a norm, y = Norm(x), or TE's LayerNormLinear, y = Linear(Norm(x)). :param width: the hidden size.
+    :raises MeasurementError: found and expected multiple; the module is as it was.
 
-def _scaled_class(mixin: type[_MegatronNorm], base: type[nn.Module]) -> type[nn.Module]:
-    if (mixin, base) not in _classes:
-        # What users and Megatron's class-name rules look at is the base's: name, module, docstring.
-        body: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-        body["__doc__"] = base.__doc__
-        if issubclass(mixin, FoldedOp):
-            names = {each.__name__ for each in base.__mro__}
-            body |= {"_is_te_norm": _is_te(base), "_is_rms_norm": "RMSNorm" in names}
-            body["_returns_residual"] = "TEFusedResidualRMSNorm" in names
-        _classes[mixin, base] = types.new_class(
-            base.__name__, (mixin, base), exec_body=lambda space: space.update(body)
-        )
-    return _classes[mixin, base]
-
-
-def _unpickled(mixin: type[_MegatronNorm], base: type[nn.Module]) -> nn.Module:
-    """A module without its state, for pickle and copy."""
-    kind = _scaled_class(mixin, base)
-    return kind.__new__(kind)
-
-
-def _verify_fused(kind: type) -> None:
-    """Hiding the gain is right only for those forwards of Megatron's that were verified.
-
-    :raises LNSConfigError: another forward. :raises UpstreamChangedError: Megatron's, but none that was verified.
+    Example: ``scale(layer.input_layernorm, 0.5, where="block 4, attn", width=4096)``.
     """
-    name = "TELayerNormColumnParallelLinear"
-    wrapper = next((base for base in kind.__mro__ if base.__name__ == name), None)
-    if wrapper is None:
-        raise LNSConfigError(
-            f"{kind.__module__}.{kind.__name__} fuses a norm with a linear layer, but is not Megatron's {name}: "
-            "LayerNorm Scaling does not know how it uses its gain. Use the TE or the local spec."
-        )
-    if (owner := next(base for base in kind.__mro__ if "forward" in vars(base))) is not wrapper:
-        raise LNSConfigError(
-            f"{owner.__module__}.{owner.__name__} overrides the forward of Megatron's {name}: LayerNorm Scaling does "
-            "not know how that one uses its gain. Use Megatron's own."
-        )
-    verify(target(f"{name}.forward"), vars(wrapper)["forward"])
+    sites.scale(module, factor, where=where, width=width, folded=_mixin(module), respond=lambda m: respond(m, width))
 
 
-def _is_te(kind: type) -> bool:
-    return any(base.__module__.split(".")[0] == "transformer_engine" for base in kind.__mro__)
+def _mixin(module: nn.Module) -> type | None:
+    kind: Any = type(module)
+    names = _names(kind)
+    if is_fused(module):
+        return FoldedFused
+    if "megatron.core.fusions.fused_layer_norm" in names:
+        return FoldedApex
+    te = "transformer_engine" in names and names & {"RMSNorm", "LayerNorm"}
+    known = te or "TEFusedResidualRMSNorm" in names or kind in (nn.LayerNorm, nn.RMSNorm)
+    return FoldedNorm if known else None
+
+
+def respond(module: nn.Module, width: int) -> probe.Response:
+    """Run a norm, or a norm fused with a linear layer, on random rows with a random gain, outside FP8 and alone.
+
+    TE's norms read their weights again in backward, so the random ones stay until the gradient is there. A fused
+    linear layer runs on its own matrix, less its bias, without gradient, and without the collective of sequence
+    parallelism. The module is left as it was: its parameters, its FP8 state, its count of micro-batches.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator, fused = torch.Generator("cpu").manual_seed(4), is_fused(module)
+    values = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        if fused and parameter.dim() > 1:
+            values[name] = _matrix(parameter, device)
+        elif fused and not name.startswith("layer_norm"):
+            # Without rounding of the sum; where the output is multiplied, a bias must show.
+            there = torch.full(parameter.shape, float(isinstance(module, sites.ScaledOutput)), device=device)
+            values[name] = nn.Parameter(there.to(parameter.dtype), requires_grad=False)
+        else:
+            drawn = 1 + 0.25 * torch.randn(parameter.shape, generator=generator, device="cpu")
+            values[name] = nn.Parameter(drawn.to(device, parameter.dtype))
+    dtype = next((value.dtype for value in values.values()), torch.float32)
+    with _changed(module, values), torch.set_grad_enabled(not fused):
+        x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_(not fused)
+        output = module(x)
+        output = output[0] if isinstance(output, tuple) else output
+        if fused:
+            bias = values.get("bias")
+            added = bias is not None and bias.numel() and not getattr(module, "te_return_bias", False)
+            output = output.double() - bias.double() if added else output.double()  # type: ignore[union-attr]
+            return probe.Response(output, None, torch.bfloat16)  # of a matrix product in TF32
+        weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
+        (gradient,) = torch.autograd.grad(output, x, weights)
+    return probe.Response(output.detach().double(), gradient.double(), dtype)
+
+
+def _matrix(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
+    """The linear layer's own parameter on the device that trains; a drawn one for the meta device."""
+    value = parameter.detach()
+    if value.is_meta:
+        generator = torch.Generator(device).manual_seed(5)
+        value = 0.02 * torch.randn(value.shape, generator=generator, device=device, dtype=value.dtype)
+    if hasattr(value, "_quantizer"):  # FP8 parameters
+        value = value.dequantize()
+    return nn.Parameter(value.to(device), requires_grad=False)
+
+
+@contextlib.contextmanager
+def _changed(module: nn.Module, values: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Give the module other parameters and no sequence parallelism or FP8 recipe, for a while."""
+    te = sys.modules.get("transformer_engine.pytorch")
+    recipe = getattr(te, "autocast", None) or getattr(te, "fp8_autocast", None)
+    attributes, parameters = dict(vars(module)), dict(module._parameters)
+    module._parameters.update(values)
+    for name, value in (("sequence_parallel", False), ("te_quant_params", None)):
+        if name in attributes:
+            setattr(module, name, value)
+    try:
+        with recipe(enabled=False) if recipe else contextlib.nullcontext():
+            yield
+    finally:
+        vars(module).clear()
+        vars(module).update(attributes)
+        module._parameters.clear()
+        module._parameters.update(parameters)

@@ -94,10 +94,15 @@ def _numbered(model: Any) -> dict[int, Any]:
 
 
 def _measure_blocks(numbered: dict[int, Any], asked: types.Asked) -> list[str]:
-    """Measure one block of each structure, before it is changed."""
-    keeps = asked.scheme.keeps_forward(len(numbered))
-    for number, block in {probe.structure(block): (number, block) for number, block in numbered.items()}.values():
-        (blocks.check_pre_ln if keeps else blocks.check_forward)(block, f"block {number}")
+    """Measure each block, before it is changed."""
+    keeps, kinds = asked.scheme.keeps_forward(len(numbered)), set[Any]()
+    for number, block in numbered.items():
+        kind, where = probe.structure(block), f"block {number}"
+        if keeps:
+            blocks.check_pre_ln(block, where, known=kind in kinds)
+        else:
+            blocks.check_forward(block, where)
+        kinds.add(kind)
     return ["block"]
 
 

@@ -348,6 +348,4 @@ def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
     if spelled == written:
         return
     model.layer_norm_type = LayerNormType[spelled]
-    over = f"keeps the config's base norm {base_type(kept)!r}" if overridden else "means RMSNorm when a file names it"
-    reason = over if bare else "without the parameters that are at their default"
-    log.info("layer_norm_type=%s %s: using %s", written, reason, spelled)
+    log.info("layer_norm_type=%s (over %s in the config): using %s", written, kept, spelled)

@@ -82,22 +82,26 @@ def resolve(asked: str | None) -> str:
     return name
 
 
-def _probe(config: Any, width: int) -> bool:
-    """Measure the sites of a narrow block with the config's structure; whether it could be run on this machine."""
+def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> bool:
+    """Measure the sites of a narrow block with the config's structure; whether it could be run on this machine.
+
+    Each block by its own number: OLMo-core gives it to the block, which may ask for it.
+    """
     values = config.stock().as_config_dict()
     mixer = values["sequence_mixer" if "sequence_mixer" in values else "attention"]
     for name in ("backend", "use_flash"):  # the twin runs in fp32 on a CPU
         mixer.pop(name, None)
-    return _probe_twin(json.dumps(values), width)
+    return _probe_twin(json.dumps(values), width, block_idx, n_layers)
 
 
 @functools.cache
-def _probe_twin(text: str, width: int) -> bool:
+def _probe_twin(text: str, width: int, block_idx: int, n_layers: int) -> bool:
     """:raises MeasurementError: the block of this config reads its stream through other norms than its two."""
     try:
         config = TransformerBlockConfig.from_dict(json.loads(text))
-        twin = config.build(d_model=width, block_idx=0, n_layers=1, init_device="cpu")
-        found = probe.pre_ln_sites(twin, probe.Call((torch.randn(2, 8, width),), {}, 0)).names
+        twin = config.build(d_model=width, block_idx=block_idx, n_layers=n_layers, init_device="cpu")
+        call = probe.Call((torch.randn(2, 8, width),), {}, 0)
+        found = probe.pre_ln_sites(twin, call, where=f"block {block_idx + 1}").names
     except (MeasurementError, RuntimeError, NotImplementedError) as error:  # kernels for GPUs, such as a mixture's
         log.debug("%s", error)
         return False
@@ -155,7 +159,7 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
         _unscale_router(block, form)
     block.lns_initialization = str(config.initialization)
     alone = form.plan == _PRE and form.norms == _DENSE
-    block.lns_probed = alone and _probe(config, min(d_model, 8 * block.attention.n_heads))
+    block.lns_probed = alone and _probe(config, min(d_model, 8 * block.attention.n_heads), block_idx, n_layers)
 
 
 class UnscaledRouter(Scaled):

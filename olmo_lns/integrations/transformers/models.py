@@ -60,26 +60,17 @@ class SchemeModel:
             )
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
-        scheme, names = scheme_of(config), getattr(config, "lns_norms", None)
-        if names is not None:
-            anything.attach(self, by_names(self, names), scheme, folded)
-        if _loading.get():
-            return
-        if measurable(self):
-            measure(self, scheme, initialization=getattr(config, "lns_initialization", "plain"))
-        elif names is None:
-            raise LNSConfigError(
-                f"{type(self).__name__} is built without weights, and its config has no lns_norms, which say where "
-                "its norms are. Build it once with weights (from_config on a CPU) and use that model's config."
-            )
+        if (names := getattr(config, "lns_norms", None)) is not None:
+            anything.attach(self, by_names(self, names), scheme_of(config), folded)
+        if not _loading.get():
+            _finish(self, getattr(config, "lns_initialization", "plain"))
 
     def _init_weights(self: Any, module: Any) -> None:
         super()._init_weights(module)  # type: ignore[misc]
         projection: Any = getattr(module, _DEPTH_SCALED.get(self.lns_made_of.config_class.model_type, ""), None)
         plain = projection is not None and getattr(self.config, "lns_initialization", "plain") == "plain"
         if plain and not getattr(projection.weight, "_is_hf_initialized", False):
-            with torch.no_grad():
-                projection.weight.mul_(math.sqrt(2.0 * self.config.num_hidden_layers))
+            _multiply([projection.weight], math.sqrt(2.0 * self.config.num_hidden_layers))
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,8 +84,7 @@ class SchemeModel:
         finally:
             _loading.reset(token)
         model = result[0] if isinstance(result, tuple) else result  # with output_loading_info
-        if measurable(model):
-            measure(model, scheme_of(model.config))
+        _finish(model, None)
         return result
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +169,19 @@ def convert(model: Any) -> None:
             module.__class__ = model_class(kind)
 
 
-def measurable(model: nn.Module) -> bool:
-    """Whether its weights are here and are not quantized."""
-    return all(p.is_floating_point() and not p.is_meta and p.numel() for p in model.parameters())
+def _finish(model: Any, initialization: str | None) -> None:
+    """Measure a model that was built or loaded; where its weights cannot be run, its norms alone have been."""
+    scheme, names = scheme_of(model.config), getattr(model.config, "lns_norms", None)
+    weights = list(model.parameters())  # here, not quantized, not sharded by tensor parallelism or DeepSpeed
+    if all(p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements") for p in weights):
+        measure(model, scheme, initialization=initialization)
+    elif names is not None:
+        anything.report(model, by_names(model, names), ["output", "gradient"])
+    else:
+        raise LNSConfigError(
+            f"{type(model).__name__} is built without weights, or quantized, and its config has no lns_norms, which "
+            "say where its norms are. Build it once with weights (from_config on a CPU) and use that model's config."
+        )
 
 
 def measure(
@@ -200,12 +200,14 @@ def measure(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
             "transformers builds the family in another way: apply the scheme to a stock model of it."
         )
+    scaled = depth_scaled(model, found.blocks) if initialization == "plain" else []
     measured = anything.attach(model, found, scheme, folded)
+    _multiply(scaled, math.sqrt(2.0 * len(found.blocks)))
     model.config.lns_norms = names
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would put a kernel there that knows no factor
             type(norm).kernel_layer_name = "LNSScaled"
-    words = draw_plain(model, found.blocks) if initialization == "plain" else drawn(model, found.blocks)[0]
+    words = drawn(model, found.blocks)
     anything.report(model, found, [*measured, *(["initialization"] if words else [])], words)
 
 
@@ -246,47 +248,63 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
     blocks = list(lists[name])
     each = [tuple(row) for row in (names if isinstance(names[0], list) else [names] * len(blocks))]
     weight = next(blocks[0].get_submodule(each[0][0]).parameters(), None)
-    width = model.config.get_text_config().hidden_size if weight is None else weight.shape[-1]
+    width = weight.shape[-1] if weight is not None and weight.numel() else model.config.get_text_config().hidden_size
     return Blocks(name, blocks, each, int(width))
 
 
-def drawn(model: Any, blocks: list[nn.Module]) -> tuple[str, list[nn.Parameter]]:
-    """How the block's matrices were drawn, in words, and those that were drawn at std / sqrt(2·L).
-
-    The words are empty where nothing can be measured: loaded weights, another draw, no ``initializer_range``.
-    """
-    std = getattr(model.config.get_text_config(), "initializer_range", None)
-    pooled: dict[str, list[nn.Parameter]] = {}
-    for block in blocks:
+def _deviations(model: Any, blocks: list[nn.Module]) -> dict[str, tuple[float, list[nn.Parameter]]]:
+    """For each matrix of a block its standard deviation in units of the config's, over all blocks; and the matrices."""
+    std = float(getattr(model.config.get_text_config(), "initializer_range", None) or 0.0)
+    found: dict[str, list[nn.Parameter]] = {}
+    for block in blocks if std and len(blocks) > 1 else ():
         for name, parameter in block.named_parameters():
             if parameter.dim() == 2 and parameter.is_floating_point() and not parameter.is_meta:
-                pooled.setdefault(name, []).append(parameter)
-    if not std or not pooled or len(blocks) < 2:
-        return "", []
-    measured = {n: float(torch.stack([p.detach().float().std() for p in each]).mean()) for n, each in pooled.items()}
-    scaled = std / math.sqrt(2.0 * len(blocks))
-    low = [name for name, value in measured.items() if 0.9 * scaled < value < 1.1 * scaled]
-    if low:
-        return "scaled initialization on", [parameter for name in low for parameter in pooled[name]]
-    plain = all(0.9 * std < value < 1.1 * std for value in measured.values())
-    return ("scaled initialization off" if plain else ""), []
+                found.setdefault(name, []).append(parameter)
+    return {n: (float(torch.stack([p.detach().float().std() for p in e]).mean()) / std, e) for n, e in found.items()}
 
 
-def draw_plain(model: Any, blocks: list[nn.Module]) -> str:
-    """Take the depth factor off the freshly drawn matrices of a family that is known to have it; say what is there."""
-    words, low = drawn(model, blocks)
-    family = model.config.model_type.removeprefix(PREFIX)
-    if low and family in _DEPTH_SCALED:
-        with torch.no_grad():
-            for parameter in low:
-                parameter.mul_(math.sqrt(2.0 * len(blocks)))
-        words, _ = drawn(model, blocks)
-    return words
+def _near(value: float, expected: float) -> bool:
+    return 0.9 * expected < value < 1.1 * expected
+
+
+def drawn(model: Any, blocks: list[nn.Module]) -> str:
+    """How the matrices were drawn; ``""`` where nothing can be said: loaded weights, or another rule."""
+    measured = [value for value, _ in _deviations(model, blocks).values()]
+    if measured and all(_near(value, 1.0) for value in measured):
+        return "scaled initialization off"
+    return "scaled initialization on" if any(_near(v, (2.0 * len(blocks)) ** -0.5) for v in measured) else ""
+
+
+def depth_scaled(model: Any, blocks: list[nn.Module]) -> list[nn.Parameter]:
+    """The freshly drawn matrices with the depth factor of a family that is known to have it.
+
+    :raises MeasurementError: such a family draws a matrix by another rule.
+    """
+    measured = _deviations(model, blocks)
+    known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
+    if not known or not any(_near(value, 1.0) for value, _ in measured.values()):
+        return []
+    scaled = (2.0 * len(blocks)) ** -0.5
+    for name, (value, _) in measured.items():
+        if not _near(value, 1.0) and not _near(value, scaled):
+            raise MeasurementError(
+                f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, expected "
+                f"1 or {scaled:.3g} times. This transformers draws them by another rule: "
+                'apply(model, initialization="upstream") keeps it.'
+            )
+    return [parameter for value, each in measured.values() if _near(value, scaled) for parameter in each]
+
+
+def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(factor)
 
 
 def plain_initialization(model: Any) -> None:
     """Take the depth factor off a freshly drawn stock model. :raises LNSConfigError: its draw is not known."""
     with anything.undisturbed(model):
         _, blocks, _ = probe.find_blocks(model, anything.forward(model, usual_example(model)))
-    if draw_plain(model, blocks) != "scaled initialization off":
+    _multiply(depth_scaled(model, blocks), math.sqrt(2.0 * len(blocks)))
+    if drawn(model, blocks) != "scaled initialization off":
         raise LNSConfigError(f"{type(model).__name__}: found weights that were not drawn just now, or by another rule.")

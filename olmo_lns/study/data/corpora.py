@@ -1,4 +1,4 @@
-"""Corpora that configs and descriptions name, and the fingerprint of a run's data files.
+"""Corpora that configs and descriptions name.
 
 Two are built on the spot from text that every machine has: Python's library and manual, and installed packages. Bytes
 are tokens (0–255) and 256 ends a document. The same Python and packages give the same files, bit for bit.
@@ -18,11 +18,12 @@ from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.files import write_whole
 
 #: One past the bytes: ends a document.
 EOS_TOKEN_ID = 256
@@ -131,15 +132,14 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
         counts = [_write_tokens(path, texts, digest) for path, texts in zip((train, heldout), split, strict=True)]
         _write_tokenizer(tokenizer)
         facts = {"train_tokens": counts[0], "heldout_tokens": counts[1], "digest": digest.hexdigest(), **here}
-        # Last, so that an interrupted build is not taken for a complete one.
-        manifest.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_whole(manifest, json.dumps(facts, indent=2) + "\n")  # last: it says that the others are complete
     return Text(train, heldout, tokenizer, **facts)
 
 
 def _write_tokens(path: Path, texts: Iterable[bytes], digest: hashlib._Hash) -> int:
     end = np.array([EOS_TOKEN_ID], dtype=np.uint16)
     tokens = np.concatenate([part for text in texts for part in (np.frombuffer(text, np.uint8).astype(np.uint16), end)])
-    tokens.astype("<u2").tofile(path)
+    write_whole(path, tokens.astype("<u2").tobytes())
     digest.update(tokens.astype("<u2").tobytes())
     return len(tokens)
 
@@ -175,19 +175,3 @@ BUILT: dict[str, Callable[[Path], Text]] = {
     "demo": build,
     "packages": partial(build, packages=PACKAGES),
 }
-SAMPLE = 1 << 20
-
-
-def fingerprint(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, bytes and a hash of the first and last MiB of each data file; the same data give the same list."""
-    found = []
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise LNSConfigError(f"data file {path} does not exist: set OLMO_DATA_DIR to the folder of the .npy files")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            digest = hashlib.sha256(file.read(SAMPLE))
-            file.seek(max(0, size - SAMPLE))
-            digest.update(file.read(SAMPLE))
-        found.append({"name": path.name, "bytes": size, "sha256": digest.hexdigest()[:16]})
-    return found

@@ -1,4 +1,4 @@
-"""Engines: what a study has to know of a training framework, one file each."""
+"""Engines: one module for each training framework, and the table of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "engine_
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()
 MEGATRON: Engine = MegatronEngine()
-#: OLMo-core before OLMo: its files and logs have everything by which OLMo's are known, and more.
+#: OLMo-core before OLMo: its files have everything by which OLMo's are known, and more.
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OLMO_CORE, OLMO, MEGATRON)}
 
 
@@ -29,7 +29,7 @@ def engine_named(name: str) -> Engine:
 
 
 def settings_of(arm: Arm, engine: Engine) -> dict[str, Any]:
-    """What makes a run of ``engine`` this arm.
+    """The settings that make a run of ``engine`` this arm.
 
     :raises LNSConfigError: there is no such arm in this framework.
     """

@@ -1,7 +1,4 @@
-"""What a study must know of a training framework (:class:`Engine`), and one run of it.
-
-:class:`Shape` and :class:`Machine` estimate a run's cost in closed form. ``tests/study`` compares the parameters with
-OLMo's and Megatron's own models, and the FLOPs with OLMo's own counter.
+"""The facts of a training framework that a study needs (:class:`Engine`), and one run of it.
 
 Settings are *flat*: ``{"model.d_model": 512, …}`` for OLMo and OLMo-core (dotted keys of their configs),
 ``{"num_layers": 8, …}`` for Megatron (names of its argument namespace).
@@ -10,14 +7,12 @@ Settings are *flat*: ``{"model.d_model": 512, …}`` for OLMo and OLMo-core (dot
 from __future__ import annotations
 
 import re
-import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Protocol
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.schemes import Scheme
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.files import flatten
 
@@ -44,6 +39,7 @@ class Shape:
     :param inner: width of the SwiGLU product (OLMo's ``mlp_hidden_size`` is twice that).
     :param vocabulary: rows of the embedding table, padding included.
     :param sequence: tokens in a sequence. :param batch: sequences in an optimizer step.
+    :param steps: optimizer steps; 0 where the config has a duration in epochs, which depends on the data.
     """
 
     layers: int
@@ -156,115 +152,40 @@ class Machine:
         return None
 
 
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Loss (nats per token) by optimizer step. :param total: the steps the run was to make, None where unknown.
-
-    :param heldout: loss on held-out data, at the steps after which it was measured.
-    """
-
-    losses: dict[int, float]
-    total: int | None
-    source: str
-    heldout: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def last(self) -> int:
-        return max(self.losses, default=0)
-
-    def final(self, fraction: float, steps: int) -> tuple[float, float, int]:
-        """``(mean, standard deviation, number of points)`` of the losses in the last ``fraction`` of ``steps``."""
-        tail = [loss for step, loss in self.losses.items() if step > steps - max(1, round(fraction * steps))]
-        if not tail:
-            raise LNSConfigError(f"{self.source}: no loss in the last {fraction:.0%} of {steps} steps: log more often")
-        return statistics.fmean(tail), statistics.stdev(tail) if len(tail) > 1 else 0.0, len(tail)
-
-    def add(self, step: int, text: str) -> None:
-        """The loss that a log has for a step.
-
-        :raises LNSConfigError: ``text`` is no number, or the log has a later step before this one.
-        """
-        if step <= self.last:
-            raise LNSConfigError(f"{self.source}: damaged: step {step} comes after step {self.last}")
-        self.losses[step] = number(self.source, step, text)
-
-
-def number(path: Path | str, step: int, text: str) -> float:
-    """:raises LNSConfigError: ``text`` is no number; the file and the step are named."""
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        raise LNSConfigError(f"{path}: damaged: loss {text!r} at step {step} is not a number") from None
-
-
-def text_of(path: Path) -> str:
-    """A log without its colours, up to its last whole line: a kill may cut one inside a number.
-
-    :raises LNSConfigError: damaged.
-    """
-    raw = path.read_bytes()
-    if b"\0" in raw:
-        raise LNSConfigError(f"{path}: damaged: NUL bytes at offset {raw.index(0)}; restore it or rerun the run")
-    try:
-        return ANSI.sub("", raw[: raw.rfind(b"\n") + 1].decode())
-    except UnicodeDecodeError as error:
-        raise LNSConfigError(f"{path}: damaged: not text at byte {error.start}; restore it or rerun the run") from error
-
-
-class Engine:
-    """What a study must know of one framework. Methods without a body are each framework's own.
+class Engine(Protocol):
+    """One framework. Methods without a body are each framework's own.
 
     :param name: as ``framework:`` of a description. :param title: in sentences.
     :param file_key: a key that only this framework's config files have at the top.
-    :param loss: its name for the training loss.
     :param arm_keys: keys that define an arm; they may differ between two arms of one size.
-    :param bookkeeping: prefixes of keys that change the loss by rounding at most: names, folders, the machine.
-    :param start: the key that names the checkpoint a run starts from, and the keys of the run's own folders.
+    :param compared: keys that change the loss by more than rounding; names, folders and the machine do not.
     :param save_variable, data_variable: environment variables that the config files read.
-    :param data_format: the command that converts pretokenised data for it; "" where it reads OLMo's memmaps.
-    :param rate_keys: the settings that follow the learning rate.
-    :param data_key: the setting that lists the data files, compared by their content; ``""`` where the paths are
-        settings like any other.
+    :param plain_keys: field of the shape -> the setting that is it.
+    :param rate_keys: the settings that follow the learning rate, the peak first.
     :param even: GPUs × micro-batch must divide the batch; False where the GPUs alone must.
     """
 
     name: str
     title: str
     file_key: str
-    default_seed = 6198
-    loss: str
+    default_seed: int = 6198
     arm_keys: frozenset[str]
-    bookkeeping: tuple[str, ...]
-    start: tuple[str, tuple[str, ...]]
-    save_variable = "OLMO_SAVE_DIR"
-    data_variable = "OLMO_DATA_DIR"
-    data_format = ""
+    compared: re.Pattern[str]
+    save_variable: str = "OLMO_SAVE_DIR"
+    data_variable: str = "OLMO_DATA_DIR"
+    plain_keys: Mapping[str, str]
     rate_keys: tuple[str, ...]
-    data_key = ""
-    even = True
+    even: bool = True
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         """The settings that make a run this arm; None where there is no such arm."""
-        raise NotImplementedError
 
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that define an arm; a missing one has its default."""
         return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
-    def scheme(self, settings: Mapping[str, Any]) -> Scheme:
-        """The scheme that flat settings select."""
-        raise NotImplementedError
-
-    def scaled(self, settings: Mapping[str, Any]) -> str | None:
-        """How the settings ask for a scaled initialization, and what to write instead; None when they do not."""
-        raise NotImplementedError
-
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         """Overrides that name a run and set its seed."""
-        raise NotImplementedError
 
     def rate(self, config: Path, rate: float) -> dict[str, Any]:
         """Overrides that set the peak learning rate; the lowest keeps its share of it."""
@@ -275,64 +196,47 @@ class Engine:
 
         :raises LNSConfigError: the framework refuses it.
         """
-        raise NotImplementedError
 
     def settings(self, loaded: Any) -> dict[str, Any]:
-        """Flat settings of what :meth:`load` gave."""
+        """Flat settings of what :meth:`load` returned."""
         return flatten(loaded)
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
-        """:raises LNSConfigError: a key that is missing, or a duration not given in steps or tokens."""
+        """:raises LNSConfigError: a key that is missing, or a value that is not a number."""
         try:
-            return self._shape(settings)
+            plain = {name: int(settings[key]) for name, key in self.plain_keys.items()}
+            return Shape(**plain | {"learning_rate": float(settings[self.rate_keys[0]])} | self.derived(settings))
         except KeyError as error:
             raise LNSConfigError(f"the config has no {error.args[0]!r}: it must be complete") from error
+        except (TypeError, ValueError) as error:
+            raise LNSConfigError(f"a number of the config cannot be read: {error}") from error
 
-    def _shape(self, settings: Mapping[str, Any]) -> Shape:
-        raise NotImplementedError
+    def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the shape that are not one key of the settings."""
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
         """How a run is laid over its GPUs."""
-        raise NotImplementedError
 
-    def count(self, path: Path, loaded: Any) -> tuple[int, float | None]:
-        """``(parameters, training FLOPs a token)`` by the framework's own counters where it can be asked."""
-        return self.shape(self.settings(loaded)).parameters, None
+    def kept(self, settings: Mapping[str, Any], steps: int) -> int:
+        """The checkpoints that a run of ``steps`` leaves on disk."""
+
+    def corpus(self, settings: Mapping[str, Any]) -> tuple[int, bool]:
+        """``(vocabulary, whether label masks are read)`` of the data that the config expects."""
+        return self.shape(settings).vocabulary, False
+
+    def count(self, path: Path, loaded: Any) -> int:
+        """Parameters, by the framework's own model where it can be asked."""
+        return self.shape(self.settings(loaded)).parameters
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
-        """``(problems, notes)`` of a file that the framework loads; a note says what could not be checked."""
-        raise NotImplementedError
-
-    def trunk(self, steps: int, every: int) -> dict[str, Any]:
-        """Overrides of a run at a constant rate, with a checkpoint kept at every multiple of ``every`` steps.
-
-        :raises LNSConfigError: a run of this framework cannot be branched.
-        """
-        raise LNSConfigError(f"horizons: runs of {self.title} cannot be branched here; expected framework: olmo")
-
-    def branch(self, start: int, stop: int) -> dict[str, Any]:
-        """Overrides of a run that goes on from a trunk at ``start`` with a falling rate, to ``stop`` steps in all."""
-        return self.trunk(start, stop)
-
-    def checkpoint(self, step: int) -> str:
-        """The name of the folder in which a run keeps its state after ``step``."""
-        return f"step{step}"
+        """``(problems, notes)`` of a file that the framework loads; a note names what could not be checked."""
 
     def words(self, run: Run, folder: Path) -> list[str]:
         """Config and flags of a run in ``folder``, started or resumed, for the training script."""
-        raise NotImplementedError
 
     def variables(self, run: Run) -> dict[str, str]:
-        """Environment variables of this run, beyond those that its config file reads."""
+        """Environment variables of this run, beyond those of its config file."""
         return {}
-
-    def data_files(self, settings: Mapping[str, Any]) -> list[str]:
-        """Files that the run reads, held-out ones too; empty where only the framework knows them."""
-        return []
-
-    def heldout(self, settings: Mapping[str, Any]) -> Any:
-        """What is measured on held-out data, without its files."""
-        raise NotImplementedError
 
     def padding(self, settings: Mapping[str, Any]) -> float:
         """The factor of a held-out loss where the framework averages over positions without a label too."""
@@ -340,18 +244,13 @@ class Engine:
 
     def used(self, folder: Path) -> dict[str, Any]:
         """Flat settings that the run in ``folder`` really used, as it saved them; empty when it saved none."""
-        raise NotImplementedError
-
-    def curve(self, path: Path, text: str) -> Curve | None:
-        """The losses in a console log; None when ``text`` is not this framework's."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Run:
     """One training run of a study; ``name`` is its folder's.
 
-    :param start: the run of the same arm and seed that this one goes on from, and the step at which it leaves it.
+    :param arm: ``""`` for a config without an arm's name.
     :param rate: the learning rate where the description's ``rates`` give it; then ``size`` ends in it: ``60Mx0.0006``.
     """
 
@@ -361,7 +260,6 @@ class Run:
     engine: Engine
     config: Path
     overrides: Mapping[str, Any]
-    start: tuple[Run, int] | None = None
     rate: float | None = None
 
     @property
@@ -386,18 +284,3 @@ class Run:
     @property
     def shape(self) -> Shape:
         return self.engine.shape(self.settings)
-
-    @property
-    def first_step(self) -> int:
-        """Steps made by the run that it goes on from; 0 for a run that starts anew."""
-        return self.start[1] if self.start else 0
-
-    @property
-    def own_share(self) -> float:
-        """The part of its steps that it makes itself."""
-        return 1 - self.first_step / self.shape.steps
-
-    @property
-    def start_checkpoint(self) -> str | None:
-        """``<run>/<checkpoint>`` in the study's folder; None for a run that starts anew."""
-        return f"{self.start[0].name}/{self.engine.checkpoint(self.start[1])}" if self.start else None

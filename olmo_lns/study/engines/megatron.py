@@ -13,18 +13,17 @@ import re
 import shlex
 import sys
 import tempfile
-from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Mapping, NoReturn, Sequence
+from typing import Any, Mapping, Sequence
 from unittest import mock
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron.settings import Settings, variables
-from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN, Scheme
+from olmo_lns.integrations.megatron.settings import variables
+from olmo_lns.schemes import DEFAULT_EXPONENT, LNS, PRE_LN
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Curve, Engine, Machine, Run, Shape, number, text_of
+from olmo_lns.study.engines.base import Engine, Machine, Run
 from olmo_lns.study.files import VARIABLE, filled, located
 from olmo_lns.study.files import read as read_yaml
 
@@ -38,14 +37,14 @@ def read(path: Path) -> dict[str, Any]:
     """
     raw = read_yaml(path := located(path, "megatron"))
     for key, value in raw.items():
-        if not isinstance(key, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", key):
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
             raise LNSConfigError(f"{path}: key {key!r}: expected a Megatron flag without dashes, such as num-layers")
         if any(isinstance(item, (dict, list)) for item in (value if isinstance(value, list) else [value])):
             raise LNSConfigError(f"{path}: {key}: expected a value or a list of values: the file must be flat")
     return {key.replace("-", "_"): value for key, value in raw.items()}
 
 
-def to_flags(settings: dict[str, Any], *, placeholder: bool = False) -> list[str]:
+def to_flags(settings: Mapping[str, Any], *, placeholder: bool = False) -> list[str]:
     """Flags and values for an argument list.
 
     :param placeholder: a variable that is not set becomes ``/NAME-is-not-set`` instead of an error.
@@ -57,37 +56,33 @@ def to_flags(settings: dict[str, Any], *, placeholder: bool = False) -> list[str
             continue
         flags.append(flag := "--" + key.replace("_", "-"))
         for text in map(str, [] if value is True else value if isinstance(value, list) else [value]):
-            found = filled(text, flag, placeholder=placeholder, otherwise=f", or give {flag} yourself")
+            found = filled(text, flag, placeholder=placeholder)
             # A value that is one variable may hold several words, as --data-path does.
             flags += shlex.split(found) if VARIABLE.fullmatch(text) else [found]
     return flags
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LNSConfigError(f"{message}: expected one file after {OPTION}")
-
-
-def expand(argv: Sequence[str]) -> list[str]:
+def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
     """Replace ``--lns-config FILE`` by the file's flags; a flag that is given explicitly wins over the file.
 
     >>> expand(["--lns-config", "60M-lns.yaml", "--micro-batch-size", "4"])   # doctest: +SKIP
 
     :raises LNSConfigError: no file after the option, the option twice, or what :func:`read` and :func:`to_flags` raise.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument(OPTION, action="append", default=[], dest="files")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(OPTION, action="append", nargs="?", default=[], dest="files")
     own, explicit = parser.parse_known_args(argv)
     if not own.files:
         return explicit
     if len(own.files) > 1 or not own.files[0]:
         raise LNSConfigError(f"{OPTION} {own.files}: expected one file after {OPTION}")
     given = {word[2:].split("=", 1)[0].replace("-", "_") for word in explicit if word.startswith("--")}
-    return to_flags({key: value for key, value in read(Path(own.files[0])).items() if key not in given}) + explicit
+    in_file = {key: value for key, value in read(Path(own.files[0])).items() if key not in given}
+    return to_flags(in_file, placeholder=placeholder) + explicit
 
 
 def available() -> bool:
-    """Whether there is a ``megatron.training`` for :func:`parse`: ``MEGATRON_LM_SRC``, or one that is installed."""
+    """Whether there is a ``megatron.training``: ``MEGATRON_LM_SRC``, or one that is installed."""
     if os.environ.get("MEGATRON_LM_SRC"):
         return True
     return find_spec("megatron") is not None and find_spec("megatron.training") is not None
@@ -112,18 +107,14 @@ def parse(flags: Sequence[str], *, validate: bool = True) -> argparse.Namespace:
         raise LNSConfigError(
             f"megatron.training cannot be imported ({error}): set MEGATRON_LM_SRC to a Megatron-LM checkout"
         ) from error
-    before = sys.argv
-    sys.argv = ["pretrain_gpt.py", *flags]
-    try:
-        found: argparse.Namespace = arguments.parse_args()
-        found = arguments.validate_args(found) if validate else found
-    except SystemExit as error:
-        raise LNSConfigError("Megatron's parser refuses the flags; its message is above") from error
-    except (AssertionError, ValueError) as error:
-        raise LNSConfigError(f"Megatron refuses the flags: {error}") from error
-    finally:
-        sys.argv = before
-    return found
+    with mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]):
+        try:
+            found: argparse.Namespace = arguments.parse_args()
+            return arguments.validate_args(found) if validate else found
+        except SystemExit as error:
+            raise LNSConfigError("Megatron's parser refuses the flags; its message is above") from error
+        except (AssertionError, ValueError) as error:
+            raise LNSConfigError(f"Megatron refuses the flags: {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,32 +125,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="a file, or one of the pack by its name: 60M-lns")
     parser.add_argument("--one-per-line", action="store_true")
     args, explicit = parser.parse_known_args(argv)
-    text = shlex.join(expand([OPTION, args.config, *explicit]))
+    text = shlex.join(expand([OPTION, args.config, *explicit], placeholder=True))
     print(text.replace(" --", "\n--") if args.one_per_line else text)
+    for name in dict.fromkeys(re.findall(r"/(\w+)-is-not-set", text)):
+        print(f"note: {name} is not set: export {name}=…, or give the flag yourself", file=sys.stderr)
     return 0
 
 
-STEP = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
-LOSS = re.compile(r"lm loss:\s*(\S+)")
-HELDOUT = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+)")
 ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)? {2}([a-z0-9_]+) \.{2,} (.*)$", re.M)
+#: The plugin's arguments, and their defaults.
+DEFAULTS = {
+    "layernorm_scaling": False,
+    "layernorm_scaling_exponent": DEFAULT_EXPONENT,
+    "layernorm_scaling_keep_scaled_init": False,
+    "no_scaled_init": False,
+}
 
 
 class MegatronEngine(Engine):
     name, title, file_key = "megatron", "Megatron", "num-layers"
     default_seed = 1234
-    loss = "lm loss"
-    arm_keys = frozenset(field.name for field in fields(Settings))
-    bookkeeping: tuple[str, ...] = (
-        "save", "load", "tensorboard", "wandb", "log_", "timing", "rank", "local_rank", "world_size", "master_",
-        "data_parallel_size", "micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_",
-        "transformer_pipeline_", "virtual_pipeline_", "num_layers_per_virtual", "context_parallel_size",
-        "sequence_parallel", "use_distributed_optimizer", "overlap_", "recompute_", "exit_", "eval_", "num_workers",
-        "one_logger", "app_tag", "non_persistent_", "ckpt_", "async_save", "distributed_", "decoder_", "encoder_",
-        "lns_config", "norm_backend", "iteration", "consumed_",
-    )  # fmt: skip
-    start: tuple[str, tuple[str, ...]] = ("load", ("save",))
-    save_variable, data_variable, data_format = "MEGATRON_SAVE_DIR", "MEGATRON_DATA", "data megatron"
+    arm_keys = frozenset(DEFAULTS)
+    compared = re.compile(
+        r"(?!save|load|tensorboard|wandb|log_|timing|rank|local_rank|world_size|master_|data_parallel_size|one_logger|"
+        r"micro_batch_size|tensor_model_parallel_size|(pipeline|virtual|context|decoder|encoder|transformer_pipeline)_|"
+        r"num_layers_per_virtual|sequence_parallel|use_distributed_optimizer|overlap_|recompute_|exit_|eval_|app_tag|"
+        r"num_workers|non_persistent_|ckpt_|async_save|distributed_|lns_config|norm_backend|iteration|consumed_)"
+    )
+    save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
+    plain_keys = {
+        "layers": "num_layers", "width": "hidden_size", "heads": "num_attention_heads", "inner": "ffn_hidden_size",
+        "sequence": "seq_length", "batch": "global_batch_size", "steps": "train_iters",
+    }  # fmt: skip
     rate_keys: tuple[str, ...] = ("lr", "min_lr")
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
@@ -177,16 +174,8 @@ class MegatronEngine(Engine):
         )
 
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        given = Settings.of(SimpleNamespace(**settings))
-        return asdict(given) | {"layernorm_scaling_exponent": given.exponent}
-
-    def scheme(self, settings: Mapping[str, Any]) -> Scheme:
-        return Settings.of(SimpleNamespace(**settings)).scheme
-
-    def scaled(self, settings: Mapping[str, Any]) -> str | None:
-        if not settings.get("layernorm_scaling_keep_scaled_init"):
-            return None
-        return "--layernorm-scaling-keep-scaled-init: expected an unscaled initialization"
+        found = {key: default if settings.get(key) is None else settings[key] for key, default in DEFAULTS.items()}
+        return found | {"layernorm_scaling_exponent": float(found["layernorm_scaling_exponent"])}
 
     def identity(self, name: str, seed: int) -> dict[str, Any]:
         return {"seed": seed}
@@ -199,25 +188,19 @@ class MegatronEngine(Engine):
         """The keys of the file with the overrides."""
         return read(path) | {key.replace("-", "_"): value for key, value in overrides.items()}
 
-    def _shape(self, settings: Mapping[str, Any]) -> Shape:
-        heads, width = int(settings["num_attention_heads"]), int(settings["hidden_size"])
-        groups = settings.get("num_query_groups") if settings.get("group_query_attention") else heads
-        return Shape(
-            layers=int(settings["num_layers"]),
-            width=width,
-            heads=heads,
-            kv_heads=int(groups or heads),
-            inner=int(settings["ffn_hidden_size"]),
-            vocabulary=_padded(settings),
-            tied=not settings.get("untie_embeddings_and_output_weights"),
-            gain=True,
-            sequence=int(settings["seq_length"]),
-            batch=int(settings["global_batch_size"]),
-            steps=int(settings["train_iters"]),
-            warmup=int(settings.get("lr_warmup_iters") or 0),
-            learning_rate=float(settings["lr"]),
-            min_learning_rate=float(settings["min_lr"]),
-        )
+    def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        groups = settings.get("num_query_groups") if settings.get("group_query_attention") else None
+        # The padded vocabulary: the next multiple of divisible-by × TP from the tokenizer's size.
+        multiple = int(settings.get("make_vocab_size_divisible_by") or 128)
+        multiple *= int(settings.get("tensor_model_parallel_size") or 1)
+        return {
+            "kv_heads": int(groups or settings["num_attention_heads"]),
+            "vocabulary": -(-int(settings["vocab_size"]) // multiple) * multiple,
+            "tied": not settings.get("untie_embeddings_and_output_weights"),
+            "gain": True,
+            "warmup": int(settings.get("lr_warmup_iters") or 0),
+            "min_learning_rate": float(settings["min_lr"]),
+        }
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
         tensor = int(settings.get("tensor_model_parallel_size") or 1)
@@ -230,15 +213,17 @@ class MegatronEngine(Engine):
             split_by=named,
         )
 
+    def kept(self, settings: Mapping[str, Any], steps: int) -> int:
+        every = int(settings.get("save_interval") or steps or 1)
+        retained = int(settings.get("save_retain_interval") or every)
+        return steps // retained + (steps % retained > 0)  # the last one stays in any case
+
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
         decay, steps = settings.get("lr_decay_iters"), self.shape(settings).steps
         found = [] if decay in (None, steps) else [f"lr-decay-iters {decay} is not train-iters {steps}"]
         if not available():
             return found, ["not parsed by Megatron: set MEGATRON_LM_SRC to a checkout"]
         return found + _parse(settings, gpus), []
-
-    def checkpoint(self, step: int) -> str:
-        return f"iter_{step:07d}"
 
     def words(self, run: Run, folder: Path) -> list[str]:
         own = read(run.config)
@@ -249,56 +234,37 @@ class MegatronEngine(Engine):
                     f"run {run.name}: {key}: {value} cannot be said on Megatron's command line, and {run.config} has "
                     f"{key}: {in_file}. Take the key out of the file, and set it for the sizes or arms that need it."
                 )
-        words = ["--lns-config", str(run.config.resolve()), *to_flags(dict(run.overrides))]
+        words = ["--lns-config", str(run.config.resolve()), *to_flags(run.overrides)]
         return [*words, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
 
     def variables(self, run: Run) -> dict[str, str]:
         return variables(to_flags(run.settings, placeholder=True))
 
-    def heldout(self, settings: Mapping[str, Any]) -> Any:
-        return [str(settings.get(key)) for key in ("split", "eval_iters")]
-
     def used(self, folder: Path) -> dict[str, Any]:
+        """The ``arguments`` block that Megatron prints, of the latest log that has one."""
         found: dict[str, str] = {}
         for path in sorted(folder.glob("*.log")):
-            found = printed_arguments(path) or found
-        # It prints its arguments as text: give the booleans back.
+            _, _, block = path.read_text(encoding="utf-8", errors="replace").partition("- arguments -")
+            block, end, _ = block.partition("- end of arguments -")
+            found = dict(ARGUMENT.findall(block)) if end else found
         words = {"True": True, "False": False, "None": None}
-        return {key: words.get(value, value) for key, value in found.items()}
-
-    def curve(self, path: Path, text: str) -> Curve | None:
-        curve, total = Curve({}, None, str(path)), None
-        for match in STEP.finditer(text):
-            step, total = int(match[1]), int(match[2])
-            if (loss := LOSS.search(match[3])) is not None:
-                curve.add(step, loss[1])
-            elif not text.endswith(match[0]):  # cut by a kill
-                raise LNSConfigError(f"{path}: damaged: iteration {step} has no 'lm loss'")
-        for match in HELDOUT.finditer(text):
-            curve.heldout[int(match[1])] = number(path, int(match[1]), match[2])
-        return None if total is None else replace(curve, total=total)
-
-
-def printed_arguments(path: Path) -> dict[str, str]:
-    """The ``arguments`` block that Megatron prints, as text; empty when the log has none."""
-    _, _, block = text_of(path).partition("- arguments -")
-    block, end, _ = block.partition("- end of arguments -")
-    return {key: value.strip() for key, value in ARGUMENT.findall(block)} if end else {}
+        return {key: words.get(value.strip(), value.strip()) for key, value in found.items()}
 
 
 def _parse(settings: Mapping[str, Any], gpus: int) -> list[str]:
-    """What Megatron's own parser and validation say against the flags."""
-    flags = to_flags(dict(settings), placeholder=True)
+    """What Megatron's own parser and validation say against the flags, as on an H100 where there is no GPU."""
+    import torch
+
+    flags = to_flags(settings, placeholder=True)
     # validate_args derives data parallelism from them; the rest is what a launch sets.
     launched = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
     with tempfile.TemporaryFile("w+") as printed, contextlib.ExitStack() as stack:  # 0.16 asks stderr for its number
-        for context in (
-            mock.patch.dict(os.environ, launched),
-            _with_gpu(),
-            contextlib.redirect_stdout(printed),
-            contextlib.redirect_stderr(printed),
-        ):
-            stack.enter_context(context)
+        stack.enter_context(mock.patch.dict(os.environ, launched))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(printed))
+        if not torch.cuda.is_available():
+            device = SimpleNamespace(major=9, minor=0)
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda _=None: device))
         try:
             parse(flags)
         except LNSConfigError as error:
@@ -306,19 +272,3 @@ def _parse(settings: Mapping[str, Any], gpus: int) -> list[str]:
             lines = [line for line in printed if "error:" in line]
             return [lines[-1].strip() if lines else str(error)]
     return []
-
-
-def _with_gpu() -> contextlib.AbstractContextManager[object]:
-    """Megatron's validation asks which GPU it is on: an H100, where there is none."""
-    import torch
-
-    if torch.cuda.is_available():
-        return contextlib.nullcontext()
-    return mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=9, minor=0))
-
-
-def _padded(settings: Mapping[str, Any]) -> int:
-    """Megatron's padded vocabulary: the next multiple of ``divisible-by × TP`` from the tokenizer's size."""
-    multiple = int(settings.get("make_vocab_size_divisible_by") or 128)
-    multiple *= int(settings.get("tensor_model_parallel_size") or 1)
-    return -(-int(settings["vocab_size"]) // multiple) * multiple

@@ -16,6 +16,6 @@ def megatron():
 
 @pytest.fixture(autouse=True)
 def fresh_messages():
-    from olmo_lns.integrations.megatron import building
+    from olmo_lns.integrations.megatron import layers
 
-    building._said.clear()
+    layers._said.clear()

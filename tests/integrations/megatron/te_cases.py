@@ -4,8 +4,6 @@ It tests wiring and gradients; test_gpu.py tests the kernels. A GPT of the TE sp
 stock model of the local spec, which has the same weights and the equation in hooks: they share no norm.
 """
 
-import sys
-
 import pytest
 from support import te_python
 
@@ -17,11 +15,10 @@ except te_python.Unavailable as reason:
 import torch
 from support import megatron_tiny as tiny
 
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations import norm_sites
-from olmo_lns.integrations.megatron.norms import is_fused_linear
+from olmo_lns import sites
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.integrations.megatron.norms import is_fused
 
-FUSED = "folded into the fused kernel's gain"
 BLOCKS = [block for block in range(1, tiny.LAYERS + 1) for _ in "ab"]
 SELECTIVE = {"num_moe_experts": 4, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 #: Starts of names in the TE spec, and what the local spec has in their place.
@@ -55,34 +52,26 @@ def local(name):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "changes"),
+    "changes",
     [
-        ("lns", {}),
-        ("lns", {"normalization": "LayerNorm"}),
-        ("lns", {"layernorm_zero_centered_gamma": True}),
-        ("lns", {"num_moe_experts": 4}),
-        ("lns", SELECTIVE),
-        ("sandwich_depth", {}),
-        ("sandwich_depth", {"normalization": "LayerNorm"}),
-        ("sandwich_depth", {"layernorm_zero_centered_gamma": True}),
-        ("lnsafterbranch", {}),
-        ("layerscale", SELECTIVE),
+        {},
+        {"normalization": "LayerNorm"},
+        {"layernorm_zero_centered_gamma": True},
+        {"add_bias_linear": True, "add_qkv_bias": True},
+        {"num_moe_experts": 4},
+        SELECTIVE,
     ],
 )
-def test_loss_and_all_gradients_are_those_of_the_equation(scheme, changes):
-    model = tiny.perturb(tiny.build(cfg := tiny.under(scheme, **changes), te_spec(cfg)))
+def test_loss_and_all_gradients_are_those_of_the_equation(changes):
+    model = tiny.perturb(tiny.build(cfg := tiny.under(**changes), te_spec(cfg)))
     plain = {k: v for k, v in changes.items() if not k.startswith("recompute")}
     centered = plain.pop("layernorm_zero_centered_gamma", False)
     # In fp32: under TE the stock model's final norm is TE's, which knows no fp64.
-    tiny.assert_equation(model, scheme, rename=local, centered=centered, dtype=torch.float32, **plain)
-    own = {type(m).__module__.split(".")[0] for n, m in model.named_modules() if n.endswith("bda.norm")}
-    assert own == ({"transformer_engine"} if "sandwich" in scheme else set())
-    sites = [(type(m).__name__, site.layer_number, m.lns_method) for _, m, site in norm_sites.sites(model)]
-    if scheme == "lns" and "num_moe_experts" not in changes:
-        assert sites == [("TELayerNormColumnParallelLinear", block, FUSED) for block in BLOCKS]
-    elif scheme == "lns":
-        assert [site[1] for site in sites] == BLOCKS
-        assert [site[2] for site in sites[:2]] == [FUSED, "olmo_lns.norm (te)"]
+    tiny.assert_equation(model, rename=local, centered=centered, dtype=torch.float32, **plain)
+    found = [(type(m).__name__, type(m).lns_way, site.layer_number) for _, m, site in sites.sites(model)]
+    assert [block for _, _, block in found] == BLOCKS
+    assert all(kind == "TELayerNormColumnParallelLinear" and way for kind, way, _ in found[::2])
+    assert all(module.lns_backend.name == "te" for _, module, _ in sites.sites(model))
 
 
 def test_checkpoint_keys_are_those_of_stock():
@@ -111,39 +100,37 @@ def test_mla_scales_neither_the_q_nor_the_kv_norm():
     model = tiny.build(cfg, te_spec(cfg, core=NoCore, multi_latent_attention=True, qk_layernorm=True))
     scaled = [name.split(".", 3)[-1] for name, m in model.named_modules() if hasattr(m, "lns_scale")]
     assert scaled == ["input_layernorm", "mlp.linear_fc1"] * 4
-    fused = {name.split(".")[-1] for name, m in model.named_modules() if is_fused_linear(m)}
+    fused = {name.split(".")[-1] for name, m in model.named_modules() if is_fused(m)}
     assert fused - {"linear_fc1"} == {"linear_kv_up_proj", "linear_q_up_proj"}
-
-
-def run(spec, scheme="lns"):
-    sys.modules["transformer_engine_torch"].swiglu = lambda x, quantizer: (
-        torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
-    )
-    model = tiny.build(cfg := tiny.under(scheme), spec(cfg))
-    for _ in range(2):
-        tiny.loss_of(model, tiny.batch())
 
 
 def test_a_norm_whose_forward_is_bypassed_is_refused():
     """Megatron's TEFusedMLP computes with the parameters of linear_fc1 and never calls it."""
-    run(lambda cfg: te_spec(cfg, use_te_op_fuser=True), "lnsafterbranch")  # a branch factor is not bypassed
-    with pytest.raises(
-        LNSConfigError, match=r"TransformerLayer 1 did not call the forward of mlp.linear_fc1 in its own"
-    ):
-        run(lambda cfg: te_spec(cfg, use_te_op_fuser=True))
+    with pytest.raises(LNSConfigError, match="has a TEFusedMLP in its mlp"):
+        tiny.build(cfg := tiny.under(), te_spec(cfg, use_te_op_fuser=True))
 
 
-def test_a_fused_linear_with_a_forward_of_its_own_is_refused():
-    def spec(cfg):
+def test_a_fused_linear_that_reads_its_gain_elsewhere_is_refused_and_one_that_calls_megatrons_is_followed():
+    def spec(cfg, kind):
         found = te_spec(cfg)
         attention = found.submodules.self_attention.submodules
-
-        class Own(attention.linear_qkv):
-            def forward(self, x):
-                return super().forward(x)
-
-        attention.linear_qkv = Own
+        attention.linear_qkv = type("Own", (kind, attention.linear_qkv), {})
         return found
 
-    with pytest.raises(LNSConfigError, match="Own overrides the forward of Megatron's TELayerNormColumnParallelLinear"):
-        run(spec)
+    class Stock: ...
+
+    class Calls:
+        def forward(self, x):
+            return super().forward(x)
+
+    class Elsewhere:
+        def forward(self, x):
+            vars(self).pop("layer_norm_weight", None)  # where the scaled gain is, for the length of a forward
+            return super().forward(x)
+
+    built = {kind: tiny.build(cfg := tiny.under(), spec(cfg, kind)) for kind in (Stock, Calls, Elsewhere)}
+    losses = [float(tiny.loss_of(model, tiny.batch()).detach()) for model in built.values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert tiny.scaled_norms(built[Elsewhere])[2].lns_way == "outputs multiplied"
+    with pytest.raises(MeasurementError, match="block 2, attn .Own"):  # a bias would be multiplied too
+        tiny.build(cfg := tiny.under(add_qkv_bias=True), spec(cfg, Elsewhere))

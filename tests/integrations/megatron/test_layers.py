@@ -1,18 +1,18 @@
-"""The factor on the layers of a tiny GPT of the local spec, and on one norm at a time: values, gradients, refusals."""
+"""The factor on the layers of a tiny model of the local spec: values, gradients, keys, numbers, refusals."""
 
-import contextlib
 import copy
+import inspect
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import megatron_tiny as tiny
+from support.hooked import hooked
 
-from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.megatron import apply
-from olmo_lns.integrations.megatron.norms import attach_norm
-from olmo_lns.integrations.norm_sites import Site
-from olmo_lns.schemes import LNS
+from olmo_lns import sites
+from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.integrations.megatron import apply, layers, plain_initialization
 
 
 def test_mtp_layers_continue_the_numbers_of_the_blocks():
@@ -24,13 +24,14 @@ def test_mtp_layers_continue_the_numbers_of_the_blocks():
 
     how = {"mtp_num_layers": 2, "init_method_std": 0.2}
     try:
-        stock = tiny.hook_reference(model_of(tiny.config(**how)))
+        stock = hooked(model_of(tiny.config(**how)))
     except TypeError as error:
         pytest.skip(f"this Megatron builds no MTP layers without Transformer Engine: {error}")
     model = model_of(tiny.under(**how))
     stock.load_state_dict(model.state_dict())
     for number, mtp in enumerate(stock.mtp.layers, start=tiny.LAYERS + 1):
-        tiny.hook_layer(getattr(mtp, "mtp_model_layer", None) or mtp.transformer_layer, number**-0.5)
+        layer = getattr(mtp, "mtp_model_layer", None) or mtp.transformer_layer
+        hooked(stock, [layer], ("input_layernorm", "pre_mlp_layernorm"), numbers=[number])
     tiny.assert_same_step(model, stock)
 
 
@@ -55,10 +56,10 @@ def test_under_multi_latent_attention_only_the_two_norms_of_the_layer_are_scaled
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = Core
-    model, stock = tiny.model_of(spec=spec, **how), tiny.build(tiny.config(**how), spec)
+    model, stock = tiny.model_of(spec, **how), tiny.build(tiny.config(**how), spec)
     stock.load_state_dict(model.state_dict())
     assert len(tiny.scaled_norms(model)) == 2 * tiny.LAYERS
-    tiny.assert_same_step(model, tiny.hook_reference(stock))
+    tiny.assert_same_step(model, hooked(stock))
 
 
 def keys_of(model):
@@ -78,13 +79,68 @@ def test_every_layer_has_two_sites_with_its_global_number_and_the_keys_of_stock(
     assert stock.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
 
 
-def test_apply_to_a_built_model_or_layer_equals_apply_to_its_config():
+def test_apply_to_a_built_model_equals_apply_to_its_config_and_twice_is_once():
     model, other, stock = tiny.build(tiny.config()), tiny.model_of(), tiny.build(tiny.config())
     other.load_state_dict(model.state_dict())
-    assert apply(model) == 2 * tiny.LAYERS
-    assert [apply(layer) for layer in stock.decoder.layers] == [2] * tiny.LAYERS
+    assert apply([model]) == apply(model) == 2 * tiny.LAYERS
+    assert apply(stock.decoder) == 2 * tiny.LAYERS
     losses = {tiny.gradients(each, tiny.batch())[0] for each in (model, other, stock)}
     assert len(losses) == 1
+    with pytest.raises(LNSConfigError, match="already"):
+        apply(model, exponent=1.0)
+    with pytest.raises(LNSConfigError, match="already"):
+        apply(stock.config, exponent=1.0)
+    with pytest.raises(LNSConfigError, match="apply first"):
+        apply(type("DistributedDataParallel", (torch.nn.Sequential,), {})(stock))
+
+
+@pytest.mark.parametrize(("keep", "std"), [(False, 0.02), (True, 0.02 / 8**0.5)])
+def test_the_output_projections_are_initialized_as_asked(keep, std):
+    """As in Megatron Bridge, ``init_method`` is set only after ``apply``; a copy of the config keeps the settings."""
+    cfg = tiny.config(hidden_size=64, ffn_hidden_size=256)
+    finished, cfg.init_method = cfg.init_method, None
+    apply(cfg, keep_scaled_init=keep)
+    cfg.init_method = finished
+    layer = tiny.build(copy.deepcopy(cfg)).decoder.layers[0]
+    for weight in (layer.self_attention.linear_proj.weight, layer.mlp.linear_fc2.weight):
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+
+
+def test_plain_initialization_alone_measures_the_draw_and_scales_nothing(capsys):
+    plain_initialization(cfg := tiny.config(hidden_size=64))
+    model = tiny.build(cfg)
+    assert tiny.scaled_norms(model) == []
+    assert model.decoder.layers[3].mlp.linear_fc2.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert "measured: initialization" in capsys.readouterr().out
+    unfinished = SimpleNamespace(init_method=None, output_layer_init_method=None, init_method_std=0.03)
+    plain_initialization(unfinished)
+    unfinished.output_layer_init_method(weight := torch.empty(64, 64))
+    assert float(weight.std()) == pytest.approx(0.03, rel=0.1)
+
+
+def test_weights_drawn_otherwise_than_asked_are_refused_and_a_failed_apply_leaves_the_model_as_it_was():
+    model = tiny.build(tiny.config(hidden_size=64))
+    with pytest.raises(MeasurementError, match="linear_proj.weight: found weights drawn"):
+        layers.check_initialization(model, SimpleNamespace(output_layer_init_method=model.config.init_method))
+    spoiled = tiny.build(tiny.config())
+    spoiled.decoder.layers[2].pre_mlp_layernorm = Restless(tiny.HIDDEN)
+    with pytest.raises(MeasurementError, match="block 3, ff"):
+        apply(spoiled)
+    assert not list(sites.sites(spoiled)) and not tiny.scaled_norms(spoiled)
+
+
+class Restless(torch.nn.RMSNorm):
+    """A norm that never gives the same twice."""
+
+    def forward(self, x):
+        return super().forward(x) * torch.rand(())
+
+
+def test_numbers_that_are_local_to_a_stage_are_refused():
+    model = tiny.build(tiny.config())
+    model.pre_process = False
+    with pytest.raises(MeasurementError, match="numbered globally"):
+        apply(model)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +156,7 @@ def test_apply_to_a_built_model_or_layer_equals_apply_to_its_config():
 )
 def test_a_setting_that_lns_does_not_support_is_refused(name, value):
     setattr(cfg := tiny.under(), name, value)  # set late: not every version knows each of them
-    for refuses in (apply, tiny.build)[: 1 if "batch" in name else 2]:  # main builds batch_invariant_mode with TE only
+    for refuses in (apply, tiny.build):
         with pytest.raises(LNSConfigError, match=f"{name}={value!r}"):
             refuses(cfg)
 
@@ -110,36 +166,33 @@ def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused():
 
     spec = copy.deepcopy(tiny.local_spec(cfg := tiny.under()))
     spec.submodules.pre_mlp_layernorm = IdentityOp
-    with pytest.raises(LNSConfigError, match=r"TransformerLayer 1 has 0 norms in front of its MLP \(none\)"):
+    with pytest.raises(LNSConfigError, match=r"TransformerLayer 1 has 0 norms in front of its MLP \(none"):
         tiny.build(cfg, spec)
-    layer = tiny.build(tiny.config()).decoder.layers[0]
-    layer.cross_attention = torch.nn.Identity()
+    model = tiny.build(tiny.config())
+    model.decoder.layers[0].cross_attention = torch.nn.Identity()
     with pytest.raises(LNSConfigError, match="cross attention"):
-        apply(layer)
+        apply(model)
 
 
-def test_the_output_of_an_unknown_norm_is_multiplied():
-    class Doubling(torch.nn.Module):
-        def forward(self, x):
-            return 2 * x, x
-
-    layer = tiny.build(tiny.config()).decoder.layers[3]
-    layer.input_layernorm = Doubling()
-    apply(layer)
-    assert all(torch.equal(y, torch.ones(3)) for y in layer.input_layernorm(torch.ones(3)))  # the residual is kept
-    assert "output multiplied" in layer.input_layernorm.lns_method
+class TEFusedResidualRMSNorm(torch.nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x), x
 
 
-def test_a_layer_that_does_not_run_its_norm_is_refused():
-    """The first forward finds it. te_cases.py has Megatron's own case, the op fuser."""
-    model = tiny.model_of()
-    model.decoder.layers[1].pre_mlp_layernorm = torch.nn.RMSNorm(tiny.HIDDEN)
-    with pytest.raises(LNSConfigError, match=r"TransformerLayer 2 did not call the forward of pre_mlp_layernorm"):
-        tiny.loss_of(model, tiny.batch())
+class Squared(torch.nn.Module):
+    def forward(self, x):
+        return x * x, x
 
 
-WIDTH, SCALE, EPS = 24, 3**-0.5, 1e-5
-SITE = Site(LNS, 3, 4, "attn")
+@pytest.mark.parametrize("kind", [Squared, TEFusedResidualRMSNorm])
+def test_of_a_norm_that_also_returns_the_residual_the_output_alone_is_scaled(kind):
+    how = () if kind is Squared else (tiny.HIDDEN,)
+    model = tiny.build(tiny.config())
+    norm = model.decoder.layers[3].input_layernorm = kind(*how)
+    apply(model)
+    y, residual = norm(x := torch.randn(2, tiny.HIDDEN))
+    assert residual is x
+    torch.testing.assert_close(y, 0.5 * kind(*how)(x)[0])
 
 
 class PythonLayerNorm(torch.autograd.Function):
@@ -175,54 +228,67 @@ def test_megatrons_wrapper_of_apex_computes_the_equation(centered, apex):
     kind, how = apex
     cfg = tiny.under(layernorm_zero_centered_gamma=centered, init_method_std=0.2, **how)
     model = tiny.perturb(tiny.build(cfg, tiny.spec_with(cfg, kind)))
-    assert {norm.lns_method for norm in tiny.scaled_norms(model)} == {"folded into the norm's gain"}
-    tiny.assert_equation(model, "lns", centered=centered, normalization="LayerNorm")
-    norm = model.decoder.layers[2].input_layernorm
-    for wrong in (False, True):  # the parameters are back after a forward, even one that fails
-        with pytest.raises(Exception, match="must match") if wrong else contextlib.nullcontext():
-            norm(torch.randn(2, tiny.HIDDEN + wrong))
-        assert norm.weight is norm._parameters["weight"] and norm.zero_centered_gamma is centered
-
-
-def test_a_norm_that_also_returns_the_residual_leaves_it_unscaled():
-    class TEFusedResidualRMSNorm(torch.nn.RMSNorm):
-        def forward(self, x):
-            return super().forward(x), x
-
-    norm = TEFusedResidualRMSNorm(WIDTH, eps=EPS)
-    x = torch.randn(4, WIDTH)
-    plain = torch.nn.functional.rms_norm(x, (WIDTH,), None, EPS)
-    attach_norm(norm, SITE)
-    y, residual = norm(x)
-    assert residual is x
-    torch.testing.assert_close(y, plain * SCALE)
-
-
-def test_a_fused_linear_that_is_not_megatrons_is_refused():
-    class LayerNormLinear(torch.nn.Linear):
-        layer_norm_weight = torch.ones(WIDTH)
-
-    with pytest.raises(LNSConfigError, match="is not Megatron's TELayerNormColumnParallelLinear"):
-        attach_norm(LayerNormLinear(WIDTH, 2), SITE)
+    assert {norm.lns_way for norm in tiny.scaled_norms(model)} == {"folded into the norm's gain"}
+    tiny.assert_equation(model, centered=centered, normalization="LayerNorm")
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "Apex"])
-def test_a_scaled_norm_keeps_its_factor_when_saved_or_copied(kind, apex):
-    norm = apex[0](tiny.config(**apex[1]), WIDTH) if kind == "Apex" else torch.nn.RMSNorm(WIDTH, eps=EPS)
-    attach_norm(norm, SITE)
-    file = io.BytesIO()
-    torch.save(torch.nn.Sequential(norm), file)
+def test_a_scaled_norm_keeps_its_class_name_and_its_factor_when_saved_or_copied(kind, apex):
+    """Megatron-FSDP and recipes for quantization go by class names."""
+    spec, how = (None, {}) if kind == "RMSNorm" else (apex[0], apex[1])
+    cfg = tiny.under(**how)
+    norm = tiny.build(cfg, spec and tiny.spec_with(cfg, spec)).decoder.layers[2].input_layernorm
+    assert type(norm).__name__ == ("RMSNorm" if spec is None else "FusedLayerNorm")
+    torch.save(torch.nn.Sequential(norm), file := io.BytesIO())
     file.seek(0)
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(4, tiny.HIDDEN)
     for copied in (torch.load(file, weights_only=False)[0], copy.deepcopy(norm)):
-        assert type(copied) is type(norm) and (copied.lns_scale, copied.lns_sites) == (SCALE, (SITE,))
+        assert type(copied) is type(norm) and (copied.lns_scale, copied.lns_sites) == (3**-0.5, norm.lns_sites)
         assert torch.equal(copied(x), norm(x))
-        y = copied.to(torch.bfloat16)(x.bfloat16())
-        assert y.dtype == torch.bfloat16
-        torch.testing.assert_close(y.float(), norm(x), rtol=1e-2, atol=1e-2)
 
 
-def test_a_norm_refuses_a_second_factor():
-    attach_norm(norm := torch.nn.RMSNorm(WIDTH), SITE)
-    with pytest.raises(LNSConfigError, match="scheme lns already"):
-        attach_norm(norm, SITE)
+def hybrid(pattern):
+    """A hybrid stack of the installed version, with Megatron's own attention and MLP layers."""
+    pytest.importorskip("megatron.core.ssm.mamba_block")
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from support.megatron_hybrid import attention_and_mlp
+
+    class Custom(torch.nn.Module):
+        """A layer that is no transformer layer."""
+
+        def __init__(self, config, layer_number, **kwargs):
+            super().__init__()
+            self.layer_number = layer_number
+
+    cfg = tiny.config(num_layers=len(pattern), is_hybrid_model=True)
+    attention, mlp = attention_and_mlp(tiny.local_spec(cfg))
+    older = "hybrid_override_pattern" in inspect.signature(MambaStack.__init__).parameters
+    return MambaStack(
+        cfg,
+        MambaStackSubmodules(mamba_layer=ModuleSpec(module=Custom), attention_layer=attention, mlp_layer=mlp),
+        **({"hybrid_override_pattern": pattern} if older else {"layer_type_list": list(pattern)}),
+        post_layer_norm=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block_number(capsys):
+    apply(stack := hybrid("*-*-*-"))
+    assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(stack)] == [1, 1, 2, 2, 3, 3]
+    assert "LayerNorm Scaling on: 6 norms (RMSNorm), 6 in this process (blocks 1-3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("-*-*", "is layer 1 of a hybrid pattern and holds only MLP"),
+        ("**--", "is layer 2 of a hybrid pattern and holds only attention"),
+        ("*-MM*-", "Custom 3 of (Mamba|Hybrid)Stack is no TransformerLayer"),
+        ("*-*", "attention without an MLP"),
+    ],
+)
+def test_a_hybrid_pattern_that_is_not_attention_and_mlp_in_turn_is_refused(pattern, words):
+    with pytest.raises(LNSConfigError, match=words):
+        apply(hybrid(pattern))

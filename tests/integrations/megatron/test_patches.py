@@ -29,10 +29,10 @@ PROGRAM = """
 import json, sys
 if sys.argv[1] == "alone":
     sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, "olmo_lns_start_up")]
-import megatron.core.transformer.transformer_layer as layer
+import megatron.core.models.gpt.gpt_model as layer
 from support.megatron_cpu import single_process
 from support import megatron_tiny as tiny
-wraps, function = 0, layer.TransformerLayer.__init__
+wraps, function = 0, layer.GPTModel.__init__
 while hasattr(function, "__wrapped__"):
     wraps, function = wraps + 1, function.__wrapped__
 with single_process():

@@ -1,63 +1,55 @@
-"""Flags: how they reach the arguments and the config, and what a checkpoint restores."""
+"""Flags: how they reach the arguments, the config and the model, and what a checkpoint restores and refuses."""
 
 import argparse
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from support import megatron_tiny as tiny
 
 from olmo_lns import environment
-from olmo_lns.errors import CheckpointMismatchError, LNSConfigError
-from olmo_lns.integrations.megatron import building, checkpoint
-from olmo_lns.integrations.megatron.settings import FLAGS, ZERO_CENTRED, Settings, add_flags
-from olmo_lns.schemes import names
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
+from olmo_lns.integrations.megatron import apply, launch
+from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
+from olmo_lns.schemes import LNS as SCHEME
 from olmo_lns.schemes import parse as parse_scheme
 
-LNS, EXPONENT, KEEP, PLAIN, SCHEME = FLAGS
+LNS, EXPONENT, KEEP, PLAIN = FLAGS
 
 
 def parse(*words, **more):
     return add_flags(argparse.ArgumentParser()).parse_args(words, argparse.Namespace(**more))
 
 
+@pytest.fixture(autouse=True)
+def every_function_is_there(monkeypatch):
+    """The wheel has no ``megatron.training``."""
+    monkeypatch.setattr(launch, "require", lambda prefix: None)
+
+
 @pytest.mark.parametrize(
     ("words", "scheme"),
-    [
-        ((), "preln"),
-        ((PLAIN,), "preln"),
-        ((SCHEME, "preln"), "preln"),
-        ((LNS,), "lns"),
-        ((LNS, EXPONENT, "0.25"), "lns:exponent=0.25"),
-        ((LNS, EXPONENT, "0.25", SCHEME, "lns:exponent=0.25"), "lns:exponent=0.25"),
-        ((SCHEME, "sandwich_depth:exponent=0.25"), "sandwich_depth:exponent=0.25"),
-        ((SCHEME, "skipinit:start=0.001", KEEP), "skipinit:start=0.001"),
-    ],
+    [((), "preln"), ((PLAIN,), "preln"), ((LNS,), "lns"), ((LNS, EXPONENT, "0.25", KEEP), "lns:exponent=0.25")],
 )
-def test_flags_reach_the_config_and_choose_the_initialization(words, scheme):
-    args, config = parse(*words), tiny.config()
-    make = building.config_from_args(lambda args, config_class=None: config)
-    assert make(args) is config
+def test_flags_reach_the_config_and_the_model(words, scheme):
+    args, config = parse(*words), tiny.config(hidden_size=64)
+    assert launch.config_from_args(lambda args, config_class=None: config)(args) is config
     for holder in (args, config):
         assert str(Settings.of(holder).scheme) == scheme
-    active = scheme != "preln"
-    plain = PLAIN in words or (active and KEEP not in words)
-    assert (config.output_layer_init_method is config.init_method) is plain
-    if active:  # both flags for LayerNorm Scaling give the same arguments
-        own = scheme.startswith("lns")
-        assert (args.layernorm_scaling, args.norm_scheme) == (own, "" if own else scheme)
-        assert args.layernorm_scaling_exponent == (0.25 if scheme == "lns:exponent=0.25" else 0.5)
-    if not words:
-        assert type(config) is type(tiny.config()) and not hasattr(config, "layernorm_scaling")
+    model = tiny.build(config)
+    assert len(tiny.scaled_norms(model)) == (8 if LNS in words else 0)
+    std = 0.02 if words and KEEP not in words else 0.02 / 8**0.5
+    assert model.decoder.layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(std, rel=0.1)
+    assert words or not hasattr(config, "layernorm_scaling")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((LNS, SCHEME, "sandwich"), "--layernorm-scaling is short for --norm-scheme lns, but --norm-scheme sandwich"),
-        ((LNS, EXPONENT, "0.3", SCHEME, "lns"), "exponent is 0.3, but --norm-scheme lns has exponent 0.5"),
         ((EXPONENT, "0.3"), "without --layernorm-scaling"),
         ((LNS, EXPONENT, "-1"), "finite number >= 0"),
-        ((SCHEME, "preln", KEEP), "without --layernorm-scaling or --norm-scheme"),
+        ((KEEP,), "without --layernorm-scaling"),
         ((KEEP, PLAIN), "contradict each other"),
     ],
 )
@@ -66,85 +58,144 @@ def test_wrong_or_contradicting_flags_are_refused(words, message):
         Settings.of(parse(*words)).check()
 
 
+def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
+    student = parse(LNS, export_kd_teacher_load="teacher")
+    module = ModuleType("megatron.training.global_vars")
+    module._GLOBAL_ARGS = student
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    make = launch.config_from_args(lambda args: tiny.config())
+    assert Settings.of(make(student)).active
+    assert not Settings.of(make(argparse.Namespace(**vars(student)))).active
+
+
+def test_a_missing_function_is_an_error_once_a_scheme_is_selected(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(launch.hook, "_missing", {})
+    monkeypatch.setitem(launch.WRAPPED, "megatron.core.models.gpt.gpt_model:GPTModel.build_layers", (lambda f: f, True))
+    from megatron.core.models.gpt import gpt_model
+
+    launch.wrap_module(gpt_model)
+    assert tiny.scaled_norms(tiny.build(tiny.config())) == []
+    with pytest.raises(UpstreamChangedError, match="GPTModel.build_layers"):
+        apply(tiny.config())
+
+
+@pytest.fixture
+def arguments(monkeypatch):
+    """The parsed command line in a stand-in for ``megatron.training``, which the wheel lacks."""
+    args = SimpleNamespace(layernorm_scaling=True)
+    module = ModuleType("megatron.training.global_vars")
+    module.__dict__.update(_GLOBAL_ARGS=args, get_args=lambda: args)
+    for name in ("megatron.training", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    return args
+
+
+def built(*chunks):
+    return launch.model_built(lambda: (list(chunks), "optimizer", "scheduler"))()
+
+
+def test_a_flag_without_effect_is_refused(arguments, monkeypatch):
+    """A config of one's own, --yaml-cfg and --use-legacy-models build models that no flag reaches."""
+    built(tiny.model_of())
+    layers = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    for model in (tiny.build(tiny.config()), layers):
+        with pytest.raises(LNSConfigError, match=f"{LNS} was given, but .*{type(model).__name__} has scaled norms"):
+            built(model)
+    vars(arguments).clear()
+    arguments.yaml_cfg = "x.yaml"  # all that is left of the command line
+    built(tiny.build(tiny.config()))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "x.yaml", PLAIN])
+    with pytest.raises(LNSConfigError, match=rf"{PLAIN} was given, .*--yaml-cfg replaces every argument"):
+        built(tiny.build(tiny.config()))
+
+
+def test_blocks_that_are_missing_or_have_another_scheme_are_refused(arguments):
+    model = tiny.model_of()
+    del model.decoder.layers[1]
+    with pytest.raises(LNSError, match=r"blocks \[1, 3, 4\] over all pipeline stages"):
+        built(model)
+    with pytest.raises(LNSError, match="built with lns:exponent=0.25"):
+        built(tiny.model_of(exponent=0.25))
+    model = tiny.model_of()
+    model.decoder.layers[1].input_layernorm.__class__ = torch.nn.RMSNorm
+    with pytest.raises(LNSError, match="expected 0.7"):
+        built(model)
+
+
+def test_a_scheme_that_a_provider_applies_is_in_the_arguments_of_the_checkpoint(arguments, capsys):
+    """Otherwise the checkpoint would say Pre-LN, and a later launch without ``apply`` would load it as such."""
+    arguments.layernorm_scaling = False
+    apply(model := tiny.build(tiny.config()), exponent=0.25)
+    built(model)
+    assert Settings.of(arguments).scheme == parse_scheme("lns:exponent=0.25")
+    assert "not given but applied to the model" in capsys.readouterr().out
+
+
 def restore(running, saved):
-    checkpoint.load_args(lambda args, load_arg="load": (args, saved))(running)
-    return running
+    launch.load_args(lambda args, load_arg="load": (args, saved))(running)
+    return Settings.of(running)
 
 
-def test_use_checkpoint_args_restores_the_flags_that_were_not_given(capsys):
+def test_use_checkpoint_args_restores_the_flags_that_were_not_given(monkeypatch):
     saved = parse(LNS, EXPONENT, "0.75", KEEP)
-    assert Settings.of(restore(parse(), saved)) == Settings(True, 0.75, True)
-    assert "from the checkpoint's arguments: --layernorm-scaling --layernorm-scaling-exponent 0.75 " + KEEP in (
-        capsys.readouterr().out
-    )
-    assert Settings.of(restore(parse(LNS), saved)) == Settings(True, 0.75, True)
-    assert Settings.of(restore(parse(), parse(PLAIN))).no_scaled_init
-    saved = parse(SCHEME, "sandwich_depth:exponent=0.75", KEEP)
-    assert Settings.of(restore(parse(), saved)) == Settings(False, 0.5, True, False, "sandwich_depth:exponent=0.75")
-    assert Settings.of(restore(parse(), SimpleNamespace())) == Settings()  # saved without the plugin
+    assert restore(parse(), saved) == restore(parse(LNS), saved) == Settings(True, 0.75, True)
+    assert restore(parse(LNS, EXPONENT, "1"), saved).exponent == 1
+    assert restore(parse(), parse(PLAIN)).no_scaled_init
+    assert restore(parse(), SimpleNamespace()) == Settings()  # saved without the plugin
+    assert restore(parse(), SimpleNamespace(layernorm_scaling_folded=True)) == Settings()
     args = parse(LNS)  # no checkpoint
-    assert checkpoint.load_args(lambda args, load_arg="load": args)(args) is args
+    assert launch.load_args(lambda args, load_arg="load": args)(args) is args
+    monkeypatch.setenv(environment.ALLOW_MISMATCH, "1")
+    assert restore(parse(), saved) == Settings()
 
 
-def load(running, saved, **state):
+def load(running, saved, folder="folder", **state):
     contents = {"args": saved, **state} if saved is not None else state
-    base = checkpoint.load_base(lambda load_dir, args, rank0: (contents, "iter_7", False, None))
-    return base("folder", running)
+
+    def _load_base_checkpoint(load_dir, args, rank0=False):
+        return contents, "iter_7", False, None
+
+    return launch.load_base(_load_base_checkpoint)(folder, args=running)
 
 
-@pytest.mark.parametrize("way", [restore, load])
+@pytest.mark.parametrize("finetune", [False, True])
 @pytest.mark.parametrize(
     ("running", "saved", "words"),
     [
-        ((LNS,), (), r"saved with Pre-LN .* this run has lns:exponent=0.5"),
-        ((LNS, EXPONENT, "1"), (LNS,), r"exponent=0.5.* this run has lns:exponent=1.*is:\n--layernorm-scaling$"),
-        ((SCHEME, "preln"), (SCHEME, "sandwich"), r"saved with sandwich .* Pre-LN.*is:\n--norm-scheme sandwich$"),
-        ((LNS,), (SCHEME, "lnsafterff"), r"saved with lnsafterff:exponent=0.5 .* this run has lns:exponent=0.5"),
-        ((SCHEME, "lnsafterbranch"), (), "saved with Pre-LN .* but this run has lnsafterbranch:exponent=0.5"),
+        ((LNS,), (), r"says preln, but this run has lns.*\(without --layernorm-scaling\)"),
+        ((LNS, EXPONENT, "1"), (LNS,), r"this run has lns:exponent=1.*\(--layernorm-scaling\)"),
+        ((), (LNS, EXPONENT, "0.25"), r"this run has preln.*\(--layernorm-scaling --layernorm-scaling-exponent 0.25\)"),
     ],
 )
-def test_a_given_flag_that_differs_from_the_checkpoint_is_refused(way, running, saved, words):
-    with pytest.raises(CheckpointMismatchError, match=f"(?s){words}"):
-        way(parse(*running), parse(*saved))
+def test_a_checkpoint_of_another_scheme_is_refused(running, saved, words, finetune, monkeypatch):
+    with pytest.raises(CheckpointMismatchError, match=f"(?s)iter_7.*{words}"):
+        load(parse(*running, finetune=finetune), parse(*saved))
+    monkeypatch.setenv(environment.ALLOW_MISMATCH, "1")
+    assert load(parse(*running, finetune=finetune), parse(*saved))[1] == "iter_7"
 
 
-@pytest.mark.parametrize("name", [name for name in names() if parse_scheme(name).stock_keys(4) and name != "preln"])
-def test_weights_of_a_scheme_with_the_keys_of_preln_are_not_loaded_as_preln(name):
-    """They have the names and shapes of Pre-LN. Megatron builds some of these schemes, and may be given any."""
-    for finetune in (False, True):
-        with pytest.raises(CheckpointMismatchError, match=f"iter_7 was saved with {name}"):
-            load(parse(finetune=finetune), SimpleNamespace(norm_scheme=name))
-
-
-def test_the_same_settings_load():
-    for words in ((), (LNS,), (LNS, KEEP), (PLAIN,), (SCHEME, "sandwich")):
+def test_checkpoints_that_load_and_those_that_cannot(monkeypatch):
+    for words in ((), (LNS,), (LNS, KEEP), (PLAIN,)):
         assert load(parse(*words), parse(*words))[1] == "iter_7"
+    assert load(parse(), None, model={})[1] == "iter_7"
+    with pytest.raises(CheckpointMismatchError, match="nothing beside it says"):
+        load(parse(LNS), None, model={})
+    with pytest.raises(CheckpointMismatchError, match="says sandwich"):  # of a development version
+        load(parse(), SimpleNamespace(norm_scheme="sandwich"))
+    teacher = parse(LNS, export_kd_teacher_load="teacher")
+    assert load(teacher, parse(), folder="teacher")[1] == "iter_7"
+    with pytest.raises(CheckpointMismatchError):
+        load(teacher, parse())
 
 
-@pytest.mark.parametrize("name", ZERO_CENTRED)
-def test_plain_and_zero_centred_gains_are_not_taken_for_each_other(name):
-    plain, centred = (parse(LNS, **{name: value}) for value in (False, True))
-    with pytest.raises(CheckpointMismatchError, match=r"holds plain gains, .*: drop --apply-layernorm-1p"):
-        load(centred, plain)
-    with pytest.raises(CheckpointMismatchError, match=r"holds zero-centred gains .*: add --apply-layernorm-1p"):
-        load(plain, centred)
-
-
-@pytest.mark.parametrize("more", [{}, {"finetune": True}, {"skip_train": True}])
-def test_folded_weights_run_as_preln_and_are_not_scaled_again(more, capsys):
+def test_folded_weights_run_as_preln_and_are_not_scaled_again():
     """``export`` tells its users to run them so."""
     folded = SimpleNamespace(layernorm_scaling=False, layernorm_scaling_exponent=0.5, layernorm_scaling_folded=True)
-    assert load(parse(**more), folded)[1] == "iter_7"
-    assert not Settings.of(restore(parse(**more), folded)).layernorm_scaling
-    assert "folded into its weights: under Pre-LN they are a stock model's" in capsys.readouterr().out
-    with pytest.raises(CheckpointMismatchError, match="applied twice"):
-        load(parse(LNS, **more), folded)
+    assert load(parse(), folded)[1] == "iter_7"
+    with pytest.raises(CheckpointMismatchError, match="folded"):
+        load(parse(LNS), folded)
 
 
-def test_an_allowed_mismatch_and_a_checkpoint_without_arguments_are_reported(monkeypatch, capsys):
-    load(parse(LNS), None, model={})
-    assert "holds no arguments" in capsys.readouterr().out
-    monkeypatch.setenv(environment.ALLOW_MISMATCH, "lns-to-preln")
-    load(parse(), parse(LNS))
-    assert "in spite of lns-to-preln" in capsys.readouterr().out
-    assert not Settings.of(restore(parse(), parse(LNS))).layernorm_scaling
+def test_the_scheme_of_the_settings_is_lns():
+    assert Settings.of(parse(LNS)).scheme == SCHEME == parse_scheme("lns")

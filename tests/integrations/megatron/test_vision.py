@@ -8,7 +8,6 @@ import pytest
 import torch
 from support import megatron_tiny as tiny
 
-from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import apply
 
 TOWER_BLOCKS = 2
@@ -48,35 +47,15 @@ def configs(*, scheme):
     return cfg, tower
 
 
-def blocks(model):
-    return [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(model)]
-
-
-def test_the_language_decoder_is_scaled_and_the_vision_tower_is_megatrons_own(capsys):
-    model, stock = llava(*configs(scheme=True)), llava(*configs(scheme=False)).vision_model
-    out = capsys.readouterr().out
-    assert blocks(model.language_model) == [1, 1, 2, 2, 3, 3, 4, 4] and blocks(model.vision_model) == []
-    assert "LayerNorm Scaling on: 8 norms" in out
-    assert "vision tower CLIPViTModel: no LayerNorm Scaling in its 2 blocks" in out
-    ours = model.vision_model
+def test_the_language_decoder_is_scaled_and_the_vision_tower_is_megatrons_own():
+    model, stock = llava(*configs(scheme=True)), llava(*configs(scheme=False))
+    assert [norm.lns_sites[0].layer_number for norm in tiny.scaled_norms(model)] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert tiny.scaled_norms(model.vision_model) == []
+    ours, theirs = model.vision_model, stock.vision_model
     image = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
-    for (name, a), b in zip(ours.decoder.named_parameters(), stock.decoder.parameters(), strict=True):
+    for (name, a), b in zip(ours.decoder.named_parameters(), theirs.decoder.parameters(), strict=True):
         assert float(a.std()) == pytest.approx(float(b.std()), rel=0.15), name  # scaled as in stock
-    ours.load_state_dict(stock.state_dict())
-    assert torch.equal(ours(image), stock(image))
-
-
-def test_the_vision_tower_is_scaled_on_request():
-    cfg, tower = configs(scheme=True)
-    apply(tower, vision=True)
-    assert blocks(llava(cfg, tower).vision_model) == [1, 1, 2, 2]
-
-
-def test_apply_to_a_built_model_scales_the_vision_tower_on_request_only(capsys):
-    model = llava(*configs(scheme=False))
-    assert apply(model) == 8
-    assert blocks(model.vision_model) == []
-    assert "vision tower CLIPViTModel: no LayerNorm Scaling" in capsys.readouterr().out
-    assert apply(llava(*configs(scheme=False)), vision=True) == 8 + 2 * TOWER_BLOCKS
-    with pytest.raises(LNSConfigError, match="no TransformerLayer outside a vision tower"):
-        apply(llava(*configs(scheme=False)).vision_model)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours(image), theirs(image))
+    assert apply(stock) == 8 and tiny.scaled_norms(theirs) == []  # a built model's towers stay, too
+    assert apply(theirs) == 2 * TOWER_BLOCKS  # unless one is named

@@ -16,11 +16,9 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 import yaml
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.study.collect import folder as logs
-from olmo_lns.study.collect.gather import collect, read_results
-from olmo_lns.study.launch import slurm
-from olmo_lns.study.launch import start as launch
-from olmo_lns.study.plan.spec import Study
+from olmo_lns.study import launch, slurm
+from olmo_lns.study.collect import collect, read, read_results
+from olmo_lns.study.describe import Study
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 LOG = """\
@@ -39,7 +37,7 @@ def test_the_commands_name_the_script_the_config_and_the_folder_of_a_run(tmp_pat
     monkeypatch.chdir(CONFIGS.parent)
     paper = Study.load(CONFIGS / "study" / "paper-olmo-core.yaml")
     run = next(run for run in paper.runs if run.name == "7B-lns-s6198")
-    text = shlex.join(launch.command(paper, run, tmp_path, slurm=True))
+    text = shlex.join(launch.command(paper, run, tmp_path))
     assert "--nnodes 4" in text
     assert f"-m olmo_lns {CONFIGS}/olmo_core/train.py {CONFIGS}/olmo_core/7B-lns.yaml --init_seed=6198" in text
     assert f"--trainer.save_folder={tmp_path}/7B-lns-s6198" in text
@@ -51,13 +49,13 @@ def test_the_commands_name_the_script_the_config_and_the_folder_of_a_run(tmp_pat
 def test_losses_are_read_from_a_log_that_prints_them_after_their_step(tmp_path):
     path = tmp_path / "a.log"
     path.write_text(LOG)
-    curve = logs.read(path)
+    curve = read(path)
     assert curve.losses == {1: 5.979, 2: 5.956, 3: 1005.9} and curve.total == 3
     path.write_text(LOG[: LOG.index("    train/CE loss=5.956")])  # as a kill leaves it
-    assert logs.read(path).losses == {1: 5.979}
+    assert read(path).losses == {1: 5.979}
     path.write_text(LOG + LOG)
     with pytest.raises(LNSConfigError, match="damaged: step 1 comes after step 3"):
-        logs.read(path)
+        read(path)
 
 
 @pytest.fixture
@@ -100,7 +98,7 @@ def test_a_killed_study_goes_on_and_is_reported(micro, tmp_path):
     process.wait()
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = {row.arm: row for row in read_results(out / "results.csv")}
+    rows = {row.arm: row for row in read_results(out / "results.csv").itertuples()}
     assert {arm: (row.status, row.step, row.points) for arm, row in rows.items()} == dict.fromkeys(
         ("preln", "lns"), ("complete", 12, 6)
     )

@@ -2,7 +2,7 @@
 
 ``python megatron_parse.py FILE…`` parses config files, counts the parameters of the models and prints one JSON object.
 ``python -m olmo_lns megatron_parse.py --lns-config FILE`` starts like a training script and prints JSON for each GPU.
-``python megatron_parse.py check FILE…`` runs ``olmo-lns config check``.
+``python megatron_parse.py plan FILE…`` runs ``olmo-lns study plan``.
 """
 
 import contextlib
@@ -159,9 +159,9 @@ def main(files):
 def check(words):
     from olmo_lns import cli
 
-    sys.exit(cli.main(["config", *words]))
+    sys.exit(cli.main(["study", *words]))
 
 
 if __name__ == "__main__":
-    mode = check if sys.argv[1] == "check" else start if sys.argv[1].startswith("--") else main
+    mode = check if sys.argv[1] == "plan" else start if sys.argv[1].startswith("--") else main
     mode(sys.argv[1:])

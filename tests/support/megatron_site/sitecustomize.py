@@ -3,11 +3,13 @@
 Python imports this at start-up when the folder is on PYTHONPATH; it acts where
 MEGATRON_ON_CPU=1 is set and there is no GPU. It answers calls of ``torch.cuda``; the arithmetic stays
 torch's. With MEGATRON_PROBE=1 rank 0 also prints the standard deviations of three projections; with
-MEGATRON_NO_HOOK=1 the start-up hook of olmo-lns is removed, as if it had never been installed.
+MEGATRON_NO_HOOK=1 the start-up hook of olmo-lns is removed, as if it had never been installed; with MEGATRON_REFERENCE=1
+the GPTModel is made the reference: hooks on both norms of each block, and plain initialization.
 """
 
 import contextlib
 import functools
+import importlib.machinery
 import os
 import sys
 import types
@@ -61,6 +63,43 @@ def answer_cuda():
     loader.__init__ = unpinned
 
 
+class AfterImport:
+    """A finder that calls a function with a module of its table right after the module is executed."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def find_spec(self, name, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.table else None
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                self.table[name](module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def reference(module):
+    """Scale by hooks, count the blocks here, and take the depth factor off the output projections' draw."""
+    init = module.GPTModel.__init__
+
+    @functools.wraps(init)
+    def referenced(self, *args, **kwargs):
+        from megatron.core import parallel_state
+        from support.hooked import drawn_plain, hooked
+
+        init(self, *args, **kwargs)
+        blocks, rank = self.decoder.layers, parallel_state.get_pipeline_model_parallel_rank()
+        first = 1 + rank * len(blocks)
+        hooked(self, numbers=range(first, first + len(blocks)))
+        drawn_plain(self, lambda number, count: (2 * self.config.num_layers) ** 0.5)
+
+    module.GPTModel.__init__ = referenced
+
+
 def no_fused_kernels(module):
     """Up to 0.16 ``load`` compiles with nvcc."""
     module.load = lambda args: None
@@ -95,11 +134,12 @@ def start():
     if os.environ.get("MEGATRON_NO_HOOK") == "1":
         sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "olmo_lns_start_up", False)]
     answer_cuda()
-    from olmo_lns.integrations.autoload import on_import
-
-    on_import("megatron.legacy.fused_kernels", no_fused_kernels)
+    table = {"megatron.legacy.fused_kernels": no_fused_kernels}
     if os.environ.get("MEGATRON_PROBE") == "1":
-        on_import("megatron.training.training", probe)
+        table["megatron.training.training"] = probe
+    if os.environ.get("MEGATRON_REFERENCE") == "1":
+        table["megatron.core.models.gpt.gpt_model"] = reference
+    sys.meta_path.insert(0, AfterImport(table))
 
 
 if os.environ.get("MEGATRON_ON_CPU") == "1":

@@ -6,7 +6,7 @@ In processes of OLMo-core's own tests (support/olmo_core_under_schemes.py) its m
 import importlib
 import os
 
-from olmo_lns.integrations.autoload import on_import
+from olmo_lns.hook import on_import
 
 
 def _without_cuda(module):

@@ -1,0 +1,114 @@
+"""Scores of lm-evaluation-harness tasks with one block after another removed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Sequence
+
+import torch
+from torch import nn
+
+from olmo_lns.diagnostics.layer_drop import bypassed
+from olmo_lns.diagnostics.results import Measurement
+from olmo_lns.errors import LNSError, one_line
+
+if TYPE_CHECKING:
+    from olmo_lns.models.loading import LoadedModel
+
+#: Metrics of which the first one that a task reports is read.
+PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
+#: Task -> its ``metric``, and ``score`` and ``stderr`` of the whole model, then without each block, block 1 first.
+Scores = dict[str, dict[str, Any]]
+
+
+def score_tasks(
+    lm: Any,
+    blocks: Sequence[nn.Module],
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    metric: str | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat_template: bool = False,
+) -> Scores:
+    """Run ``tasks`` on the whole model, then without each block in turn.
+
+    :param lm: lm-eval's model, such as :func:`harness_model` makes. :param blocks: those of its model, in order.
+    :param include_path: folder with task files of your own. :param metric: by default the first of
+        acc_norm, acc, exact_match and f1 that a task reports, else its first one.
+    :param limit: examples a task, None for all.
+    :raises LNSError: a task is unknown, its data cannot be had, or it reports no such metric.
+
+    Example: ``score_tasks(HFLM(pretrained=model, tokenizer=tokenizer), model.model.layers, ["arc_easy"])``.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    # Indexing the harness's thousands of task files takes a minute: only for tasks that are not the user's own.
+    manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
+    if manager is None or any(task not in manager.all_tasks for task in tasks):
+        manager = TaskManager(include_path=include_path)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise LNSError(f"lm-eval knows no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
+    settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat_template}
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, dict[str, Any]]:
+        how = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000, **settings}
+        try:
+            found: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **how)["results"]
+        except OSError as error:  # a data set that is neither here nor to be reached
+            raise LNSError(
+                f"--tasks {','.join(tasks)}: their data cannot be loaded ({one_line(error)}): run once with a network, "
+                "or give --task-path with tasks whose files are here"
+            ) from error
+        return found
+
+    runs = [evaluate()]
+    for block in blocks:
+        with bypassed(block):
+            runs.append(evaluate())
+    return {task: _collect(task, [run[task] for run in runs], metric) for task in runs[0] if task in tasks}
+
+
+def _collect(task: str, runs: Sequence[dict[str, Any]], metric: str | None) -> dict[str, Any]:
+    """The scores by one metric, whose key is ``name,filter``; its error's is ``name_stderr,filter``."""
+    numbers = [name for name, value in runs[0].items() if isinstance(value, (int, float))]
+    keys = [name for name in numbers if "," in name and "_stderr" not in name]
+    wanted = [key for want in ([metric] if metric else PREFERRED) for key in keys if key.split(",")[0] == want]
+    if not (found := wanted or ([] if metric else keys)):
+        raise LNSError(f"task {task} reports {', '.join(keys) or 'no number'}, expected {metric or 'a metric'}")
+    name, _, filtered = found[0].partition(",")
+    errors = [run.get(f"{name}_stderr,{filtered}") for run in runs]
+    known = [float(error) if isinstance(error, (int, float)) else None for error in errors]
+    return {"metric": name, "score": [float(run[found[0]]) for run in runs], "stderr": known}
+
+
+def with_tasks(result: Measurement, scores: Scores) -> Measurement:
+    """The result of removing blocks with columns ``<task>:<metric>``, ``:stderr`` and ``:drop`` for each task."""
+    columns = dict(result.blocks)
+    for name, task in scores.items():
+        whole, *without = task["score"]
+        columns[f"{name}:{task['metric']}"] = without
+        columns[f"{name}:stderr"] = task["stderr"][1:]
+        columns[f"{name}:drop"] = [whole - score for score in without]
+    return replace(result, blocks=columns, details={**result.details, "tasks": scores})
+
+
+def harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
+    """lm-eval's model around a loaded one.
+
+    :raises LNSError: not a Hugging Face model, lm-eval cannot use it, or the tokenizer has no end-of-text token.
+    """
+    if loaded.kind != "huggingface":
+        raise LNSError("--tasks: lm-eval runs Hugging Face models: `olmo-lns export CHECKPOINT FOLDER` makes one first")
+    if tokenizer.eos_token_id is None:
+        raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
+    from lm_eval.models.huggingface import HFLM
+
+    options = {"batch_size": batch_size, "max_length": loaded.max_length, "device": str(loaded.device)}
+    try:
+        return HFLM(pretrained=loaded.model, tokenizer=tokenizer, backend="causal", **options)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LNSError(f"lm-eval cannot use this model: {one_line(error)}") from error

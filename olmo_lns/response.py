@@ -1,0 +1,111 @@
+"""What a norm gives and what a projection was drawn with, measured; a problem of one process raised on all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+import torch
+from torch import nn
+
+from olmo_lns.errors import MeasurementError
+
+__all__ = ["Response", "agree", "check_drawn", "first", "response"]
+
+
+def first(output: Any) -> Any:
+    """A module's output, or the first of its outputs."""
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+@dataclass(frozen=True)
+class Response:
+    """A norm's output on random rows and its gradient with respect to them, fp64. :param dtype: it computed in."""
+
+    output: torch.Tensor
+    gradient: torch.Tensor | None
+    dtype: torch.dtype
+
+    def problem(self, before: Response, factor: float) -> str:
+        """The first part that is not ``factor`` times that of ``before``, in words; ``""`` if both are."""
+        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
+        for name in ("output", "gradient"):
+            wanted, found = getattr(before, name), getattr(self, name)
+            if wanted is None:
+                continue
+            if found.shape != wanted.shape:
+                return f"{name} of shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+            size = float(wanted.norm())
+            if not float((found - factor * wanted).norm()) <= tolerance * abs(factor) * size:  # true for NaN, too
+                ratio = float((found * wanted).sum()) / size**2 if size else math.nan
+                return f"{name} of {ratio:.4g} times the framework's own, expected {factor:.4g} times"
+        return ""
+
+
+def response(module: nn.Module, width: int) -> Response:
+    """Run a norm on random rows with random parameters, forward and backward.
+
+    The module's own parameters are neither read nor changed: they may be on the meta device, or hold ``main_grad``.
+
+    :param width: the hidden size; the rows are (4, 1, width), of the parameters' dtype and on their device.
+    """
+    parameters = dict(module.named_parameters())
+    device, dtype = next(((p.device, p.dtype) for p in parameters.values()), (torch.device("cpu"), torch.float32))
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(4)
+    own = {
+        # ds_shape: of a weight that DeepSpeed has taken away
+        name: (1 + 0.25 * torch.randn(getattr(p, "ds_shape", p.shape), generator=generator, device="cpu")).to(
+            device, p.dtype
+        )
+        for name, p in parameters.items()
+    }
+    own |= {name: b.clone() for name, b in module.named_buffers() if not b.is_meta}  # running statistics
+    with torch.enable_grad():
+        x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_()
+        output = first(torch.func.functional_call(module, own, (x,)))
+        weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
+        (gradient,) = torch.autograd.grad(output, x, weights)
+    return Response(output.detach().double(), gradient.double(), dtype)
+
+
+def check_drawn(weights: Mapping[str, torch.Tensor], std: float, *, where: str) -> bool:
+    """Check that freshly drawn matrices have the standard deviation ``std``.
+
+    :param weights: name -> weight, or this process's shard of it; none is changed.
+    :returns: whether there was anything to measure: not on the meta device, nor with fewer than 1,000 elements.
+    :raises MeasurementError: found and expected standard deviation.
+    """
+    measured = False
+    for name, weight in weights.items():
+        weight = getattr(weight, "_local_tensor", weight)
+        if weight.is_meta or weight.numel() < 1000 or not weight.is_floating_point():
+            continue
+        measured, found = True, float(weight.detach().float().std())
+        if not 0.85 * std <= found <= 1.15 * std:
+            raise MeasurementError(
+                f"{where}, {name}: found weights drawn with a standard deviation of {found:.4g}, expected {std:.4g}. "
+                "This upstream initializes its output projections in another way than was asked for; "
+                "OLMO_LNS_DISABLE=1 starts it without a scheme."
+            )
+    return measured
+
+
+def agree(problem: str) -> None:
+    """Raise on every process of a launch if one of them has a problem, before the next collective runs.
+
+    :param problem: of this process; ``""`` if it has none. Every process of the launch calls this.
+    :raises MeasurementError: the problems, with the ranks that have them.
+    """
+    import torch.distributed as dist
+
+    problems: list[Any] = [problem]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    if found := {text: rank for rank, text in enumerate(problems) if text}:
+        raise MeasurementError(
+            "; ".join(f"rank {rank}: {text}" for text, rank in sorted(found.items(), key=lambda p: p[1]))
+        )

@@ -1,0 +1,221 @@
+"""Read what runs leave behind: their logs and saved settings, and the table of their results."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Iterable
+
+import pandas as pd
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.describe import Run, Study
+from olmo_lns.study.files import make_folder, write_whole
+from olmo_lns.study.plan import arm_problems, compare_arms
+
+COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+#: OLMo and OLMo-core: a line with the step, and its metrics in the lines below it.
+STEP = re.compile(r"\[step=(\d+)/(\d+|\?\?\?)(?:,epoch=\d+)?(?:,eta=[^\]]*)?\]\s*$")
+METRIC = re.compile(r"^ {4,}(\S.*?)=(\S+)\s*$")
+LOSSES = ("train/CrossEntropyLoss", "train/CE loss")
+HELDOUT = ("eval/heldout/CrossEntropyLoss", "eval/lm/heldout/CE loss")
+#: Megatron: a line with the step and its loss.
+ITERATION = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|(?:.*?lm loss:\s*(\S+))?")
+VALIDATION = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+)")
+
+
+@dataclass
+class Curve:
+    """Loss (nats per token) by optimizer step. :param total: the steps the run was to make, None where unknown.
+
+    :param heldout: loss on held-out data, at the steps after which it was measured.
+    """
+
+    source: str
+    losses: dict[int, float] = field(default_factory=dict)
+    heldout: dict[int, float] = field(default_factory=dict)
+    total: int | None = None
+
+    @property
+    def last(self) -> int:
+        return max(self.losses, default=0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the log has the loss of the last step that the run was to make."""
+        return self.total is not None and self.last >= self.total
+
+    def final(self, fraction: float) -> tuple[float, float, int]:
+        """``(mean, standard deviation, number of points)`` of the losses in the last ``fraction`` of the run.
+
+        :raises LNSConfigError: no loss was logged there.
+        """
+        tail = [loss for step, loss in self.losses.items() if step > self.last - max(1, round(fraction * self.last))]
+        if not tail:
+            raise LNSConfigError(f"{self.source}: no loss in the last {fraction:.0%} of {self.last} steps")
+        return statistics.fmean(tail), statistics.stdev(tail) if len(tail) > 1 else 0.0, len(tail)
+
+
+def attempts(folder: Path) -> list[Path]:
+    """The console logs of a run folder, oldest first: by the numbers in their names, ``-99`` before ``-100``."""
+    parts = {path: re.split(r"(\d+)", path.name) for path in folder.glob("*.log")}
+    return sorted(parts, key=lambda path: [int(part) if part.isdigit() else part for part in parts[path]])
+
+
+def read(path: Path) -> Curve:
+    """The losses in a console log of any of the frameworks, up to its last whole line: a kill may cut a number.
+
+    :raises LNSConfigError: the log is damaged, or a loss is not finite.
+    """
+    raw = path.read_bytes()
+    if b"\0" in raw:
+        raise LNSConfigError(f"{path}: damaged: it has NUL bytes; restore it or rerun the run")
+    curve, step = Curve(str(path)), None
+    for line in ANSI.sub("", raw[: raw.rfind(b"\n") + 1].decode(errors="replace")).splitlines():
+        if match := STEP.search(line):
+            step, curve.total = int(match[1]), None if match[2] == "???" else int(match[2])
+        elif step is not None and (match := METRIC.match(line)) and match[1] in LOSSES:
+            _add(curve, step, match[2])
+        elif step is not None and match and match[1] in HELDOUT:
+            curve.heldout[step] = _number(curve, step, match[2])
+        elif match := ITERATION.search(line):
+            curve.total = int(match[2])
+            if match[3]:
+                _add(curve, int(match[1]), match[3])
+        elif match := VALIDATION.search(line):
+            curve.heldout[int(match[1])] = _number(curve, int(match[1]), match[2])
+    return curve
+
+
+def _add(curve: Curve, step: int, text: str) -> None:
+    if step <= curve.last:
+        raise LNSConfigError(f"{curve.source}: damaged: step {step} comes after step {curve.last}")
+    curve.losses[step] = _number(curve, step, text)
+
+
+def _number(curve: Curve, step: int, text: str) -> float:
+    try:
+        loss = float(text.replace(",", ""))
+    except ValueError:
+        raise LNSConfigError(f"{curve.source}: damaged: loss {text!r} at step {step} is not a number") from None
+    if not math.isfinite(loss):
+        raise LNSConfigError(f"{curve.source}: loss is {loss} at step {step}: the run diverged; it has no final loss")
+    return loss
+
+
+def merge(curves: Iterable[Curve]) -> Curve:
+    """The attempts of one run, oldest first: a later attempt replaces the steps it repeats.
+
+    :raises LNSConfigError: attempts with different total steps, or a gap between them.
+    """
+    found, totals = Curve("no log"), set[int]()
+    for part in (curve for curve in curves if curve.losses):
+        first = min(part.losses)
+        found = Curve(
+            part.source,
+            {step: loss for step, loss in found.losses.items() if step < first} | part.losses,
+            {step: loss for step, loss in found.heldout.items() if step < first} | part.heldout,
+            part.total,
+        )
+        totals |= {part.total} - {None}  # type: ignore[arg-type]
+    if len(totals) > 1:
+        raise LNSConfigError(f"{found.source}: {sorted(totals)} total steps in the attempts of one run: expected one")
+    pairs = list(itertools.pairwise(sorted(found.losses)))
+    usual = statistics.median([b - a for a, b in pairs]) if pairs else 0
+    for a, b in pairs:
+        if b - a > 2 * usual:
+            raise LNSConfigError(
+                f"{found.source}: damaged: no loss between steps {a} and {b} (usual distance {usual:g})"
+            )
+    return found
+
+
+def curve_of(folder: Path) -> Curve | None:
+    """The losses of all attempts of a run; None without a log.
+
+    :raises LNSConfigError: as :func:`read` and :func:`merge`.
+    """
+    return merge(map(read, logs)) if (logs := attempts(folder)) else None
+
+
+def other_run(run: Run, folder: Path) -> str | None:
+    """How the run in a folder differs from this one, by the config that its framework saved; None where it doesn't."""
+    if not (used := run.engine.used(folder)):
+        return None
+    if problems := arm_problems(run.arm, used, run.engine):
+        return f"run {run.name} is not its arm: {problems[0]}"
+    keys = [*run.engine.plain_keys.values(), *run.engine.rate_keys, *run.overrides]
+    for key in (key for key in keys if key in used and run.engine.compared.match(key)):
+        if str(used[key]) != str(run.settings.get(key)):
+            there, here = used[key], run.settings.get(key)
+            return f"{folder}: was started with other settings: {key}: {there!r} then, {here!r} now"
+    return None
+
+
+def read_results(path: Path) -> pd.DataFrame:
+    """:raises LNSConfigError: no such file, or not one that ``study collect`` wrote."""
+    if not path.is_file():
+        raise LNSConfigError(f"{path}: not there; run `olmo-lns study collect` first")
+    found = pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
+    if lacking := {"run", "size", "arm", "seed", "status", "loss", "heldout"} - {*found.columns}:
+        raise LNSConfigError(f"{path}: not a table of `olmo-lns study collect`: no column {sorted(lacking)[0]}")
+    return found
+
+
+def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataFrame:
+    """Read every run of the study from ``<out>/<run>/`` and write ``<out>/results.csv``.
+
+    ``loss`` is the mean over the last part of a run (nats per token), None unless its ``status`` is complete;
+    ``last_loss`` the latest, of an incomplete run too; ``heldout`` the loss on held-out data after the last step, where
+    the config has an evaluator ``heldout``.
+
+    :param allow_missing: report a run of which nothing was found as missing, instead of refusing the study.
+    :returns: a row for each run, in the description's order.
+    :raises LNSConfigError: a missing run, a damaged log, a loss that is not finite, a run that is not the
+        description's, or arms that differ in more than the arm; each with the run and what was found.
+    """
+    settings: dict[str, Any] = {}
+    rows = []
+    for run in study.runs:
+        curve = curve_of(out / run.name)
+        if curve is None and not allow_missing:
+            raise LNSConfigError(
+                f"run {run.name} is missing: no log in {out / run.name}: launch it, or --allow-missing"
+            )
+        if curve and curve.losses:
+            if problem := other_run(run, out / run.name):
+                raise LNSConfigError(problem)
+            if used := run.engine.used(out / run.name):
+                settings[run.name] = used
+        rows.append(_row(study, run, curve or Curve("no log"), settings.get(run.name)))
+    compare_arms(study.runs, settings)
+    table = pd.DataFrame(rows)
+    make_folder(out)
+    write_whole(out / "results.csv", table.to_csv(index=False))
+    return table
+
+
+def _row(study: Study, run: Run, curve: Curve, used: dict[str, Any] | None) -> dict[str, Any]:
+    shape = run.shape
+    if shape.steps and curve.total not in (None, shape.steps):
+        raise LNSConfigError(
+            f"run {run.name}: its log counts to {curve.total} steps, the study's config to {shape.steps}: "
+            "not a run of this study"
+        )
+    mean, std, points = curve.final(study.final_fraction) if curve.done else (None, None, 0)
+    heldout = curve.heldout.get(curve.total or -1)
+    if heldout is not None:  # nats per token with a label
+        heldout *= run.engine.padding(used or run.settings)
+    return {
+        **{"run": run.name, "size": run.size, "arm": run.arm, "seed": run.seed, "parameters": shape.parameters},
+        "status": COMPLETE if curve.done else INCOMPLETE if curve.losses else MISSING,
+        **{"step": curve.last, "steps": curve.total or shape.steps, "tokens": shape.tokens_per_step * curve.last},
+        **{"loss": mean, "loss_std": std, "points": points, "last_loss": curve.losses.get(curve.last)},
+        **{"heldout": heldout, "source": curve.source},
+        **{"layers": shape.layers, "width": shape.width, "learning_rate": shape.learning_rate},
+    }

@@ -1,1 +1,0 @@
-"""What runs leave behind: stamps, logs, and the table of their results."""

@@ -1,0 +1,203 @@
+"""Find and check files of token ids: OLMo's memmaps (``*.npy`` by name) and Megatron's pairs (``*.bin``, ``*.idx``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.data.corpora import DOLMA
+
+DTYPES = ("uint8", "uint16", "uint32", "uint64")
+NUMPY_HEADER = b"\x93NUMPY"
+INDEX_HEADER = b"MMIDIDX\x00\x00"
+INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+CHUNK = 1 << 26  # tokens looked at together
+
+
+@dataclass
+class Data:
+    """One data file. :param documents: end-of-document tokens, or Megatron's own count.
+
+    :param eos: the id that ends a document.
+    :param labels: tokens that a loss is taken over, by the label mask beside the file; None without a mask.
+    """
+
+    path: Path
+    dtype: str
+    tokens: int = 0
+    lowest: int = 0
+    highest: int = 0
+    eos: int | None = None
+    documents: int = 0
+    labels: int | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """OLMo's ``*.npy`` and Megatron's ``*.bin`` of the folders, linked ones too, or the files themselves; each once.
+
+    :raises LNSConfigError: a path that does not exist, or nothing found.
+    """
+    found: list[Path] = []
+    paths = list(paths)
+    for path in paths:
+        if path.is_dir():
+            found += sorted(_walk(path))
+        elif path.is_file():
+            found.append(path.with_suffix(".bin") if path.suffix == ".idx" else path)
+        else:
+            raise LNSConfigError(f"{path}: no such file or folder")
+    if not found:
+        where = ", ".join(map(str, paths))
+        raise LNSConfigError(f"no data found in {where}: expected *.npy (OLMo) or *.bin with *.idx (Megatron)")
+    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    seen = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if (real := os.path.realpath(root)) in seen:  # a link to a folder above it
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(root, name) for name in names if name.endswith((".npy", ".bin")) and not name.startswith("."))
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    """What ``data prepare`` wrote about a file, in ``NAME.json`` beside it: its dtype and vocabulary; else empty.
+
+    :raises LNSConfigError: the record cannot be read.
+    """
+    for record in (path.with_name(f"{path.stem}.json"), path.with_name(f"{path.stem.rpartition('-')[0]}.json")):
+        if record.is_file() and record.name != "tokenizer.json":
+            try:
+                found = json.loads(record.read_text(encoding="utf-8"))
+                layout = found.get("layout")
+                return {**(layout if isinstance(layout, dict) else {}), **found}
+            except (ValueError, AttributeError) as error:
+                raise LNSConfigError(f"{record}: not a record of `data prepare`: {error}") from None
+    return {}
+
+
+def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None = None, eos: int | None = None) -> Data:
+    """Read one memmap and check it; what is wrong is in ``problems``, and nothing is raised.
+
+    :param dtype, vocabulary: what the training config has, None to take the record beside the file (without one uint16,
+        and the vocabulary of the shipped configs); a Megatron file has its own dtype. :param eos: the same; -1: none.
+    """
+    result = Data(path, dtype or "uint16")
+    try:
+        if path.suffix == ".bin":
+            result.eos = DOLMA.eos if eos is None else eos
+            _tokens(result, vocabulary or DOLMA.embedding, documents=_index(result))
+            return result
+        known = record_of(path)
+        for name, given in (("dtype", dtype), ("vocabulary", vocabulary)):
+            if given and known.get(name, given) != given and (name == "dtype" or known[name] > int(given)):
+                raise LNSConfigError(f"the record beside it has {name} {known[name]}, {given} was asked for")
+        result.dtype = dtype or str(known.get("dtype") or "uint16")
+        if result.dtype not in DTYPES:
+            raise LNSConfigError(f"the record beside it has dtype {result.dtype}: expected {', '.join(DTYPES)}")
+        with path.open("rb") as file:
+            if file.read(len(NUMPY_HEADER)) == NUMPY_HEADER:
+                raise LNSConfigError("has a NumPy header (np.save): OLMo reads raw tokens; write with array.tofile")
+        result.eos = int(known.get("eos", DOLMA.eos)) if eos is None else eos
+        _tokens(result, vocabulary or int(known.get("vocabulary") or DOLMA.vocabulary))
+        if (mask := path.with_suffix(".mask")).is_file():
+            if (found := mask.stat().st_size) != result.tokens:
+                raise LNSConfigError(f"{mask.name} has {found:,} positions, the file {result.tokens:,} tokens")
+            result.labels = int(np.count_nonzero(np.memmap(mask, dtype=np.bool_, mode="r")))
+    except (LNSConfigError, OSError) as error:
+        result.problems.append(str(error))
+    return result
+
+
+def _tokens(result: Data, vocabulary: int, documents: int | None = None) -> None:
+    """:param documents: as an index counts them, whatever they end with."""
+    eos = None if result.eos == -1 else result.eos
+    size, width = result.path.stat().st_size, np.dtype(result.dtype).itemsize
+    if not size:
+        raise LNSConfigError("is empty")
+    if size % width:
+        raise LNSConfigError(f"{size:,} bytes are no multiple of {width} ({result.dtype}): truncated, or another dtype")
+    memmap = np.memmap(result.path, dtype=result.dtype, mode="r")
+    result.tokens, result.lowest, odd, ends = len(memmap), int(memmap[0]), 0, 0
+    for part in (memmap[i : i + CHUNK] for i in range(0, len(memmap), CHUNK)):
+        result.lowest, result.highest = min(result.lowest, int(part.min())), max(result.highest, int(part.max()))
+        ends += 0 if eos is None else int((part == eos).sum())
+        odd = max(odd, int(part[1::2].max(initial=0)))
+    result.documents = ends if documents is None else documents
+    if len(memmap) > 1 and result.highest > 255 and odd < 16:  # the high halves of ids below a million
+        raise LNSConfigError(
+            f"every second token is 0 or nearly: the file looks like a wider dtype than {result.dtype}"
+        )
+    if result.lowest < 0 or result.highest >= vocabulary:
+        bad = result.lowest if result.lowest < 0 else result.highest
+        where = f"outside the vocabulary of {vocabulary:,}: not {result.dtype}, or of another tokenizer"
+        raise LNSConfigError(f"token {bad:,} is {where}")
+    if eos is not None and not ends:
+        raise LNSConfigError(f"the end-of-document token {eos} never occurs: documents not separated, or other --eos")
+
+
+def _index(result: Data) -> int:
+    """Read Megatron's ``.idx``: magic, version, dtype code, counts; lengths, pointers, documents. Sets the dtype.
+
+    :returns: the documents. :raises LNSConfigError: it is no index, or not of this ``.bin``.
+    """
+    index = result.path.with_suffix(".idx")
+    for file, other in ((index, result.path), (result.path, index)):
+        if not file.is_file():
+            raise LNSConfigError(f"has no {file.name} beside {other.name}")
+    raw = index.read_bytes()
+    if raw[:9] != INDEX_HEADER or len(raw) < 34:
+        raise LNSConfigError(f"{index.name} does not start with Megatron's index header: not an indexed dataset")
+    version, code, sequences, documents = struct.unpack_from("<QBQQ", raw, 9)
+    needed = 34 + sequences * (4 + 8) + documents * 8
+    if version != 1 or code not in INDEX_DTYPES or len(raw) < needed:
+        found = f"version {version}, dtype code {code}, {len(raw):,} of {needed:,} bytes"
+        raise LNSConfigError(f"{index.name}: {found}: damaged or unknown")
+    result.dtype = INDEX_DTYPES[code]
+    stored = int(np.frombuffer(raw, "<i4", sequences, 34).sum(dtype=np.int64)) * np.dtype(result.dtype).itemsize
+    if stored != (size := result.path.stat().st_size):
+        raise LNSConfigError(f"{size:,} bytes, but its index counts {stored:,}: truncated")
+    return int(documents) - 1
+
+
+def held_out(path: Path) -> bool:
+    """Whether the file is held out, by its folder or the beginning of its name."""
+    return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
+
+
+def report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> int:
+    """Print the files and their problems. :returns: the number of problems, too few tokens or sequences among them."""
+    for result in results:
+        labels = "" if result.labels is None else f", {result.labels:,} with a label"
+        ids = f"ids {result.lowest}…{result.highest}, {result.documents:,} documents{labels}"
+        print(f"{result.path}: {result.dtype}, {result.tokens:,} tokens, {ids}")
+        for problem in result.problems:
+            print(f"{result.path}: PROBLEM: {problem}")
+    # OLMo drops the rest of a file that does not fill a sequence; padding has no label; nobody trains on held-out text.
+    trained = [r for r in results if not r.problems and not held_out(r.path)]
+    sequences = sum(r.tokens // sequence for r in trained)
+    usable = sum(r.tokens // sequence * sequence if r.labels is None else r.labels for r in trained)
+    kinds, bad = {result.dtype for result in results}, sum(bool(result.problems) for result in results)
+    if len(kinds) > 1:
+        print(f"PROBLEM: more than one dtype: {', '.join(sorted(kinds))}; a config names one")
+        bad += 1
+    trained_on = f"{usable:,} tokens to train on in {sequences:,} sequences of {sequence}"
+    print(f"{len(results)} files, {trained_on}, {bad} problems")
+    for wanted, found, what in ((budget, usable, "tokens"), (rows, sequences, "sequences")):
+        if wanted:
+            short = f"short: the run would read the data {wanted / max(1, found):.3g} times"
+            word = "enough" if found >= wanted else short
+            print(f"wanted {wanted:,.0f} {what}: {word if found else 'there are none'}")
+            bad += found < wanted
+    return bad

@@ -1,0 +1,131 @@
+"""Fetch lists of tokenised files: each line has a file's name and its address.
+
+Of each file only the beginning is fetched, so the servers must answer byte ranges. No run trains on files under
+``heldout/``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from olmo_lns.errors import LNSConfigError, one_line
+
+REQUEST = 1 << 26  # bytes
+WIDTH = 2  # bytes of a token: uint16
+SEQUENCE = 4096  # a file's share is a multiple of it
+HELDOUT = "heldout/"
+
+
+def read_list(path: Path) -> dict[str, str]:
+    """Name -> address.
+
+    :raises LNSConfigError: a line that is not ``NAME.npy ADDRESS``.
+    """
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not (words := line.partition("#")[0].split()):
+            continue
+        named = re.fullmatch(rf"(?:{HELDOUT})?[\w.-]+\.npy", words[0])
+        if len(words) != 2 or not named or words[0] in found or not words[1].startswith(("http://", "https://")):
+            raise LNSConfigError(
+                f"{path}, line {number}: {line!r}: expected a name that no line before it has, and an address: "
+                "NAME.npy https://…, or heldout/NAME.npy https://…"
+            )
+        found[words[0]] = words[1]
+    return found
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A file as its server names it. :param tag: its ETag, ``""`` where the server gives none."""
+
+    url: str
+    size: int
+    tag: str
+
+
+def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
+    """Write the first tokens of each file to ``out``, in equal shares; goes on with what is there in part.
+
+    :param tokens: of all files together.
+    :raises LNSConfigError: an address that cannot be read, a file that is there with another length, another fetch
+        into this folder, or content that is not what the server named.
+    """
+    share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * WIDTH
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".fetch.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LNSConfigError(f"{out}: another fetch writes into this folder: wait for it") from None
+        for name, url in files.items():
+            _fetch_one(out / name, url, share)
+
+
+def _fetch_one(path: Path, url: str, share: int) -> None:
+    _, remote = _read(url, 0, 1)
+    wanted = min(share, remote.size)
+    if path.is_file():
+        if (size := path.stat().st_size) != wanted:
+            raise LNSConfigError(f"{path}: {size:,} bytes, but of {url} {wanted:,} are wanted: remove one")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Named after what the server has, so that a part of another file is never continued.
+    part = path.with_name(f"{path.name}.{hashlib.sha256(repr(remote).encode()).hexdigest()[:8]}.part")
+    with part.open("ab") as file:
+        while (done := file.tell()) < wanted:
+            data, now = _read(url, done, min(wanted, done + REQUEST))
+            if now != remote:
+                raise LNSConfigError(f"{url}: the file changed on the server while it was fetched: fetch it again")
+            file.write(data)
+            print(f"\r{path}: {file.tell() / wanted:.0%} of {wanted / WIDTH:,.0f} tokens", end="", flush=True)
+        file.truncate(wanted)
+    if wanted == remote.size:
+        print(" (the whole file)")
+        _compare_digest(part, remote)
+    os.replace(part, path)
+
+
+def _compare_digest(path: Path, remote: _Remote) -> None:
+    """Object stores name a whole file by its MD5 or SHA-256; any other ETag says nothing of the content."""
+    if algorithm := {32: "md5", 64: "sha256"}.get(len(remote.tag) * bool(re.fullmatch(r"[0-9a-f]+", remote.tag))):
+        digest = hashlib.new(algorithm)
+        with path.open("rb") as file:
+            while part := file.read(REQUEST):
+                digest.update(part)
+        if (found := digest.hexdigest()) != remote.tag:
+            path.unlink()
+            raise LNSConfigError(f"{remote.url}: {algorithm} {found} came, the server has {remote.tag}: fetch it again")
+
+
+def _read(url: str, start: int, stop: int, attempts: int = 5) -> tuple[bytes, _Remote]:
+    """Bytes ``start`` to ``stop``, and the file that they are of."""
+    request = Request(url, headers={"Range": f"bytes={start}-{stop - 1}", "User-Agent": "olmo-lns"})
+    problem = ""
+    for attempt in range(attempts):
+        time.sleep(2**attempt if attempt else 0)
+        try:
+            with urlopen(request, timeout=60) as answer:
+                if answer.status != 206:
+                    raise LNSConfigError(f"{url}: the server answers no byte ranges (HTTP {answer.status})")
+                data, (sent, _, total) = answer.read(), answer.headers["Content-Range"].rpartition("/")
+                remote = _Remote(url, int(total), answer.headers.get("ETag", "").strip('"'))
+            if len(data) == stop - start and sent.split()[-1].startswith(f"{start}-"):
+                return data, remote
+            problem = f"{sent} came, {len(data):,} of {stop - start:,} bytes"
+        except HTTPError as error:
+            problem = f"HTTP {error.code} ({error.reason})"
+            if error.code < 500:
+                raise LNSConfigError(f"{url}: {problem}") from None
+        except (OSError, HTTPException, ValueError, AttributeError) as error:
+            problem = one_line(error)
+    raise LNSConfigError(f"{url}: {problem}; called again, this goes on where it stopped")

@@ -1,0 +1,334 @@
+"""Read a study's description: sizes × arms × seeds over the files of the config pack, as a list of runs.
+
+People write it by hand, so a schema checks each value. docs/study.md has every key. Every scalar is read as text and
+the schema says what it is: quoted or not, ``48:00:00`` is a time and ``no`` a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Iterable, Literal, Mapping
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+
+from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.study import files
+from olmo_lns.study.arms import ARMS, BASELINE, arm_named
+from olmo_lns.study.engines import Engine, Run, engine_named, settings_of
+
+#: GPUs of a node where nobody says how many.
+GPUS_OF_A_NODE = 8
+
+
+def _printable(text: str) -> str:
+    """Text of a description stands in generated shell scripts, where a line break would begin a line of its own."""
+    if not text.isprintable():
+        raise ValueError("expected text without line breaks and control characters")
+    return text
+
+
+def _none(value: Any) -> Any:
+    return None if value in ("", "~", "null") else value
+
+
+def _table(value: Any) -> Any:
+    """``[a, b]`` or ``{a: {settings}, b: }`` as ``{a: {...}, b: {}}``."""
+    if isinstance(value, list):
+        if len({*map(str, value)}) < len(value):
+            raise ValueError("a name is listed twice")
+        return {str(name): {} for name in value}
+    if isinstance(value, dict):
+        return {name: {} if _none(own) is None else own for name, own in value.items()}
+    return value
+
+
+def _pattern(text: str) -> str:
+    try:
+        text.format(size="", arm="")
+    except (KeyError, IndexError, ValueError, AttributeError):
+        raise ValueError("expected a path, with {size} and {arm} where they belong and no other braces") from None
+    return text
+
+
+def _rate(text: str) -> str:
+    if not 0 < float(text.removesuffix("x")) < float("inf"):  # float's own ValueError is as good
+        raise ValueError("expected a learning rate above 0, or a multiple of the config's such as 2x")
+    return text
+
+
+Text = Annotated[str, StringConstraints(min_length=1), AfterValidator(_printable)]
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.+][A-Za-z0-9_.+-]*$")]
+Size = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._]+$")]
+Positive = Annotated[int, Field(ge=1)]
+#: The seeds that OLMo and Megatron take.
+Seeds = list[Annotated[int, Field(ge=0, lt=2**32)]]
+Settings = Annotated[dict[Text, Any], AfterValidator(files.resolved)]
+Rates = Annotated[list[Annotated[Text, AfterValidator(_rate)]], Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Container(_Strict):
+    """The image in which a Slurm job runs its training processes.
+
+    :param runtime: ``pyxis`` (``srun --container-image``) or ``apptainer``; by the image's ending where it isn't given.
+    :param mounts: folders of the host, ``/data`` or ``/data:/inside``.
+    """
+
+    image: Text
+    runtime: Literal["pyxis", "apptainer"] | None = None
+    mounts: list[Text] = []
+
+    @property
+    def is_apptainer(self) -> bool:
+        return (self.runtime or ("apptainer" if self.image.endswith(".sif") else "pyxis")) == "apptainer"
+
+
+class Launch(_Strict):
+    """How a run is started.
+
+    :param command: ``train`` (``olmo-lns train``) or the path of a training script. :param nproc: GPUs of a node.
+    :param nodes: of a run, by size; the key ``""`` is for all others. :param workers: runs at a time.
+    :param threads: OMP_NUM_THREADS of each run. :param args: added to every command.
+    :param setup: shell lines at the start of a Slurm job, such as ``module load cuda``.
+    :param sbatch: further ``#SBATCH`` lines; None leaves out one of ours.
+    """
+
+    command: Text = "train"
+    nproc: Positive = 1
+    nodes: Annotated[
+        dict[str, Positive], BeforeValidator(lambda value: value if isinstance(value, dict) else {"": value})
+    ] = {}
+    workers: Positive = 1
+    threads: Annotated[Positive | None, BeforeValidator(_none)] = None
+    args: list[Text] = []
+    setup: list[Text] = []
+    sbatch: dict[Word, Annotated[Text | None, BeforeValidator(_none)]] = {}
+    container: Container | None = None
+
+
+class Description(_Strict):
+    """The keys of a description; docs/study.md says what each means."""
+
+    name: Word
+    framework: Text = "olmo"
+    config: Annotated[Text, AfterValidator(_pattern)]
+    sizes: Annotated[dict[Size, Settings], BeforeValidator(_table)]
+    arms: Annotated[dict[Text, Settings], BeforeValidator(_table)]
+    rates: Annotated[Rates | dict[str, Rates | dict[str, Rates]], BeforeValidator(lambda v: {} if v == "" else v)] = {}
+    seeds: Seeds | None = None
+    more_seeds: dict[str, Seeds | dict[str, Seeds]] = {}
+    only: dict[str, list[str]] = {}
+    data: Annotated[Text | None, BeforeValidator(_none)] = None
+    final_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    published: Annotated[Text | None, BeforeValidator(_none)] = None
+    launch: Launch = Launch()
+
+
+@cache
+def published() -> dict[str, Any]:
+    """The papers' numbers: ``tables``, ``points`` and ``batches`` of published.yaml."""
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def described(path: Path) -> Description:
+    """The checked keys of a file.
+
+    :raises LNSConfigError: a key that is missing, unknown or given twice, or the value and what is expected.
+    """
+    try:
+        found = Description.model_validate(files.read_text(path))
+    except ValidationError as error:
+        worst = max(error.errors(), key=lambda each: len(each["loc"]))
+        where, value = ": ".join(map(str, worst["loc"])), worst["input"]
+        if worst["type"] == "extra_forbidden":
+            keys = Launch if worst["loc"][0] == "launch" else Description
+            hint = did_you_mean(str(worst["loc"][-1]), keys.model_fields)
+            known = f"unknown key{hint}; known: {', '.join(sorted(keys.model_fields))}"
+            raise LNSConfigError(f"{path}: {where}: {known}") from None
+        said = "a description needs this key" if worst["type"] == "missing" else f"{value!r}: {worst['msg']}"
+        raise LNSConfigError(f"{path}: {where}: {said}") from None
+    if found.published is not None and found.published not in (tables := published()["tables"]):
+        hint = did_you_mean(found.published, tables)
+        raise LNSConfigError(f"{path}: published: {found.published!r}{hint}: expected {', '.join(tables)}")
+    return found
+
+
+@dataclass(frozen=True)
+class Study:
+    """A description, read: its runs and how they are started.
+
+    >>> Study.load("paper").arms[:2]
+    ['preln', 'preln_scaled_init']
+
+    :param gpus, nodes: of a run, instead of the description's; see :meth:`layout`.
+    """
+
+    name: str
+    engine: Engine
+    path: Path
+    runs: tuple[Run, ...]
+    launch: Launch
+    final_fraction: float = 0.01
+    data: str | None = None
+    published: str | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+
+    @property
+    def is_configs(self) -> bool:
+        """Whether these are config files and no description."""
+        return self.path.is_dir()
+
+    @property
+    def sizes(self) -> list[str]:
+        return list(dict.fromkeys(run.size for run in self.runs))
+
+    @property
+    def groups(self) -> list[str]:
+        """The sizes without their learning rates."""
+        return list(dict.fromkeys(run.group for run in self.runs))
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(run.arm for run in self.runs))
+
+    def layout(self, run: Run) -> tuple[int, int]:
+        """``(nodes, GPUs of a node)`` of a run: the description's, or those that were asked for.
+
+        :raises LNSConfigError: GPUs that do not fill the nodes evenly.
+        """
+        named, nproc = self.launch.nodes, self.launch.nproc
+        if self.gpus is None:
+            return self.nodes or named.get(run.size) or named.get(run.group) or named.get("", 1), nproc
+        nodes = self.nodes or -(-self.gpus // max(nproc, GPUS_OF_A_NODE))
+        if self.gpus % nodes:
+            raise LNSConfigError(
+                f"{self.gpus} GPUs do not fill {nodes} nodes evenly: give --gpus a multiple of --nodes"
+            )
+        return nodes, self.gpus // nodes
+
+    def selected(self, only: Iterable[str] | None) -> list[Run]:
+        """The runs whose names begin with one of ``only``: ``7B``, ``7B-preln`` or a whole name.
+
+        :raises LNSConfigError: no run begins so.
+        """
+        if only is None:
+            return list(self.runs)
+        found: list[Run] = []
+        for wanted in only:
+            whole = [run for run in self.runs if any(f"{n}-".startswith(f"{wanted}-") for n in _names(run))]
+            if not (mine := whole or [run for run in self.runs if run.name.startswith(wanted)]):
+                names = [run.name for run in self.runs]
+                hint = did_you_mean(wanted, names)
+                raise LNSConfigError(
+                    f"{wanted!r} begins no run of study {self.name}{hint}; its runs: {', '.join(names)}"
+                )
+            found += (run for run in mine if run not in found)
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path) -> Study:
+        """Read a description.
+
+        :param path: a file, or a description of the pack by its name: ``paper``.
+        :raises LNSConfigError: no such file, or a value, arm, size or framework that is not known.
+        """
+        keys = described(path := files.located(path, "study"))
+        try:
+            engine = engine_named(keys.framework)
+            runs = tuple(_runs(keys, path, engine))
+            _known("launch: nodes", {*keys.launch.nodes} - {""}, {n for r in runs for n in (r.size, r.group)}, "sizes")
+        except LNSConfigError as error:
+            raise LNSConfigError(f"{path}: {error}") from None
+        return cls(keys.name, engine, path, runs, keys.launch, keys.final_fraction, keys.data, keys.published)
+
+    @classmethod
+    def of_configs(cls, paths: Iterable[Path], engine: Engine) -> Study:
+        """Config files as runs, each of the arm that the file is named after: ``60M-lns.yaml``."""
+        runs = [
+            Run(path.stem, arm if (arm := path.stem.partition("-")[2]) in ARMS else "", 0, engine, path, {})
+            for path in paths
+        ]
+        return cls("configs", engine, runs[0].config.parent, tuple(runs), Launch(nproc=GPUS_OF_A_NODE))
+
+
+def _names(run: Run) -> tuple[str, str]:
+    return run.name, f"{run.group}-{run.arm}-s{run.seed}"
+
+
+def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
+    """Size by size as listed, and within a size the arms of a seed together: a study cut short still compares arms."""
+    arms = {arm_named(name).name: own for name, own in keys.arms.items()}
+    if len(arms) < len(keys.arms):
+        raise LNSConfigError(f"arms: two names of one arm among {', '.join(keys.arms)}")
+    by_size = isinstance(keys.rates, dict) and {*keys.rates} & {*keys.sizes}
+    rates: dict[str, Any] = keys.rates if by_size else dict.fromkeys(keys.sizes, keys.rates)  # type: ignore[assignment]
+    for key, values in (("only", keys.only), ("more_seeds", keys.more_seeds), ("rates", rates)):
+        _known(key, values, keys.sizes, "sizes")
+    for size, own in keys.sizes.items():
+        here = _known("only", [arm_named(arm).name for arm in keys.only.get(size, arms)], arms, "arms")
+        more, tried = _by_arm(keys.more_seeds.get(size, []), arms), _by_arm(rates.get(size) or [], arms)
+        first = [engine.default_seed] if keys.seeds is None else keys.seeds
+        seeds = {arm: [*first, *more.get(arm, [])] for arm in arms if arm in here}
+        if any(len({*found}) != len(found) for found in seeds.values()):
+            raise LNSConfigError(f"a seed is listed twice for size {size}")
+        for seed in dict.fromkeys(chain.from_iterable(seeds.values())):
+            for arm in (arm for arm in seeds if seed in seeds[arm]):
+                for rate in tried.get(arm) or [None]:
+                    yield _run(path, keys.config, engine, size, arm, seed, {**own, **arms[arm]}, rate)
+
+
+def _known(key: str, names: Iterable[str], known: Iterable[str], what: str) -> list[str]:
+    found = list(names)
+    if unknown := sorted({*found} - {*known}):
+        raise LNSConfigError(f"{key} names {', '.join(unknown)}, which is not among the {what}: {', '.join(known)}")
+    return found
+
+
+def _by_arm(value: Any, arms: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by arm; a list holds for every arm."""
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(arms, value)
+    found = {arm_named(name).name: item for name, item in value.items()}
+    _known("a list by arm", found, arms, "arms")
+    return found
+
+
+def _run(
+    path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, extra: dict[str, Any], tried: str | None
+) -> Run:
+    """The file of the arm, or where it has none a stock one with the arm's keys.
+
+    The file is looked for where the description says, then in the pack.
+    """
+
+    def file(of: str) -> Path:
+        named = pattern.format(size=size, arm=of)
+        packed = files.pack_folder() / "study" / named
+        return packed if packed.is_file() and not (path.parent / named).is_file() else path.parent / named
+
+    config, overrides, rate = file(arm), dict(extra), None
+    own = settings_of(ARMS[arm], engine)
+    if "{arm}" not in pattern:
+        overrides |= own
+    elif not config.is_file():
+        # Megatron's files of this arm have no flag that would have to be taken back.
+        base = "preln_scaled_init" if engine.arm(ARMS["preln_scaled_init"]) == {} else BASELINE
+        config = file(base)
+        overrides |= dict.fromkeys(settings_of(ARMS[base], engine)) | own
+    if tried is not None:
+        rate = float(tried.removesuffix("x"))
+        if tried.endswith("x"):
+            rate = float(f"{rate * Run(size, arm, seed, engine, config, overrides).shape.learning_rate:.6g}")
+        overrides |= engine.rate(config, rate)
+        size = f"{size}x{rate:g}"
+    overrides |= engine.identity(f"{size}-{arm}-s{seed}", seed)
+    return Run(size, arm, seed, engine, config, overrides, rate)

@@ -1,0 +1,200 @@
+"""Start a study's runs on this machine, or print their commands; ``study.slurm`` writes the same as array scripts.
+
+The training loop and its restart are the framework's own. A run is left out when its log says that it is done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.study import files
+from olmo_lns.study.collect import attempts, curve_of, other_run
+from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.describe import Run, Study
+
+#: Seconds between the lines that a launch prints while its runs go, and lines of a failed run's log that it shows.
+EVERY, TAIL = 30.0, 12
+#: Words of a command that the shell expands.
+JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
+
+
+def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, job: str = "") -> list[str]:
+    """The command line of one run; it starts the run or resumes it from its last checkpoint.
+
+    :param job: a name that is the same on all nodes of a run.
+    :raises LNSConfigError: the run's GPUs do not divide its batch.
+    """
+    folder, options = (out / run.name).resolve(), study.launch
+    nodes, nproc = study.layout(run)
+    if problem := run.engine.machine(run.settings).problem(run.shape, nodes * nproc, even=run.engine.even):
+        raise LNSConfigError(f"run {run.name}: {problem}")
+    words = ["-m", "olmo_lns", files.script(options.command), *run.engine.words(run, folder), *options.args]
+    if nproc == nodes == 1:
+        return [python, *words]
+    torchrun = ["torchrun", "--nproc-per-node", str(nproc)]
+    if nodes == 1:
+        return [*torchrun, "--standalone", *words]
+    torchrun += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", job or f"{study.name}-{run.name}"]
+    return [*torchrun, "--rdzv-endpoint", ENDPOINT, *words]
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A command for a shell, which expands two words of ours."""
+    return " ".join(f'"{word}"' if word in (JOB, ENDPOINT) else shlex.quote(word) for word in words)
+
+
+def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
+    """Print one command a run; for a run over several nodes the one that is started on each of them."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(study, out).items()]
+    for run in runs:
+        if (nodes := study.layout(run)[0]) > 1:
+            lines.append(f"# on each of {nodes} nodes, with HEAD set to the host name of one of them:")
+        own = [f"{name}={value}" for name, value in run.engine.variables(run).items()]
+        lines.append(" ".join([*own, quoted(command(study, run, out, python="python"))]))
+    print("\n".join(lines))  # only when every command could be written
+
+
+def environment(study: Study, out: Path) -> dict[str, str]:
+    """What the config files and the launch read from the environment, on top of the present one."""
+    extra = {study.engine.save_variable: str(out.resolve())}
+    if study.launch.threads:
+        extra["OMP_NUM_THREADS"] = str(study.launch.threads)
+    if study.data:
+        data = out / "data" if study.data in BUILT else study.path.parent / study.data
+        extra[study.engine.data_variable] = str(data.resolve())
+    return extra
+
+
+def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) -> None:
+    """Check every run before the first one starts.
+
+    :param here: on this machine, which then must have what the runs need.
+    :raises LNSConfigError: the run, what is wrong, and what to set.
+    """
+    script = study.launch.command
+    if script != "train" and not os.path.isfile(files.script(script)):
+        raise LNSConfigError(
+            f"{study.path}: launch.command {script!r} is not a file here: call this in the framework's checkout, or "
+            "name the script with its path"
+        )
+    given = {**os.environ, **environment(study, out)}
+    for run in runs:
+        words = command(study, run, out)
+        if not here:
+            continue
+        if (nodes := study.layout(run)[0]) > 1:
+            raise LNSConfigError(
+                f"run {run.name} asks for {nodes} nodes: leave --run away to have the commands printed, write Slurm "
+                "scripts with --slurm FOLDER, or give --nodes 1"
+            )
+        if shutil.which(words[0]) is None:
+            raise LNSConfigError(f"run {run.name}: {words[0]} is not on PATH: activate the environment that has torch")
+        if missing := [name for name in files.needed(run.config) if not given.get(name)]:
+            raise LNSConfigError(
+                f"run {run.name}: {run.config} reads {' and '.join(missing)}, not set: export {missing[0]}=…"
+            )
+
+
+@contextmanager
+def only_one(out: Path) -> Iterator[int]:
+    """The descriptor of the folder's lock.
+
+    :raises LNSError: another launch holds it.
+    """
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LNSError(f"{out}: another launch of this study is running (it holds {out}/.lock)") from None
+        yield file.fileno()
+
+
+def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | None = None) -> int:
+    """Run what is not done, ``workers`` at a time. A killed study continues with the same call.
+
+    SIGINT and SIGTERM end the runs too; a run that outlives a killed launcher keeps the study locked.
+
+    :returns: the number of runs that failed; the end of each one's log is printed.
+    """
+    check(study, runs, out)
+    files.make_folder(out)
+    with only_one(out) as lock:
+        if study.data in BUILT:
+            BUILT[study.data](out / "data")
+        waiting, going, failed, said = _unfinished(runs, out), dict[subprocess.Popen[bytes], Run](), 0, time.monotonic()
+
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            while waiting or going:
+                while waiting and len(going) < (workers or study.launch.workers):
+                    run = waiting.pop(0)
+                    going[_start(study, run, out, lock)] = run
+                time.sleep(0.1)
+                for process in [process for process in going if process.poll() is not None]:
+                    failed += _ended(going.pop(process), out, process.returncode)
+                if time.monotonic() - said >= EVERY and going:
+                    said = time.monotonic()
+                    steps = (f"{run.name} at step {_at(run, out):,}" for run in going.values())
+                    print("; ".join(steps), flush=True)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            for process in going:
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.killpg(process.pid, signal.SIGTERM)
+            for process in going:
+                process.wait()
+    return failed
+
+
+def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
+    """:raises LNSConfigError: a run's folder holds a run with other settings."""
+    todo = []
+    for run in runs:
+        if problem := other_run(run, out / run.name):
+            raise LNSConfigError(f"{problem}; use another --out, or remove the folder to start it anew")
+        if done := (curve := curve_of(out / run.name)) is not None and curve.done:
+            print(f"{run.name}: done", flush=True)
+        todo += [] if done else [run]
+    return todo
+
+
+def _at(run: Run, out: Path) -> int:
+    curve = curve_of(out / run.name)
+    return curve.last if curve else 0
+
+
+def _start(study: Study, run: Run, out: Path, lock: int) -> subprocess.Popen[bytes]:
+    folder = out / run.name
+    files.make_folder(folder)
+    with (folder / f"attempt-{len(attempts(folder)) + 1:02d}.log").open("wb") as file:
+        env = {**os.environ, **environment(study, out), **run.engine.variables(run)}
+        return subprocess.Popen(
+            command(study, run, out), stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+            stdin=subprocess.DEVNULL, pass_fds=(lock,),
+        )  # fmt: skip
+
+
+def _ended(run: Run, out: Path, code: int) -> bool:
+    """Print how a run ended. :returns: whether it failed."""
+    log = attempts(out / run.name)[-1]
+    print(f"{run.name}: exit {code}", flush=True)
+    if code:
+        end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+        print(
+            "\n".join([f"{run.name} failed; {log} ends:", *(f"  {line}" for line in end)]), file=sys.stderr, flush=True
+        )
+    return bool(code)

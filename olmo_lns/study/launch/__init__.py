@@ -1,1 +1,0 @@
-"""Starting runs, here or under Slurm, and how far they are."""

@@ -1,1 +1,0 @@
-"""Tables and figures from a table of results."""

@@ -1,0 +1,126 @@
+"""Slurm array scripts for a study: one per size, an array over its arms and seeds; a task resumes its run."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+from typing import Sequence
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import files
+from olmo_lns.study.data.corpora import BUILT
+from olmo_lns.study.describe import Run, Study
+from olmo_lns.study.launch import JOB, check, command, environment, quoted
+from olmo_lns.study.plan import GPU, planned_hours
+
+TEMPLATE = """#!/bin/bash
+# {study}: size {size}, one array task per run. Submit with: sbatch {file}
+# A task continues from its last checkpoint when it is submitted again: sbatch --dependency=singleton {file}
+#SBATCH --job-name={study}-{size}
+#SBATCH --array=0-{last}
+{options}
+{setup}set -euo pipefail
+{exports}: "${{{needed}:?set it to your tokenised data, see docs/data.md}}"
+OUT={out}
+RUNS=({runs})
+RUN=${{RUNS[$SLURM_ARRAY_TASK_ID]}}
+HEAD=$(hostname)
+case "$RUN" in
+{cases}
+esac
+mkdir -p "$OUT/$RUN"
+ATTEMPT=$(printf %02d $(($(find "$OUT/$RUN" -maxdepth 1 -name 'attempt-*.log' | wc -l) + 1)))
+# srun does not inherit the cores of the job by itself from Slurm 22.05 on.
+export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}
+srun {container}"${{COMMAND[@]}}" >"$OUT/$RUN/attempt-$ATTEMPT.log" 2>&1
+"""
+
+#: Cores of a job for each GPU: as many as the config files have data workers.
+CORES = 8
+
+
+def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str = GPU) -> list[Path]:
+    """Write ``<folder>/<size>.sbatch`` for every size, and make ``out``, where Slurm writes the tasks' output.
+
+    ``launch.sbatch`` of the description adds ``#SBATCH`` lines or replaces one of ours; null leaves it out. ``time`` is
+    the plan's (:func:`planned_hours`) unless it is given there; options of ``sbatch`` itself win over both.
+
+    The variables of the config files (``OLMO_DATA_DIR``, or ``MEGATRON_DATA``) must be set where it is submitted.
+
+    :raises LNSConfigError: the study's data are built on one machine.
+    """
+    if study.data in BUILT:
+        raise LNSConfigError(f"{study.path}: data: {study.data} is for one machine; name your data's folder, or none")
+    check(study, runs, out, here=False)
+    sizes = dict.fromkeys(run.size for run in runs)
+    texts = {
+        (path := folder / f"{size}.sbatch"): _script(
+            study, [r for r in runs if r.size == size], out.resolve(), path, gpu
+        )
+        for size in sizes
+    }
+    files.make_folder(out)
+    files.make_folder(folder)
+    for path, text in texts.items():
+        files.write_whole(path, text)
+        path.chmod(0o755)
+    return list(texts)
+
+
+def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
+    nodes, nproc = study.layout(runs[0])
+    hours = max(planned_hours(study, run, gpu) for run in runs)
+    options: dict[str, str | None] = {
+        "nodes": str(nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(CORES * nproc),
+        "gpus-per-node": str(nproc),
+        "exclusive": "true",
+        "mem": "0",  # all of the node's
+        "time": f"{math.ceil(hours)}:00:00" if hours else None,
+        "requeue": "true",
+        "output": shlex.quote(f"{out}/slurm-%x-%A_%a.out"),
+        "open-mode": "append",
+        **study.launch.sbatch,
+    }
+    kept = {key: value for key, value in options.items() if value not in (None, "false")}
+    return "\n".join(f"#SBATCH --{key}" + ("" if value == "true" else f"={value}") for key, value in kept.items())
+
+
+def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
+    """Words between srun and the command: the image, and the folders that the run reads and writes."""
+    if (container := study.launch.container) is None:
+        return ""
+    paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
+    if (script := Path(files.script(study.launch.command))).is_file():
+        paths.append(script.parent)
+    own = map(str, paths)
+    data = f'"${study.engine.data_variable}",' if study.engine.data_variable == "OLMO_DATA_DIR" else ""
+    mounts = data + shlex.quote(",".join(dict.fromkeys([*own, *container.mounts])))
+    image, where = shlex.quote(container.image), shlex.quote(str(Path.cwd()))
+    if container.is_apptainer:
+        return f"apptainer exec --nv --bind {mounts} --pwd {where} {image} "
+    return f"--container-image={image} --container-mounts={mounts} --container-workdir={where} "
+
+
+def _script(study: Study, runs: Sequence[Run], out: Path, path: Path, gpu: str) -> str:
+    exports = environment(study, out)
+    cases = []
+    for run in runs:
+        exports |= run.engine.variables(run)
+        cases.append(f"{run.name}) COMMAND=({quoted(command(study, run, out, python='python', job=JOB))}) ;;")
+    return TEMPLATE.format(
+        study=study.name,
+        size=runs[0].size,
+        file=shlex.quote(str(path.resolve())),
+        last=len(runs) - 1,
+        options=_options(study, runs, out, gpu),
+        setup="".join(f"{line}\n" for line in study.launch.setup),
+        out=shlex.quote(str(out)),
+        exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in exports.items()),
+        needed=study.engine.data_variable,
+        runs=" ".join(run.name for run in runs),
+        container=_container(study, runs, out),
+        cases="\n".join(cases),
+    )

@@ -1,0 +1,42 @@
+"""Text that leaves the package: files as UTF-8 and whole, messages in what the terminal's locale has."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+from pathlib import Path
+
+#: Character of our messages -> what stands for it where the locale doesn't have it. Any other becomes a question mark.
+_PLAIN = {"…": "...", "–": "-", "—": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "→": "->", "√": "sqrt", "π": "pi"}
+
+
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it.
+
+    :raises OSError: the folder cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def degrade() -> None:
+    """Let standard output and error take any text: what their encoding lacks is replaced, what is closed is ignored."""
+
+    def replaced(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        lost = error.object[error.start : error.end]
+        return "".join(_PLAIN.get(character, "?") for character in lost), error.end
+
+    codecs.register_error("olmo_lns", replaced)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell: the next file that is opened must not take its place
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="olmo_lns")

@@ -1,0 +1,173 @@
+"""`olmo-lns data check` and `data megatron`: good files pass, each kind of bad file is named, Megatron reads what was written."""
+
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study.data.commands import main
+
+EOS = 50279
+
+
+def tokens(count=10_000, vocabulary=50_000):
+    ids = np.random.default_rng(0).integers(5, vocabulary, count)
+    ids[99::100] = EOS
+    return ids
+
+
+def check(path, *words, capsys):
+    code = main(["check", str(path), *words])
+    return code, capsys.readouterr().out
+
+
+def test_good_files_pass_without_a_budget_and_their_tokens_are_counted(tmp_path, capsys):
+    (tmp_path / "deep").mkdir()
+    for name in ("a.npy", "deep/b.npy"):
+        tokens().astype(np.uint16).tofile(tmp_path / name)
+    code, text = check(tmp_path, capsys=capsys)
+    assert code == 0 and text.count("10,000 tokens") == 2 and "100 documents" in text
+    assert "2 files, 16,384 tokens to train on" in text  # the rest of each file fills no sequence
+
+
+def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, capsys):
+    """Held-out text and padding do not count; a run that reads rows is compared by rows."""
+    for name in ("a.npy", "validation-00000.npy", "heldout/b.npy"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tokens(8192).astype(np.uint16).tofile(tmp_path / name)
+    code, text = check(tmp_path, "--budget", "20e9", capsys=capsys)
+    assert code == 1 and "wanted 20,000,000,000 tokens: short: the run would read the data 2.44e+06 times" in text
+    assert check(tmp_path, "--budget", "8192", capsys=capsys)[0] == 0
+    mask = np.arange(8192) % 4 > 0
+    mask.tofile(tmp_path / "a.mask")
+    assert check(tmp_path, "--budget", "8192", capsys=capsys)[0] == 1
+    assert check(tmp_path, "--budget", "6144", "--rows", "32", "--sequence", "256", capsys=capsys)[0] == 0
+    assert check(tmp_path, "--rows", "64", "--sequence", "256", capsys=capsys)[0] == 1
+    mask[:-1].tofile(tmp_path / "a.mask")
+    assert "a.mask has 8,191 positions, the file 8,192 tokens" in check(tmp_path, capsys=capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("write", "words", "message"),
+    [
+        (
+            lambda p: tokens().astype("u4").tofile(p),
+            (),
+            "every second token is 0 or nearly: .* wider dtype than uint16",
+        ),
+        (lambda p: tokens(vocabulary=128_000).astype("u4").tofile(p), (), "wider dtype than uint16"),
+        (lambda p: tokens().astype("u8").tofile(p), ("--dtype", "uint32"), "wider dtype than uint32"),
+        (lambda p: tokens().astype("u2").tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* not uint32"),
+        (lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]), (), "19,999 bytes are no multiple of 2"),
+        (lambda p: np.save(p, tokens().astype("u2")), (), "has a NumPy header"),
+        (lambda p: (tokens() + 9000).astype("u2").tofile(p), (), "token 59,279 is outside the vocabulary of 50,280"),
+        (lambda p: np.full(999, 7, "u2").tofile(p), (), "end-of-document token 50279 never occurs"),
+        (lambda p: p.touch(), (), "is empty"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, capsys, write, words, message):
+    path = tmp_path / "a.npy"
+    write(path)
+    code, text = check(path, *words, capsys=capsys)
+    assert code == 1
+    (problem,) = [line for line in text.splitlines() if "PROBLEM" in line]
+    assert re.search(message, problem) and str(path) in problem
+
+
+def record(folder, name="train", **facts):
+    (folder / f"{name}.json").write_text(json.dumps({"files": [f"{name}-00000.npy"]} | facts))
+
+
+@pytest.mark.parametrize("layout", [False, True], ids=["flat", "as 0.2's development wrote it"])
+def test_the_record_beside_a_file_says_its_dtype_and_vocabulary(tmp_path, capsys, layout):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    ids = tokens(vocabulary=128_000).astype(np.uint32)
+    ids.tofile(tmp_path / "train-00000.npy")
+    facts = {"dtype": "uint32", "vocabulary": 128_000, "eos": EOS}
+    record(tmp_path, **({"layout": facts} if layout else facts))
+    code, text = check(tmp_path, capsys=capsys)
+    assert code == 0 and "uint32, 10,000 tokens" in text
+    assert main(["megatron", str(tmp_path), "-o", str(tmp_path / "m")]) == 0
+    data = IndexedDataset(str(tmp_path / "m" / "train-00000"))
+    assert len(data) == 100 and np.concatenate([data[n] for n in range(100)]).tolist() == ids.tolist()
+    for words, message in (
+        (("--dtype", "uint16"), "has dtype uint32, uint16 was asked for"),
+        (("--vocab-size", "50280"), "has vocabulary 128000, 50280 was asked for"),
+    ):
+        assert message in check(tmp_path / "train-00000.npy", *words, capsys=capsys)[1]
+        with pytest.raises(LNSConfigError, match=message):
+            main(["megatron", str(tmp_path), "-o", str(tmp_path / "m"), *words])
+    tokens().astype(np.uint16).tofile(tmp_path / "train-00000.npy")  # no longer what its record says
+    with pytest.raises(LNSConfigError, match="outside the vocabulary"):
+        main(["megatron", str(tmp_path), "-o", str(tmp_path / "m")])
+
+
+def test_files_of_one_name_in_two_folders_keep_apart(tmp_path, capsys):
+    for name, count in (("wiki/part-0.npy", 1000), ("books/part-0.npy", 2000), ("books/a/part.0.npy", 3000)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tokens(count).astype(np.uint16).tofile(tmp_path / name)
+    for words in ([str(tmp_path / "wiki"), str(tmp_path / "books")], [str(p) for p in sorted(tmp_path.rglob("*.npy"))]):
+        out = tmp_path / f"out{len(words)}"
+        assert main(["megatron", *words, "-o", str(out)]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("export MEGATRON_DATA=")
+        for name, count in (("wiki/part-0", 1000), ("books/part-0", 2000), ("books/a/part.0", 3000)):
+            assert f"{count} {out}/{name}" in line and (out / f"{name}.bin").stat().st_size == 2 * count
+        assert main(["check", str(out)]) == 0 and "3 files" in capsys.readouterr().out
+
+
+def test_links_among_the_data_are_followed_once(tmp_path, capsys):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "data").mkdir()
+    tokens().astype(np.uint16).tofile(tmp_path / "store" / "a.npy")
+    (tmp_path / "data" / "b.npy").symlink_to("../store/a.npy")
+    (tmp_path / "data" / "again.npy").symlink_to(tmp_path / "store" / "a.npy")
+    (tmp_path / "data" / "up").symlink_to("..")
+    (tmp_path / "other").symlink_to("data")
+    for path in ("data", "other"):
+        assert main(["megatron", str(tmp_path / path), "-o", str(tmp_path / f"m-{path}")]) == 0
+    assert capsys.readouterr().out.count("10000 ") == 2
+    assert main(["check", str(tmp_path / "other")]) == 0
+    (binary,) = (tmp_path / "m-data").rglob("*.bin")
+    assert not binary.is_symlink() and binary.stat().st_size == 20_000
+
+
+@pytest.mark.parametrize("out", ["with blank", "tab\tin", "quote'd", "$HOME"])
+def test_a_path_that_megatron_would_split_is_refused(tmp_path, out, capsys):
+    tokens().astype(np.uint16).tofile(tmp_path / "a.npy")
+    with pytest.raises(LNSConfigError, match="Megatron splits --data-path at blanks"):
+        main(["megatron", str(tmp_path / "a.npy"), "-o", str(tmp_path / out)])
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_files_of_megatron_are_read_and_damage_is_named(tmp_path, capsys):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    torch = pytest.importorskip("torch")
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    path, index = tmp_path / "x.bin", tmp_path / "x.idx"
+    builder = IndexedDatasetBuilder(str(path), dtype=np.uint16)
+    for length in (300, 700):
+        builder.add_document(torch.from_numpy(tokens(length).astype(np.int64)), [length])
+    builder.finalize(str(index))
+    for named in (tmp_path, index):
+        code, text = check(named, capsys=capsys)
+        assert code == 0 and "uint16, 1,000 tokens" in text and "2 documents" in text
+    code, text = check(tmp_path, "--eos", "3", capsys=capsys)
+    assert code == 1 and "x.bin: PROBLEM: the end-of-document token 3 never occurs" in text and "2 documents" in text
+    assert check(tmp_path, "--eos", "-1", capsys=capsys)[0] == 0
+    path.write_bytes(path.read_bytes()[:-2])
+    code, text = check(path, capsys=capsys)
+    assert code == 1 and "1,998 bytes, but its index counts 2,000: truncated" in text
+    index.write_bytes(index.read_bytes()[:40])
+    assert "x.idx: version 1, dtype code 8, 40 of" in check(path, capsys=capsys)[1]
+    index.write_bytes(b"something else that is long enough to read")
+    assert "does not start with Megatron's index header" in check(path, capsys=capsys)[1]
+    index.unlink()
+    assert "has no x.idx beside x.bin" in check(path, capsys=capsys)[1]
+    assert os.listdir(tmp_path) == ["x.bin"]

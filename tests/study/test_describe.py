@@ -1,0 +1,210 @@
+"""The description of a study: text that stays text, keys that are checked, arms, rates and runs."""
+
+import re
+import subprocess
+
+import pytest
+import yaml
+from support.studies import REPOSITORY
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import cli, files
+from olmo_lns.study.arms import ARMS
+from olmo_lns.study.describe import Description, Launch, Study, published
+from olmo_lns.study.plan import compare_planned
+
+CONFIGS = REPOSITORY / "configs"
+SHIPPED = sorted(path for path in (CONFIGS / "study").glob("*.yaml") if "\narms:" in path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def _arms():
+    """Remove the arms that a test added: the table keeps them for the life of the process."""
+    before = dict(ARMS)
+    yield
+    for name in {*ARMS} - {*before}:
+        del ARMS[name]
+
+
+def write(folder, text):
+    path = folder / "mine.yaml"
+    head = f"name: mine\nframework: megatron\nconfig: {CONFIGS}/megatron/{{size}}-{{arm}}.yaml\n"
+    defaults = {"sizes": "[60M]", "arms": "[preln, lns]", "seeds": "[1]"}
+    rest = "".join(f"{key}: {value}\n" for key, value in defaults.items() if not re.search(rf"^{key}:", text, re.M))
+    path.write_text(head + rest + text)
+    return path
+
+
+def load(folder, **keys):
+    return Study.load(write(folder, yaml.safe_dump(keys) if keys else ""))
+
+
+def script(folder, text):
+    """The Slurm script of the description with these lines."""
+    path = write(folder, text)
+    assert cli.main(["launch", str(path), "--out", str(folder / "out"), "--slurm", str(folder / "jobs")]) == 0
+    return (folder / "jobs" / "60M.sbatch").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_quoted_or_not_a_value_is_the_same(tmp_path, quote):
+    def q(text):
+        return f"{quote}{text}{quote}"
+
+    lines = f"launch: {{command: /bin/sh, nproc: {q(8)}, sbatch: {{time: {q('48:00:00')}, qos: {q('no')}, "
+    lines += f"account: {q('010')}, mem: {q('null')}, exclusive: {q('false')}, oversubscribe: {q('true')}, nice: {q('1e3')}}}}}\n"
+    found = script(tmp_path, lines + f"seeds: [{q(7)}]\n").splitlines()
+    expected = {"time=48:00:00", "qos=no", "account=010", "oversubscribe", "nice=1e3", "gpus-per-node=8"}
+    assert {f"#SBATCH --{line}" for line in expected} <= {*found}
+    assert not [line for line in found if "--mem" in line or "--exclusive" in line]
+    assert any("60M-preln-s7" in line for line in found)
+
+
+def test_names_that_yaml_takes_for_numbers_or_truth_stay_text(tmp_path):
+    path = write(tmp_path, "sizes: {010: {lr-warmup-iters: 5}, no: {}, 1.50: , 1e3: }\n")
+    path.write_text(path.read_text().replace("{size}-{arm}", "60M-{arm}").replace("name: mine", "name: 007"))
+    study = Study.load(path)
+    assert (study.name, study.sizes) == ("007", ["010", "no", "1.50", "1e3"])
+    assert study.runs[0].shape.warmup == 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seeds: [1]\nseeds: [2]\n",
+        "sizes: {60M: {lr: 1.0e-3}, 60M: {lr: 2.0e-3}}\n",
+        "launch: {nproc: 8, nproc: 4}\n",
+        "only: {60M: [lns], '60M': [preln]}\n",
+    ],
+)
+def test_a_key_that_is_given_twice_is_an_error(tmp_path, text):
+    with pytest.raises(LNSConfigError, match="is given twice"):
+        Study.load(write(tmp_path, text))
+
+
+def test_a_merge_key_is_no_second_key(tmp_path):
+    study = Study.load(write(tmp_path, "sizes: {60M: &a {lr: 1.0e-3, seq-length: 64}, 150M: {<<: *a, lr: 2e-3}}\n"))
+    assert [(r.shape.sequence, r.shape.learning_rate) for r in study.runs[::2]] == [(64, 1e-3), (64, 2e-3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("horizon: [1]\n", "horizon: unknown key; known: arms, config"),
+        ("launch: {worker: 2}\n", "launch: worker: unknown key .did you mean 'workers'"),
+        ("seeds: [-1]\n", "seeds: .*'-1'.* greater than or equal to 0"),
+        ("launch: {nproc: 0}\n", "launch: nproc: '0'"),
+        ("final_fraction: 2\n", "final_fraction: '2'"),
+        ("rates: [0]\n", "rates: .*learning rate above 0"),
+        ("launch: {sbatch: {qos: [a]}}\n", "launch: sbatch: qos"),
+        ("launch: {sbatch: {qos: \"a\\n#SBATCH --x\"}}\n", "without line breaks"),
+        ("launch: {container: {image: x, runtime: docker}}\n", "pyxis.*apptainer"),
+        ("published: lns-2\n", "published: 'lns-2'.*did you mean 'lns-"),
+        ("sizes: [a/b]\n", "sizes: a/b"),
+        ("sizes: [60M, 60M]\n", "a name is listed twice"),
+        ("arms: [lns, 'lns:exponent=0.5']\n", "two names of one arm"),
+        ("only: {1B: [lns]}\n", "only names 1B, which is not among the sizes: 60M"),
+        ("launch: {nodes: {1B: 2}}\n", "launch: nodes names 1B"),
+        ("more_seeds: {60M: [1]}\n", "a seed is listed twice"),
+        ("arms: [preln, lnss]\n", "unknown arm 'lnss'"),
+        ("arms: [lns, mixln]\n", "arm 'mixln' exists for OLMo only"),
+        ("framework: megatorn\n", "is given twice"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named(tmp_path, text, message):
+    with pytest.raises(LNSConfigError, match=message):
+        Study.load(write(tmp_path, text))
+    (tmp_path / "few.yaml").write_text("name: few\n")
+    with pytest.raises(LNSConfigError, match="few.yaml: config: a description needs this key"):
+        Study.load(tmp_path / "few.yaml")
+
+
+def test_any_scheme_with_its_parameters_can_be_an_arm(tmp_path):
+    """The pack has no file for such an arm, so the run takes a stock file with the keys of the arm."""
+    study = load(tmp_path, arms=["preln", "lns:exponent=0.3", "lns:exponent=0.5"])
+    assert study.arms == ["preln", "lns_exponent_0.3", "lns"]
+    run = study.runs[1]
+    assert run.name == "60M-lns_exponent_0.3-s1" and run.config.name == "60M-preln_scaled_init.yaml"
+    assert run.settings["layernorm_scaling_exponent"] == 0.3 and "no_scaled_init" not in run.engine.words(run, tmp_path)
+    compare_planned(study.runs)
+    assert study.runs[2].config.name == "60M-lns.yaml"
+
+
+@pytest.mark.parametrize(
+    ("rates", "names"),
+    [
+        ([1e-3], ["60Mx0.001-preln-s1", "60Mx0.001-lns-s1"]),
+        ({"lns": [1e-3, "2e-3"]}, ["60M-preln-s1", "60Mx0.001-lns-s1", "60Mx0.002-lns-s1"]),
+        ({"60M": {"preln": [6e-4], "lns": [1e-3]}}, ["60Mx0.0006-preln-s1", "60Mx0.001-lns-s1"]),
+        ({"preln": ["1x"], "lns": ["2x", "0.5x"]}, ["60Mx0.0006-preln-s1", "60Mx0.0012-lns-s1", "60Mx0.0003-lns-s1"]),
+    ],
+)
+def test_rates_give_a_run_for_each_arm_and_rate(tmp_path, rates, names):
+    study = load(tmp_path, rates=rates, launch={"nodes": {"60M": 4}})
+    assert [run.name for run in study.runs] == names
+    last = study.runs[-1]
+    assert last.shape.learning_rate == last.rate and last.shape.min_learning_rate == pytest.approx(last.rate / 10)
+    assert {run.group for run in study.runs} == {"60M"} and {study.layout(run) for run in study.runs} == {(4, 1)}
+    compare_planned(study.runs)
+
+
+@pytest.mark.parametrize(
+    ("only", "found"),
+    [
+        (["60M"], 6), (["60M-lns"], 2), (["60M-preln"], 2), (["60M-preln_"], 2), (["150M-lns-s2"], 1), (["15"], 6),
+        (["60M-lns", "60M-lns-s1", "150M"], 8),
+    ],
+)  # fmt: skip
+def test_only_takes_the_beginning_of_a_name(tmp_path, only, found):
+    """Whole parts first: `60M-preln` is not `60M-preln_scaled_init`."""
+    study = load(tmp_path, sizes=["60M", "150M"], seeds=[1, 2], arms=["preln", "preln_scaled_init", "lns"])
+    assert len(study.selected(only)) == found
+    with pytest.raises(LNSConfigError, match="'7B' begins no run of study mine"):
+        study.selected(["7B"])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_description_loads_and_runs_the_arms_of_its_published_table(path):
+    study = Study.load(path)
+    assert study.runs and str(path.stem) in (study.name, "paper-init")
+    if study.published:
+        cells = published()["tables"][study.published]["cells"]
+        shared = {*study.groups} & {*cells}
+        assert shared
+        for size in shared:
+            assert {*cells[size]} <= {run.arm for run in study.runs if run.group == size}, size
+
+
+def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatch, capsys):
+    """A config beside the description comes first."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("llama-c4", "tiny"):
+        assert files.config(["copy", f"study/{name}"]) == 0
+    (tmp_path / "olmo" / "llama-c4").mkdir(parents=True)
+    assert files.config(["copy", "olmo/llama-c4/71M", "-o", "../olmo/llama-c4"]) == 0
+    found = {run.size: run.config.resolve() for run in Study.load("llama-c4.yaml").runs}
+    assert found["71M"] == tmp_path / "olmo" / "llama-c4" / "71M.yaml"
+    assert found["130M"] == CONFIGS / "olmo" / "llama-c4" / "130M.yaml"
+    with pytest.raises(LNSConfigError, match="exists: give another name"):
+        files.config(["copy", "study/tiny"])
+    with pytest.raises(LNSConfigError, match="the pack has no 'olmo/60M-lsn.yaml' .did you mean 'olmo/60M-lns.yaml'"):
+        files.config(["copy", "olmo/60M-lsn.yaml"])
+    assert files.config(["list"]) == 0 and "study/paper.yaml\n" in capsys.readouterr().out
+
+
+def test_the_page_has_every_key():
+    page = (REPOSITORY / "docs" / "study.md").read_text(encoding="utf-8")
+    rows = {row[0] for row in re.findall(r"^\| `([a-z_.]+)` \|(.*)$", page, re.M)}
+    assert rows >= {*Description.model_fields} - {"launch"} | {f"launch.{key}" for key in Launch.model_fields}
+
+
+def test_a_closed_output_and_an_ascii_locale_are_no_traceback(tmp_path):
+    """As the shell closes it with `>&-`, and as a container without a locale prints it."""
+    command = ["bash", "-c", f'PYTHONIOENCODING=ascii "$0" -m olmo_lns study plan {write(tmp_path, "")} "$@"']
+    import sys
+
+    for end in ([">&-"], []):
+        line = [*command[:2], command[2].replace('"$@"', " ".join(end)), sys.executable]
+        done = subprocess.run(line, capture_output=True, text=True)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -1,0 +1,181 @@
+"""Plans: closed forms equal OLMo's own model and counter, wrong configs are named, and the costs and commands printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.studies import REPOSITORY
+
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.study import cli, files
+from olmo_lns.study.describe import Study
+from olmo_lns.study.engines import OLMO, megatron
+from olmo_lns.study.engines.base import Machine, Shape
+
+SHAPE = Shape(
+    layers=8, width=512, heads=8, kv_heads=8, inner=2048, vocabulary=50304, tied=False, gain=True, sequence=4096,
+    batch=256, steps=19074, warmup=2000, learning_rate=6e-4, min_learning_rate=6e-5,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_megatron(monkeypatch):
+    """Megatron's parser changes its process for good, so another test runs it in a process of its own."""
+    monkeypatch.delenv("MEGATRON_LM_SRC", raising=False)
+
+
+def plan(capsys, *words):
+    code = cli.main(["plan", *map(str, words)])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"model.weight_tying": True},
+        {"model.layer_norm_with_affine": False},
+        {"model.n_kv_heads": 2},
+        {"model.mlp_hidden_size": None, "model.mlp_ratio": 6},
+    ],
+    ids=str,
+)
+def test_parameters_and_flops_agree_with_olmo(changed):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    from olmo.model import OLMo
+
+    from olmo_lns.study.engines.olmo import load
+
+    config = load(REPOSITORY / "configs" / "olmo" / "60M-preln.yaml", changed)
+    shape = OLMO.shape(files.flatten(config))
+    model = OLMo(config.model.update_with(init_device="meta"), init_params=False)
+    assert shape.parameters == OLMO.count(Path(), config) == model.num_params()
+    # OLMo counts 6 N_without_wte + 4 wte: it takes the input embedding for a matrix multiplication in the backward
+    # pass. Ours leaves this lookup out, and counts a tied embedding as the head.
+    more = (0 if shape.tied else 4 * shape.embedding) + (-2 * shape.embedding if shape.tied else 0)
+    per_token = model.num_fwd_flops + model.num_bck_flops
+    assert per_token * shape.tokens == pytest.approx(shape.flops + more * shape.tokens, rel=1e-12)
+
+
+def test_memory_equals_its_computation_by_hand():
+    """Memory holds states, 14 d + 4 inner bf16 activations a token and block, and logits in bf16 and twice in fp32."""
+    tokens = 8 * 4096
+    rest = 2 * tokens * (14 * 512 + 4 * 2048) * 8 + 10 * tokens * 50304
+    assert Machine("ddp", 8).memory(SHAPE, 8) == 16 * SHAPE.parameters + rest
+    sharded = 16 * SHAPE.parameters / 8 + 2 * (2 * (4 * 512**2 + 3 * 512 * 2048) + 50304 * 512)
+    assert Machine("fsdp", 8).memory(SHAPE, 8) == pytest.approx(sharded + rest)
+    kept = 2 * tokens * 512 * 8 + 10 * tokens * 50304
+    assert Machine("ddp", 8, recompute=True).memory(SHAPE, 8) == 16 * SHAPE.parameters + kept
+    # Two GPUs share a model, so that the moments are divided by four.
+    halved = (SHAPE.parameters * (2 + 4 + 12 / 4) + rest) / 2
+    assert Machine("distributed_optimizer", 8, split=2).memory(SHAPE, 8) == pytest.approx(halved)
+    assert Machine("zero9", 8).memory(SHAPE, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "even", "said"),
+    [
+        (Machine("ddp", 8), 32, True, None),
+        (Machine("ddp", 8), 64, True, "64 GPUs × micro-batch 8 do not divide the batch of 256"),
+        (Machine("ddp", 8), 64, False, None),
+        (Machine("ddp", 8, 4, "TP 4"), 6, True, "TP 4 is more than 6 GPUs, or does not divide them"),
+        (Machine("ddp", 7), 8, True, "256 is not a multiple of the micro-batch of 7"),
+    ],
+    ids=str,
+)
+def test_the_number_of_gpus_must_fit_the_batch(machine, gpus, even, said):
+    found = machine.problem(SHAPE, gpus, even=even)
+    assert (found is None) if said is None else said in str(found)
+
+
+@pytest.mark.slow
+def test_every_file_of_the_pack_passes(capsys):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    code, text = plan(capsys, REPOSITORY / "configs")
+    assert code == 0 and "PROBLEM" not in text
+    assert ("not parsed by Megatron" in text) is not megatron.available()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("olmo/60M-lns", "type: lns_rms", "type: rms", "layer_norm_type='rms', but arm 'lns' is"),
+        ("olmo/60M-preln", "stop_at: ${max_duration}", "stop_at: null", "OLMo would run 38157 steps"),
+        ("olmo/60M-preln", "stop_at: ${max_duration}", "stop_at: 9", "stop_at 9 is not max_duration 38147"),
+        ("olmo/60M-preln", "max_duration: 38147", "max_duration: 1500", "warm-up of 2000 steps"),
+        ("olmo/60M-preln", "max_duration: 38147", "max_duration: 38146", "expected 38147 for"),
+        ("olmo/60M-preln", "batch_size: 128", "batch_size: 129", "8 GPUs do not divide the batch of 129"),
+        ("olmo/60M-preln", "init_device: cuda", "init_device: meta", "ddp needs model.init_device cuda"),
+        ("olmo/60M-preln", "n_layers: 8", "n_layer: 8", "OLMo refuses it: .*n_layer"),
+        ("olmo/60M-preln", "n_layers: 8", "n_layers: 8\n  n_layers: 9", "'n_layers' is given twice"),
+        ("olmo/60M-preln", "\nmodel:", "\nmodle:", "of no known kind"),
+        ("megatron/60M-lns", "layernorm-scaling: true", "bf16: true", "given twice"),
+        ("megatron/60M-lns", "layernorm-scaling: true", "fp16: false", "layernorm_scaling=False, but arm 'lns'"),
+        ("megatron/60M-lns", "lr-decay-iters: 38147", "lr-decay-iters: 100", "lr-decay-iters 100 is not train-iters"),
+        ("megatron/60M-lns", "micro-batch-size: 8", "micro-batch-size: 32", "8 GPUs × micro-batch 32 do not divide"),
+        ("megatron/60M-lns", "num-layers: 8", "num-layers: eight", "cannot be read"),
+    ],
+)
+def test_a_wrong_value_in_a_config_is_named(tmp_path, capsys, name, old, new, message):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    text = (REPOSITORY / "configs" / f"{name}.yaml").read_text()
+    assert old in text
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / f"{name[-7:].partition('/')[2] or Path(name).name}.yaml").write_text(text.replace(old, new))
+    code, out = plan(capsys, tmp_path, "--budget", "20e9", "--gpus", "8")
+    assert code == 1 and any(re.search(message, line) for line in out.splitlines() if "PROBLEM" in line), out
+
+
+def test_a_duration_in_epochs_is_said_to_be_unchecked_and_the_rest_is_checked(tmp_path, capsys):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    text = (REPOSITORY / "configs" / "olmo" / "60M-lns.yaml").read_text()
+    text = text.replace("max_duration: 38147", "max_duration: 1ep").replace("stop_at: ${max_duration}", "stop_at: null")
+    path = tmp_path / "60M-lns.yaml"
+    path.write_text(text)
+    code, out = plan(capsys, tmp_path)
+    assert code == 0 and "in epochs: steps, tokens, hours and warm-up are not checked" in out and "85.1M" in out
+    path.write_text(text.replace("lns_rms", "rms"))
+    code, out = plan(capsys, tmp_path)
+    assert code == 1 and "but arm 'lns' is" in out
+    for tokens, steps in (("5242880T", 10), ("5242881T", 11), ("20", 20)):  # of 128 x 4096
+        path.write_text(text.replace("1ep", tokens))
+        assert OLMO.shape(OLMO.settings(OLMO.load(path, {}))).steps == steps
+
+
+def test_a_plan_shows_cost_disk_data_and_the_command_that_starts_it(capsys):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    code, text = plan(capsys, "paper", "--only", "1B-preln", "1B-lns", "--gpu", "H100")
+    assert code == 0 and max(map(len, text.split("All 2 runs")[0].splitlines())) <= 80
+    said = " ".join(text.split())
+    for part in (
+        "1B 2 1.28B 20B 38,147 110 8 13.8 h 43 46.1 GB",  # two checkpoints stay, one is being written
+        "92.15 GB of disk",
+        "ids below 50,280, in $OLMO_DATA_DIR",
+        "olmo-lns data fetch dolma --out $OLMO_DATA_DIR --tokens 20000014336",
+        "next: olmo-lns study launch paper --out RUNS --only 1B-preln 1B-lns --run",
+    ):
+        assert part in said, part
+
+
+def test_what_is_priced_is_launched_with_the_same_gpus_and_nodes(tmp_path, capsys):
+    code, text = plan(capsys, "paper-megatron", "--only", "7B-lns", "--gpus", "16")
+    assert code == 0 and re.search(r"7B +1 .* 16 ", text) and "--only 7B-lns --gpus 16 --slurm JOBS" in text
+    assert "olmo-lns data megatron TOKENS" in text and "in the folder that has pretrain_gpt.py" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("7B")]
+    assert row.endswith("248 GB")  # as many as OLMo's pack keeps
+    study = Study.load("paper-megatron")
+    layouts = {(None, None): (4, 8), (16, None): (2, 8), (4, None): (1, 4), (16, 4): (4, 4), (None, 2): (2, 8)}
+    for (gpus, nodes), expected in layouts.items():
+        object.__setattr__(study, "gpus", gpus)
+        object.__setattr__(study, "nodes", nodes)
+        assert study.layout(study.runs[-1]) == expected
+    object.__setattr__(study, "gpus", 3)
+    with pytest.raises(LNSConfigError, match="3 GPUs do not fill 2 nodes evenly"):
+        study.layout(study.runs[-1])
+
+
+def test_a_study_on_c4_is_told_how_to_make_its_rows(capsys):
+    pytest.importorskip("olmo", reason="needs ai2-olmo")
+    _, text = plan(capsys, "llama-c4", "--only", "130M")
+    assert "ids below 32,000 and label masks" in text and "dolma" not in text
+    assert "prepare c4 train --tokenizer t5-base" in text and "--rows 10240000" in text and "--vocab-size 32000" in text
