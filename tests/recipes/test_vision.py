@@ -104,16 +104,6 @@ def test_arms_differ_in_layer_scale_and_factor_only():
                 assert torch.equal(parameter, models["none"].get_parameter(key)), key
 
 
-def test_a_view_has_its_size_and_the_colour_of_its_augmentation():
-    random.seed(0)
-    views = [recipe.train_view(Image.new("RGB", (40, 30), COLOURS["red"]), 16, 0.0) for _ in range(30)]
-    gray = round(0.299 * 200 + 0.587 * 50 + 0.114 * 40)
-    assert {view.size for view in views} == {(16, 16)}
-    assert {view.getpixel((8, 8)) for view in views} == {COLOURS["red"], (gray,) * 3, (255 - 200, 50, 40)}
-    tensor = recipe.normalised(Image.new("RGB", (2, 3), (124, 116, 104)))
-    assert tensor.shape == (3, 3, 2) and tensor.abs().max() < 0.02
-
-
 @pytest.mark.parametrize("way", ["mixup", "cutmix"])
 def test_a_mixture_has_the_shares_of_its_targets(way):
     random.seed(1)
