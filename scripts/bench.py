@@ -109,14 +109,12 @@ def step(kind: str, size: str, device: torch.device, compiled: bool) -> Work:
 
 def seconds_of(work: Work, device: torch.device) -> float:
     """On CUDA by the wall, on CPU the time of this process, which other processes disturb less."""
-    if device.type == "cpu":
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-    start = time.perf_counter()
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    start = clock()
     work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
 
 
 def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:

@@ -12,8 +12,8 @@ import contextlib, importlib, os, sys
 for name in ("datasets", "numpy", "omegaconf", "torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "wandb", "yaml"):
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(name)
-from olmo_lns.integrations.autoload import activate
-activate()
+from olmo_lns.hook import install
+install()
 failed = False
 for name in sys.argv[1:]:
     if pid := os.fork():

@@ -56,17 +56,16 @@ def test_megatron_draws_residual_outputs_at_the_plain_std(order):
 
 def test_settings_of_olmo_that_contradict_it_are_refused(monkeypatch):
     pytest.importorskip("olmo")
-    config = olmo_models.model_config(init_fn="normal_scaled")
-    with pytest.raises(LNSConfigError, match=r"init_fn normal_scaled and plain_initialization\(config\) contradict"):
-        olmo_lns.plain_initialization(config)
-    used = olmo_models.build().config
-    with pytest.raises(LNSConfigError, match="a model was built from this ModelConfig before"):
-        olmo_lns.plain_initialization(used)
+    for config, said in (
+        (olmo_models.model_config(init_fn="normal_scaled"), "init_fn normal_scaled"),
+        (olmo_models.build().config, "a model was built from this ModelConfig"),
+        ({}, "found a dict"),
+    ):
+        with pytest.raises(LNSConfigError, match=said):
+            olmo_lns.plain_initialization(config)
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", "upstream")
     with pytest.raises(LNSConfigError, match=r"INITIALIZATION=upstream and plain_initialization\(config\) contradict"):
         olmo_lns.plain_initialization(olmo_models.model_config())
-    with pytest.raises(LNSConfigError, match="found a dict. In OLMo-core set init_method"):
-        olmo_lns.plain_initialization({})
 
 
 def test_settings_of_megatron_that_contradict_it_are_refused():
@@ -75,8 +74,7 @@ def test_settings_of_megatron_that_contradict_it_are_refused():
 
     first, then = megatron_tiny.config(), megatron_tiny.config()
     apply(first, keep_scaled_init=True)
-    with pytest.raises(LNSConfigError, match="contradict each other"):
-        olmo_lns.plain_initialization(first)
     olmo_lns.plain_initialization(then)
-    with pytest.raises(LNSConfigError, match="contradict each other"):
-        apply(then, keep_scaled_init=True)
+    for action in (lambda: olmo_lns.plain_initialization(first), lambda: apply(then, keep_scaled_init=True)):
+        with pytest.raises(LNSConfigError, match="contradict"):
+            action()

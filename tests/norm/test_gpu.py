@@ -76,8 +76,7 @@ def test_a_captured_cuda_graph_gives_the_same_values(kind, backend):
 
 @pytest.mark.parametrize("layer_norm_type", ["rms", "lns_rms", "lns_default"])
 def test_reduce_overhead_captures_blocks_with_a_factor(layer_norm_type):
-    """Compiled norms read their factor from a 0-d CPU tensor. Inductor moves it to the GPU in a partition of its own
-    and captures the rest (``move_constructors_to_gpu`` in torch/_inductor/fx_passes/post_grad.py)."""
+    """Compiled norms read their factor from a 0-d CPU tensor; Inductor moves it to the GPU and captures the rest."""
     inductor = pytest.importorskip("torch._inductor.config")
     if not getattr(inductor, "graph_partition", False):
         pytest.skip("this torch's Inductor does not partition graphs: any CPU tensor keeps it from CUDA graphs")
@@ -85,9 +84,6 @@ def test_reduce_overhead_captures_blocks_with_a_factor(layer_norm_type):
     from support import olmo_models
     from torch._dynamo.utils import counters
 
-    from olmo_lns.integrations.olmo import register
-
-    register()
     wide = {"d_model": 256, "mlp_hidden_size": 1024, "vocab_size": 512, "embedding_size": 512, "init_device": "cuda"}
     model = olmo_models.build(layer_norm_type=layer_norm_type, max_sequence_length=128, **wide)
     tokens = torch.randint(0, 512, (2, 128), device="cuda")

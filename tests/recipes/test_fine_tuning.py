@@ -18,14 +18,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def examples(count=24):
     """Return examples in the form of LLM-Adapters' file."""
+    answers = [("true", "false")[i % 2] for i in range(count)]
     return [
-        {
-            "instruction": f"Please answer the following question with true or false, question: is {i} even?",
-            "input": "",
-            "output": f"the correct answer is {'false' if i % 2 else 'true'}",
-            "answer": "false" if i % 2 else "true",
-        }
-        for i in range(count)
+        {"instruction": f"is {i} even?", "input": "", "output": f"the correct answer is {answer}", "answer": answer}
+        for i, answer in enumerate(answers)
     ]
 
 
@@ -115,19 +111,8 @@ def test_trl_saves_an_lns_model(command, config, tmp_path):
         (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     program = str(shutil.which("trl", path=str(Path(sys.executable).parent)))
     words = [program, command, "--model_name_or_path", str(model), "--config", str(REPOSITORY / "configs" / config)]
-    words += [
-        "--dataset_name",
-        "data",
-        "--output_dir",
-        "out",
-        "--use_cpu",
-        "true",
-        "--bf16",
-        "false",
-        "--logging_steps",
-        "1",
-    ]
-    words += ["--per_device_train_batch_size", "2", "--max_steps", "3"]
+    words += ["--dataset_name", "data", "--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
+    words += ["--logging_steps", "1", "--per_device_train_batch_size", "2", "--max_steps", "3"]
     done = subprocess.run(words, cwd=tmp_path, env=offline(tmp_path), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "LayerNorm Scaling on: 4 norms (LlamaRMSNorm)" in done.stdout + done.stderr
