@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 from torch import nn
 
-from olmo_lns import environment, hook, probe, sites
+from olmo_lns import hook, probe, sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import MODELS, layers
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags

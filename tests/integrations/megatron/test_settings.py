@@ -8,7 +8,6 @@ import pytest
 import torch
 from support import megatron_tiny as tiny
 
-from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
 from olmo_lns.integrations.megatron import apply, launch
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
