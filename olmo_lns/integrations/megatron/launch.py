@@ -188,7 +188,7 @@ def load_args(original: Function) -> Function:
     def load_args_from_checkpoint(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = original(args, *rest, **kwargs)
         # Otherwise there is no checkpoint, or one without arguments; and who allows a mismatch means the command line.
-        if isinstance(result, tuple) and not environment.is_set(environment.ALLOW_MISMATCH):
+        if isinstance(result, tuple) and not is_set(ALLOW_MISMATCH):
             running, saved = Settings.of(args), result[1]
             filled = running.filled_from(Settings.of(saved))
             if filled != running:
