@@ -149,22 +149,22 @@ def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_
     shutil.copytree(olmo_folder, tmp_path / "run" / "step4-unsharded")
     shutil.copy(olmo_folder / "config.yaml", tmp_path / "run")
     for model, said in {
-        tmp_path / "empty": "found neither config.yaml (an OLMo checkpoint) nor config.json (a Hugging Face model)",
-        "no/such-model": "not in the cache of the Hugging Face hub",
-        "/no/such/model": "/no/such/model: no such folder",
+        tmp_path / "empty": "holds neither config.yaml (OLMo)",
+        "no/such-model": "transformers cannot load it",
+        "/no/such/model": "is no such folder",
         tmp_path / "broken": "neither model.pt nor model_and_optim",
-        tmp_path / "one": "has 1 transformer block: expected at least 2",
-        tmp_path / "run": "give one of its checkpoints: step4-unsharded",
+        tmp_path / "one": "no list of two or more modules",
+        tmp_path / "run": "one of its checkpoints: step4-unsharded",
     }.items():
         assert said in message(model)
     (tmp_path / "run" / "step4-unsharded" / "config.yaml").write_text("a: [")
-    assert "config.yaml is not valid YAML" in message(tmp_path / "run" / "step4-unsharded")
+    assert "config.yaml: " in message(tmp_path / "run" / "step4-unsharded")
     for what in ("variance", "angular", "jacobian"):
         assert "block 2 is the first whose" in message(tmp_path / "nan", what=what)
-    assert "no list of blocks at 'h'" in message(llama_folder, "--blocks", "h")
+    assert "has no list of blocks: none at 'h'" in message(llama_folder, "--blocks", "h")
     assert "the model takes at most 64" in message(llama_folder, "--sequence-length", 65)
     assert "expected auto, cpu, cuda" in message(llama_folder, "--device", "warp drive")
-    assert "--device-map is for Hugging Face" in message(olmo_folder, "--device-map", "auto")
+    assert "--device-map is for transformers" in message(olmo_folder, "--device-map", "auto")
 
 
 def test_data_that_cannot_be_read_give_a_one_line_error(capsys, tmp_path, llama_folder, monkeypatch):
