@@ -24,6 +24,7 @@ from olmo_lns.integrations.megatron import MODELS, layers
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
+from olmo_lns.settings import ALLOW_MISMATCH, is_set
 
 Function = Callable[..., Any]
 
