@@ -12,6 +12,7 @@ from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, U
 from olmo_lns.integrations.megatron import apply, launch
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
 from olmo_lns.schemes import parse as parse_scheme
+from olmo_lns.settings import ALLOW_MISMATCH
 
 LNS, EXPONENT, KEEP, PLAIN = FLAGS
 
