@@ -44,9 +44,9 @@ def main() -> int:
     sys.argv = args
     # As `python script.py` would: the script's folder comes first, so that a checkout is importable.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    autoload.activate()
     for framework in hook.INTEGRATIONS:
         hook.activate(framework)
+    autoload.activate()
     runpy.run_path(script, run_name="__main__")
     return 0
 
