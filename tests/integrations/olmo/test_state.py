@@ -12,10 +12,10 @@ from olmo.train import Trainer
 from support.olmo_models import TINY, build, tokens
 from torch.nn.parallel import DistributedDataParallel
 
-from olmo_lns.processes import process_group
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.olmo import register
 from olmo_lns.integrations.olmo.state import compare, needs_olmo_lns, saved_type
+from olmo_lns.processes import process_group
 from olmo_lns.schemes import names, parse
 
 register()
