@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
-__all__ = ["LNSError", "Record", "__version__", "apply", "layer_norm", "lns_scale", "plain_initialization", "rms_norm"]
+__all__ = ["LNSError", "__version__", "apply", "layer_norm", "lns_scale", "plain_initialization", "rms_norm"]
 
 _PUBLIC = {
     "LNSError": "olmo_lns.errors",
-    "Record": "olmo_lns.record",
     "apply": "olmo_lns.integrations.anything",
     "layer_norm": "olmo_lns.norm",
     "lns_scale": "olmo_lns.schemes.factor",
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from olmo_lns.initialize import plain_initialization
     from olmo_lns.integrations.anything import apply
     from olmo_lns.norm import layer_norm, rms_norm
-    from olmo_lns.record import Record
     from olmo_lns.schemes.factor import lns_scale
 
 

@@ -24,13 +24,13 @@ def main() -> int:
     if not os.path.isfile(script):
         print(f"olmo_lns: no script {script!r}, and no such command; `olmo-lns --help` lists them", file=sys.stderr)
         return 2
-    from olmo_lns import environment, hook
+    from olmo_lns import hook, settings
     from olmo_lns.errors import LNSError
     from olmo_lns.integrations.megatron.settings import variables
 
     try:
-        environment.check()
-        environment.refuse_disabled("the launcher was asked for")
+        settings.check()
+        settings.refuse_disabled("the launcher was asked for")
         if any(arg.split("=")[0] == "--lns-config" for arg in args):
             from olmo_lns.study.engines.megatron import expand
 

@@ -13,7 +13,7 @@ from typing import Callable, Sequence
 
 import yaml
 
-from olmo_lns import __version__, environment
+from olmo_lns import __version__, settings
 from olmo_lns.arguments import short_errors
 from olmo_lns.errors import LNSError, did_you_mean, one_line
 from olmo_lns.text import degrade
@@ -120,7 +120,7 @@ def _main(args: list[str]) -> int:
     warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
     try:
         if name != "doctor":  # which reports it among everything else that is wrong
-            environment.check()
+            settings.check()
         return function_of(command)(rest)
     except SystemExit as stop:
         if stop.code == 0 and command.examples:  # the command has printed its help
@@ -165,4 +165,4 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
     more = "`olmo-lns <command> --help` tells more."
-    return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n{more}\n\n{environment.describe()}"
+    return f"usage: olmo-lns <command> [options]\n\n{rows}\n\n{more}\n\n{settings.describe()}"

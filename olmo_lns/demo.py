@@ -23,7 +23,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from olmo_lns import environment
+from olmo_lns import settings
 from olmo_lns.arguments import at_least
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.processes import one_process
@@ -240,7 +240,7 @@ def say(console: Console, text: str) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns demo``. Exit code 130 after Ctrl-C."""
     args = parser().parse_args(argv)
-    environment.refuse_disabled()
+    settings.refuse_disabled()
     check_environment()
     one_process("the demo")
     import matplotlib  # noqa: F401  what is missing is said before the work

@@ -17,7 +17,7 @@ from typing import Sequence
 
 from packaging.requirements import Requirement
 
-from olmo_lns import __version__, environment
+from olmo_lns import __version__, settings
 from olmo_lns.errors import LNSError
 from olmo_lns.hook import autoload_active
 
@@ -77,8 +77,8 @@ def examine() -> tuple[list[str], list[str]]:
         rows.append((label, version or "-", missing or use))
         ready += [f"{label} {version}"] if version and not missing else []
     lines = [f"LayerNorm Scaling can run here with {', '.join(ready) or 'nothing: no framework is installed'}."]
-    if environment.is_set(environment.DISABLE):
-        problems.append(f"{environment.DISABLE}=1 keeps it out of every launch: unset it")
+    if settings.is_set(settings.DISABLE):
+        problems.append(f"{settings.DISABLE}=1 keeps it out of every launch: unset it")
     elif autoload_active():
         lines.append("Unmodified launches load it: the start-up hook is on.")
     else:
@@ -86,11 +86,11 @@ def examine() -> tuple[list[str], list[str]]:
             "The start-up hook is off (pip --target, PYTHONPATH or -S): launch by python -m olmo_lns <script>."
         )
     try:
-        environment.check()
+        settings.check()
         from olmo_lns.diagnostics.monitor import parse_setting
         from olmo_lns.norm import choose_backend
 
-        if setting := environment.read(environment.MONITOR):
+        if setting := settings.read(settings.MONITOR):
             parse_setting(setting)
 
         backend = choose_backend()
@@ -101,7 +101,7 @@ def examine() -> tuple[list[str], list[str]]:
         problems.append(f"torch is not installed: pip install torch ({error})")
     rows.append(("olmo-lns", __version__, f"Python {platform.python_version()}"))
     lines += ["", *(f"  {label:<14} {version:<10} {text}" for label, version, text in rows)]
-    if given := [f"{name}={value}" for name in environment.VARIABLES if (value := environment.read(name))]:
+    if given := [f"{name}={value}" for name in settings.VARIABLES if (value := settings.read(name))]:
         lines.append(f"  settings: {', '.join(given)}")
     return lines, problems
 

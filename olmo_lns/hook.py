@@ -24,8 +24,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Sequence
 
-from olmo_lns.environment import DISABLE, is_set, warn
 from olmo_lns.errors import UpstreamChangedError, one_line
+from olmo_lns.settings import DISABLE, is_set, warn
 
 log = logging.getLogger("olmo_lns")
 

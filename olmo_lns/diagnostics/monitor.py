@@ -17,9 +17,9 @@ import torch
 
 from olmo_lns.diagnostics.capture import find_blocks, first_tensor, observe
 from olmo_lns.diagnostics.variance import Moments
-from olmo_lns.environment import MONITOR, read
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.hook import on_import, wrap
+from olmo_lns.settings import MONITOR, read
 from olmo_lns.text import write_whole
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from typing import Any, Callable
 import torch
 from packaging.version import Version
 
-from olmo_lns.environment import NORM_BACKEND, read
 from olmo_lns.errors import BackendUnavailableError, LNSConfigError, did_you_mean
 from olmo_lns.norm import pytorch
 from olmo_lns.norm import transformer_engine as te
+from olmo_lns.settings import NORM_BACKEND, read
 
 #: What may be asked for. "torch" includes PyTorch's own fused kernel where there is one.
 NAMES = ("auto", "te", "torch")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
-from olmo_lns import environment
+from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.processes import process_group
 from olmo_lns.study import files
@@ -27,7 +27,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Any:
     :param path: a file, or one of the pack by its name: ``60M-lns``.
     :raises LNSConfigError: OLMo refuses the config, in the first line of its own words.
     """
-    environment.refuse_disabled()
+    settings.refuse_disabled()
     from olmo_lns.integrations.olmo import register
 
     register()

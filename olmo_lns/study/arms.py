@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from olmo_lns import environment
+from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
@@ -138,5 +138,5 @@ def arm_named(name: str) -> Arm:
 
 def check_environment() -> None:
     """:raises LNSConfigError: a variable that would change an arm into another under the same name."""
-    if value := environment.read(name := environment.INITIALIZATION):
+    if value := settings.read(name := settings.INITIALIZATION):
         raise LNSConfigError(f"{name}={value}: an arm sets its scheme and initialization itself: unset it")

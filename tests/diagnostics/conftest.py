@@ -35,13 +35,10 @@ def llama_folder(tmp_path_factory, tokenizer_file):
 
 @pytest.fixture(scope="session")
 def olmo_folder(tmp_path_factory, tokenizer_file):
-    """Write an unsharded OLMo checkpoint with LNS as the Trainer does: config.yaml, lns.json, model.pt."""
+    """Write an unsharded OLMo checkpoint with LNS as the Trainer does: config.yaml, model.pt."""
     import torch
     from olmo.config import ModelConfig, TokenizerConfig, TrainConfig
     from support.olmo_models import build
-
-    from olmo_lns.record import Record
-    from olmo_lns.schemes import LNS
 
     folder = tmp_path_factory.mktemp("models") / "step4-unsharded"
     folder.mkdir()
@@ -50,7 +47,6 @@ def olmo_folder(tmp_path_factory, tokenizer_file):
     config = TrainConfig.new(model=model.config, tokenizer=TokenizerConfig(identifier=str(tokenizer_file)))
     config.run_name, config.save_folder = "tiny", str(folder)
     config.save(folder / "config.yaml")
-    Record(LNS, "rms", "plain").write(folder)
     torch.save(model.state_dict(), folder / "model.pt")
     return folder
 

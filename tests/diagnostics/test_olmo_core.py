@@ -12,8 +12,6 @@ from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from support import olmo_core_models as small
 
 from olmo_lns import cli
-from olmo_lns.record import Record
-from olmo_lns.schemes import parse
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +23,6 @@ def folder(tmp_path_factory, tokenizer_file):
     tokenizer = {"vocab_size": 97, "eos_token_id": 1, "pad_token_id": 0, "identifier": str(tokenizer_file)}
     config = {"model": made.as_config_dict(), "dataset": {"sequence_length": 32, "tokenizer": tokenizer}}
     (folder / "config.json").write_text(json.dumps(config))
-    Record(parse("lns"), "rms", "plain").write(folder)
     return folder, model
 
 

@@ -66,10 +66,10 @@ def build_helpers(tree):
 
 
 def pretrain(tree, *flags, script="pretrain_gpt.py"):
-    """One rank of pretrain_gpt.py, or of another script, with the flags of MODEL."""
+    """One rank of pretrain_gpt.py, or of another script, or of ``-m olmo_lns`` and one, with the flags of MODEL."""
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-         script, *model_flags(), *flags],
+         *script.split(), *model_flags(), *flags],
         cwd=tree, env=environment(), capture_output=True, text=True, timeout=900,
     )  # fmt: skip
 

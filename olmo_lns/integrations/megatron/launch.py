@@ -18,12 +18,13 @@ from typing import Any, Callable
 
 from torch import nn
 
-from olmo_lns import environment, hook, probe, sites
+from olmo_lns import hook, probe, sites
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.megatron import MODELS, layers
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
+from olmo_lns.settings import ALLOW_MISMATCH, is_set
 
 Function = Callable[..., Any]
 
@@ -188,7 +189,7 @@ def load_args(original: Function) -> Function:
     def load_args_from_checkpoint(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = original(args, *rest, **kwargs)
         # Otherwise there is no checkpoint, or one without arguments; and who allows a mismatch means the command line.
-        if isinstance(result, tuple) and not environment.is_set(environment.ALLOW_MISMATCH):
+        if isinstance(result, tuple) and not is_set(ALLOW_MISMATCH):
             running, saved = Settings.of(args), result[1]
             filled = running.filled_from(Settings.of(saved))
             if filled != running:

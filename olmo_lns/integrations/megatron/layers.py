@@ -21,10 +21,11 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from olmo_lns import environment, probe, sites
+from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations.megatron import MODELS, norms
 from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.settings import check as check_environment
 
 #: Sub-layer -> the norm in front of it, the module that computes it, and where a norm is fused into that.
 _PLACES = {
@@ -61,7 +62,7 @@ def say(text: str) -> None:
 
 def check_config(config: Any) -> None:
     """:raises LNSConfigError: a setting that LayerNorm Scaling cannot be right with."""
-    environment.check()
+    check_environment()
     for name, (is_refused, why) in _REFUSED.items():
         if is_refused(found := getattr(config, name, None)):
             raise LNSConfigError(f"LayerNorm Scaling does not support {name}={found!r}: {why}. Switch one of them off.")

@@ -13,25 +13,12 @@ import torch
 
 from olmo_lns import sites
 from olmo_lns.integrations.olmo import types
-from olmo_lns.record import Record, require_same
-
-#: Of that member.
-KEY = "trained under a scheme of olmo-lns"
+from olmo_lns.record import require_same
 
 
-class Mark:
-    """:param record: of the model that was saved, in words. :param values: the record; a mark before 0.2 has none."""
-
-    def __init__(self, record: str, values: dict[str, Any] | None = None) -> None:
-        self.record, self.values = record, values
-
-    def __reduce__(self) -> tuple[Callable[..., Mark], tuple[str, dict[str, Any] | None]]:
-        return needs_olmo_lns, (self.record, self.values)
-
-
-def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> Mark:
-    """Rebuild the mark. Its module and name stand in saved checkpoints and are never changed."""
-    return Mark(record, values)
+def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> str:
+    """Rebuild that member as text. Its module and name stand in saved checkpoints and are never changed."""
+    return record
 
 
 # For torch's ``weights_only=True``, by which ai2-olmo 0.6.0 loads under torch 2.6 and newer.
@@ -57,12 +44,6 @@ def saved_type(folder: Any, *, local_cache: Any = None) -> str | None:
         return str(OmegaConf.select(model, "layer_norm_type") or ModelConfig.layer_norm_type)
     except Exception:  # each store's client raises its own, also for a file that is only not there
         return None
-
-
-def saved_record(folder: Any) -> Record | None:
-    """What the config.yaml of a checkpoint folder says, as a record. :raises LNSConfigError: as ``scheme_of``."""
-    kind = saved_type(folder)
-    return None if kind is None else types.written_record(kind)
 
 
 def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:

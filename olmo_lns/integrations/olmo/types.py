@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
-from olmo_lns import environment, hook
+from olmo_lns import hook, settings
 from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
-from olmo_lns.record import Record
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
 
 log = logging.getLogger("olmo_lns")
@@ -70,16 +69,6 @@ def spell(scheme: Scheme, base: str) -> str:
     return f"{scheme.name}_{base}" + (f":{scheme.arguments}" if scheme.arguments else "")
 
 
-def written_record(layer_norm_type: Any, init_fn: Any = "normal") -> Record:
-    """The record of a model whose config has these two values.
-
-    :raises LNSConfigError: as :func:`scheme_of`.
-    """
-    scheme = scheme_of(layer_norm_type)
-    drawn = INIT_FNS.get(str(init_fn), scheme.definition.initialization)
-    return Record(scheme, "" if scheme.is_pre_ln else base_type(layer_norm_type), str(drawn))
-
-
 @dataclass(frozen=True)
 class Asked:
     """A model that a config asks for. :param base: OLMo's own type of norm. :param initialization: of the residual
@@ -103,7 +92,7 @@ def asked(config: Any) -> Asked:
     """
     scheme = scheme_of(config.layer_norm_type)
     ours, variable = INIT_FNS.get(str(config.init_fn)), _initialization_of_environment()
-    found = {f"init_fn {config.init_fn!s}": ours, f"{environment.INITIALIZATION}={variable}": variable}
+    found = {f"init_fn {config.init_fn!s}": ours, f"{settings.INITIALIZATION}={variable}": variable}
     found["plain_initialization(config)"] = "plain" if getattr(config, "lns_plain_initialization", False) else None
     said = {words: value for words, value in found.items() if value}
     if (ours and len(said) > 1) or len(set(said.values())) > 1:
@@ -130,16 +119,16 @@ def stock(config: Any) -> Iterator[None]:
 
 def check_environment() -> None:
     """:raises LNSConfigError: a variable that is unknown, or whose value is not allowed."""
-    environment.check()
+    settings.check()
     _initialization_of_environment()
 
 
 def _initialization_of_environment() -> str:
-    value = environment.read(environment.INITIALIZATION)
+    value = settings.read(settings.INITIALIZATION)
     if value and value not in _INITIALIZATIONS:
         hint = {drawn: name for name, drawn in INIT_FNS.items()}.get(value)
         raise LNSConfigError(
-            f"{environment.INITIALIZATION}={value!r}{did_you_mean(value, _INITIALIZATIONS)}: "
+            f"{settings.INITIALIZATION}={value!r}{did_you_mean(value, _INITIALIZATIONS)}: "
             f"expected one of {', '.join(_INITIALIZATIONS)}"
             + (f"; for {value} set init_fn: {hint} in the config, where a resumed run finds it again" if hint else "")
         )
@@ -233,7 +222,7 @@ def require_supported(config: Any) -> None:
     if not has_scheme(config.layer_norm_type):
         return
     hook.require("olmo")
-    environment.check()
+    settings.check()
     check_sizes(config)
     scheme, problem = scheme_of(config.layer_norm_type), ""
     if config.norm_after:

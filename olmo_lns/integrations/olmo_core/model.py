@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Callable
 
-from olmo_lns import environment, probe, sites
+from olmo_lns import probe, settings, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
 
 log = logging.getLogger("olmo_lns")
@@ -42,7 +42,7 @@ def report(model: Any, n_layers: int) -> None:
         )
     if len(set(schemes.values())) > 1:
         raise LNSConfigError(f"one model with two schemes: {sorted(set(map(str, schemes.values())))}. Give all one.")
-    environment.check()
+    settings.check()
     sites.check(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
     drawn = " and ".join(sorted({block.lns_initialization for block in blocks}))

@@ -100,6 +100,9 @@ def test_a_run_trains_saves_resumes_and_refuses_another_scheme(saved, tree):
 def test_training_equals_the_reference_and_stock_is_stock(tree, monkeypatch):
     """A stock launch under hooks, with the plugin off. Two pipeline stages: scripts/snapshots.py."""
     lns, installed = losses(pretrain(tree, LNS)), losses(pretrain(tree))
+    with monkeypatch.context() as without_hook:
+        without_hook.setenv("MEGATRON_NO_HOOK", "1")
+        assert losses(pretrain(tree, LNS, script="-m olmo_lns pretrain_gpt.py")) == lns
     monkeypatch.setenv("OLMO_LNS_DISABLE", "1")
     stock = losses(pretrain(tree))
     monkeypatch.setenv("MEGATRON_REFERENCE", "1")

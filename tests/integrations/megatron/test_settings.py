@@ -8,11 +8,11 @@ import pytest
 import torch
 from support import megatron_tiny as tiny
 
-from olmo_lns import environment
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, UpstreamChangedError
 from olmo_lns.integrations.megatron import apply, launch
 from olmo_lns.integrations.megatron.settings import FLAGS, Settings, add_flags
 from olmo_lns.schemes import parse as parse_scheme
+from olmo_lns.settings import ALLOW_MISMATCH
 
 LNS, EXPONENT, KEEP, PLAIN = FLAGS
 
@@ -144,7 +144,7 @@ def test_use_checkpoint_args_restores_the_flags_that_were_not_given(monkeypatch)
     assert restore(parse(), SimpleNamespace()) == Settings()  # saved without the plugin
     args = parse(LNS)  # no checkpoint
     assert launch.load_args(lambda args, load_arg="load": args)(args) is args
-    monkeypatch.setenv(environment.ALLOW_MISMATCH, "1")
+    monkeypatch.setenv(ALLOW_MISMATCH, "1")
     assert restore(parse(), saved) == Settings()
 
 
@@ -169,7 +169,7 @@ def load(running, saved, folder="folder", **state):
 def test_a_checkpoint_of_another_scheme_is_refused(running, saved, words, finetune, monkeypatch):
     with pytest.raises(CheckpointMismatchError, match=f"(?s)iter_7.*{words}"):
         load(parse(*running, finetune=finetune), parse(*saved))
-    monkeypatch.setenv(environment.ALLOW_MISMATCH, "1")
+    monkeypatch.setenv(ALLOW_MISMATCH, "1")
     assert load(parse(*running, finetune=finetune), parse(*saved))[1] == "iter_7"
 
 
