@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from olmo_lns import probe, sites
+from olmo_lns import probe, settings, sites
 from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
 from olmo_lns.schemes import SUB_LAYERS, Scheme, parse
 
@@ -80,6 +80,7 @@ def apply(
 
 
 def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
+    settings.check()
     require_unwrapped(model)
     modules = [base.__module__ for base in type(model).__mro__]
     if any(module.startswith("megatron.core.") for module in modules):

@@ -34,7 +34,7 @@ def test_the_stand_in_has_the_signatures_of_the_releases(version, name):
     if not real["keywords"]:
         assert all(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in ours.values())
     versions = sorted(tuple(int(part) for part in each.split(".")[:2]) for each in SIGNATURES)
-    assert versions[0] == te.SUPPORTED[0].release and versions[-1] == (2, te.SUPPORTED[1].minor - 1)
+    assert versions[0] == te.SUPPORTED[0].release and versions[-1] < te.SUPPORTED[1].release
 
 
 #: (dtype of x, dtype of the parameters, affine, autocast, zero-centred). Every pair of two values occurs.
@@ -129,6 +129,7 @@ def test_an_olmo_model_on_te_equals_it_on_torch_and_runs_where_te_does_not(kind,
     model = olmo_models.build(layer_norm_type=kind)
     norms = [module for module in model.modules() if hasattr(module, "lns_backend")]
     assert len(norms) == 8 and {norm.lns_backend.name for norm in norms} == {"te"}
+    tex.CALLS.clear()  # of the measurement
     found = run(model, autocast)
     names = [call[0] for call in tex.CALLS]
     name = "rmsnorm" if kind == "lns_rms" else "layernorm"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
@@ -61,6 +62,7 @@ def apply(
     from olmo_lns.record import require_same
 
     register()
+    settings.check()
     wanted = parse(scheme) if isinstance(scheme, str) else scheme
     if initialization not in ("", "plain", "upstream"):
         raise LNSConfigError(f"initialization {initialization!r}: in transformers expected plain or upstream.")
