@@ -103,8 +103,8 @@ def _launch(args: argparse.Namespace) -> int:
     study = replace(Study.load(args.study), gpus=args.gpus, nodes=args.nodes)
     runs = study.selected(args.only)
     if args.run:
+        os.environ.update(launch.environment(study, args.out))  # before the configs that read it are loaded
         launch.check(study, runs, args.out)
-        os.environ.update(launch.environment(study, args.out))  # before the configs that read it are resolved
     planning.compare_planned(study.runs)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out, workers=args.workers))
