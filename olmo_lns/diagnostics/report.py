@@ -73,7 +73,7 @@ def _measure(args: argparse.Namespace, loaded: LoadedModel, rank: int, world: in
     )
 
     def tokenizer() -> Any:
-        return load_tokenizer(args.tokenizer or loaded.tokenizer_name, loaded.eos_token_id)
+        return load_tokenizer(args.tokenizer or loaded.tokenizer_name, Path(args.model), loaded.eos_token_id)
 
     batches = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
     label = args.label or _label(args.model)

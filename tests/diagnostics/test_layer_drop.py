@@ -145,7 +145,7 @@ def accuracy(model, documents):
 def test_task_scores_with_each_block_removed_equal_those_of_the_logits(folder, task_folder, request):
     loaded = load_model(str(request.getfixturevalue(folder)), device="cpu")
     documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
-    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id), 8)
+    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name, eos_token_id=loaded.eos_token_id), 8)
     scores = score_tasks(lm, loaded.blocks, ["local_words"], include_path=str(task_folder))["local_words"]
     assert scores.metric == "acc"
     with torch.no_grad():

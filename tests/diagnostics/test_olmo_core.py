@@ -46,7 +46,7 @@ def test_task_scores_equal_those_of_the_logits(folder, task_folder, tmp_path, mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     loaded = load_model(str(folder), device="cpu")
-    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name, loaded.eos_token_id), 8)
+    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name, eos_token_id=loaded.eos_token_id), 8)
     scores = score_tasks(lm, loaded.blocks, ["local_words"], include_path=str(task_folder))["local_words"]
     documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
     with torch.no_grad():
