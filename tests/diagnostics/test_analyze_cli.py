@@ -208,7 +208,7 @@ def test_a_backend_that_cannot_run_is_not_blamed_on_the_checkpoint(capsys, monke
 def test_weights_that_are_cut_off_are_refused(size, capsys, tmp_path, olmo_folder, llama_folder, token_file):
     for folder, name, said in (
         (olmo_folder, "model.pt", "truncated or not a file of torch.save"),
-        (llama_folder, "model.safetensors", "not a loadable"),
+        (llama_folder, "model.safetensors", "transformers cannot load it"),
     ):
         copy = tmp_path / folder.name
         shutil.copytree(folder, copy)
