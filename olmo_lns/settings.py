@@ -18,7 +18,6 @@ log = logging.getLogger("olmo_lns")
 PREFIX = "OLMO_LNS_"
 
 ALLOW_MISMATCH = "OLMO_LNS_ALLOW_MISMATCH"
-ALLOW_UNVERIFIED = "OLMO_LNS_ALLOW_UNVERIFIED"
 DISABLE = "OLMO_LNS_DISABLE"
 INITIALIZATION = "OLMO_LNS_INITIALIZATION"
 MONITOR = "OLMO_LNS_MONITOR"
@@ -26,8 +25,7 @@ NORM_BACKEND = "OLMO_LNS_NORM_BACKEND"
 
 #: Name -> what it does, in one line; the help texts and ``olmo-lns doctor`` are made from it.
 VARIABLES = {
-    ALLOW_MISMATCH: "comma-separated differences between a checkpoint and this run that are accepted by name",
-    ALLOW_UNVERIFIED: "1 runs on upstream code that was never verified",
+    ALLOW_MISMATCH: "1 loads a checkpoint whose config names another scheme than the run, with a warning",
     DISABLE: "1 keeps the installed plugin out of every interpreter",
     INITIALIZATION: "OLMo: 'upstream' keeps scaled initialization under a scheme, 'plain' takes it off without one",
     MONITOR: "logs the variance of each block's output while OLMo trains, for example 'every=100'",
@@ -35,7 +33,7 @@ VARIABLES = {
 }
 
 #: The variables that are on or off.
-_SWITCHES = (ALLOW_UNVERIFIED, DISABLE)
+_SWITCHES = (ALLOW_MISMATCH, DISABLE)
 
 #: Part of a name that a user may guess -> the setting that he wants.
 _TYPE = "layer_norm_type=lns:exponent=..."

@@ -80,7 +80,9 @@ def _weights(folder: Path, model: Any) -> dict[str, torch.Tensor]:
         try:
             state = torch.load(folder / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises almost anything for a damaged file
-            raise LNSConfigError(f"{folder / 'model.pt'} cannot be read: {one_line(error)}") from None
+            raise LNSConfigError(
+                f"{folder / 'model.pt'} is truncated or not a file of torch.save: {one_line(error)}"
+            ) from None
     else:
         state = tensors_of(folder / SHARDED, model.state_dict(), "model.")
     found: dict[str, torch.Tensor] = model._make_state_dict_compatible(state)[0]

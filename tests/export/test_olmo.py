@@ -174,7 +174,7 @@ def test_damage_is_named_and_nothing_is_left_behind(tmp_path, capsys):
     assert lost in again(lambda state: state.update({lost: torch.ones(3)}))
     assert "NaN or infinite" in again(lambda state: state.update({lost: torch.full((32,), torch.nan)}))
     (tmp_path / "run" / "model.pt").write_bytes(b"\x80no archive")
-    assert "cannot be read" in refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert "truncated or not a file of torch.save" in refused(capsys, tmp_path / "run", tmp_path / "out")
     (tmp_path / "run" / "model.pt").unlink()
     assert "neither model.pt nor model_and_optim" in refused(capsys, tmp_path / "run", tmp_path / "out")
     save_olmo(tmp_path / "runs" / "step4", layer_norm_type="lns_rms")
