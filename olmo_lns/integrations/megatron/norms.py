@@ -129,7 +129,7 @@ def respond(module: nn.Module, width: int) -> probe.Response:
     for name, parameter in module.named_parameters(recurse=False):
         if fused and parameter.dim() > 1:
             values[name] = _matrix(parameter, device)
-        elif fused and not name.startswith("layer_norm"):
+        elif fused and name == "bias":
             # Without rounding of the sum; where the output is multiplied, a bias must show.
             there = torch.full(parameter.shape, float(isinstance(module, sites.ScaledOutput)), device=device)
             values[name] = nn.Parameter(there.to(parameter.dtype), requires_grad=False)
@@ -152,13 +152,13 @@ def respond(module: nn.Module, width: int) -> probe.Response:
 
 
 def _matrix(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """The linear layer's own parameter on the device that trains; a drawn one for the meta device."""
+    """The linear layer's own parameter on the device that trains; a drawn one for zeros and the meta device."""
     value = parameter.detach()
-    if value.is_meta:
-        generator = torch.Generator(device).manual_seed(5)
-        value = 0.02 * torch.randn(value.shape, generator=generator, device=device, dtype=value.dtype)
     if hasattr(value, "_quantizer"):  # FP8 parameters
         value = value.dequantize()
+    if value.is_meta or not value.any():
+        generator = torch.Generator(device).manual_seed(5)
+        value = 0.02 * torch.randn(value.shape, generator=generator, device=device, dtype=value.dtype)
     return nn.Parameter(value.to(device), requires_grad=False)
 
 
