@@ -171,13 +171,16 @@ def activate(framework: str) -> None:
     """Run ``register()`` of a framework's integration, once; an error of it does not fail the framework's import."""
     if framework in _activated or is_set(DISABLE):
         return
+    name = INTEGRATIONS[framework]
+    if name in sys.modules and not hasattr(sys.modules[name], "register"):
+        return  # somebody is importing it, and the next import asks again
     _activated.add(framework)
     warn()
     try:
-        importlib.import_module(INTEGRATIONS[framework]).register()
-        for name in FOLLOWERS:
-            if name.partition(".")[0] == framework:
-                on_import(name, _register_follower)
+        importlib.import_module(name).register()
+        for followed in FOLLOWERS:
+            if followed.partition(".")[0] == framework:
+                on_import(followed, _register_follower)
     except Exception as error:
         _not_there(framework, f"olmo-lns in it ({one_line(error)})")
         log.warning("olmo-lns leaves this %s as it is: %s", framework, one_line(error))

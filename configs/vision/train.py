@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ ARMS: dict[str, tuple[str, float | None, float]] = {
     "none": ("preln", None, 67.91),
     "layerscale": ("preln", 1e-4, 70.30),
     "lns": ("lns", None, 66.43),
-    "lnsafterbranch": ("lnsafterbranch", None, 68.75),
+    "lnsafterbranch": ("preln", None, 68.75),  # the factor in LayerScale's place, where it is not trained
 }
 #: Held-out images of which the variances are the mean.
 VARIANCE_IMAGES = 64
@@ -52,6 +53,8 @@ def build(arm: str, shape: dict[str, Any]) -> Any:
     for name, parameter in model.named_parameters():
         if start is None and "layer_scale" in name:
             parameter.requires_grad_(False)
+            if arm == "lnsafterbranch":
+                parameter.fill_((int(re.findall(r"layers?\.(\d+)\.", name)[0]) + 1) ** -0.5)
     return model if scheme == "preln" else apply(model, scheme)
 
 

@@ -172,7 +172,7 @@ def test_a_model_that_is_refused_gives_a_one_line_error(capsys, tmp_path, llama_
     for what in ("variance", "angular", "jacobian"):
         assert "block 2 is the first whose" in message(tmp_path / "nan", what=what)
     assert "the model takes at most 64" in message(llama_folder, "--sequence-length", 65)
-    assert "its config names its scheme" in message(olmo_folder, "--scheme", "lns")
+    assert "says scheme lns, --scheme says" in message(olmo_folder, "--scheme", "lns:exponent=0.25")
     (tmp_path / "x.txt").write_text("w4 w5")
     words = "--data", tmp_path / "x.txt", "--tokenizer", "no/such"
     assert "no tokenizer could be loaded" in message(llama_folder, *words)

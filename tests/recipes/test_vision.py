@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,11 +96,13 @@ def test_arms_differ_in_layer_scale_and_factor_only():
     for name, model in models.items():
         assert list(model.state_dict()) == list(models["none"].state_dict())
         factors = {module.lns_scale for module in model.modules() if hasattr(module, "lns_scale")}
-        assert factors == ({n**-0.5 for n in range(1, 5)} if name.startswith("lns") else set())
+        assert factors == ({n**-0.5 for n in range(1, 5)} if name == "lns" else set())
         for key, parameter in model.named_parameters():
             if "layer_scale" in key:
                 assert parameter.requires_grad == (name == "layerscale")
-                assert torch.equal(parameter, torch.full_like(parameter, 1e-4 if name == "layerscale" else 1.0))
+                number = int(re.findall(r"layers?\.(\d+)\.", key)[0]) + 1
+                value = {"layerscale": 1e-4, "lnsafterbranch": number**-0.5}.get(name, 1.0)
+                assert torch.equal(parameter, torch.full_like(parameter, value))
             else:
                 assert torch.equal(parameter, models["none"].get_parameter(key)), key
 

@@ -86,7 +86,7 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(how, uninterrupt
 def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_factor(uninterrupted):
     folder, _ = uninterrupted
     assert train(folder, "--try_load_latest_save") == ((DURATION, True), {})
-    with pytest.raises(CheckpointMismatchError, match="this run has Pre-LN"):
+    with pytest.raises(CheckpointMismatchError, match="this run has preln"):
         train(folder, "--try_load_latest_save", "--max_duration=8", "--model.layer_norm_type=rms")
 
 
