@@ -23,6 +23,7 @@ from torch import nn
 
 from olmo_lns import probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.integrations.olmo import types
 from olmo_lns.norm.dtypes import compute_dtype, output_dtype, rms_output_dtype, without_autocast
 from olmo_lns.schemes import SUB_LAYERS, Learned, Plan, Scheme
 from olmo_lns.sites import Scaled, Site
@@ -303,16 +304,33 @@ def _scale(norm: Any, factor: float, site: Site, *, groups: int = 1) -> None:
         norm.lns_groups = groups
 
 
+#: Weights of a block above which a narrow one of its class is run on a CPU: a 7B's blocks would take minutes.
+_LARGE = 4_000_000
+
+
 def _stream(block: Any) -> tuple[Any, torch.Tensor]:
-    """A block that can be run, in place of one on the meta device or of a kernel for half precision, and a stream."""
-    device, width = block.attn_out.weight.device, block.config.d_model
-    if getattr(block, "flash_attn_func", None) is not None:  # it takes no fp32, and needs a GPU: torch's own instead
+    """A block that can be run, in place of a large one, one on the meta device or one with a kernel for half precision,
+    and a stream.
+    """
+    device, weights = block.attn_out.weight.device, sum(parameter.numel() for parameter in block.parameters())
+    if device.type == "meta" or (device.type == "cpu" and weights > _LARGE):
+        block, device = _narrow(block), torch.device("cpu")
+    elif getattr(block, "flash_attn_func", None) is not None:
         block = copy.deepcopy(block)
+    if getattr(block, "flash_attn_func", None) is not None:  # it takes no fp32, and needs a GPU: torch's own instead
         block.flash_attn_func = None
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        block = copy.deepcopy(block).to_empty(device=device)
-    return block, torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0)).to(device)
+    return block, torch.randn(1, 4, block.config.d_model, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _narrow(block: Any) -> Any:
+    """Build a block of the same class, number and settings, 8 channels a head wide, on the CPU."""
+    from olmo.model import BufferCache
+
+    width = 8 * block.config.n_heads
+    hidden = None if block.config.mlp_hidden_size is None else 2 * width
+    config = replace(block.config, d_model=width, mlp_hidden_size=hidden, init_device="cpu")
+    with types.stock(config):
+        return type(block)(block.layer_id, config, BufferCache())
 
 
 def check_pre_ln(block: Any, where: str, *, known: bool = False) -> None:
