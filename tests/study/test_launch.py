@@ -49,8 +49,8 @@ def test_a_run_over_several_nodes_prints_its_command_and_is_not_run_here(tmp_pat
 @pytest.mark.slow
 def test_a_printed_command_over_two_nodes_runs_on_both(tmp_path, capsys, monkeypatch):
     """Two shells here stand for two nodes; the training script prints its rank and its arguments."""
-    code = "import os, sys, time\nprint('rank', os.environ['RANK'], sys.argv[-1], flush=True)\ntime.sleep(5)\n"
-    (tmp_path / "s.py").write_text(code)  # who ends first takes the other node's rendezvous away
+    line = "f'rank {os.environ[\"RANK\"]} {sys.argv[-1]}\\n'"  # in one piece: the ranks share a pipe
+    (tmp_path / "s.py").write_text(f"import os, sys, time\nsys.stdout.write({line})\ntime.sleep(3)\n")
     (tmp_path / "s.yaml").write_text(
         f"name: s\nframework: megatron\nconfig: {REPOSITORY}/configs/megatron/60M-{{arm}}.yaml\nsizes: [60M]\n"
         f"arms: [lns]\nlaunch: {{command: {tmp_path}/s.py, nproc: 2, args: [two words]}}\n"
