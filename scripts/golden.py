@@ -214,7 +214,7 @@ def export_figures() -> Named:
         for number, (name, changes) in enumerate(EXPORTS.items()):
             checkpoint = Path(folder) / f"{number}-unsharded"
             save_olmo(checkpoint, changes)
-            for form in ("olmo", "hf"):
+            for form in ("olmo", "hf") if name == "lns_rms" else ("olmo",):  # no Llama has a LayerNorm with a gain
                 out = Path(folder) / f"{number}-{form}"
                 options = ["--format", form, *(["--tokenizer", "none"] if form == "hf" else [])]
                 run_cli("export", str(checkpoint), str(out), *options)

@@ -329,7 +329,7 @@ def _narrow(block: Any) -> Any:
     width = 8 * block.config.n_heads
     hidden = None if block.config.mlp_hidden_size is None else 2 * width
     config = replace(block.config, d_model=width, mlp_hidden_size=hidden, init_device="cpu")
-    with types.stock(config):
+    with types.stock(config), torch.random.fork_rng(devices=[]):  # the run's own draws stay what they are
         return type(block)(block.layer_id, config, BufferCache())
 
 

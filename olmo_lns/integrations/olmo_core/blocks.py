@@ -99,8 +99,9 @@ def _probe_twin(text: str, width: int, block_idx: int, n_layers: int) -> bool:
     """:raises MeasurementError: the block of this config reads its stream through other norms than its two."""
     try:
         config = TransformerBlockConfig.from_dict(json.loads(text))
-        twin = config.build(d_model=width, block_idx=block_idx, n_layers=n_layers, init_device="cpu")
-        call = probe.Call((torch.randn(2, 8, width),), {}, 0)
+        with torch.random.fork_rng(devices=[]):  # the run's own draws stay what they are
+            twin = config.build(d_model=width, block_idx=block_idx, n_layers=n_layers, init_device="cpu")
+            call = probe.Call((torch.randn(2, 8, width),), {}, 0)
         found = probe.pre_ln_sites(twin, call, where=f"block {block_idx + 1}").names
     except (MeasurementError, RuntimeError, NotImplementedError) as error:  # kernels for GPUs, such as a mixture's
         log.debug("%s", error)
