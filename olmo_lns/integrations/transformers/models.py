@@ -41,6 +41,7 @@ class SchemeConfig:
 
     lns_made_of: Any = None
     lns = "lns"
+    auto_map: dict[str, str] = {}  # TRL asks a config without a class in transformers for it
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, (config_class, self.lns_made_of), vars(self)
