@@ -1,6 +1,6 @@
 """Read a study's description: sizes × arms × seeds over the files of the config pack, as a list of runs.
 
-People write it by hand, so a schema checks each value. docs/study.md has every key. Every scalar is read as text and
+People write it by hand, so a schema checks each value. docs/descriptions.md has every key. Every scalar is read as text and
 the schema says what it is: quoted or not, ``48:00:00`` is a time and ``no`` a word.
 """
 
@@ -114,7 +114,7 @@ class Launch(_Strict):
 
 
 class Description(_Strict):
-    """The keys of a description; docs/study.md says what each means."""
+    """The keys of a description; docs/descriptions.md says what each means."""
 
     name: Word
     framework: Text = "olmo"
