@@ -1,7 +1,7 @@
 """Read a study's description: sizes × arms × seeds over the files of the config pack, as a list of runs.
 
-People write it by hand, so a schema checks each value. docs/descriptions.md has every key. Every scalar is read as text and
-the schema says what it is: quoted or not, ``48:00:00`` is a time and ``no`` a word.
+People write it by hand, so a schema checks each value. docs/descriptions.md has every key. Every scalar is read as text
+and the schema says what it is: quoted or not, ``48:00:00`` is a time and ``no`` a word.
 """
 
 from __future__ import annotations
