@@ -19,7 +19,7 @@ from olmo_lns import hook, probe, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError, one_line
 from olmo_lns.integrations.olmo import block as blocks
 from olmo_lns.integrations.olmo import types
-from olmo_lns.schemes import SUB_LAYERS
+from olmo_lns.schemes import SUB_LAYERS, Scheme
 from olmo_lns.schemes.initialization import factor
 
 log = logging.getLogger("olmo_lns")
@@ -34,22 +34,23 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``OLMo.__init__``: OLMo builds and draws its own model, which then gets its scheme."""
 
     def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        asked = types.asked(config)
-        if not asked.nothing:
+        scheme, initialization = types.asked(config)
+        selected = not scheme.is_pre_ln or initialization != "upstream"
+        if selected:
             hook.require("olmo")
             types.require_supported(config)
         drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
         with types.stock(config):
             init(self, config, *args, **kwargs)
-            measured = [] if asked.nothing else _apply(self, asked, drawn)
+            measured = _apply(self, scheme, initialization, drawn) if selected else []
         config.lns_built = True
-        if not asked.nothing:
-            log.info("%s", _line(self, asked, measured))
+        if selected:
+            log.info("%s", _line(self, scheme, initialization, measured))
 
     return wrapped
 
 
-def _apply(model: Any, asked: types.Asked, drawn: bool) -> list[str]:
+def _apply(model: Any, scheme: Scheme, initialization: str, drawn: bool) -> list[str]:
     """Put a model that OLMo has just built under the scheme that was asked for.
 
     :param drawn: OLMo has drawn its weights, too. :returns: what was measured, in words.
@@ -57,58 +58,49 @@ def _apply(model: Any, asked: types.Asked, drawn: bool) -> list[str]:
     """
     measured: list[str] = []
     try:
-        numbered = _numbered(model)
-        if not asked.scheme.is_pre_ln:
-            keeps, kinds = asked.scheme.keeps_forward(len(numbered)), set[Any]()
-            for number, block in numbered.items():
-                kind = probe.structure(block)
-                blocks.measure(block, f"block {number}", keeps_forward=keeps, known=kind in kinds)
-                kinds.add(kind)
-            for number, block in numbered.items():
-                blocks.attach(block, asked.scheme, number)
-            sites.check(model, asked.scheme, model.config.n_layers)
+        numbered = blocks_of(model)
+        if not scheme.is_pre_ln:
+            keeps = scheme.keeps_forward(len(numbered))
+            for number, block in enumerate(numbered, start=1):
+                blocks.measure(block, f"block {number}", keeps_forward=keeps)
+                blocks.attach(block, scheme, number)
+            sites.check(model, scheme, model.config.n_layers)
             measured = ["output", "gradient", "block"] if keeps else ["block"]
-        model.lns_asked = asked
+        model.lns_initialization = initialization
         if drawn and _finish_draw(model):
             measured.append("initialization")
     except (AttributeError, TypeError) as error:
         raise UpstreamChangedError(
-            f"{asked.scheme} was asked for, but this OLMo's blocks have other parts than expected "
-            f"({one_line(error)}). Install another version of ai2-olmo or a newer olmo-lns, or use a stock type."
+            f"{scheme} was asked for, but this OLMo's blocks have other parts than expected ({one_line(error)}). "
+            "Install another version of ai2-olmo or a newer olmo-lns, or use a stock type."
         ) from error
     return measured
 
 
-def _numbered(model: Any) -> dict[int, Any]:
-    """Return the blocks by their 1-based number.
-
-    :raises MeasurementError: OLMo doesn't number them by their places.
-    """
-    found = blocks_of(model)
-    numbers = [block.layer_id + 1 for block in found]
-    if numbers != list(range(1, model.config.n_layers + 1)):
-        raise MeasurementError(
-            f"found blocks that this OLMo numbers {numbers}, expected 1 to {model.config.n_layers}, each once and in "
-            "order: the factor of a block depends on its number."
-        )
-    return dict(enumerate(found, start=1))
-
-
-def _line(model: Any, asked: types.Asked, measured: list[str]) -> str:
+def _line(model: Any, scheme: Scheme, initialization: str, measured: list[str]) -> str:
     config, state = model.config, {"plain": "off", "upstream": "as upstream"}
-    state_now = state.get(asked.initialization, f"on, {asked.initialization}")
-    drawn = f"scaled initialization {state_now} (init_fn {config.init_fn})"
-    if asked.scheme.is_pre_ln:
+    drawn = f"scaled initialization {state.get(initialization, f'on, {initialization}')} (init_fn {config.init_fn})"
+    if scheme.is_pre_ln:
         return f"Pre-LN; {drawn}; measured: {', '.join(measured) or 'nothing yet'}"
     line = sites.start_up_line
     return line(model, config.n_layers, measured=measured, norm=str(config.layer_norm_type), initialization=drawn)
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """Return the blocks of an OLMo model in order, inside their groups where it has groups."""
+    """Return the blocks of an OLMo model in order, inside their groups where it has groups.
+
+    :raises MeasurementError: OLMo doesn't number them by their places.
+    """
     from olmo.model import OLMoBlock
 
-    return [module for module in model.modules() if isinstance(module, OLMoBlock)]
+    found = [module for module in model.modules() if isinstance(module, OLMoBlock)]
+    numbers = [block.layer_id + 1 for block in found]
+    if numbers != list(range(1, model.config.n_layers + 1)):
+        raise MeasurementError(
+            f"found blocks that this OLMo numbers {numbers}, expected 1 to {model.config.n_layers}, each once and in "
+            "order: the factor of a block depends on its number."
+        )
+    return found
 
 
 def ask_for_plain_initialization(config: Any) -> None:
@@ -145,7 +137,7 @@ def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
     def wrapped(self: Any) -> None:
         with types.stock(self.config):
             reset(self)
-        if "lns_asked" in vars(self):  # not while the model's constructor draws
+        if "lns_initialization" in vars(self):  # not while the model's constructor draws
             _finish_draw(self)
 
     return wrapped
@@ -161,10 +153,10 @@ def _finish_draw(model: Any) -> bool:
 
     :returns: whether there was anything to measure.
     """
-    asked, config = model.lns_asked, model.config
+    asked, config = model.lns_initialization, model.config
     for number, block in enumerate(blocks_of(model), start=1):
-        if asked.initialization != "upstream":
-            times = factor(asked.initialization, number, config.n_layers)
+        if asked != "upstream":
+            times = factor(asked, number, config.n_layers)
             times /= depth_factor(config.init_fn, number, config.n_layers)
             for weight in (getattr(block, name).weight for name in _OUTPUTS if times != 1.0):
                 weight.mul_(times)
@@ -173,10 +165,10 @@ def _finish_draw(model: Any) -> bool:
                 if (module := getattr(block, f"{sub_layer}_{name}", None)) is not None:
                     module.reset_parameters()
         blocks.apply_gains(block)
-    if "emb_norm" in model.transformer and not asked.scheme.is_pre_ln:
+    if "emb_norm" in model.transformer:
         # OLMo never resets it: after the meta device it would hold what the memory held.
         model.transformer.emb_norm.reset_parameters()
-    return asked.initialization != "upstream" and _measure_draw(model, asked.initialization)
+    return asked != "upstream" and _measure_draw(model, asked)
 
 
 def _measure_draw(model: Any, initialization: str) -> bool:

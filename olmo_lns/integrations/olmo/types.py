@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
 from olmo_lns import hook, settings
@@ -64,24 +63,9 @@ def spell(scheme: Scheme, base: str) -> str:
     return f"{scheme.name}_{base}" + (f":{scheme.arguments}" if scheme.arguments else "")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A model that a config asks for. :param base: OLMo's own type of norm. :param initialization: of the residual
-    output projections, one of :data:`~olmo_lns.schemes.INITIALIZATIONS`.
-    """
-
-    scheme: Scheme
-    base: str
-    initialization: str
-
-    @property
-    def nothing(self) -> bool:
-        """Stock OLMo, built and drawn as upstream does it."""
-        return self.scheme.is_pre_ln and self.initialization == "upstream"
-
-
-def asked(config: Any) -> Asked:
-    """Read the model that an OLMo ``ModelConfig`` and ``$OLMO_LNS_INITIALIZATION`` ask for.
+def asked(config: Any) -> tuple[Scheme, str]:
+    """Read the scheme, and the initialization of the residual output projections, that an OLMo ``ModelConfig`` and
+    ``$OLMO_LNS_INITIALIZATION`` ask for.
 
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
@@ -92,8 +76,7 @@ def asked(config: Any) -> Asked:
     said = {words: value for words, value in found.items() if value}
     if (ours and len(said) > 1) or len(set(said.values())) > 1:
         raise LNSConfigError(f"{' and '.join(said)} contradict each other: unset the variable, or leave the call out.")
-    drawn = next(iter(said.values()), str(scheme.definition.initialization))
-    return Asked(scheme, base_type(config.layer_norm_type), drawn)
+    return scheme, next(iter(said.values()), str(scheme.definition.initialization))
 
 
 @contextmanager
@@ -190,10 +173,7 @@ def require_supported(config: Any) -> None:
     settings.check()
     scheme, problem = scheme_of(config.layer_norm_type), ""
     if config.norm_after:
-        problem = (
-            " with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false, or a stock "
-            "layer_norm_type."
-        )
+        problem = " with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false."
     else:
         from olmo_lns.integrations.olmo.block import unsupported  # torch, not before a scheme is selected
 

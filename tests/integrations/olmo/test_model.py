@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from olmo.exceptions import OLMoConfigurationError
-from olmo.model import BufferCache, OLMo, OLMoBlock, OLMoSequentialBlock
+from olmo.model import OLMo, OLMoBlock, OLMoSequentialBlock
 from support.olmo_models import build, model_config, reference_logits, tokens
 
 from olmo_lns import hook, sites
@@ -58,13 +58,6 @@ def test_values_are_those_of_an_fp64_formula_and_a_hooked_stock_model(kind, affi
     assert (outputs[0] - outputs[1]).abs().max() <= 2e-6 * outputs[1].abs().max()
     for (name, ours), theirs in zip(lns.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_a_block_built_by_itself_is_refused_because_nothing_counts_it():
-    with pytest.raises(
-        LNSConfigError, match=r"found a norm or a block that is built by itself, expected OLMo\(config\)"
-    ):
-        OLMoSequentialBlock(8, model_config(layer_norm_type="lns_rms"), BufferCache())
 
 
 def test_blocks_that_olmo_numbers_in_another_way_are_refused(monkeypatch):
