@@ -28,8 +28,7 @@ def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(t
     import olmo
 
     source = Path(os.environ["OLMO_SRC"] if kind == "checkout" else Path(olmo.__file__).parents[1])
-    for name in ("olmo", "olmo_data"):
-        shutil.copytree(source / name, tmp_path / name, ignore=shutil.ignore_patterns("hf_datasets", "oe_eval_tasks"))
+    shutil.copytree(source / "olmo", tmp_path / "olmo")
     subprocess.run(["git", "apply", PATCH], cwd=tmp_path, check=True)
     for before in (NO_HOOK, ""):
         command = [sys.executable, "-c", before + PROBE]

@@ -37,7 +37,6 @@ def wrap_model_init(init: Callable[..., None]) -> Callable[..., None]:
         scheme, initialization = types.asked(config)
         selected = not scheme.is_pre_ln or initialization != "upstream"
         if selected:
-            hook.require("olmo")
             types.require_supported(config)
         drawn = bool(kwargs.get("init_params", args[0] if args else True)) and str(config.init_device) != "meta"
         with types.stock(config):

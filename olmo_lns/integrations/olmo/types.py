@@ -64,8 +64,7 @@ def spell(scheme: Scheme, base: str) -> str:
 
 
 def asked(config: Any) -> tuple[Scheme, str]:
-    """Read the scheme, and the initialization of the residual output projections, that an OLMo ``ModelConfig`` and
-    ``$OLMO_LNS_INITIALIZATION`` ask for.
+    """Read the scheme and the initialization that an OLMo ``ModelConfig`` and ``$OLMO_LNS_INITIALIZATION`` ask for.
 
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
@@ -167,9 +166,9 @@ def require_supported(config: Any) -> None:
     """
     from olmo.exceptions import OLMoConfigurationError
 
+    hook.require("olmo")
     if not has_scheme(config.layer_norm_type):
         return
-    hook.require("olmo")
     settings.check()
     scheme, problem = scheme_of(config.layer_norm_type), ""
     if config.norm_after:

@@ -1,6 +1,5 @@
 """A checkpoint's config.yaml is its record: no resume loses the scheme, and nothing of ours is in the folder."""
 
-import olmo.util
 import pytest
 import torch
 from olmo.checkpoint import FullCheckpointer
@@ -11,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.olmo import register
-from olmo_lns.integrations.olmo.state import needs_olmo_lns, saved_type
+from olmo_lns.integrations.olmo.state import needs_olmo_lns
 from olmo_lns.processes import process_group
 
 register()
@@ -93,17 +92,6 @@ def test_a_folder_without_config_is_refused_under_a_scheme_and_loaded_under_pre_
         monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", allow)
         (trainer := Running(kind)).restore_checkpoint(folder, load_optimizer_state=False)
         assert trainer.loaded
-
-
-def test_the_config_of_a_remote_folder_is_read_where_olmo_finds_it(tmp_path, monkeypatch):
-    def resource(folder, name, **_):
-        if "gone" in folder:
-            raise OSError("403")
-        (tmp_path / name).write_text("model:\n  layer_norm_type: lns_rms\n")
-        return tmp_path / name
-
-    monkeypatch.setattr(olmo.util, "resource_path", resource)
-    assert saved_type("s3://bucket/lns") == "lns_rms" and saved_type("s3://bucket/gone") is None
 
 
 class _Mark:
