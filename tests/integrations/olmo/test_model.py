@@ -97,9 +97,9 @@ def test_measuring_leaves_the_random_numbers_of_the_launch_alone_and_is_fast():
     for kind in ("rms", "lns_rms", "sandwich_rms"):
         config = model_config(layer_norm_type=kind, d_model=128, n_layers=8, mlp_hidden_size=512)
         torch.manual_seed(0)
-        start = time.perf_counter()
+        start = time.process_time()
         OLMo(config)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         ends.append(torch.rand(1).item())
     assert len(set(ends)) == 1
     assert max(seconds) < 2
