@@ -46,7 +46,7 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    from olmo_lns.integrations.olmo.types import base_type, check_sizes, scheme_of, spell
+    from olmo_lns.integrations.olmo.types import base_type, scheme_of, spell
 
     path = folder / "config.yaml"
     try:
@@ -54,7 +54,6 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
         config = ModelConfig.load(path, key="model", validate_paths=False)
         if scheme is not None and scheme_of(config.layer_norm_type).is_pre_ln:
             config.layer_norm_type = LayerNormType(spell(scheme, base_type(config.layer_norm_type)))
-        check_sizes(config)
         config.init_device = "cpu"
         model = OLMo(config, init_params=False)
     except (OLMoConfigurationError, OmegaConfBaseException, YAMLError, ValueError) as error:

@@ -29,13 +29,11 @@ from olmo.util import find_latest_checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from olmo_lns.integrations.olmo.state import needs_olmo_lns
-
 log = logging.getLogger("olmo.lns.train")
 
 
 #: What train.pt and optim.pt hold beside tensors; ai2-olmo 0.6.0 loads them with torch's ``weights_only=True``.
-_STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np.dtype(np.uint32)), needs_olmo_lns]
+_STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
 # numpy's _reconstruct, wherever it lives
 _STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[0])
 

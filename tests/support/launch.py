@@ -162,19 +162,6 @@ def pip_install(python, *arguments):
     run([sys.executable, "-m", "pip", "--python", python, "install", *flags, *arguments], cwd=python.parent).ok()
 
 
-def copy_of_olmo(folder):
-    """A copy of the installed ``olmo`` package (and its data) in ``folder``, to be changed."""
-    import importlib.util
-    import shutil
-
-    for name in ("olmo", "olmo_data"):
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.submodule_search_locations
-        source = spec.submodule_search_locations[0]
-        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
-
-
 def write_tokenizer(folder):
     """A tokenizer of the 256 bytes, so that OLMo's evaluators need no hub."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

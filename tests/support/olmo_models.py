@@ -52,23 +52,24 @@ def tokens(batch=2, length=12, vocabulary=64, seed=1):
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def reference_logits(model, ids, *, lns=True, exponent=0.5):
+def reference_logits(model, ids, *, lns=True):
     """fp64 logits of shape (batch, length, vocabulary), from the state dict and the paper's formulas only."""
+    import torch
+
     from support import scheme_reference as reference
 
-    states, weights, base = _reference_states(model, ids, lns, exponent)
-    return reference.logits_of(weights, model.config, states[-1], base).numpy()
+    last, base = torch.from_numpy(reference_states(model, ids, lns=lns)[-1]), _base(model)
+    return reference.logits_of(reference.weights_of(model), model.config, last, base).numpy()
 
 
 def reference_states(model, ids, *, lns=True):
-    """The fp64 stream before each block and after the last, as in :func:`reference_logits`."""
-    return [state.numpy() for state in _reference_states(model, ids, lns, 0.5)[0]]
-
-
-def _reference_states(model, ids, lns, exponent):
+    """The fp64 stream before each block and after the last."""
     from support import scheme_reference as reference
 
-    weights, config = reference.weights_of(model), model.config
-    base = "rms" if str(config.layer_norm_type).removeprefix("lns_") in ("rms", "lns") else "default"
-    states = reference.states_of(weights, config, "lns" if lns else "preln", base, ids, exponent)
-    return states, weights, base
+    scheme = "lns" if lns else "preln"
+    states = reference.states_of(reference.weights_of(model), model.config, scheme, _base(model), ids)
+    return [state.numpy() for state in states]
+
+
+def _base(model):
+    return "rms" if str(model.config.layer_norm_type).removeprefix("lns_") in ("rms", "lns") else "default"

@@ -34,10 +34,7 @@ def _extend_config(module: ModuleType) -> None:
 def _wrap_model(module: ModuleType) -> None:
     from olmo_lns.integrations.olmo import model
 
-    wrap("olmo.model:LayerNormBase.build", model.wrap_norm_build)
-    wrap("olmo.model:OLMoBlock.reset_parameters", model.wrap_block_reset)
-    for name in ("OLMoSequentialBlock", "OLMoLlamaBlock", "OLMo"):
-        wrap(f"olmo.model:{name}.reset_parameters", model.wrap_reset)
+    wrap("olmo.model:OLMo.reset_parameters", model.wrap_reset)
     wrap("olmo.model:OLMo.__init__", model.wrap_model_init)
 
 

@@ -6,7 +6,6 @@ Checkpoints of development versions hold one more member in the trainer's state 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Callable
 
 import torch
@@ -26,28 +25,22 @@ torch.serialization.add_safe_globals([needs_olmo_lns])
 
 
 def saved_type(folder: Any, *, local_cache: Any = None) -> str | None:
-    """The ``layer_norm_type`` in the config.yaml of a checkpoint folder (local or remote, as OLMo's ``resource_path``
-    takes it); None where there is none that can be read.
+    """Return the ``layer_norm_type`` in the config.yaml of a local or remote checkpoint folder, found as OLMo finds it;
+    None where no config can be read.
     """
     from olmo.config import ModelConfig
+    from olmo.util import resource_path
     from omegaconf import OmegaConf
 
     try:
-        if "://" in str(folder):
-            from olmo.util import resource_path
-
-            path = resource_path(folder, "config.yaml", local_cache=local_cache)
-        else:
-            places = [Path(base) / "config.yaml" for base in (local_cache, folder) if base is not None]
-            path = next(place for place in places if place.is_file())
-        model = OmegaConf.load(str(path))["model"]
+        model = OmegaConf.load(str(resource_path(folder, "config.yaml", local_cache=local_cache)))["model"]
         return str(OmegaConf.select(model, "layer_norm_type") or ModelConfig.layer_norm_type)
-    except Exception:  # each store's client raises its own, also for a file that is only not there
+    except Exception:  # each store's client raises its own, also for a missing file
         return None
 
 
 def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the two functions through which a Trainer loads: compare before a single weight is loaded."""
+    """Wrap the two functions through which a Trainer loads, and compare before a single weight is loaded."""
 
     def wrapped(self: Any, load_path: Any, *args: Any, **kwargs: Any) -> Any:
         compare(load_path, self.model, local_cache=kwargs.get("local_cache"))

@@ -1,4 +1,4 @@
-"""Our members of OLMo's ``LayerNormType`` and ``InitFnType``: what each means, and how a config that names one loads.
+"""This package's members of OLMo's ``LayerNormType`` and ``InitFnType``, and the configs that name one.
 
 ``LayerNormType`` is an enum inside a closed OmegaConf schema, so the type's name is the only
 place of a config that can carry a scheme: ``<scheme>_<base norm>[:key=value,…]``, such as
@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
 from olmo_lns import hook, settings
-from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import PRE_LN, Scheme, names, parse
 
 log = logging.getLogger("olmo_lns")
 
 #: OLMo's own types that a scheme can be laid over.
 BASES = ("rms", "default", "low_precision")
-#: Our init_fn -> the initialization of the residual output projections; everything else as ``normal``.
+#: An init_fn of this package -> the initialization of the residual output projections; everything else as ``normal``.
 INIT_FNS = {"normal_scaled": "scaled", "normal_depth_scaled": "depth_scaled"}
-#: What the environment may say; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
+#: Values of $OLMO_LNS_INITIALIZATION; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
 _INITIALIZATIONS = ("plain", "upstream")
 
 
@@ -39,17 +38,12 @@ def _split(layer_norm_type: Any) -> tuple[str, str, str]:
 
 
 def has_scheme(layer_norm_type: Any) -> bool:
-    """Whether a type is one of ours; an enum member, or a plain string as hf_olmo passes it."""
+    """Return true for a type of this package: an enum member, or a plain string as hf_olmo passes it."""
     return bool(_split(layer_norm_type)[0])
 
 
-def has_parameters(layer_norm_type: Any) -> bool:
-    """Whether a type says parameters of its scheme, be it their defaults."""
-    return bool(_split(layer_norm_type)[2])
-
-
 def scheme_of(layer_norm_type: Any) -> Scheme:
-    """The scheme that a type names, Pre-LN for a stock type.
+    """Return the scheme that a type names, Pre-LN for a stock type.
 
     :raises LNSConfigError: a parameter that the scheme does not have, or a value that it does not allow.
     """
@@ -58,35 +52,19 @@ def scheme_of(layer_norm_type: Any) -> Scheme:
 
 
 def base_type(layer_norm_type: Any) -> str:
-    """OLMo's own name of the norm: ``rms`` for ``lns`` and ``lns_rms``, unchanged for stock types."""
+    """Return OLMo's own name of the norm: ``rms`` for ``lns`` and ``lns_rms``, unchanged for stock types."""
     return _split(layer_norm_type)[1] or "rms"
 
 
 def spell(scheme: Scheme, base: str) -> str:
-    """The type of ``scheme`` over ``base``, with the parameters that are not at their default."""
+    """Spell the type of ``scheme`` over ``base``, with the parameters that are not at their default."""
     if scheme.is_pre_ln:
         return base
     return f"{scheme.name}_{base}" + (f":{scheme.arguments}" if scheme.arguments else "")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A model that a config asks for. :param base: OLMo's own type of norm. :param initialization: of the residual
-    output projections, one of :data:`~olmo_lns.schemes.INITIALIZATIONS`.
-    """
-
-    scheme: Scheme
-    base: str
-    initialization: str
-
-    @property
-    def nothing(self) -> bool:
-        """Stock OLMo, built and drawn as it is."""
-        return self.scheme.is_pre_ln and self.initialization == "upstream"
-
-
-def asked(config: Any) -> Asked:
-    """The model that an OLMo ``ModelConfig`` asks for, with ``$OLMO_LNS_INITIALIZATION``.
+def asked(config: Any) -> tuple[Scheme, str]:
+    """Read the scheme and the initialization that an OLMo ``ModelConfig`` and ``$OLMO_LNS_INITIALIZATION`` ask for.
 
     :raises LNSConfigError: a value that is not allowed, or two that contradict each other.
     """
@@ -97,13 +75,12 @@ def asked(config: Any) -> Asked:
     said = {words: value for words, value in found.items() if value}
     if (ours and len(said) > 1) or len(set(said.values())) > 1:
         raise LNSConfigError(f"{' and '.join(said)} contradict each other: unset the variable, or leave the call out.")
-    drawn = next(iter(said.values()), str(scheme.definition.initialization))
-    return Asked(scheme, base_type(config.layer_norm_type), drawn)
+    return scheme, next(iter(said.values()), str(scheme.definition.initialization))
 
 
 @contextmanager
 def stock(config: Any) -> Iterator[None]:
-    """OLMo's own names in place of ours, while OLMo's own code builds or draws; the config keeps what defines a run."""
+    """Put OLMo's own names into ``config`` while OLMo's own code builds or draws; restore the config afterwards."""
     from olmo.config import InitFnType, LayerNormType
 
     kind, init_fn = config.layer_norm_type, config.init_fn  # hf_olmo passes plain strings
@@ -117,62 +94,53 @@ def stock(config: Any) -> Iterator[None]:
         config.layer_norm_type, config.init_fn = kind, init_fn
 
 
-def check_environment() -> None:
-    """:raises LNSConfigError: a variable that is unknown, or whose value is not allowed."""
-    settings.check()
-    _initialization_of_environment()
-
-
 def _initialization_of_environment() -> str:
     value = settings.read(settings.INITIALIZATION)
     if value and value not in _INITIALIZATIONS:
-        hint = {drawn: name for name, drawn in INIT_FNS.items()}.get(value)
         raise LNSConfigError(
-            f"{settings.INITIALIZATION}={value!r}{did_you_mean(value, _INITIALIZATIONS)}: "
-            f"expected one of {', '.join(_INITIALIZATIONS)}"
-            + (f"; for {value} set init_fn: {hint} in the config, where a resumed run finds it again" if hint else "")
+            f"{settings.INITIALIZATION}={value!r}{did_you_mean(value, _INITIALIZATIONS)}: expected one of "
+            f"{', '.join(_INITIALIZATIONS)}; set another initialization in the config: init_fn: {' or '.join(INIT_FNS)}"
         )
     return value
 
 
 def extend(layer_norm_type: Any, init_fn_type: Any) -> None:
-    """Add our members to OLMo's two enums; idempotent."""
-    schemes = [scheme for scheme in names() if scheme != PRE_LN.name]
-    known_types = [name for scheme in schemes for name in (scheme, *(f"{scheme}_{base}" for base in BASES))]
-    for enum_class, ours, known in (
-        (layer_norm_type, has_scheme, known_types),
-        (init_fn_type, INIT_FNS.__contains__, [*INIT_FNS]),
-    ):
-        for name in known:
-            _add_member(enum_class, name)
-        for table in ("_member_map_", "_value2member_map_"):
-            present = getattr(enum_class, table)
-            if not isinstance(present, _Members):
-                type.__setattr__(enum_class, table, _Members(present, enum_class, ours))
+    """Add this package's members to OLMo's two enums; idempotent."""
+    for scheme in names():
+        for name in (scheme, *(f"{scheme}_{base}" for base in BASES)) if scheme != PRE_LN.name else ():
+            _add_member(layer_norm_type, name)
+    for name in INIT_FNS:
+        _add_member(init_fn_type, name)
+    for table in ("_member_map_", "_value2member_map_"):
+        present = getattr(layer_norm_type, table)
+        if not isinstance(present, _Members):
+            type.__setattr__(layer_norm_type, table, _Members(present, layer_norm_type))
 
 
 class _Members(dict):
-    """An enum's table that makes a member the first time a type with parameters is looked up.
+    """A table of ``LayerNormType`` that makes a member at the first look-up of a type with parameters.
 
     OmegaConf looks members up by name, and unpickling by value, also in another process.
     """
 
-    def __init__(self, present: dict[Any, Any], enum_class: Any, ours: Callable[[str], bool]) -> None:
+    def __init__(self, present: dict[Any, Any], enum_class: Any) -> None:
         super().__init__(present)
-        self.enum_class, self.ours = enum_class, ours
+        self.enum_class = enum_class
 
     def __missing__(self, name: Any) -> Any:
-        if not isinstance(name, str) or not self.ours(name):
+        if not isinstance(name, str) or not has_scheme(name):
             raise KeyError(name)
         try:
             scheme_of(name)
         except LNSConfigError as error:
-            raise KeyError(f"{name}: {error}") from error
+            from olmo.exceptions import OLMoConfigurationError
+
+            raise OLMoConfigurationError(f"layer_norm_type {name!r}: {error}") from None
         return _add_member(self.enum_class, name)
 
 
 def _add_member(enum_class: Any, name: str) -> Any:
-    """The member ``name``, made where it is not there yet.
+    """Return the member ``name``; make it if it does not exist.
 
     Its name equals its value because OmegaConf resolves by name. Made by hand because an enum
     with members cannot be subclassed, and a second class would not be the schema's.
@@ -192,44 +160,19 @@ def _add_member(enum_class: Any, name: str) -> Any:
     return member
 
 
-def check_sizes(config: Any) -> None:
-    """Refuse sizes in an OLMo ``ModelConfig`` that divide by zero, or that build for minutes before they fail.
-
-    :raises LNSConfigError: a number that makes no model.
+def require_supported(config: Any) -> None:
+    """:raises OLMoConfigurationError: a scheme in a model whose norms follow the sub-layers, or one that OLMo's blocks
+    cannot compute.
     """
     from olmo.exceptions import OLMoConfigurationError
 
-    for name in ("n_heads", "n_layers", "d_model", "vocab_size", "max_sequence_length"):
-        if (value := getattr(config, name)) < 1:
-            raise LNSConfigError(f"model.{name}: expected at least 1, got {value}")
-    try:
-        kv_heads = config.effective_n_kv_heads
-    except OLMoConfigurationError as error:
-        raise LNSConfigError(f"model.n_kv_heads: {one_line(error)}") from None
-    for name, number, whole in (("n_heads", config.n_heads, "d_model"), ("n_kv_heads", kv_heads, "n_heads")):
-        if number < 1 or getattr(config, whole) % number:
-            raise LNSConfigError(
-                f"model.{name}: expected a divisor of {whole}, which is {getattr(config, whole)}, got {number}"
-            )
-    if config.n_layers > 10_000:  # blocks are built one by one: minutes of silence, and then no memory
-        raise LNSConfigError(f"model.n_layers: {config.n_layers:,} blocks; more than 10,000 is taken for a slip")
-
-
-def require_supported(config: Any) -> None:
-    """:raises OLMoConfigurationError: a scheme in a model whose norms follow the sub-layers, or an unknown one."""
-    from olmo.exceptions import OLMoConfigurationError
-
+    hook.require("olmo")
     if not has_scheme(config.layer_norm_type):
         return
-    hook.require("olmo")
     settings.check()
-    check_sizes(config)
     scheme, problem = scheme_of(config.layer_norm_type), ""
     if config.norm_after:
-        problem = (
-            " with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false, or a stock "
-            "layer_norm_type."
-        )
+        problem = " with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false."
     else:
         from olmo_lns.integrations.olmo.block import unsupported  # torch, not before a scheme is selected
 
@@ -241,96 +184,33 @@ def require_supported(config: Any) -> None:
         raise OLMoConfigurationError(f"layer_norm_type={config.layer_norm_type!s}{problem}")
 
 
-def _require_no_decay(config: Any) -> None:
-    """:raises OLMoConfigurationError: an OLMo ``TrainConfig`` that would decay the learned factors of its scheme."""
-    from olmo.exceptions import OLMoConfigurationError
-
-    scheme, optimizer = scheme_of(config.model.layer_norm_type), config.optimizer
-    if optimizer is None or not any(plan.learned for _, _, plan in scheme.plans(config.model.n_layers)):
-        return
-    found = "decay_norm_and_bias=true" if optimizer.decay_norm_and_bias else ""
-    if optimizer.no_decay_norm_and_bias is False:  # its old name, which the launcher obeys after this load
-        found = "no_decay_norm_and_bias=false"
-    if found:
-        raise OLMoConfigurationError(
-            f"layer_norm_type={config.model.layer_norm_type!s} with optimizer.{found}: weight decay would pull the "
-            f"learned factors of {scheme.definition.title} towards 0. Set optimizer.decay_norm_and_bias: false, and "
-            "leave no_decay_norm_and_bias out."
-        )
-
-
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BaseConfig.load`` so that the loaded config names the resolved type, parameters included."""
 
-    def wrapped(cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        model_key = {"TrainConfig": "model.", "ModelConfig": ""}.get(cls.__name__)
-        if model_key is None:
-            return load(cls, path, *args, **kwargs)
-        given = {**dict(zip(("overrides", "key"), args, strict=False)), **kwargs}
-        overrides = list(given.get("overrides") or [])
-        named, override = _written_types(path, overrides, given.get("key"), f"{model_key}layer_norm_type")
-        for value in (named, override):
-            _reject_unknown(value)
-        config = load(cls, path, *args, **kwargs)
-        model = config.model if model_key else config
-        if has_scheme(model.layer_norm_type):
-            _resolve(model, named, overridden=override is not None)
+    def wrapped(cls: Any, path: Any, overrides: Any = None, key: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        config = load(cls, path, overrides, key, *args, **kwargs)
+        model = {"TrainConfig": getattr(config, "model", None), "ModelConfig": config}.get(cls.__name__)
+        if model is not None and has_scheme(model.layer_norm_type):
+            place = [key] if key else []
+            place += ["model"] if model is not config else []
+            _resolve(model, path, ".".join([*place, "layer_norm_type"]))
             require_supported(model)
-            if model_key:
-                _require_no_decay(config)
         return config
 
     return wrapped
 
 
-def _written_types(path: Any, overrides: list[str], key: str | None, name: str) -> tuple[str | None, str | None]:
-    """The type that is in the file, and the one that the command line asks for, as written.
+def _resolve(model: Any, path: Any, name: str) -> None:
+    """Spell out the type of a loaded config. A bare scheme keeps the base norm that the file names under ``name``.
 
-    Of several overrides of the type the last counts, and what the others make of the file names the base norm.
+    A file that names none has OLMo's default, and a bare scheme in the file itself is over RMSNorm.
     """
+    from olmo.config import LayerNormType, ModelConfig
     from omegaconf import OmegaConf
 
-    written = OmegaConf.load(str(path))
-    if key is not None:
-        written = OmegaConf.select(written, key) or OmegaConf.create()
-
-    def after(count: int) -> str | None:
-        merged = OmegaConf.merge(written, OmegaConf.from_dotlist(overrides[:count]))
-        named = OmegaConf.select(merged, name, throw_on_missing=False)
-        return None if named is None else str(named)
-
-    keys = (name, name.rpartition(".")[0])
-    last = max((i for i, text in enumerate(overrides) if text.partition("=")[0].strip() in keys), default=None)
-    return (after(0), None) if last is None else (after(last), after(len(overrides)))
-
-
-def _reject_unknown(value: str | None) -> None:
-    from olmo.config import LayerNormType
-    from olmo.exceptions import OLMoConfigurationError
-
-    known = [str(member) for member in LayerNormType if not has_parameters(member)]
-    if value is None or value in known:
-        return
-    if has_scheme(value):
-        try:
-            scheme_of(value)
-        except LNSConfigError as error:
-            raise OLMoConfigurationError(f"layer_norm_type {value!r}: {error}") from None
-        return
-    suffixes = tuple(f"_{base}" for base in BASES)
-    short = [name for name in known if not name.endswith(suffixes)]
-    raise OLMoConfigurationError(
-        f"unknown layer_norm_type {value!r}{did_you_mean(value, known)}. Known: {', '.join(short)}; "
-        f"the schemes among them also with {', '.join(suffixes)}"
-    )
-
-
-def _resolve(model: Any, named: str | None, *, overridden: bool) -> None:
-    from olmo.config import LayerNormType, ModelConfig
-
     written = str(model.layer_norm_type)
-    # Written in the file itself there is nothing to keep; over a file that is silent, OLMo's default is kept.
-    kept = (named or str(ModelConfig.layer_norm_type)) if overridden else "rms"
+    named = OmegaConf.select(OmegaConf.load(str(path)), name, throw_on_missing=False)
+    kept = str(ModelConfig.layer_norm_type if named is None else named)
     scheme = scheme_of(written)
     bare = written.partition(":")[0] == scheme.name
     spelled = spell(scheme, base_type(kept if bare else written))

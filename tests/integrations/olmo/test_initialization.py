@@ -9,7 +9,7 @@ from support.olmo_models import model_config
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.integrations.olmo import register
-from olmo_lns.integrations.olmo.model import blocks_of, depth_factor
+from olmo_lns.integrations.olmo.model import blocks_of
 
 register()
 
@@ -52,39 +52,8 @@ def test_every_std_is_that_of_olmos_formula(monkeypatch, kind, block_type, init_
     assert model.transformer.ff_out.weight.std().item() == pytest.approx(head, rel=0.03)
 
 
-@pytest.mark.parametrize(("init_fn", "factor"), [("full_megatron", TRUNCATED), ("normal_scaled", 8**-0.5)])
-def test_a_second_draw_is_not_scaled_twice(init_fn, factor):
-    model = OLMo(model_config(layer_norm_type="lns_rms", init_fn=init_fn, d_model=D, mlp_hidden_size=FF))
-    for _ in range(3):
-        model.reset_parameters()
-    assert blocks_of(model)[1].ff_out.weight.std().item() == pytest.approx(STD * factor, rel=0.03)
-
-
-# normal_scaled and normal_depth_scaled
-
-
-def test_an_unknown_init_fn_is_refused_by_name():
-    with pytest.raises(LNSConfigError, match="kaiming_normal.*normal, mitchell or full_megatron"):
-        depth_factor("kaiming_normal", 1, 4)
-
-
-def drawn(**changes):
-    torch.manual_seed(5)
-    return OLMo(model_config(**{"layer_norm_type": "rms", "n_layers": LAYERS, **changes}))
-
-
 @pytest.mark.parametrize("asked", ["plain", "upstream"])
 def test_our_init_fn_beside_a_variable_that_contradicts_it_is_refused(monkeypatch, asked):
     monkeypatch.setenv("OLMO_LNS_INITIALIZATION", asked)
     with pytest.raises(LNSConfigError, match=f"init_fn normal_scaled and OLMO_LNS_INITIALIZATION={asked} contradict"):
-        drawn(init_fn="normal_scaled")
-
-
-def test_an_init_fn_given_as_a_string_draws_as_the_enum_member_does():
-    """``hf_olmo`` passes a string."""
-    config = model_config(layer_norm_type="rms", n_layers=LAYERS)
-    config.init_fn = "normal_scaled"
-    torch.manual_seed(5)
-    model, member = OLMo(config), drawn(init_fn="normal_scaled").state_dict()
-    assert all(torch.equal(value, member[name]) for name, value in model.state_dict().items())
-    assert str(model.config.init_fn) == "normal_scaled"
+        OLMo(model_config(layer_norm_type="rms", init_fn="normal_scaled"))

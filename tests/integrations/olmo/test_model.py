@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from olmo.exceptions import OLMoConfigurationError
-from olmo.model import BufferCache, OLMo, OLMoBlock, OLMoSequentialBlock
+from olmo.model import OLMo, OLMoBlock, OLMoSequentialBlock
 from support.olmo_models import build, model_config, reference_logits, tokens
 
 from olmo_lns import hook, sites
@@ -60,13 +60,6 @@ def test_values_are_those_of_an_fp64_formula_and_a_hooked_stock_model(kind, affi
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_block_built_by_itself_is_refused_because_nothing_counts_it():
-    with pytest.raises(
-        LNSConfigError, match=r"found a norm or a block that is built by itself, expected OLMo\(config\)"
-    ):
-        OLMoSequentialBlock(8, model_config(layer_norm_type="lns_rms"), BufferCache())
-
-
 def test_blocks_that_olmo_numbers_in_another_way_are_refused(monkeypatch):
     build_block = OLMoBlock.build
     monkeypatch.setattr(OLMoBlock, "build", lambda layer_id, *args: build_block(layer_id + 1, *args))
@@ -104,9 +97,9 @@ def test_measuring_leaves_the_random_numbers_of_the_launch_alone_and_is_fast():
     for kind in ("rms", "lns_rms", "sandwich_rms"):
         config = model_config(layer_norm_type=kind, d_model=128, n_layers=8, mlp_hidden_size=512)
         torch.manual_seed(0)
-        start = time.perf_counter()
+        start = time.process_time()
         OLMo(config)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         ends.append(torch.rand(1).item())
     assert len(set(ends)) == 1
     assert max(seconds) < 2

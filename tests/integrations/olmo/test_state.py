@@ -1,22 +1,17 @@
 """A checkpoint's config.yaml is its record: no resume loses the scheme, and nothing of ours is in the folder."""
 
-import pickle
-
-import olmo.util
 import pytest
 import torch
 from olmo.checkpoint import FullCheckpointer
 from olmo.config import TrainConfig
-from olmo.model import OLMo
 from olmo.train import Trainer
-from support.olmo_models import TINY, build, tokens
+from support.olmo_models import TINY, build
 from torch.nn.parallel import DistributedDataParallel
 
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.integrations.olmo import register
-from olmo_lns.integrations.olmo.state import compare, needs_olmo_lns, saved_type
+from olmo_lns.integrations.olmo.state import needs_olmo_lns
 from olmo_lns.processes import process_group
-from olmo_lns.schemes import names, parse
 
 register()
 
@@ -97,42 +92,6 @@ def test_a_folder_without_config_is_refused_under_a_scheme_and_loaded_under_pre_
         monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", allow)
         (trainer := Running(kind)).restore_checkpoint(folder, load_optimizer_state=False)
         assert trainer.loaded
-
-
-def test_the_config_of_a_remote_folder_is_read_where_olmo_finds_it(tmp_path, monkeypatch):
-    def resource(folder, name, **_):
-        if "gone" in folder:
-            raise OSError("403")
-        (tmp_path / name).write_text("model:\n  layer_norm_type: lns_rms\n")
-        return tmp_path / name
-
-    monkeypatch.setattr(olmo.util, "resource_path", resource)
-    assert saved_type("s3://bucket/lns") == "lns_rms" and saved_type("s3://bucket/gone") is None
-
-
-def test_from_checkpoint_gives_the_same_logits(tmp_path):
-    model = save(tmp_path / "a", "lns_rms:exponent=0.4")
-    assert torch.equal(OLMo.from_checkpoint(str(tmp_path / "a"))(tokens()).logits, model(tokens()).logits)
-
-
-def test_a_pickled_stock_model_does_not_refer_to_olmo_lns():
-    assert b"olmo_lns." not in pickle.dumps(build(layer_norm_type="rms"))
-
-
-STOCK_KEYS = [name for name in names() if name != "preln" and parse(name).stock_keys(TINY["n_layers"])]
-assert {"lns", "postln", "mixln", "deepnorm"} < set(STOCK_KEYS)
-
-
-@pytest.mark.parametrize("trained", STOCK_KEYS)
-def test_weights_with_names_and_shapes_of_pre_ln_run_only_under_their_own_scheme(trained, tmp_path):
-    stock, model = (build(layer_norm_type=kind) for kind in ("rms", f"{trained}_rms"))
-    shapes = [{key: value.shape for key, value in each.state_dict().items()} for each in (model, stock)]
-    assert shapes[0] == shapes[1], "other keys or shapes than Pre-LN: this scheme is not one of STOCK_KEYS"
-    TrainConfig.new(model={**TINY, "layer_norm_type": f"{trained}_rms"}).save(tmp_path / "config.yaml")
-    compare(tmp_path, model)
-    for running in (stock, build(layer_norm_type="lnsbefore_rms" if trained == "lns" else "lns_rms")):
-        with pytest.raises(CheckpointMismatchError, match=f"its config says {trained}"):
-            compare(tmp_path, running)
 
 
 class _Mark:

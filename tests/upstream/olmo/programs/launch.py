@@ -1,7 +1,7 @@
 """A training script shaped like a user's: OLMo's own config parsing and Trainer, DDP over gloo.
 
-It does not mention LayerNorm Scaling. Usage: ``launch.py config.yaml --key=value …``; rank 0
-writes ``result.json`` and ``state.pt`` into the save folder (OLMo 0.6.0 saves no checkpoint without CUDA).
+It does not mention LayerNorm Scaling. Usage: ``launch.py config.yaml --key=value …``; rank 0 writes ``result.json``
+and every tensor at the end, ``state.pt``, into the save folder (OLMo 0.6.0 saves no checkpoint without CUDA).
 """
 
 import json
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from olmo.config import TrainConfig
 from olmo.data import build_train_dataloader
 from olmo.model import OLMo
@@ -31,30 +30,23 @@ def main(cfg):
         cfg.save(folder / "config.yaml")
     dist.barrier()
     seed_all(cfg.seed)
-    loader = build_train_dataloader(cfg)
-    model = OLMo(cfg.model)
+    loader, model = build_train_dataloader(cfg), OLMo(cfg.model)
     ddp = DistributedDataParallel(model, find_unused_parameters=cfg.ddp.find_unused_params)
     model.reset_parameters()
-    with Trainer(
-        cfg=cfg,
-        model=model,
-        dist_model=ddp,
-        optim=build_optimizer(cfg, ddp),
-        scheduler=build_scheduler(cfg),
-        train_loader=loader,
-        device=torch.device("cpu"),
-        evaluators=[],
-    ) as trainer:
+    parts = dict(optim=build_optimizer(cfg, ddp), scheduler=build_scheduler(cfg), train_loader=loader, evaluators=[])
+    with Trainer(cfg=cfg, model=model, dist_model=ddp, device=torch.device("cpu"), **parts) as trainer:
         trainer.fit()
     if get_global_rank() == 0:
-        torch.save({"model": model.state_dict(), "optim": trainer.optim.state_dict()}, folder / "state.pt")
+        state = dict(model.state_dict())
+        for number, moments in trainer.optim.state_dict()["state"].items():
+            state |= {f"{number}/{name}": torch.as_tensor(value) for name, value in moments.items()}
+        torch.save(state, folder / "state.pt")
         scales = {name: module.lns_scale for name, module in model.named_modules() if hasattr(module, "lns_scale")}
         plugin = getattr(sys.modules.get("olmo_lns.integrations.olmo"), "__file__", None)
         (folder / "result.json").write_text(json.dumps({"scales": scales, "plugin": plugin}))
 
 
 if __name__ == "__main__":
-    mp.set_start_method("spawn", force=True)
     dist.init_process_group("gloo")
     prepare_cli_environment()
     path, *overrides = sys.argv[1:]
