@@ -68,10 +68,6 @@ COMMANDS = {
             "olmo-lns analyze compare preln/variance.json lns/variance.json -o variance.svg",
         ),
     ),
-    "hf": Command(
-        "export.hf:main", "model folders for transformers that carry a scheme", "hf",
-        ("olmo-lns hf init llama --set num_hidden_layers=12 --scheme lns -o llama-lns",),
-    ),
     "export": Command("export.cli:main", "fold the factor into the weights for stock software", "hf"),
     "verify": Command(
         "export.cli:verify", "compare a checkpoint with its export", "hf", ("olmo-lns verify runs/lns/step1000 model",)

@@ -47,7 +47,7 @@ def test_stock_megatron_and_a_stock_llama_compute_the_same(case, tmp_path, capsy
     assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
     saved = read(tmp_path / "folded")
     assert not [name for name in vars(saved.args) if "layernorm_scaling" in name or "scaled_init" in name]
-    assert not any("optimizer" in name for name in [*saved.names, *saved.objects, *saved.common])
+    assert not any("optimizer" in name for name in [*saved.tensors, *saved.objects, *saved.common])
     assert "nothing to fold" in refused(capsys, tmp_path / "folded", tmp_path / "again")
     if case == "experts":
         assert "num_experts=4" in refused(capsys, root, tmp_path / "hf", "--format", "hf")

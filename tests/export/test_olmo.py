@@ -11,7 +11,6 @@ import yaml
 from support.exports import byte_tokenizer, export, load_hf, load_olmo, logits, refused, relative, save_olmo, verify
 from support.olmo_models import reference_logits, tokens
 
-from olmo_lns.cli import main
 from olmo_lns.export.open import open_model
 from olmo_lns.schemes import names, parse
 
@@ -54,11 +53,11 @@ def test_stock_software_computes_the_same(name, tmp_path, capsys):
     if not like:
         assert "a LayerNorm with a gain" in refused(capsys, folder, tmp_path / "hf", "--format", "hf")
         return
-    words = ("--format", "hf", "--tokenizer", "none", "--max-shard-size", "60KB")
+    words = ("--format", "hf", "--tokenizer", "none")
     assert export(folder, tmp_path / "hf", *words) == 0
     made = load_hf(tmp_path / "hf")
     assert type(made).__name__ == f"{like}ForCausalLM" and relative(logits(made, IDS), expected) <= 1e-5
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1 and verify(folder, tmp_path / "hf") == 0
+    assert verify(folder, tmp_path / "hf") == 0
     assert "lns" not in (tmp_path / "hf" / "config.json").read_text()
     stock.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     assert relative(logits(stock, IDS), expected) > 1e-2, "the factor makes no difference, so this test shows nothing"
@@ -118,11 +117,11 @@ def test_a_scheme_that_a_stock_config_does_not_name(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"alibi": True, "rope": False}, "alibi=True"),
-        ({"attention_layer_norm": True}, "attention_layer_norm=True"),
-        ({"activation_type": "gelu"}, "activation_type=gelu"),
+        ({"alibi": True, "rope": False}, "doesn't compute this model"),
+        ({"attention_layer_norm": True}, "has no place"),
+        ({"activation_type": "gelu"}, "has another shape"),
         ({"clip_qkv": 0.5}, "clip_qkv, which only Olmo has"),
-        ({"norm_after": True}, "norm_after=True"),
+        ({"norm_after": True}, "doesn't compute this model"),
         ({"include_bias": True, "bias_for_layer_norm": True}, "no place"),
     ],
 )
@@ -144,20 +143,8 @@ def test_the_tokenizer_travels_and_another_models_is_refused(tmp_path, capsys):
     large = byte_tokenizer(tmp_path / "large.json", 200)
     words = (tmp_path / "run", tmp_path / "no", "--format", "hf", "--tokenizer")
     assert "another model's" in refused(capsys, *words, large)
-    assert "is not there" in refused(capsys, *words, tmp_path / "none.json")
+    assert "no tokenizer could be loaded" in refused(capsys, *words, tmp_path / "none.json")
     assert "--tokenizer is of --format hf" in refused(capsys, *words[:2], "--tokenizer", own)
-
-
-@pytest.mark.parametrize("kind", ["llama", "olmo"])
-def test_a_checkpoint_is_imported_with_its_factors_outside(kind, tmp_path):
-    changes = {} if kind == "llama" else NO_GAIN | {"layer_norm_eps": 1e-5}
-    base = "rms" if kind == "llama" else "default"
-    model = save_olmo(tmp_path / "run", layer_norm_type=f"lns_{base}:exponent=0.25", **changes)
-    assert main(["hf", "import", str(tmp_path / "run"), "-o", str(tmp_path / "model"), *BARE]) == 0
-    loaded = open_model(tmp_path / "model")
-    assert type(loaded).__name__.startswith("LNS") and loaded.config.model_type == f"lns_{kind}"
-    assert relative(logits(loaded, IDS), logits(model, IDS)) <= 1e-5
-    assert loaded.model.layers[-1].input_layernorm.lns_scale == 4**-0.25
 
 
 def test_damage_is_named_and_nothing_is_left_behind(tmp_path, capsys):
@@ -169,14 +156,14 @@ def test_damage_is_named_and_nothing_is_left_behind(tmp_path, capsys):
 
     model = save_olmo(tmp_path / "run", layer_norm_type="lns_rms")
     lost = "transformer.blocks.1.ff_norm.weight"
-    assert f"{lost} is missing" in again(lambda state: state.pop(lost))
-    assert "odd has no place" in again(lambda state: state.update(odd=torch.ones(1)))
+    assert f'Missing key(s) in state_dict: "{lost}"' in again(lambda state: state.pop(lost))
+    assert 'Unexpected key(s) in state_dict: "odd"' in again(lambda state: state.update(odd=torch.ones(1)))
     assert lost in again(lambda state: state.update({lost: torch.ones(3)}))
     assert "NaN or infinite" in again(lambda state: state.update({lost: torch.full((32,), torch.nan)}))
     (tmp_path / "run" / "model.pt").write_bytes(b"\x80no archive")
-    assert "truncated or not a file of torch.save" in refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert "the weights are damaged" in refused(capsys, tmp_path / "run", tmp_path / "out")
     (tmp_path / "run" / "model.pt").unlink()
-    assert "neither model.pt nor model_and_optim" in refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert "no complete checkpoint" in refused(capsys, tmp_path / "run", tmp_path / "out")
     save_olmo(tmp_path / "runs" / "step4", layer_norm_type="lns_rms")
     assert "one of its checkpoints: step4" in refused(capsys, tmp_path / "runs", tmp_path / "out")
     assert "exists" in refused(capsys, tmp_path / "runs" / "step4", tmp_path / "run")
