@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping
@@ -61,7 +62,8 @@ def auto_class(config: Any) -> str:
 
 def _loaded(loader: Any, source: Path | None, name: Path, *, complete: bool = False, **how: Any) -> Any:
     """Load a model and check that every weight has its place. :param complete: no weight is left over."""
-    model, found = loader.from_pretrained(source, output_loading_info=True, **how)
+    with readable(name):
+        model, found = loader.from_pretrained(source, output_loading_info=True, **how)
     problems = {"is missing": "missing_keys", "has another shape": "mismatched_keys"}
     for problem, key in (problems | ({"has no place": "unexpected_keys"} if complete else {})).items():
         if names := sorted(map(str, found[key])):
@@ -145,6 +147,17 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
                 f"the largest, expected {allowed:.0e} at most."
             )
     return model
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """The name of a weight, with each part that ``names`` holds replaced.
+
+    >>> renamed("blocks.0.w_out.weight", {"blocks": "layers", "w_out": "o_proj"})
+    'layers.0.o_proj.weight'
+    """
+    for ours, theirs in names.items():
+        name = re.sub(rf"(^|\.){re.escape(ours)}(?=\.|$)", rf"\1{theirs}", name)
+    return name
 
 
 def tokens(opened: Opened) -> dict[str, int | None]:

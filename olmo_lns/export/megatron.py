@@ -303,38 +303,37 @@ def _config(saved: Saved, rows: int) -> dict[str, Any]:
     }
 
 
+#: Megatron's names -> Llama's. ``linear_qkv.weight`` and ``linear_fc1.weight`` are taken apart.
+_NAMES = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "decoder.layers": "model.layers",
+    "output_layer": "lm_head",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.linear_qkv": "self_attn.{}_proj",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1": "mlp.{}_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+
+
 def _renamed(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights under Llama's names, not folded.
-
-    :raises LNSConfigError: a weight is missing, or Llama has no place for one.
-    """
-    state, used = saved.weights(), set()
-
-    def take(name: str, layer: int | None = None) -> torch.Tensor:
-        numbered = name if layer is None else name.replace("decoder.layers.", f"decoder.layers.{layer}.")
-        stored = numbered if numbered in state else name
-        if stored not in state:
-            raise LNSConfigError(f"{saved.folder}: {stored} is missing. Expected the weights of a plain decoder.")
-        used.add(stored)
-        tensor = state[stored] if stored == numbered else state[stored][layer]
-        return tensor + saved.shift if name.endswith(("layer_norm_weight", "layernorm.weight")) else tensor
-
-    made = {"model.embed_tokens.weight": take("embedding.word_embeddings.weight")}
-    for layer in range(config["num_hidden_layers"]):
-        theirs, attention, mlp = f"model.layers.{layer}", "decoder.layers.self_attention", "decoder.layers.mlp"
-        made[f"{theirs}.input_layernorm.weight"] = take(f"{attention}.linear_qkv.layer_norm_weight", layer)
-        made[f"{theirs}.post_attention_layernorm.weight"] = take(f"{mlp}.linear_fc1.layer_norm_weight", layer)
-        qkv = ungrouped(take(f"{attention}.linear_qkv.weight", layer), config)
-        made |= {f"{theirs}.self_attn.{part}_proj.weight": rows for part, rows in zip("qkv", qkv, strict=True)}
-        made[f"{theirs}.self_attn.o_proj.weight"] = take(f"{attention}.linear_proj.weight", layer)
-        gate, up = take(f"{mlp}.linear_fc1.weight", layer).chunk(2)
-        made |= {f"{theirs}.mlp.gate_proj.weight": gate, f"{theirs}.mlp.up_proj.weight": up}
-        made[f"{theirs}.mlp.down_proj.weight"] = take(f"{mlp}.linear_fc2.weight", layer)
-    made["model.norm.weight"] = take("decoder.final_layernorm.weight")
-    if not config["tie_word_embeddings"]:
-        made["lm_head.weight"] = take("output_layer.weight")
-    if left := sorted(set(state) - used):
-        raise LNSConfigError(f"{saved.folder}: Llama has no place for {left[0]} ({len(left)} such weights).")
+    """The weights under Llama's names, not folded; a weight that Llama doesn't have keeps Megatron's."""
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in saved.weights().items():
+        stacked = name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
+        for layer, part in enumerate(tensor if stacked else [tensor]):
+            numbered = name.replace("decoder.layers.", f"decoder.layers.{layer}.") if stacked else name
+            theirs = huggingface.renamed(numbered, _NAMES)
+            if name.endswith(("layer_norm_weight", "layernorm.weight")):
+                made[theirs] = part + saved.shift
+            elif name.endswith("linear_qkv.weight"):
+                made |= {theirs.format(x): rows for x, rows in zip("qkv", ungrouped(part, config), strict=True)}
+            elif name.endswith("linear_fc1.weight"):
+                made |= {theirs.format(x): rows for x, rows in zip(("gate", "up"), part.chunk(2), strict=True)}
+            else:
+                made[theirs] = part
     return made
 
 

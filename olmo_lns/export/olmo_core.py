@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping
@@ -148,7 +147,7 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
         raise LNSConfigError(
             f"{opened.folder}: no stock Llama computes this model: {', '.join(problems)}. Use --format olmo-core."
         )
-    state = {_renamed(name): parameter.detach() for name, parameter in model.named_parameters()}
+    state = {huggingface.renamed(name, _NAMES): parameter.detach() for name, parameter in model.named_parameters()}
     made = huggingface.build(_config(stock), state, opened.folder, model)
     return replace(stock, model=made, kind=HF, config=huggingface.settings(made))
 
@@ -169,12 +168,6 @@ _NAMES = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-
-
-def _renamed(name: str) -> str:
-    for ours, theirs in _NAMES.items():
-        name = re.sub(rf"(^|\.){re.escape(ours)}\.", rf"\1{theirs}.", name)
-    return name
 
 
 def _config(opened: Opened) -> dict[str, Any]:

@@ -118,8 +118,8 @@ def test_a_scheme_that_a_stock_config_does_not_name(tmp_path, capsys):
     ("changes", "reason"),
     [
         ({"alibi": True, "rope": False}, "doesn't compute this model"),
-        ({"attention_layer_norm": True}, "has no place"),
-        ({"activation_type": "gelu"}, "has another shape"),
+        ({"attention_layer_norm": True}, "doesn't compute this model"),
+        ({"activation_type": "gelu"}, "cannot be loaded"),
         ({"clip_qkv": 0.5}, "clip_qkv, which only Olmo has"),
         ({"norm_after": True}, "doesn't compute this model"),
         ({"include_bias": True, "bias_for_layer_norm": True}, "no place"),
@@ -161,7 +161,7 @@ def test_damage_is_named_and_nothing_is_left_behind(tmp_path, capsys):
     assert lost in again(lambda state: state.update({lost: torch.ones(3)}))
     assert "NaN or infinite" in again(lambda state: state.update({lost: torch.full((32,), torch.nan)}))
     (tmp_path / "run" / "model.pt").write_bytes(b"\x80no archive")
-    assert "the weights are damaged" in refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert "its weights, cannot be loaded" in refused(capsys, tmp_path / "run", tmp_path / "out")
     (tmp_path / "run" / "model.pt").unlink()
     assert "no complete checkpoint" in refused(capsys, tmp_path / "run", tmp_path / "out")
     save_olmo(tmp_path / "runs" / "step4", layer_norm_type="lns_rms")
