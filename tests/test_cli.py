@@ -78,7 +78,6 @@ def without(*words):
     [
         (("train", CONFIGS / "olmo" / "60M-lns.yaml"), "olmo"),
         (("analyze", "variance", "--model", "gpt2", "--data", CONFIGS / "olmo" / "60M-lns.yaml"), "analysis"),
-        (("hf", "init", "llama", "-o", CONFIGS / "x"), "hf"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -102,9 +101,8 @@ def test_the_base_dependencies_are_enough_for_data_and_megatron_plans(tmp_path):
     [
         ("study", "plan", CONFIGS / "study" / "paper-megatron.yaml", "--csv", "/dev/full"),
         ("config", "copy", "olmo/60M-lns.yaml", "-o", "/dev/null/x"),
-        ("hf", "init", "llama", "-o", "/dev/null/x"),
     ],
-    ids=["full", "file", "folder"],
+    ids=["full", "file"],
 )
 def test_a_target_that_cannot_be_written_is_named(words, capsys):
     assert cli.main([str(word) for word in words]) == 1
