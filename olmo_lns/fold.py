@@ -15,7 +15,6 @@ from torch import nn
 
 from olmo_lns import sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.schemes import Scheme
 
 #: Factor of a whole parameter, or fp64 (rows,) with one for each of its rows.
 Factor = float | torch.Tensor
@@ -127,25 +126,6 @@ def _output(run: Callable[[], Any], handles: list[Any]) -> torch.Tensor:
             handle.remove()
     result: torch.Tensor = output if isinstance(output, torch.Tensor) else getattr(output, "logits", output[0])
     return result
-
-
-def require_foldable(scheme: Scheme, n_layers: int, source: object) -> None:
-    """:raises LNSConfigError: no weights of a Pre-LN model hold the scheme."""
-    for _, _, plan in scheme.plans(n_layers):
-        problem = ""
-        if plan.post:
-            problem = "its norms sit on the sums, and no weight of a Pre-LN block can undo a norm"
-        elif plan.branch:
-            problem = "it normalises the branches, which a Pre-LN block does not"
-        elif plan.groups != 1:
-            problem = "its norms take statistics over groups of channels"
-        elif plan.pre_scale != 1.0 or plan.stream_scale != 1.0:
-            problem = "it equals Pre-LN only up to the eps of the norms"
-        elif not plan.folds_into_pre_ln:
-            problem = "it weighs the shortcut, which a Pre-LN block does not"
-        if problem:
-            title = f"{scheme.definition.title} ({scheme})"
-            raise LNSConfigError(f"{source}: {title} cannot be folded into a stock model: {problem}.")
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
 from olmo_lns.export.open import Opened, readable
-from olmo_lns.fold import check_finite, multiplied, require_foldable
+from olmo_lns.fold import check_finite, multiplied
 from olmo_lns.schemes import PRE_LN, Scheme
 
 TRACKER, COMMON, COMMON_OBJECT = "latest_checkpointed_iteration.txt", "common.pt", "common_state/shard_0_1"
@@ -90,6 +90,8 @@ class Saved:
         """The scheme that the saved arguments name, or ``asked`` where they name none."""
         if other := getattr(self.args, "norm_scheme", ""):
             raise LNSConfigError(f"{self.folder}: norm_scheme={other!r} in Megatron is of a development version only.")
+        if asked is not None and asked.name not in ("lns", PRE_LN.name):
+            raise LNSConfigError(f"--scheme {asked}: {self.folder} is Megatron's, which has lns and its exponent only.")
         if not getattr(self.args, "layernorm_scaling", False):
             return asked or PRE_LN
         exponent = getattr(self.args, "layernorm_scaling_exponent", None)
@@ -230,7 +232,6 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
     if scheme.is_pre_ln:
         raise LNSConfigError(f"{folder} is Pre-LN: there is nothing to fold.")
     layers, target = int(saved.args.num_layers), out / saved.folder.name
-    require_foldable(scheme, layers, folder)
     factors = torch.tensor([scheme.plan(n, layers, "attn").norm_scale for n in range(1, layers + 1)]).double()
     state: dict[str, Any] = saved.weights()
     for name, layer, part in saved.sites():

@@ -15,7 +15,7 @@ import torch
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO, huggingface
 from olmo_lns.export.open import Opened, load_state, readable
-from olmo_lns.fold import Factor, fold_norms, multiplied, require_foldable
+from olmo_lns.fold import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 #: Folder of a sharded (``torch_new``) checkpoint.
@@ -93,7 +93,11 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
     model: Any = opened.model
     scheme, config = opened.scheme, ModelConfig(**model.config.asdict())
-    require_foldable(scheme, config.n_layers, opened.folder)
+    if not scheme.folds_into_pre_ln(config.n_layers):
+        raise LNSConfigError(
+            f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: no weights "
+            "of a Pre-LN block hold norms on branches or sums, groups of channels, or a weighed shortcut."
+        )
     fold_norms(model, lambda: model(huggingface.prompt(model)), dtype)
     for number, block in enumerate(blocks_of(model), start=1):
         for sub_layer in SUB_LAYERS if not scheme.is_pre_ln else ():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.exports import byte_tokenizer
 
 from olmo_lns import apply
 
@@ -51,13 +52,8 @@ def test_every_example_becomes_one_line_with_prompt_and_completion(tmp_path):
 def model_folder(folder):
     """Save a tiny LNS model with a byte tokenizer."""
     transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    file = str(byte_tokenizer(folder / "tokenizer.json", 257))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<eos>", pad_token="<eos>")
     fast.save_pretrained(folder / "model")
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, eos_token_id=0)
     config = transformers.LlamaConfig(vocab_size=257, max_position_embeddings=512, bos_token_id=0, **shape)
