@@ -33,12 +33,6 @@ _SCHEME = "of a checkpoint that doesn't say it, such as lns or lns:exponent=0.25
 def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns export``. :raises LNSError: refused or failed; nothing is left behind."""
     args = _export_parser().parse_args(argv)
-    print("\n".join(run(args)))
-    return 0
-
-
-def run(args: argparse.Namespace) -> list[str]:
-    """Export as the parsed arguments say and return the report, one line each."""
     from olmo_lns.export import megatron
     from olmo_lns.export.convert import WRITTEN_AS, convert, finished, module_of, write_tokenizer
     from olmo_lns.export.open import kind_of, open_checkpoint
@@ -62,21 +56,16 @@ def run(args: argparse.Namespace) -> list[str]:
             opened = open_checkpoint(folder, scheme)
             trained = opened.scheme
             if trained.is_pre_ln and scheme is None and form == kind:
-                raise LNSConfigError(
-                    f"{folder} names no scheme: there is nothing to fold. If it was trained with one, name it: "
-                    "--scheme lns."
-                )
+                raise LNSConfigError(f"{folder} names no scheme: nothing to fold. If it had one, add --scheme lns.")
             made = convert(opened, form, dtype)
             done = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
             lines = [f"{type(made.model).__name__}: {done}"]
             lines += [write_tokenizer(part, made, args.tokenizer)] if form == HF else []
             module_of(form).save(made, part)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
-    return [
-        *lines,
-        "no optimizer state: its moments belong to the unfolded weights",
-        f"wrote {out}: {size / 1e6:,.1f} MB",
-    ]
+    print(*lines, "no optimizer state: its moments belong to the unfolded weights", sep="\n")
+    print(f"wrote {out}: {size / 1e6:,.1f} MB")
+    return 0
 
 
 def _export_parser() -> argparse.ArgumentParser:
