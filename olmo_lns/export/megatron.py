@@ -1,6 +1,6 @@
 """Megatron's distributed checkpoints (``torch_dist``): folded for stock Megatron, and run as a Llama.
 
-Layers lie stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` of shape [L, …]) or under their number
+Layers are stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` of shape [L, …]) or under their number
 (``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each group holds its query heads, then one key and
 one value head. ``linear_fc1`` is [gate, up]. The saved arguments are in ``common.pt``; from Megatron Core 0.19 on, in
 an object of the distributed checkpoint.
@@ -41,7 +41,7 @@ _SITE = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:self_attention\.linear_qkv(?:_down_proj)?\.layer_norm_|input_layernorm\."
     r"|mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)(?P<part>weight|bias)$"
 )
-#: The names that arguments have had: ``--apply-layernorm-1p``, and ``--norm-epsilon``.
+#: Names of one argument in several versions: ``--apply-layernorm-1p``, and ``--norm-epsilon``.
 _ZERO_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 _EPSILON = ("norm_epsilon", "layernorm_epsilon")
 _NOTHING = (None, False, 0)
@@ -189,7 +189,9 @@ def _common(folder: Path, stored: Any) -> dict[str, Any]:
     """
     path = folder / COMMON
     if not path.is_file() and COMMON_OBJECT not in stored:
-        raise LNSConfigError(f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: the run's arguments are missing.")
+        raise LNSConfigError(
+            f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: no arguments of the run."
+        )
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
     with readable(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
@@ -198,7 +200,7 @@ def _common(folder: Path, stored: Any) -> dict[str, Any]:
             common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     common = common[0] if isinstance(common, list) and common else common
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
-        raise LNSConfigError(f"{path} holds no arguments: expected those of the run, which say how it was built.")
+        raise LNSConfigError(f"{path} holds no arguments. Expected those of the run, by which the model was built.")
     return common
 
 
@@ -210,7 +212,9 @@ def _admitted(name: str, path: Path) -> Any:
         found = getattr(importlib.import_module(module), attribute, None)
         if isinstance(found, type) and issubclass(found, enum.Enum):
             return found
-    raise LNSConfigError(f"{path} names the class {name}, which saved arguments have no need of: it is not loaded.")
+    raise LNSConfigError(
+        f"{path} names the class {name}. Expected plain values and enumerations of Megatron."
+    )
 
 
 def _given(args: Any, names: tuple[str, ...], source: object) -> Any:

@@ -42,9 +42,9 @@ class Opened:
 
 
 def kind_of(folder: Path) -> str:
-    """The format of a checkpoint folder; of a hub's ``name`` or ``owner/name``, transformers'.
+    """Return the format of a checkpoint folder; transformers' for a name of the hub, ``name`` or ``owner/name``.
 
-    :raises LNSConfigError: no folder, an adapter, the folder of a run, or no checkpoint; it says what is missing.
+    :raises LNSConfigError: no folder, an adapter, the folder of a run, or no complete checkpoint.
     """
 
     def has(*names: str) -> bool:
