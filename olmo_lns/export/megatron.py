@@ -189,9 +189,7 @@ def _common(folder: Path, stored: Any) -> dict[str, Any]:
     """
     path = folder / COMMON
     if not path.is_file() and COMMON_OBJECT not in stored:
-        raise LNSConfigError(
-            f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: no arguments of the run."
-        )
+        raise LNSConfigError(f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: no arguments of the run.")
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
     with readable(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
@@ -212,9 +210,7 @@ def _admitted(name: str, path: Path) -> Any:
         found = getattr(importlib.import_module(module), attribute, None)
         if isinstance(found, type) and issubclass(found, enum.Enum):
             return found
-    raise LNSConfigError(
-        f"{path} names the class {name}. Expected plain values and enumerations of Megatron."
-    )
+    raise LNSConfigError(f"{path} names the class {name}. Expected plain values and enumerations of Megatron.")
 
 
 def _given(args: Any, names: tuple[str, ...], source: object) -> Any:
