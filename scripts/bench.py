@@ -149,7 +149,7 @@ def compare(works: dict[str, Work], device: torch.device, rounds: int, warmup: i
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge the numbers."""
+    """Command, commit, versions and machine, to judge the numbers by."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {

@@ -3,10 +3,8 @@
 
 python scripts/render_configs.py          writes the files
 python scripts/render_configs.py --check  exits 1 when a committed file is not what renders
-python scripts/render_configs.py --compare OLMO_CHECKOUT
-    prints for every value of configs/olmo/<size>-preln.yaml whose it is, beside OLMo's own file of that size
 
-Edit the tables, never the rendered files. No framework is needed, but for --compare, which asks OLMo for its defaults.
+Edit the tables, never the rendered files. No framework is needed.
 """
 
 from __future__ import annotations
@@ -185,56 +183,10 @@ def render() -> dict[Path, str]:
     return files
 
 
-#: Left out of the comparison: a site's own.
-SITE = (
-    *("run_name", "save_", "load_path", "wandb", "data.", "evaluators"),
-    *("eval_", "remote_", "dry_run", "tokenizer.trunc"),
-)
-
-
-def compare(checkout: Path) -> list[tuple[str, str, str, str, str]]:
-    """``(size, key, our value, OLMo's, whose)`` of each value that a file of ours or of OLMo's names.
-
-    Whose: ``OLMo's``, ``OLMo's default`` (its file does not name the key), ``ours``, or ``dropped`` (ours leaves OLMo's
-    default where OLMo's file sets the key).
-    """
-    import yaml
-    from olmo.config import TrainConfig
-
-    from olmo_lns.study.files import flatten
-
-    defaults = flatten(TrainConfig())
-    found = []
-    for size in SIZES:
-        ours = flatten(yaml.safe_load((ROOT / "olmo" / f"{size.name}-preln.yaml").read_text()))
-        theirs = flatten(yaml.safe_load((checkout / size.origin).read_text()))
-        if ratio := theirs.pop("model.mlp_ratio", None):
-            theirs.setdefault("model.mlp_hidden_size", ratio * theirs["model.d_model"])
-        for key in (key for key in {**ours, **theirs} if not key.startswith(SITE)):
-            mine, its = (_plain(values.get(key, defaults.get(key))) for values in (ours, theirs))
-            equal = "OLMo's" if key in theirs else "OLMo's default"
-            whose = equal if mine == its else "ours" if key in ours else "dropped"
-            found.append((size.name, key, mine, its, whose))
-    return found
-
-
-def _plain(value: Any) -> str:
-    """Numbers as numbers: YAML takes 1e-6 for text."""
-    try:
-        return f"{float(value):g}" if not isinstance(value, bool) else str(value)
-    except (TypeError, ValueError):
-        return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--compare", type=Path, metavar="OLMO_CHECKOUT")
     args = parser.parse_args()
-    if args.compare:
-        for row in compare(args.compare):
-            print("{:5} {:36} {:24} {:24} {}".format(*row))
-        return 0
     files = render()
     folders = ("olmo", "olmo/llama-c4", "olmo_core", "megatron")
     committed = {path for folder in folders for path in (ROOT / folder).glob("*.yaml")}

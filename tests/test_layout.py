@@ -24,6 +24,7 @@ ORDER = [
     ("checkpoints",),
     ("olmo_core", "initialize"),
     ("integrations",),
+    ("fold",),
     ("sites",),
     ("probe", "record", "hook"),
     ("response",),

@@ -137,7 +137,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
     )
 
     def tokenizer() -> Any:
-        return load_tokenizer(args.tokenizer or loaded.tokenizer_name, Path(args.model), loaded.eos_token_id)
+        return load_tokenizer(args.tokenizer or loaded.tokenizer, Path(args.model), loaded.eos_token_id)
 
     scores = None
     if getattr(args, "tasks", None):  # first: a download that fails does so before the losses are computed

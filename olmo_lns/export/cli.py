@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Sequence
 
-from olmo_lns.arguments import DTYPES, at_least, seed
+from olmo_lns.arguments import DTYPES, at_least
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import FORMATS, HF, MEGATRON
 from olmo_lns.schemes import parse
@@ -33,15 +33,8 @@ _SCHEME = "of a checkpoint that doesn't say it, such as lns or lns:exponent=0.25
 def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns export``. :raises LNSError: refused or failed; nothing is left behind."""
     args = _export_parser().parse_args(argv)
-    print("\n".join(run(args)))
-    return 0
-
-
-def run(args: argparse.Namespace) -> list[str]:
-    """Do what the parsed arguments say; returns the report, one line each."""
     from olmo_lns.export import megatron
     from olmo_lns.export.convert import WRITTEN_AS, convert, finished, module_of, write_tokenizer
-    from olmo_lns.export.huggingface import save as save_huggingface
     from olmo_lns.export.open import kind_of, open_checkpoint
     from olmo_lns.norm.dtypes import DTYPES as TORCH
 
@@ -63,21 +56,16 @@ def run(args: argparse.Namespace) -> list[str]:
             opened = open_checkpoint(folder, scheme)
             trained = opened.scheme
             if trained.is_pre_ln and scheme is None and form == kind:
-                raise LNSConfigError(
-                    f"{folder} says nothing of a scheme: there is nothing to fold. If it was trained with one, say "
-                    "which: --scheme lns."
-                )
+                raise LNSConfigError(f"{folder} names no scheme: nothing to fold. If it had one, add --scheme lns.")
             made = convert(opened, form, dtype)
             done = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
             lines = [f"{type(made.model).__name__}: {done}"]
-            if form == HF:
-                lines.append(write_tokenizer(part, made, args.tokenizer))
-                save_huggingface(made, part, args.max_shard_size)
-            else:
-                module_of(form).save(made, part)
-                lines.append("the optimizer's state is left out: its moments belong to the unfolded weights")
+            lines += [write_tokenizer(part, made, args.tokenizer)] if form == HF else []
+            module_of(form).save(made, part)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
-    return [*lines, f"wrote {out}: {size / 1e6:,.1f} MB"]
+    print(*lines, "no optimizer state: its moments belong to the unfolded weights", sep="\n")
+    print(f"wrote {out}: {size / 1e6:,.1f} MB")
+    return 0
 
 
 def _export_parser() -> argparse.ArgumentParser:
@@ -89,7 +77,6 @@ def _export_parser() -> argparse.ArgumentParser:
     add("--format", choices=FORMATS, help="default: the checkpoint's own")
     add("--scheme", help=_SCHEME)
     add("--dtype", choices=("keep", *DTYPES), default="keep", help="of the weights written")
-    add("--max-shard-size", default="5GB", help="of a file of weights, with --format hf (default %(default)s)")
     add("--tokenizer", help="tokenizer.json, a folder, a hub name, or none; default: the checkpoint's own")
     return parser
 
@@ -99,23 +86,16 @@ def verify(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("olmo-lns verify", description=_VERIFY, formatter_class=_RAW)
     add = parser.add_argument
     add("checkpoint", type=Path, help="the LNS checkpoint")
-    add("export", type=Path, help="what olmo-lns export made of it")
+    add("export", type=Path, help="the folder that olmo-lns export made of it")
     add("--scheme", help=_SCHEME)
-    add("--prompts", type=at_least(1), default=8, help="how many (default %(default)s)")
-    add(
-        "--length",
-        type=at_least(2),
-        default=64,
-        help="tokens of each (default %(default)s)",
-    )
-    add("--seed", type=seed, default=0, help="of the random tokens (default %(default)s)")
+    add("--length", type=at_least(2), default=64, help="tokens of each of the 8 prompts (default %(default)s)")
     args = parser.parse_args(argv)
     if os.path.realpath(args.checkpoint) == os.path.realpath(args.export):
-        raise LNSConfigError(f"{args.export} is the checkpoint itself. Give what olmo-lns export made of it.")
+        raise LNSConfigError(f"{args.export} is the checkpoint itself. Give the folder of its export.")
     from olmo_lns.export.verify import verify as compare
 
-    scheme = parse(args.scheme) if args.scheme else None
-    how = {"prompts": args.prompts, "length": args.length, "seed": args.seed}
-    result = compare(args.checkpoint, args.export, scheme=scheme, **how)
+    result = compare(
+        args.checkpoint, args.export, scheme=parse(args.scheme) if args.scheme else None, length=args.length
+    )
     print(result)
     return 0 if result.passed else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator
@@ -13,9 +12,10 @@ from typing import Any, Iterator
 import torch
 
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, fold, huggingface
+from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, huggingface
 from olmo_lns.export.open import Opened
-from olmo_lns.tokenizers import find_tokenizer, load_tokenizer
+from olmo_lns.fold import check_finite
+from olmo_lns.tokenizers import load_tokenizer
 
 #: Kind of checkpoint -> the formats that it is written as, its own first.
 WRITTEN_AS = {
@@ -27,7 +27,7 @@ WRITTEN_AS = {
 
 
 def module_of(kind: str) -> Any:
-    """The module of a format."""
+    """Return the module of a format."""
     return importlib.import_module(f"olmo_lns.export.{'huggingface' if kind == HF else kind.replace('-', '_')}")
 
 
@@ -40,14 +40,14 @@ def convert(opened: Opened, form: str, dtype: torch.dtype | None = None) -> Open
 
     Example: ``convert(open_checkpoint(folder), "hf").model.save_pretrained(out)``.
     """
-    fold.check_finite(opened.model.named_parameters())
+    check_finite(opened.model.named_parameters())
     if opened.kind in (HF, MEGATRON):
         made = huggingface.folded(opened, dtype)
     elif form == HF:
         made = module_of(opened.kind).to_huggingface(opened, dtype)
     else:
         made = module_of(opened.kind).folded(opened, dtype)
-    fold.check_finite(made.model.named_parameters())
+    check_finite(made.model.named_parameters())
     return made
 
 
@@ -59,12 +59,10 @@ def finished(out: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise LNSConfigError(f"{out} exists. Give a folder that does not; nothing is overwritten.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    part = out.with_name(f".{out.name}.{os.getpid()}")
+    part.mkdir(parents=True)
     try:
         yield part
-        os.umask(umask := os.umask(0))
-        part.chmod(0o777 & ~umask)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -77,16 +75,11 @@ def write_tokenizer(out: Path, opened: Opened, asked: str | None) -> str:
     :returns: one line that says what was written.
     :raises LNSConfigError: it cannot be loaded, or has more tokens than the model.
     """
-    own = opened.tokenizer
-    if own == str(opened.folder) and opened.folder.is_dir() and not any(opened.folder.glob("tokenizer*")):
-        own = None
-    if asked == "none" or (asked or own) is None:
+    name = asked or opened.tokenizer
+    if name in (None, "none"):
         return "no tokenizer: give --tokenizer to include one"
-    name, eos = str(asked or own), opened.eos_token_id
-    if name.endswith(".json") and find_tokenizer(name, opened.folder) is None:
-        raise LNSConfigError(f"tokenizer {name} is not there. Give --tokenizer FILE, or --tokenizer none.")
     try:
-        tokenizer = load_tokenizer(name, opened.folder, eos if isinstance(eos, int) else None)
+        tokenizer = load_tokenizer(name, opened.folder, opened.eos_token_id)
     except LNSError as error:
         raise LNSConfigError(f"{error}; or leave it out: --tokenizer none") from None
     size, rows = max(tokenizer.get_vocab().values(), default=-1) + 1, huggingface.vocabulary(opened.model)

@@ -15,7 +15,6 @@ _EXAMPLES = """\
 examples:
   olmo-lns hf init llama --set num_hidden_layers=12 --set hidden_size=768 -o out   needs no network
   olmo-lns hf init Qwen/Qwen2.5-0.5B --scheme lns -o qwen-lns        the shape of a model of the hub, fresh weights
-  olmo-lns hf import runs/lns/step1000 -o model      an OLMo, OLMo-core or Megatron checkpoint, to train on
 """
 
 
@@ -27,13 +26,13 @@ def main(argv: Sequence[str]) -> int:
 
     register()
     with finished(args.output) as part:
-        lines = _init(args, part) if args.what == "init" else _import(args, part)
+        lines = _init(args, part)
     print("\n".join([*lines, f"wrote {args.output}"]))
     return 0
 
 
 def _init(args: argparse.Namespace, out: Path) -> list[str]:
-    """Config, tokenizer and fresh weights; returns the report."""
+    """Write config, tokenizer and fresh weights, and return the report."""
     import torch
     import transformers
 
@@ -68,7 +67,7 @@ def _init(args: argparse.Namespace, out: Path) -> list[str]:
 
 
 def _stock_config(source: str, changes: dict[str, Any]) -> Any:
-    """The config of a folder or hub name, or the default one of a model type, with ``changes``.
+    """Return the config of a folder or hub name, or the default one of a model type, with ``changes``.
 
     :raises LNSConfigError: it cannot be read, has a scheme, or has no such setting.
     """
@@ -111,23 +110,6 @@ def _copy_tokenizer(source: str, out: Path) -> str:
     return f"no tokenizer: {source} has none that could be loaded"
 
 
-def _import(args: argparse.Namespace, out: Path) -> list[str]:
-    """A checkpoint as it was trained, its factors outside the weights; returns the report."""
-    from olmo_lns.export import HF, MEGATRON
-    from olmo_lns.export.convert import module_of, write_tokenizer
-    from olmo_lns.export.open import open_checkpoint
-    from olmo_lns.norm.dtypes import DTYPES as TORCH
-
-    opened = open_checkpoint(args.checkpoint, args.scheme)
-    if opened.kind == HF or opened.scheme.is_pre_ln:
-        found = "a transformers folder" if opened.kind == HF else "Pre-LN"
-        raise LNSConfigError(f"{args.checkpoint} is {found}. Give an LNS checkpoint of OLMo, OLMo-core or Megatron.")
-    made = opened if opened.kind == MEGATRON else module_of(opened.kind).to_huggingface(opened, keep=True)
-    model: Any = made.model.to(dtype=TORCH.get(args.dtype or ""))
-    model.save_pretrained(out)
-    return [f"{model.config.model_type}: {made.scheme}", write_tokenizer(out, made, args.tokenizer)]
-
-
 def _setting(text: str) -> tuple[str, Any]:
     import yaml
 
@@ -150,11 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("--head", default="CausalLM", help="CausalLM (default), SequenceClassification, …")
     init.add_argument("--seed", type=seed, default=0, help="of the fresh weights (default %(default)s)")
     init.add_argument("--no-weights", dest="weights", action="store_false", help="config and tokenizer only")
-    brought = commands.add_parser("import", help="a checkpoint as it was trained, to train on in transformers")
-    brought.add_argument("checkpoint", type=Path, help="of OLMo, OLMo-core or Megatron")
-    brought.add_argument("--scheme", help="of a checkpoint that doesn't say it")
-    brought.add_argument("--tokenizer", help="tokenizer.json, a folder, a hub name, or none; default: its own")
-    for command in (init, brought):
-        command.add_argument("-o", "--output", type=Path, required=True, help="folder to create; must not exist")
-        command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: fp32; import: as they are)")
+    init.add_argument("-o", "--output", type=Path, required=True, help="folder to create; must not exist")
+    init.add_argument("--dtype", choices=DTYPES, help="of the weights (default fp32)")
     return parser

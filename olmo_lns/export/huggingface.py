@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping
@@ -9,20 +10,18 @@ from typing import Any, Mapping
 import torch
 from torch import nn
 
-from olmo_lns.errors import LNSConfigError, LNSError, one_line
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF
-from olmo_lns.export.fold import check_finite
-from olmo_lns.export.open import Opened, load_state
+from olmo_lns.export.open import Opened, readable
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
 
 #: Largest relative difference of logits between one model in two frameworks: in fp32, and in fp16 or bf16.
-_SAME = {torch.float32: 1e-4, torch.float64: 1e-4}
-_SAME_ROUNDED = 0.05
+_SAME, _SAME_ROUNDED = 1e-4, 0.05
 
 
 def open(folder: Path, scheme: Scheme | None = None, **how: Any) -> Opened:
-    """Open a transformers folder, ours (``lns_llama``, …) or stock; its own loader decides which files it reads.
+    """Open a transformers folder, ours (``lns_llama``, …) or stock; transformers decides which files it reads.
 
     :param folder: or a name of the hub. :param scheme: that a stock folder was trained with.
     :param how: for ``from_pretrained``; None is as if it were not given.
@@ -33,27 +32,22 @@ def open(folder: Path, scheme: Scheme | None = None, **how: Any) -> Opened:
     from olmo_lns.integrations.transformers import register
 
     register()
-    try:
+    with readable(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
-        loader = getattr(transformers, auto_class(config))
         given = {name: value for name, value in how.items() if value is not None}
-        model, found = loader.from_pretrained(folder, torch_dtype="auto", output_loading_info=True, **given)
-    except LNSError:
-        raise
-    except Exception as error:  # transformers raises almost anything for a folder that it cannot load
-        raise LNSConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
-    for problem, key in (("is missing", "missing_keys"), ("has another shape", "mismatched_keys")):
-        if names := sorted(map(str, found[key])):
-            raise LNSConfigError(f"{folder}: {names[0]} {problem} ({len(names)} such weights). Expected its model's.")
+        loader = getattr(transformers, auto_class(config))
+        model = _loaded(loader, folder, folder, torch_dtype="auto", **given)
+    has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
+    eos = getattr(config, "eos_token_id", None)
     opened = Opened(
         model,
         HF,
         read_back(model),
         folder,
         settings(model),
-        tokenizer=str(folder),
+        tokenizer=str(folder) if has_tokenizer else None,
         max_length=int(getattr(config, "max_position_embeddings", None) or 2048),
-        eos_token_id=getattr(config, "eos_token_id", None),
+        eos_token_id=eos if isinstance(eos, int) else None,
         pad_token_id=getattr(config, "pad_token_id", None),
     )
     return under(opened, scheme) if scheme is not None and opened.scheme.is_pre_ln else opened
@@ -64,6 +58,18 @@ def auto_class(config: Any) -> str:
     name = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
     task = name.partition("For")[2] or ("CausalLM" if name.endswith("LMHeadModel") else "")
     return f"AutoModelFor{task}" if task else "AutoModel"
+
+
+def _loaded(loader: Any, source: Path | None, name: Path, *, complete: bool = False, **how: Any) -> Any:
+    """Load a model and check that every weight has its place. :param complete: no weight is left over."""
+    with readable(name):
+        model, found = loader.from_pretrained(source, output_loading_info=True, **how)
+    problems = {"is missing": "missing_keys", "has another shape": "mismatched_keys"}
+    for problem, key in (problems | ({"has no place": "unexpected_keys"} if complete else {})).items():
+        if names := sorted(map(str, found[key])):
+            what = f"{names[0]} {problem} in {type(model).__name__} ({len(names)} such weights)"
+            raise LNSConfigError(f"{name}: {what}. Expected the weights of this model.")
+    return model
 
 
 def under(opened: Opened, scheme: Scheme) -> Opened:
@@ -87,17 +93,12 @@ def settings(model: Any) -> dict[str, Any]:
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     """Fold a transformers model in place and return it as its stock class.
 
-    :raises LNSConfigError: adapters, or the scheme doesn't fold.
+    :raises LNSConfigError: the scheme doesn't fold.
     """
-    from olmo_lns.integrations.transformers import fold
+    from olmo_lns.integrations.transformers.folding import fold
 
     model: Any = opened.model
-    if any(hasattr(module, "base_layer") for module in model.modules()):
-        raise LNSConfigError(f"{opened.folder}: the model has adapters. Merge them first (merge_and_unload()).")
-    if dtype is not None:  # products are rounded once
-        model.to(torch.promote_types(model.dtype, dtype))
-    stock = fold(model).to(dtype=dtype)
-    check_finite(stock.named_parameters())
+    stock = (model if opened.scheme.is_pre_ln else fold(model, dtype)).to(dtype=dtype)
     return replace(opened, model=stock, scheme=PRE_LN, config=settings(stock))
 
 
@@ -106,9 +107,9 @@ def vocabulary(model: nn.Module) -> int:
     return next(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
 
 
-def prompt(model: nn.Module, count: int = 1, length: int = 12, seed: int = 0) -> torch.Tensor:
+def prompt(model: nn.Module, count: int = 1, length: int = 12) -> torch.Tensor:
     """Random input: token ids, int64 (count, length); for a model of images, fp32 (count, channels, height, width)."""
-    generator, config = torch.Generator().manual_seed(seed), getattr(model, "config", None)
+    generator, config = torch.Generator().manual_seed(0), getattr(model, "config", None)
     if getattr(model, "main_input_name", "") == "pixel_values":
         shape = (count, config.num_channels, config.image_size, config.image_size)  # type: ignore[union-attr]
         return torch.randn(shape, generator=generator)
@@ -117,59 +118,46 @@ def prompt(model: nn.Module, count: int = 1, length: int = 12, seed: int = 0) ->
 
 
 @torch.no_grad()
-def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits in fp32, (count, length, vocabulary). :param ids: as :func:`prompt` gives them; default: some."""
-    ids = prompt(model) if ids is None else ids
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits in fp32, (count, length, vocabulary). :param ids: as :func:`prompt` gives them."""
     output = model(ids.to(next(model.parameters()).dtype) if ids.is_floating_point() else ids)
     result: torch.Tensor = getattr(output, "logits", output).float()
     return result
 
 
-def require_same(found: torch.Tensor, expected: torch.Tensor, model: Any, what: str) -> None:
-    """:raises LNSConfigError: the logits of two models differ by more than their dtype explains."""
-    allowed = _SAME.get(next(model.parameters()).dtype, _SAME_ROUNDED)
-    difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= allowed:
-        raise LNSConfigError(
-            f"{what}: logits differ by {difference:.1e} of the largest, expected {allowed:.0e} at most."
-        )
+def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Path, reference: Any = None) -> Any:
+    """Return the causal model of a config's ``values`` with the tensors of ``state``.
 
-
-def build(values: Mapping[str, Any], state: Mapping[str, torch.Tensor], source: Path) -> Any:
-    """The causal model of a config's ``values`` with the tensors of ``state``.
-
-    :raises LNSConfigError: they don't fit.
+    :param reference: the model that it is made from; it must compute the same.
+    :raises LNSConfigError: weights that don't fit, or logits that differ.
     """
     import transformers
 
     config = transformers.AutoConfig.for_model(**values)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    _give(model, state, source)
-    return model.to(dtype=next(iter(state.values())).dtype)
+    loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    dtype = next(iter(state.values())).dtype
+    model = _loaded(loader, None, source, complete=True, config=config, state_dict=state, torch_dtype=dtype).eval()
+    if reference is not None:
+        expected, found = (logits(each, prompt(reference)) for each in (reference, model))
+        difference = float((found - expected).abs().max() / expected.abs().max())
+        allowed = _SAME if dtype in (torch.float32, torch.float64) else _SAME_ROUNDED
+        if not difference <= allowed:
+            raise LNSConfigError(
+                f"{source}: {type(model).__name__} doesn't compute this model: logits differ by {difference:.1e} of "
+                f"the largest, expected {allowed:.0e} at most."
+            )
+    return model
 
 
-def _give(model: Any, state: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Load into a model on the meta device, whose tables (RoPE) are made anew on the CPU."""
-    shared = {name for name, p in model.named_parameters(remove_duplicate=False)} - {
-        n for n, _ in model.named_parameters()
-    }
-    state = dict(state)
-    for name in shared - set(state):  # of tied weights one is stored
-        twin = model.get_parameter(name)
-        state[name] = state[next(n for n, p in model.named_parameters() if p is twin)]
-    load_state(model, state, source)
-    model.tie_weights()
-    for module in model.modules():
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            fresh = type(module)(config=model.config)
-            module.__dict__["_buffers"] = fresh._buffers
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """The name of a weight, with each part that ``names`` holds replaced.
 
-
-def measure(model: Any, reference: Any, source: Path) -> None:
-    """:raises LNSConfigError: a converted model computes something else than the model that it was made from."""
-    name, ids = type(model).__name__, prompt(reference)
-    require_same(logits(model, ids), logits(reference, ids), model, f"{source}: {name} doesn't compute this model")
+    >>> renamed("blocks.0.w_out.weight", {"blocks": "layers", "w_out": "o_proj"})
+    'layers.0.o_proj.weight'
+    """
+    for ours, theirs in names.items():
+        name = re.sub(rf"(^|\.){re.escape(ours)}(?=\.|$)", rf"\1{theirs}", name)
+    return name
 
 
 def tokens(opened: Opened) -> dict[str, int | None]:
@@ -179,7 +167,7 @@ def tokens(opened: Opened) -> dict[str, int | None]:
     return {role: i if isinstance(i, int) and 0 <= i < size else None for role, i in ids.items()}
 
 
-def save(opened: Opened, out: Path, max_shard_size: str = "5GB") -> None:
-    """Write the model as transformers does. :param max_shard_size: of a file, such as ``2GB``."""
+def save(opened: Opened, out: Path) -> None:
+    """Write the model as transformers does."""
     model: Any = opened.model
-    model.save_pretrained(out, max_shard_size=max_shard_size)
+    model.save_pretrained(out)

@@ -1,6 +1,6 @@
 """Megatron's distributed checkpoints (``torch_dist``): folded for stock Megatron, and run as a Llama.
 
-Layers lie stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` of shape [L, …]) or under their number
+Layers are stacked along a first axis (``decoder.layers.mlp.linear_fc1.weight`` of shape [L, …]) or under their number
 (``decoder.layers.7.mlp…``). ``linear_qkv`` is grouped by key head: each group holds its query heads, then one key and
 one value head. ``linear_fc1`` is [gate, up]. The saved arguments are in ``common.pt``; from Megatron Core 0.19 on, in
 an object of the distributed checkpoint.
@@ -27,9 +27,10 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.export import MEGATRON, fold, huggingface
-from olmo_lns.export.open import Opened, tensors_of
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export import MEGATRON, huggingface
+from olmo_lns.export.open import Opened, readable
+from olmo_lns.fold import check_finite, multiplied
 from olmo_lns.schemes import PRE_LN, Scheme
 
 TRACKER, COMMON, COMMON_OBJECT = "latest_checkpointed_iteration.txt", "common.pt", "common_state/shard_0_1"
@@ -40,7 +41,7 @@ _SITE = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:self_attention\.linear_qkv(?:_down_proj)?\.layer_norm_|input_layernorm\."
     r"|mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)(?P<part>weight|bias)$"
 )
-#: The names that arguments have had: ``--apply-layernorm-1p``, and ``--norm-epsilon``.
+#: Names of one argument in several versions: ``--apply-layernorm-1p``, and ``--norm-epsilon``.
 _ZERO_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 _EPSILON = ("norm_epsilon", "layernorm_epsilon")
 _NOTHING = (None, False, 0)
@@ -73,38 +74,51 @@ _SAFE: dict[str, Any] = {
 class Saved:
     """One iteration of a Megatron run. :param common: ``common["args"]`` are the run's arguments.
 
-    :param names: of the model's tensors. :param objects: of its other entries.
+    :param tensors: name -> size and dtype of each of the model's tensors. :param objects: names of its other entries.
     """
 
     folder: Path
     common: dict[str, Any]
-    names: list[str] = field(default_factory=list)
+    tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
 
     @property
     def args(self) -> Any:
         return self.common["args"]
 
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme that the saved arguments name."""
+    def scheme(self, asked: Scheme | None) -> Scheme:
+        """The scheme that the saved arguments name, or ``asked`` where they name none."""
         if other := getattr(self.args, "norm_scheme", ""):
             raise LNSConfigError(f"{self.folder}: norm_scheme={other!r} in Megatron is of a development version only.")
+        if asked is not None and asked.name not in ("lns", PRE_LN.name):
+            raise LNSConfigError(f"--scheme {asked}: {self.folder} is Megatron's, which has lns and its exponent only.")
         if not getattr(self.args, "layernorm_scaling", False):
-            return PRE_LN
+            return asked or PRE_LN
         exponent = getattr(self.args, "layernorm_scaling_exponent", None)
-        return Scheme.of("lns", **({} if exponent is None else {"exponent": float(exponent)}))
+        own = Scheme.of("lns", **({} if exponent is None else {"exponent": float(exponent)}))
+        if asked not in (None, own):
+            raise LNSConfigError(f"{self.folder} says scheme {own}, --scheme says {asked}. Leave --scheme away.")
+        return own
 
     @property
     def shift(self) -> float:
-        """What is added to a stored gain: 1 where gains are zero-centred."""
-        return 1.0 if any(_given(self.args, _ZERO_CENTRED, self.folder)) else 0.0
+        """The difference between a gain and its stored value: 1 where gains are zero-centred."""
+        return 1.0 if _given(self.args, _ZERO_CENTRED, self.folder) else 0.0
 
     def sites(self) -> Iterator[tuple[str, int | None, str]]:
         """Name of each parameter of a block norm, its 0-based layer (None: all, stacked), ``weight`` or ``bias``."""
-        for name in self.names:
+        for name in self.tensors:
             if match := _SITE.match(name):
                 yield name, None if match["layer"] is None else int(match["layer"]), match["part"]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's tensors, whole, on the CPU."""
+        state: dict[str, Any] = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in self.tensors.items()
+        }
+        with readable(self.folder):
+            dcp_load(state, storage_reader=FileSystemReader(self.folder), no_dist=True)
+        return state
 
 
 def read(folder: Path) -> Saved:
@@ -114,26 +128,25 @@ def read(folder: Path) -> Saved:
     :raises LNSConfigError: another format, damaged, without arguments, or with layers that cannot be folded.
     """
     folder = _iteration(folder)
-    try:
+    with readable(folder / ".metadata"):
         stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except ModuleNotFoundError as error:
-        raise LNSConfigError(f"{folder} needs Megatron Core, whose classes it names ({error}).") from None
-    except Exception as error:  # a damaged pickle raises almost anything
-        raise LNSConfigError(f"{folder / '.metadata'} cannot be read: {one_line(error)}") from None
     saved = Saved(folder, _common(folder, stored))
     for name, entry in stored.items():
-        if not _TRAINING.match(name) and name != COMMON_OBJECT:
-            (saved.names if isinstance(entry, TensorStorageMetadata) else saved.objects).append(name)
+        if _TRAINING.match(name) or name == COMMON_OBJECT:
+            continue
+        if isinstance(entry, TensorStorageMetadata):
+            saved.tensors[name] = entry
+        else:
+            saved.objects.append(name)
     layers = int(saved.args.num_layers)
     gains = [(name, layer) for name, layer, part in saved.sites() if part == "weight"]
-    sizes: dict[str, Any] = dict(stored)
-    found = sum(int(sizes[name].size[0]) if layer is None else 1 for name, layer in gains)
+    found = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in gains)
     if found != 2 * layers:
         raise LNSConfigError(
             f"{folder}: found {found} block norms in {layers} layers, expected {2 * layers}. Only a plain transformer "
             "decoder (attention and MLP or MoE in every layer) can be folded."
         )
-    if foreign := [name for name in saved.names if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]:
+    if foreign := [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]:
         raise LNSConfigError(f"{folder}: {foreign[0]} is of a layer that cannot be folded (MTP, Mamba or cross).")
     return saved
 
@@ -163,14 +176,9 @@ class _WriteBytes(DefaultSavePlanner):
 
 def _objects(folder: Path, names: list[str]) -> dict[str, bytes]:
     state: dict[str, Any] = dict.fromkeys(names)
+    planner = _KeepBytes(flatten_state_dict=False, flatten_sharded_tensors=False)
     if names:
-        reader = FileSystemReader(folder)
-        dcp_load(
-            state,
-            storage_reader=reader,
-            planner=_KeepBytes(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
-        )
+        dcp_load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
     return state
 
 
@@ -181,20 +189,16 @@ def _common(folder: Path, stored: Any) -> dict[str, Any]:
     """
     path = folder / COMMON
     if not path.is_file() and COMMON_OBJECT not in stored:
-        raise LNSConfigError(f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: the run's arguments are missing.")
+        raise LNSConfigError(f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: no arguments of the run.")
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
-    try:
+    with readable(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
         allowed: list[Any] = [(_admitted(name, path), name) for name in names]
         with torch.serialization.safe_globals(allowed):
             common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except LNSConfigError:
-        raise
-    except Exception as error:  # torch raises almost anything for a damaged file
-        raise LNSConfigError(f"{path} cannot be read: {one_line(error)}") from None
     common = common[0] if isinstance(common, list) and common else common
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
-        raise LNSConfigError(f"{path} holds no arguments: expected those of the run, which say how it was built.")
+        raise LNSConfigError(f"{path} holds no arguments. Expected those of the run, by which the model was built.")
     return common
 
 
@@ -206,15 +210,15 @@ def _admitted(name: str, path: Path) -> Any:
         found = getattr(importlib.import_module(module), attribute, None)
         if isinstance(found, type) and issubclass(found, enum.Enum):
             return found
-    raise LNSConfigError(f"{path} names the class {name}, which saved arguments have no need of: it is not loaded.")
+    raise LNSConfigError(f"{path} names the class {name}. Expected plain values and enumerations of Megatron.")
 
 
-def _given(args: Any, names: tuple[str, ...], source: object) -> list[Any]:
-    """The values of an argument that has had several names. A default in its place would be a guess."""
+def _given(args: Any, names: tuple[str, ...], source: object) -> Any:
+    """The value of an argument that has had several names. A default in its place would be a guess."""
     found = [getattr(args, name) for name in names if getattr(args, name, None) is not None]
     if not found:
         raise LNSConfigError(f"{source}: the saved arguments hold neither {' nor '.join(names)}: expected one of them.")
-    return found
+    return found[0]
 
 
 def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
@@ -224,42 +228,34 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
     :raises LNSConfigError: nothing to fold, as :func:`read`, or values that are not finite.
     """
     saved = read(folder)
-    scheme = _agreed(saved, scheme)
+    scheme = saved.scheme(scheme)
     if scheme.is_pre_ln:
         raise LNSConfigError(f"{folder} is Pre-LN: there is nothing to fold.")
     layers, target = int(saved.args.num_layers), out / saved.folder.name
-    fold.require_foldable(scheme, layers, folder)
     factors = torch.tensor([scheme.plan(n, layers, "attn").norm_scale for n in range(1, layers + 1)]).double()
-    state: dict[str, Any] = tensors_of(saved.folder, dict.fromkeys(saved.names))
+    state: dict[str, Any] = saved.weights()
     for name, layer, part in saved.sites():
         factor = factors if layer is None else float(factors[layer])
-        state[name] = fold.multiplied(state[name], factor, None, saved.shift if part == "weight" else 0.0)
-    fold.check_finite(state.items())
-    kept = {key: value for key, value in saved.common.items() if not _TRAINING.match(key)}
+        state[name] = multiplied(state[name], factor, None, saved.shift if part == "weight" else 0.0)
+    check_finite(state.items())
     ours = ("layernorm_scaling", "norm_scheme", "no_scaled_init")
     args = {name: value for name, value in vars(saved.args).items() if not name.startswith(ours)}
-    common = kept | {"args": argparse.Namespace(**args)}
+    common = {key: value for key, value in saved.common.items() if not _TRAINING.match(key)}
+    common["args"] = argparse.Namespace(**args)
     state |= _objects(saved.folder, saved.objects)
+    target.mkdir(parents=True)
     if (saved.folder / COMMON).is_file():
-        target.mkdir(parents=True)
         torch.save(common, target / COMMON)
     else:
         buffer = io.BytesIO()
         torch.save([common], buffer)
         state[COMMON_OBJECT] = buffer.getvalue()
-    dcp_save(
-        state, storage_writer=FileSystemWriter(target), planner=_WriteBytes(flatten_state_dict=False), no_dist=True
-    )
+    planner = _WriteBytes(flatten_state_dict=False)
+    dcp_save(state, storage_writer=FileSystemWriter(target), planner=planner, no_dist=True)
     shutil.copyfile(saved.folder / "metadata.json", target / "metadata.json")
     iteration = saved.folder.name.removeprefix("iter_").lstrip("0") or "0"
     (out / TRACKER).write_text(iteration, encoding="utf-8")
     return saved.folder.name
-
-
-def _agreed(saved: Saved, scheme: Scheme | None) -> Scheme:
-    if scheme is not None and not saved.scheme.is_pre_ln and saved.scheme != scheme:
-        raise LNSConfigError(f"{saved.folder} says scheme {saved.scheme}, --scheme says {scheme}. Leave --scheme away.")
-    return saved.scheme if scheme is None else scheme
 
 
 def open(folder: Path, scheme: Scheme | None = None) -> Opened:
@@ -268,14 +264,11 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     :raises LNSConfigError: as :func:`read`, or Llama doesn't compute this model; it says why.
     """
     saved = read(folder)
-    scheme = _agreed(saved, scheme)
-    state = tensors_of(saved.folder, dict.fromkeys(saved.names))
-    values = _config(saved, state["embedding.word_embeddings.weight"].shape[0])
-    model = huggingface.build(values, _renamed(saved, state, values), folder)
-    opened = Opened(
-        model, MEGATRON, PRE_LN, folder, huggingface.settings(model), max_length=values["max_position_embeddings"]
-    )
-    return huggingface.under(opened, scheme)
+    scheme = saved.scheme(scheme)
+    values = _config(saved, saved.tensors["embedding.word_embeddings.weight"].size[0])
+    model = huggingface.build(values, _renamed(saved, values), folder)
+    settings, longest = huggingface.settings(model), values["max_position_embeddings"]
+    return huggingface.under(Opened(model, MEGATRON, PRE_LN, folder, settings, max_length=longest), scheme)
 
 
 def _config(saved: Saved, rows: int) -> dict[str, Any]:
@@ -301,7 +294,7 @@ def _config(saved: Saved, rows: int) -> dict[str, Any]:
         "head_dim": int(getattr(args, "kv_channels", None) or args.hidden_size // heads),
         "max_position_embeddings": int(args.max_position_embeddings),
         "rope_theta": float(getattr(args, "rotary_base", 10_000)),
-        "rms_norm_eps": float(_given(args, _EPSILON, saved.folder)[0]),
+        "rms_norm_eps": float(_given(args, _EPSILON, saved.folder)),
         "initializer_range": float(getattr(args, "init_method_std", 0.02)),
         "tie_word_embeddings": not getattr(args, "untie_embeddings_and_output_weights", False),
         "attention_bias": False,
@@ -311,38 +304,37 @@ def _config(saved: Saved, rows: int) -> dict[str, Any]:
     }
 
 
-def _renamed(saved: Saved, state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights under Llama's names, not folded.
+#: Megatron's names -> Llama's. ``linear_qkv.weight`` and ``linear_fc1.weight`` are taken apart.
+_NAMES = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "decoder.layers": "model.layers",
+    "output_layer": "lm_head",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.linear_qkv": "self_attn.{}_proj",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1": "mlp.{}_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
 
-    :raises LNSConfigError: a weight is missing, or Llama has no place for one.
-    """
-    used = set()
 
-    def take(name: str, layer: int | None = None) -> torch.Tensor:
-        numbered = name if layer is None else name.replace("decoder.layers.", f"decoder.layers.{layer}.")
-        stored = numbered if numbered in state else name
-        if stored not in state:
-            raise LNSConfigError(f"{saved.folder}: {stored} is missing. Expected the weights of a plain decoder.")
-        used.add(stored)
-        tensor = state[stored] if stored == numbered else state[stored][layer]
-        return tensor + saved.shift if name.endswith(("layer_norm_weight", "layernorm.weight")) else tensor
-
-    made = {"model.embed_tokens.weight": take("embedding.word_embeddings.weight")}
-    for layer in range(config["num_hidden_layers"]):
-        theirs, attention, mlp = f"model.layers.{layer}", "decoder.layers.self_attention", "decoder.layers.mlp"
-        made[f"{theirs}.input_layernorm.weight"] = take(f"{attention}.linear_qkv.layer_norm_weight", layer)
-        made[f"{theirs}.post_attention_layernorm.weight"] = take(f"{mlp}.linear_fc1.layer_norm_weight", layer)
-        qkv = ungrouped(take(f"{attention}.linear_qkv.weight", layer), config)
-        made |= {f"{theirs}.self_attn.{part}_proj.weight": rows for part, rows in zip("qkv", qkv, strict=True)}
-        made[f"{theirs}.self_attn.o_proj.weight"] = take(f"{attention}.linear_proj.weight", layer)
-        gate, up = take(f"{mlp}.linear_fc1.weight", layer).chunk(2)
-        made |= {f"{theirs}.mlp.gate_proj.weight": gate, f"{theirs}.mlp.up_proj.weight": up}
-        made[f"{theirs}.mlp.down_proj.weight"] = take(f"{mlp}.linear_fc2.weight", layer)
-    made["model.norm.weight"] = take("decoder.final_layernorm.weight")
-    if not config["tie_word_embeddings"]:
-        made["lm_head.weight"] = take("output_layer.weight")
-    if left := sorted(set(state) - used):
-        raise LNSConfigError(f"{saved.folder}: Llama has no place for {left[0]} ({len(left)} such weights).")
+def _renamed(saved: Saved, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights under Llama's names, not folded; a weight that Llama doesn't have keeps Megatron's."""
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in saved.weights().items():
+        stacked = name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
+        for layer, part in enumerate(tensor if stacked else [tensor]):
+            numbered = name.replace("decoder.layers.", f"decoder.layers.{layer}.") if stacked else name
+            theirs = huggingface.renamed(numbered, _NAMES)
+            if name.endswith(("layer_norm_weight", "layernorm.weight")):
+                made[theirs] = part + saved.shift
+            elif name.endswith("linear_qkv.weight"):
+                made |= {theirs.format(x): rows for x, rows in zip("qkv", ungrouped(part, config), strict=True)}
+            elif name.endswith("linear_fc1.weight"):
+                made |= {theirs.format(x): rows for x, rows in zip(("gate", "up"), part.chunk(2), strict=True)}
+            else:
+                made[theirs] = part
     return made
 
 

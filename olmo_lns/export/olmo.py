@@ -8,25 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
-from torch import nn
 
-from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.export import HF, OLMO, fold, huggingface
-from olmo_lns.export.open import Opened, load_state, tensors_of
+from olmo_lns.errors import LNSConfigError
+from olmo_lns.export import HF, OLMO, huggingface
+from olmo_lns.export.open import Opened, load_state, readable
+from olmo_lns.fold import Factor, fold_norms, multiplied
 from olmo_lns.schemes import PRE_LN, SUB_LAYERS, Scheme
 
 #: Folder of a sharded (``torch_new``) checkpoint.
 SHARDED = "model_and_optim"
-#: Setting -> its values in a model that Llama or Olmo computes. The rest is measured.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "activation_type": ("swiglu",),
-    "block_type": ("sequential", "llama"),
-    "rope": (True,),
-    **dict.fromkeys(("alibi", "attention_layer_norm", "embedding_layer_norm", "scale_logits", "norm_after"), (False,)),
-}
 #: OlmoLayerNorm's eps is a constant in its forward.
 _OLMO_EPS = 1e-5
 
@@ -40,25 +33,20 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 
     register()  # before OLMo is imported
     from olmo.config import LayerNormType, ModelConfig
-    from olmo.exceptions import OLMoConfigurationError
     from olmo.model import OLMo
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     from olmo_lns.integrations.olmo.types import base_type, scheme_of, spell
 
     path = folder / "config.yaml"
-    try:
+    with readable(path):
         saved: Any = OmegaConf.load(path)
         config = ModelConfig.load(path, key="model", validate_paths=False)
         if scheme is not None and scheme_of(config.layer_norm_type).is_pre_ln:
             config.layer_norm_type = LayerNormType(spell(scheme, base_type(config.layer_norm_type)))
         config.init_device = "cpu"
         model = OLMo(config, init_params=False)
-    except (OLMoConfigurationError, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise LNSConfigError(f"{path}: {one_line(error)}") from None
-    load_state(model, _weights(folder, model), folder)
+    _load(model, folder)
     return Opened(
         model,
         OLMO,
@@ -73,84 +61,52 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     )
 
 
-def _weights(folder: Path, model: Any) -> dict[str, torch.Tensor]:
+def _load(model: Any, folder: Path) -> None:
     # Not by OLMo's own loader: that of OLMo 0.6.0 cannot read shards under torch >= 2.6.
-    if (folder / "model.pt").is_file():
-        try:
+    from torch.distributed.checkpoint import load
+
+    with readable(f"{folder}, its weights,"):
+        if (folder / "model.pt").is_file():
             state = torch.load(folder / "model.pt", map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises almost anything for a damaged file
-            raise LNSConfigError(
-                f"{folder / 'model.pt'} is truncated or not a file of torch.save: {one_line(error)}"
-            ) from None
-    else:
-        state = tensors_of(folder / SHARDED, model.state_dict(), "model.")
-    found: dict[str, torch.Tensor] = model._make_state_dict_compatible(state)[0]
-    return found
+            load_state(model, model._make_state_dict_compatible(state)[0], folder)
+        else:
+            state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+            load(state, checkpoint_id=folder / SHARDED, no_dist=True)
 
 
 def _settings(config: Any) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, str) else value for name, value in config.asdict().items()}
 
 
-def blocks(model: Any) -> Iterator[Any]:
-    """The blocks of an OLMo model in order, inside their groups where it has groups."""
-    held = model.transformer
-    yield from (
-        (block for group in held.block_groups for block in group) if hasattr(held, "block_groups") else held.blocks
-    )
+def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+    """Fold the factors of an OLMo model in place and return it as a stock OLMo model, without gates.
 
-
-def _readers(block: Any, sub_layer: str) -> list[nn.Module]:
-    """The linear layers that read the norm of a sub-layer."""
-    if sub_layer == "ff":
-        return [block.ff_proj]
-    return [block.att_proj] if hasattr(block, "att_proj") else [block.q_proj, block.k_proj, block.v_proj]
-
-
-def folded(opened: Opened, dtype: torch.dtype | None = None, *, gains: bool = False) -> Opened:
-    """Fold the factors of an OLMo model in place and return it as a stock OLMo model.
-
-    :param dtype: of the weights, None: as they are. :param gains: give norms without a gain one, which holds the
-        factor; else the linear layers that read them do.
+    :param dtype: of the weights, None: as they are.
     :raises LNSConfigError: the scheme doesn't fold.
     """
-    model: Any = opened.model
-    scheme, layers = opened.scheme, model.config.n_layers
-    fold.require_foldable(scheme, layers, opened.folder)
-    if gains:
-        _give_gains(model)
-    for number, block in enumerate(blocks(model), start=1):
-        for sub_layer in SUB_LAYERS if not scheme.is_pre_ln else ():
-            plan, where = scheme.plan(number, layers, sub_layer), f"block {number}, {sub_layer}"
-            norm, output = getattr(block, f"{sub_layer}_norm"), getattr(block, f"{sub_layer}_out")
-            if plan.norm_scale != 1.0:
-                fold.fold_norm(norm, dtype, where=where, readers=_readers(block, sub_layer))
-            factor: fold.Factor = plan.branch_scale
-            if plan.gate is not None:
-                gate = getattr(block, f"{sub_layer}_gate").weight.detach()
-                factor = (gate.double() * factor).expand(model.config.d_model)
-            if plan.gate is not None or factor != 1.0:
-                fold.multiply(output, factor, dtype)
-    return _stock(opened, dtype)
-
-
-def _give_gains(model: Any) -> None:
-    norms = [getattr(block, f"{sub_layer}_norm") for block in blocks(model) for sub_layer in SUB_LAYERS]
-    for norm in [*norms, model.transformer.ln_f]:
-        if norm.weight is None:
-            norm.weight = nn.Parameter(torch.ones(model.config.d_model, dtype=next(model.parameters()).dtype))
-    model.config.layer_norm_with_affine, model.config.bias_for_layer_norm = True, False
-
-
-def _stock(opened: Opened, dtype: torch.dtype | None) -> Opened:
-    """A stock OLMo model of the same weights, gates left out."""
     from olmo.config import InitFnType, LayerNormType, ModelConfig
     from olmo.model import OLMo
 
+    from olmo_lns.integrations.olmo.model import blocks_of
     from olmo_lns.integrations.olmo.types import INIT_FNS, base_type
 
     model: Any = opened.model
-    config = ModelConfig(**model.config.asdict())
+    scheme, config = opened.scheme, ModelConfig(**model.config.asdict())
+    if not scheme.folds_into_pre_ln(config.n_layers):
+        raise LNSConfigError(
+            f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: no weights "
+            "of a Pre-LN block hold norms on branches or sums, groups of channels, or a weighed shortcut."
+        )
+    fold_norms(model, lambda: model(huggingface.prompt(model)), dtype)
+    for number, block in enumerate(blocks_of(model), start=1):
+        for sub_layer in SUB_LAYERS if not scheme.is_pre_ln else ():
+            plan = scheme.plan(number, config.n_layers, sub_layer)
+            factor: Factor = plan.branch_scale
+            if plan.gate is not None:
+                gate = getattr(block, f"{sub_layer}_gate").weight.detach()
+                factor = (gate.double() * factor).expand(config.d_model)
+            for parameter in getattr(block, f"{sub_layer}_out").parameters():
+                parameter.data = multiplied(parameter.data, factor, dtype)
     config.layer_norm_type = LayerNormType(base_type(config.layer_norm_type))
     if str(config.init_fn) in INIT_FNS:
         config.init_fn = InitFnType.normal
@@ -172,40 +128,29 @@ def save(opened: Opened, out: Path) -> None:
     OmegaConf.save(saved, out / "config.yaml")
 
 
-def to_huggingface(opened: Opened, dtype: torch.dtype | None = None, *, keep: bool = False) -> Opened:
-    """The transformers model that computes the same: Llama, or Olmo for a LayerNorm without a gain.
+def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
+    """Return the transformers model that computes the same: Llama, or Olmo for a LayerNorm without a gain.
 
-    :param keep: leave the factors outside the weights and apply the scheme to the Llama.
     :raises LNSConfigError: the scheme doesn't fold, or no stock class computes this model; it says why.
     """
     from olmo_lns.integrations.olmo.types import base_type
 
     model: Any = opened.model
-    rms = base_type(model.config.layer_norm_type) == "rms"
-    _check_plain(model.config, rms, opened.folder)
-    if keep:
-        _give_gains(model) if rms else None
-        stock = _stock(opened, dtype)
-    else:
-        stock = folded(opened, dtype, gains=rms)
-    made = huggingface.build(_config(stock, rms), _renamed(stock.model), opened.folder)
-    huggingface.measure(made, stock.model, opened.folder)
-    result = replace(stock, model=made, kind=HF, config=huggingface.settings(made))
-    return huggingface.under(result, opened.scheme) if keep else result
-
-
-def _check_plain(config: Any, rms: bool, folder: Path) -> None:
-    found = [f"{key}={getattr(config, key)!s}" for key, good in _PLAIN.items() if getattr(config, key) not in good]
-    if rms:
-        found += ["clip_qkv, which only Olmo has"] * bool(config.clip_qkv)
-    elif config.layer_norm_with_affine:
+    config, rms = model.config, base_type(model.config.layer_norm_type) == "rms"
+    found = []  # that 12 random tokens may not show; the rest is measured
+    if rms and config.clip_qkv:
+        found.append("clip_qkv, which only Olmo has")
+    if not rms and config.layer_norm_with_affine:
         found.append("a LayerNorm with a gain, which no Llama or Olmo has")
-    elif config.layer_norm_eps != _OLMO_EPS:
+    if not rms and config.layer_norm_eps != _OLMO_EPS:
         found.append(f"layer_norm_eps={config.layer_norm_eps:g}, where Olmo's is {_OLMO_EPS:g}")
     if found:
         raise LNSConfigError(
-            f"{folder}: no stock transformers class computes this model: {'; '.join(found)}. Use --format olmo."
+            f"{opened.folder}: no stock transformers class computes this model: {'; '.join(found)}. Use --format olmo."
         )
+    stock = folded(opened, dtype)
+    made = huggingface.build(_config(stock, rms), _renamed(stock.model, rms), opened.folder, stock.model)
+    return replace(stock, model=made, kind=HF, config=huggingface.settings(made))
 
 
 def _config(stock: Opened, rms: bool) -> dict[str, Any]:
@@ -233,15 +178,17 @@ def _config(stock: Opened, rms: bool) -> dict[str, Any]:
     return values | {"clip_qkv": config.clip_qkv}
 
 
-def _renamed(model: Any) -> dict[str, torch.Tensor]:
+def _renamed(model: Any, rms: bool) -> dict[str, torch.Tensor]:
     """The weights of a stock OLMo model under transformers' names, its fused projections taken apart."""
+    from olmo_lns.integrations.olmo.model import blocks_of
+
     config, held = model.config, model.transformer
     kv = config.effective_n_kv_heads * config.d_model // config.n_heads
     made = {"model.embed_tokens": held.wte, "model.norm": held.ln_f}
     if not config.weight_tying:
         made["lm_head"] = held.ff_out
     result: dict[str, torch.Tensor] = {}
-    for index, block in enumerate(blocks(model)):
+    for index, block in enumerate(blocks_of(model)):
         layer = f"model.layers.{index}"
         made |= {f"{layer}.input_layernorm": block.attn_norm, f"{layer}.post_attention_layernorm": block.ff_norm}
         made |= {f"{layer}.self_attn.o_proj": block.attn_out, f"{layer}.mlp.down_proj": block.ff_out}
@@ -255,5 +202,7 @@ def _renamed(model: Any) -> dict[str, torch.Tensor]:
             parts = fused.detach().split((config.d_model, kv, kv))
             result |= {f"{layer}.self_attn.{part}_proj.{name}": p for part, p in zip("qkv", parts, strict=True)}
     for name, module in made.items():
+        if rms and "norm" in name and module.weight is None:  # Llama's norms have a gain
+            result[f"{name}.weight"] = torch.ones_like(held.wte.weight[0])
         result |= {f"{name}.{part}": parameter.detach() for part, parameter in module.named_parameters()}
     return result

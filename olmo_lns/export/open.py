@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import textwrap
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
-from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE
 from olmo_lns.schemes import Scheme, parse
 
@@ -39,39 +42,32 @@ class Opened:
 
 
 def kind_of(folder: Path) -> str:
-    """The format of a checkpoint folder; of a hub's ``name`` or ``owner/name``, transformers'.
+    """Return the format of a checkpoint folder; transformers' for a name of the hub, ``name`` or ``owner/name``.
 
-    :raises LNSConfigError: no folder, an adapter, the folder of a run, or no checkpoint; it says what is missing.
+    :raises LNSConfigError: no folder, an adapter, the folder of a run, or no complete checkpoint.
     """
+
+    def has(*names: str) -> bool:
+        return any((folder / name).exists() for name in names)
+
     if not folder.exists() and len(folder.parts) <= 2 and not str(folder).startswith((".", "~", "/")):
         return HF
     if not folder.is_dir():
-        raise LNSConfigError(
-            f"{folder} is no such folder. Give a checkpoint folder, or a name of the Hugging Face hub."
-        )
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise LNSConfigError(
-            f"{folder} is an adapter. Merge it first (merge_and_unload()), save that model, export it."
-        )
-    if (folder / "config.yaml").is_file() and any((folder / name).exists() for name in ("model.pt", "model_and_optim")):
+        raise LNSConfigError(f"{folder} is no such folder. Give a checkpoint folder or a name of the hub.")
+    if has("adapter_config.json"):
+        raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()) and save that model.")
+    if has("config.yaml") and has("model.pt", "model_and_optim"):
         return OLMO
-    if (folder / "config.json").is_file():
-        core = (folder / "model_and_optim").is_dir() or (folder / ".metadata").is_file()
-        return OLMO_CORE if core else HF
-    if (folder / "latest_checkpointed_iteration.txt").is_file() or any(folder.glob("iter_*")):
-        return MEGATRON
-    if (folder / ".metadata").is_file():
+    if has("config.json"):
+        return OLMO_CORE if has("model_and_optim", ".metadata") else HF
+    if has("latest_checkpointed_iteration.txt", ".metadata") or any(folder.glob("iter_*")):
         return MEGATRON
     if inside := sorted(path.name for path in folder.glob("step*") if path.is_dir()):
         raise LNSConfigError(f"{folder} is the folder of a run. Give one of its checkpoints: {', '.join(inside)}.")
-    if (folder / "config.yaml").is_file():
-        raise LNSConfigError(
-            f"{folder} has a config.yaml and neither model.pt nor model_and_optim/. Unshard it with OLMo's "
-            "scripts/unshard.py; expected a complete checkpoint."
-        )
     raise LNSConfigError(
-        f"{folder} holds neither config.yaml (OLMo), config.json (transformers; OLMo-core, with model_and_optim/) nor "
-        "an iter_* folder (Megatron). Give a checkpoint folder."
+        f"{folder} holds no complete checkpoint. Expected config.yaml with model.pt or model_and_optim/ (OLMo; unshard "
+        "others with its scripts/unshard.py), config.json (transformers; OLMo-core, with model_and_optim/) or an "
+        "iter_* folder (Megatron)."
     )
 
 
@@ -114,40 +110,26 @@ def open_model(
     return open_checkpoint(folder, scheme).model.to(device=device, dtype=dtype).eval()
 
 
+@contextmanager
+def readable(source: object) -> Iterator[None]:
+    """Raise an error of the frameworks, which raise almost anything for a damaged file, as one line.
+
+    :raises LNSConfigError: anything was raised; it names ``source``.
+    """
+    try:
+        yield
+    except LNSError:
+        raise
+    except (Exception, CheckpointException) as error:
+        failures = getattr(error, "failures", None)  # of the ranks
+        text = str(failures[min(failures)][0] if failures else error).strip() or type(error).__name__
+        raise LNSConfigError(f"{source} cannot be loaded: {textwrap.shorten(text, 300)}") from None
+
+
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: object) -> None:
     """Give ``model`` the tensors of ``state``, which are not copied.
 
-    :raises LNSConfigError: missing, unexpected or of another shape; it names the first.
+    :raises LNSConfigError: missing, unexpected or of another shape; it names them.
     """
-    own = model.state_dict()
-    shapes = {name for name in set(own) & set(state) if own[name].shape != state[name].shape}
-    missing, unknown = set(own) - set(state), set(state) - set(own)
-    for problem, names in (("is missing", missing), ("has no place", unknown), ("has another shape", shapes)):
-        if names:
-            raise LNSConfigError(f"{source}: {min(names)} {problem} ({len(names)} such weights). Expected its model's.")
-    model.load_state_dict(dict(state), assign=True)
-
-
-def tensors_of(folder: Path, wanted: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Load tensors of a torch distributed checkpoint in one process.
-
-    :param wanted: name -> anything. :param prefix: of the stored names.
-    :raises LNSConfigError: one is missing, or the files are damaged.
-    """
-    from torch.distributed.checkpoint import FileSystemReader, load
-
-    try:
-        reader = FileSystemReader(folder)
-        stored = reader.read_metadata().state_dict_metadata
-        if missing := sorted(name for name in wanted if prefix + name not in stored):
-            raise LNSConfigError(f"{folder}: {missing[0]} is missing ({len(missing)} such weights).")
-        state: dict[str, Any] = {}
-        for name in wanted:
-            entry: Any = stored[prefix + name]
-            state[prefix + name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        load(state, storage_reader=reader, no_dist=True)
-    except LNSConfigError:
-        raise
-    except Exception as error:  # torch raises almost anything for a damaged file
-        raise LNSConfigError(f"{folder} cannot be read: {one_line(error)}") from None
-    return {name: state[prefix + name] for name in wanted}
+    with readable(source):
+        model.load_state_dict(dict(state), assign=True)

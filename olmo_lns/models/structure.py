@@ -1,4 +1,4 @@
-"""Where transformer blocks live, and how to run a model's body."""
+"""Find the transformer blocks of a model, and run its body."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from olmo_lns.errors import LNSError
 #: Encoders whose loss is that of masked tokens, not of the next one.
 MASKED = ("bert", "distilbert", "modernbert", "roberta")
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-#: Of ids and mask.
+#: A function of ids and mask.
 Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
 
 
 def is_olmo_model(model: nn.Module) -> bool:
-    """Whether this is OLMo's own model class, told without importing OLMo."""
+    """Tell OLMo's own model class, without importing OLMo."""
     return any(c.__module__ == "olmo.model" and c.__name__ == "OLMo" for c in type(model).__mro__)
 
 
@@ -28,12 +28,12 @@ def model_type(model: nn.Module) -> str | None:
 
 
 def is_masked_lm(kind: str | None) -> bool:
-    """Whether a ``model_type`` is one of :data:`MASKED`, under a scheme or not."""
+    """Tell a ``model_type`` of :data:`MASKED`, under a scheme or not."""
     return (kind or "").removeprefix("lns_") in MASKED
 
 
 def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
-    """The transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
+    """Return the transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
     They are the one outermost list of at least two modules of one class. OLMo's block groups count as their blocks,
     under FSDP too.
@@ -66,7 +66,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
 
 
 def is_olmo_core_model(model: nn.Module) -> bool:
-    """Whether ``model`` is OLMo-core's: it numbers its blocks in a ModuleDict."""
+    """Tell OLMo-core's model, which numbers its blocks in a ModuleDict."""
     return isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head")
 
 
@@ -83,7 +83,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def body_forward(model: nn.Module) -> Forward:
-    """A function that runs all blocks on ids and mask, without the head where the model allows it."""
+    """Return a function that runs all blocks on ids and mask, without the head where the model allows it."""
     if is_olmo_model(model):
         return lambda ids, mask: model(ids, attention_mask=mask, last_logits_only=True)
     if is_olmo_core_model(model):
@@ -95,7 +95,7 @@ def body_forward(model: nn.Module) -> Forward:
 
 
 def logits_of(model: nn.Module) -> Forward:
-    """A function from ids and mask to logits of shape (batch, sequence, vocabulary)."""
+    """Return a function from ids and mask to logits of shape (batch, sequence, vocabulary)."""
     cached: dict[str, Any] = {"use_cache": False} if model_type(model) is not None else {}
     if is_olmo_core_model(model):
         return lambda ids, mask: _without_mask(model, ids, mask)
@@ -111,7 +111,7 @@ def logits_of(model: nn.Module) -> Forward:
 
 
 def _without_mask(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-    """OLMo-core takes any keyword in silence, a mask among them."""
+    """Run OLMo-core's model, which ignores keywords that it doesn't know, a mask among them."""
     if mask is not None and not bool(mask.all()):
         raise LNSError("OLMo-core's models take no attention mask: give sequences of one length")
     logits: torch.Tensor = model(ids, **kwargs)

@@ -20,7 +20,7 @@ def test_every_diagnostic_runs_on_a_saved_model(kind, tmp_path):
     model, tokens, outputs = huggingface(kind), ids(2, 15), []
     model.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), device="cpu")
-    assert (loaded.kind, loaded.vocabulary, loaded.max_length, loaded.dtype) == ("huggingface", 97, 64, "float32")
+    assert (loaded.kind, loaded.vocabulary, loaded.max_length, loaded.dtype) == ("hf", 97, 64, "float32")
     assert len(loaded.blocks) == LAYERS
     for block in model.get_submodule(PATHS.get(kind, "model.layers")):
         block.register_forward_hook(lambda _, __, out: outputs.append(out[0] if isinstance(out, tuple) else out))

@@ -112,7 +112,7 @@ def test_task_scores_with_each_block_removed_equal_those_of_the_logits(offline, 
     def accuracy():
         return multiple_choice.accuracy(lambda ids: loaded.model(ids).logits, documents)
 
-    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer_name), 8)
+    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer), 8)
     scores = score_tasks(lm, loaded.blocks, ["local_words"], include_path=str(task_folder))["local_words"]
     assert scores["metric"] == "acc" and len(set(scores["score"])) > 1, "removing a block must change a score"
     with torch.no_grad():

@@ -9,9 +9,8 @@ pytest.importorskip("olmo.model", reason="ai2-olmo is not installed")
 import torch
 import yaml
 from support.exports import byte_tokenizer, export, load_hf, load_olmo, logits, refused, relative, save_olmo, verify
-from support.olmo_models import reference_logits, tokens
+from support.olmo_models import tokens
 
-from olmo_lns.cli import main
 from olmo_lns.export.open import open_model
 from olmo_lns.schemes import names, parse
 
@@ -29,9 +28,7 @@ CHANGES = {
     "default_no_gain": (NO_GAIN | {"layer_norm_eps": 1e-5}, "Olmo"),
     "default_no_gain_tied_clipped": (NO_GAIN | TIED | {"layer_norm_eps": 1e-5, "clip_qkv": 0.5}, "Olmo"),
 }
-IDS = tokens(batch=2, length=16)
-#: The NumPy reference has no clipping, no grouped heads and one rotary base.
-BEYOND_NUMPY = ("rms_gqa", "default_no_gain_tied_clipped")
+IDS, BARE = tokens(batch=2, length=16), ("--tokenizer", "none")
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -40,52 +37,36 @@ def test_stock_software_computes_the_same(name, tmp_path, capsys):
     folder = tmp_path / "lns"
     model = save_olmo(folder, layer_norm_type=f"lns_{name.partition('_')[0]}", **changes)
     expected = logits(model, IDS)
-    if name not in BEYOND_NUMPY:
-        assert relative(expected, torch.from_numpy(reference_logits(model, IDS))) <= 1e-5
     assert relative(logits(open_model(folder), IDS), expected) == 0
     assert export(folder, tmp_path / "olmo") == 0
     stock = load_olmo(tmp_path / "olmo")
     assert relative(logits(stock, IDS), expected) <= 1e-5 and verify(folder, tmp_path / "olmo") == 0
     assert sorted(path.name for path in (tmp_path / "olmo").iterdir()) == ["config.yaml", "model.pt"]
-    assert (
-        yaml.safe_load((tmp_path / "olmo" / "config.yaml").read_text())["model"]["layer_norm_type"]
-        == name[:7].rstrip("_").split("_")[0]
-    )
+    config = yaml.safe_load((tmp_path / "olmo" / "config.yaml").read_text())
+    assert config["model"]["layer_norm_type"] == name.partition("_")[0]
     if not like:
         assert "a LayerNorm with a gain" in refused(capsys, folder, tmp_path / "hf", "--format", "hf")
         return
-    words = ("--format", "hf", "--tokenizer", "none", "--max-shard-size", "60KB")
-    assert export(folder, tmp_path / "hf", *words) == 0
+    assert export(folder, tmp_path / "hf", "--format", "hf", *BARE) == 0
     made = load_hf(tmp_path / "hf")
     assert type(made).__name__ == f"{like}ForCausalLM" and relative(logits(made, IDS), expected) <= 1e-5
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1 and verify(folder, tmp_path / "hf") == 0
+    assert verify(folder, tmp_path / "hf") == 0
     assert "lns" not in (tmp_path / "hf" / "config.json").read_text()
     stock.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     assert relative(logits(stock, IDS), expected) > 1e-2, "the factor makes no difference, so this test shows nothing"
 
 
-def foldable(name):
-    return parse(name).folds_into_pre_ln(4) and name != "preln"
-
-
-@pytest.mark.parametrize("name", [name for name in names() if foldable(name)])
-def test_every_scheme_that_folds_is_folded(name, tmp_path):
-    folder = tmp_path / "run"
-    model = save_olmo(folder, layer_norm_type=f"{name}_rms")
-    assert export(folder, tmp_path / "olmo") == 0 and export(folder, tmp_path / "hf", "--format", "hf", *BARE) == 0
-    for stock in (load_olmo(tmp_path / "olmo"), load_hf(tmp_path / "hf")):
-        assert relative(logits(stock, IDS), logits(model, IDS)) <= 1e-5
-
-
-BARE = ("--tokenizer", "none")
-
-
-@pytest.mark.parametrize("name", [name for name in names() if not foldable(name) and name != "preln"])
-def test_every_other_scheme_is_refused(name, tmp_path, capsys):
-    scheme = f"{name}_rms:groups=2" if "groups" in parse(name).parameters else f"{name}_rms"
-    save_olmo(tmp_path / "run", layer_norm_type=scheme)
-    for form in ("olmo", "hf"):
-        assert "cannot be folded" in refused(capsys, tmp_path / "run", tmp_path / "out", "--format", form)
+@pytest.mark.parametrize("name", [name for name in names() if name != "preln"])
+def test_every_scheme_is_folded_or_refused(name, tmp_path, capsys):
+    folder, groups = tmp_path / "run", ":groups=2" if "groups" in parse(name).parameters else ""
+    model = save_olmo(folder, layer_norm_type=f"{name}_rms{groups}")
+    for form, load in (("olmo", load_olmo), ("hf", load_hf)):
+        words = (folder, tmp_path / form, "--format", form, *BARE)
+        if not parse(name).folds_into_pre_ln(4):
+            assert "cannot be folded" in refused(capsys, *words)
+        else:
+            assert export(*words) == 0
+            assert relative(logits(load(tmp_path / form), IDS), logits(model, IDS)) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,11 +99,11 @@ def test_a_scheme_that_a_stock_config_does_not_name(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"alibi": True, "rope": False}, "alibi=True"),
-        ({"attention_layer_norm": True}, "attention_layer_norm=True"),
-        ({"activation_type": "gelu"}, "activation_type=gelu"),
+        ({"alibi": True, "rope": False}, "doesn't compute this model"),
+        ({"attention_layer_norm": True}, "doesn't compute this model"),
+        ({"activation_type": "gelu"}, "cannot be loaded"),
         ({"clip_qkv": 0.5}, "clip_qkv, which only Olmo has"),
-        ({"norm_after": True}, "norm_after=True"),
+        ({"norm_after": True}, "doesn't compute this model"),
         ({"include_bias": True, "bias_for_layer_norm": True}, "no place"),
     ],
 )
@@ -144,20 +125,8 @@ def test_the_tokenizer_travels_and_another_models_is_refused(tmp_path, capsys):
     large = byte_tokenizer(tmp_path / "large.json", 200)
     words = (tmp_path / "run", tmp_path / "no", "--format", "hf", "--tokenizer")
     assert "another model's" in refused(capsys, *words, large)
-    assert "is not there" in refused(capsys, *words, tmp_path / "none.json")
+    assert "no tokenizer could be loaded" in refused(capsys, *words, tmp_path / "none.json")
     assert "--tokenizer is of --format hf" in refused(capsys, *words[:2], "--tokenizer", own)
-
-
-@pytest.mark.parametrize("kind", ["llama", "olmo"])
-def test_a_checkpoint_is_imported_with_its_factors_outside(kind, tmp_path):
-    changes = {} if kind == "llama" else NO_GAIN | {"layer_norm_eps": 1e-5}
-    base = "rms" if kind == "llama" else "default"
-    model = save_olmo(tmp_path / "run", layer_norm_type=f"lns_{base}:exponent=0.25", **changes)
-    assert main(["hf", "import", str(tmp_path / "run"), "-o", str(tmp_path / "model"), *BARE]) == 0
-    loaded = open_model(tmp_path / "model")
-    assert type(loaded).__name__.startswith("LNS") and loaded.config.model_type == f"lns_{kind}"
-    assert relative(logits(loaded, IDS), logits(model, IDS)) <= 1e-5
-    assert loaded.model.layers[-1].input_layernorm.lns_scale == 4**-0.25
 
 
 def test_damage_is_named_and_nothing_is_left_behind(tmp_path, capsys):
@@ -169,14 +138,14 @@ def test_damage_is_named_and_nothing_is_left_behind(tmp_path, capsys):
 
     model = save_olmo(tmp_path / "run", layer_norm_type="lns_rms")
     lost = "transformer.blocks.1.ff_norm.weight"
-    assert f"{lost} is missing" in again(lambda state: state.pop(lost))
-    assert "odd has no place" in again(lambda state: state.update(odd=torch.ones(1)))
+    assert f'Missing key(s) in state_dict: "{lost}"' in again(lambda state: state.pop(lost))
+    assert 'Unexpected key(s) in state_dict: "odd"' in again(lambda state: state.update(odd=torch.ones(1)))
     assert lost in again(lambda state: state.update({lost: torch.ones(3)}))
     assert "NaN or infinite" in again(lambda state: state.update({lost: torch.full((32,), torch.nan)}))
     (tmp_path / "run" / "model.pt").write_bytes(b"\x80no archive")
-    assert "truncated or not a file of torch.save" in refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert "its weights, cannot be loaded" in refused(capsys, tmp_path / "run", tmp_path / "out")
     (tmp_path / "run" / "model.pt").unlink()
-    assert "neither model.pt nor model_and_optim" in refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert "no complete checkpoint" in refused(capsys, tmp_path / "run", tmp_path / "out")
     save_olmo(tmp_path / "runs" / "step4", layer_norm_type="lns_rms")
     assert "one of its checkpoints: step4" in refused(capsys, tmp_path / "runs", tmp_path / "out")
     assert "exists" in refused(capsys, tmp_path / "runs" / "step4", tmp_path / "run")

@@ -76,18 +76,6 @@ def test_the_recipe_learns_a_folder_of_images(arm, tmp_path):
     assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
 
 
-@pytest.mark.slow
-def test_the_recipe_learns_the_digits(tmp_path):
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'olmo-lns[vision]'")
-    values = yaml.safe_load((FOLDER / "digits.yaml").read_text())
-    values["model"] |= {"num_hidden_layers": 2}
-    values["training"] |= {"num_train_epochs": 8, "learning_rate": 4e-3}
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump(values))
-    done = script(tmp_path / "two.yaml", "--data", "digits", "--arm", "none", "-o", tmp_path / "out", folder=tmp_path)
-    assert done.returncode == 0 and "of 360 held-out images" in done.stdout, done.stderr[-3000:]
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["accuracy"] > 30
-
-
 def test_arms_differ_in_layer_scale_and_factor_only():
     models = {}
     for name in recipe.ARMS:

@@ -100,7 +100,7 @@ def load(root, model):
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     saved, file = read(root), root / "iter_0000010" / COMMON
-    stacked = "decoder.layers.mlp.linear_fc2.weight" in saved.names
+    stacked = "decoder.layers.mlp.linear_fc2.weight" in saved.tensors
     metadata = None if stacked else {"non_homogeneous_layers": True, "singleton_local_shards": False}
     state = {"model": model.sharded_state_dict(metadata=metadata)}
     lacking = not file.exists() and tuple(map(int, __version__.split(".")[:2])) < (0, 19)

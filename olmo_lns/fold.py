@@ -1,0 +1,139 @@
+"""Multiply a scheme's factors into the weights of a built model, in place.
+
+``s * N(x)`` is ``N(x)`` with gain and bias times ``s``. A zero-centred norm stores its gain less one, which becomes
+``s * (1 + g) - 1``. A norm without a gain is followed by linear layers, and their weights are multiplied. Products are
+in fp64 and are rounded once, to the dtype of the weight that is written.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Iterable
+
+import torch
+from torch import nn
+
+from olmo_lns import sites
+from olmo_lns.errors import LNSConfigError, MeasurementError
+
+#: Factor of a whole parameter, or fp64 (rows,) with one for each of its rows.
+Factor = float | torch.Tensor
+
+
+def multiplied(data: torch.Tensor, factor: Factor, dtype: torch.dtype | None, shift: float = 0.0) -> torch.Tensor:
+    """Return ``(data + shift) * factor - shift``, computed in fp64 and rounded once.
+
+    :param data: any shape. :param factor: dimensionless; a tensor has one value for each row of ``data``.
+    :param dtype: of the result, None: as ``data``. :param shift: 1.0 for a zero-centred gain.
+
+    Example: ``multiplied(gain, 0.5, torch.bfloat16)``.
+    """
+    if isinstance(factor, torch.Tensor):
+        factor = factor.reshape(-1, *[1] * (data.dim() - 1))
+    return ((data.double() + shift) * factor - shift).to(dtype or data.dtype)
+
+
+@torch.no_grad()
+def fold_norms(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None = None) -> None:
+    """Fold the factor of every scaled norm into its gain and bias, and take the scheme off the model.
+
+    :param run: one forward of the model in eval mode, which returns its output. It shows which linear layers read a
+        norm without a gain.
+    :param dtype: of the parameters that are changed, None: their own.
+    :raises LNSConfigError: a factor has no one place in the weights.
+    :raises MeasurementError: a norm doesn't multiply by its gain. In either case the model is left as it was.
+
+    Example: ``fold_norms(model, lambda: model(ids))``.
+    """
+    norms = {name: module for name, module in model.named_modules() if "lns_scale" in vars(module)}
+    bare = [norm for norm in norms.values() if not list(norm.parameters(recurse=False))]
+    readers = _readers(model, bare, run) if bare else {}
+    new: dict[nn.Parameter, torch.Tensor] = {}
+    for name, norm in norms.items():
+        folded = {module.weight: multiplied(module.weight, norm.lns_scale, dtype) for module in readers.get(norm, ())}
+        for parameter, value in (folded or _folded(name, norm, dtype)).items():
+            if parameter in new:
+                raise LNSConfigError(f"{name}: two sub-layers share this weight, which has room for one factor.")
+            new[parameter] = value
+    for parameter, value in new.items():
+        parameter.data = value
+    sites.restore(model)
+
+
+def _folded(name: str, norm: Any, dtype: torch.dtype | None) -> dict[nn.Parameter, torch.Tensor]:
+    """The new gain and bias of a norm, measured in fp64."""
+    factor, own = norm.lns_scale, dict(norm.named_parameters(recurse=False))
+    if factor == 1.0:
+        return {}
+    stock = copy.deepcopy(norm)
+    sites.restore(stock)
+    stock.double()
+    for centre in (0.0, 1.0):
+        shifts = {key: 0.0 if "bias" in key else centre for key in own}
+        wide = {key: multiplied(parameter, factor, torch.float64, shifts[key]) for key, parameter in own.items()}
+        gain = next(iter(own.values()))
+        x = torch.randn((4, 1, gain.shape[-1]), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        expected = factor * stock(x.to(gain.device))
+        found = torch.func.functional_call(stock, wide, (x.to(gain.device),))
+        if float((found - expected).norm()) <= 1e-5 * float(expected.norm()):
+            return {own[key]: value.to(dtype or own[key].dtype) for key, value in wide.items()}
+    raise MeasurementError(
+        f"{name}: {type(norm).__name__} with its gain and bias times {factor:.4g} isn't {factor:.4g} times what it "
+        "was. Expected a norm with a gain, zero-centred or not."
+    )
+
+
+def _readers(model: nn.Module, norms: list[Any], run: Callable[[], Any]) -> dict[Any, list[Any]]:
+    """For each norm the linear layers that read its output as it is.
+
+    :raises LNSConfigError: something else reads it, or a linear layer has an adapter.
+    """
+    found: dict[Any, list[Any]] = {norm: [] for norm in norms}
+    outputs: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def wrote(norm: Any, args: Any, output: torch.Tensor) -> None:
+        outputs[output.data_ptr()] = norm, output  # kept alive: its memory is not used again
+
+    def read(module: nn.Module, args: Any) -> None:
+        norm, output = outputs.get(args[0].data_ptr(), (None, None)) if args else (None, None)
+        if output is not None and output.numel() == args[0].numel() and module not in found[norm]:
+            found[norm].append(module)
+
+    matrices = [m for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+    handles = [norm.register_forward_hook(wrote) for norm in norms]
+    expected = _output(run, handles + [module.register_forward_pre_hook(read) for module in matrices])
+    readers = [module for each in found.values() for module in each]
+    adapters = {child for module in model.modules() if hasattr(module, "base_layer") for child in module.modules()}
+    if adapters.intersection(readers):
+        raise LNSConfigError(
+            "a factor goes into a projection that has an adapter, which would stay as it is. Merge adapters first "
+            "(merge_and_unload())."
+        )
+    handles = [norm.register_forward_hook(lambda module, args, output: 2.0 * output) for norm in norms]
+    halved = [m.register_forward_pre_hook(lambda module, args: (args[0] / 2.0, *args[1:])) for m in readers]
+    difference = float((_output(run, handles + halved) - expected).abs().max())
+    if not all(found.values()) or difference > 1e-3 * float(expected.abs().max()):
+        raise LNSConfigError(f"{type(model).__name__}: more than projections reads its norms, which have no weights.")
+    return found
+
+
+def _output(run: Callable[[], Any], handles: list[Any]) -> torch.Tensor:
+    """The first output of a forward, while hooks are there."""
+    try:
+        output = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    result: torch.Tensor = output if isinstance(output, torch.Tensor) else getattr(output, "logits", output[0])
+    return result
+
+
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """:raises LNSConfigError: a value is NaN or infinite; it says how many are."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise LNSConfigError(
+                f"{name} holds NaN or infinite values ({bad} of {tensor.numel()}). Expected finite weights: those of "
+                "an earlier checkpoint, or a dtype that holds them (bf16 or fp32)."
+            )
