@@ -93,7 +93,7 @@ def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_facto
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("--model.layer_norm_type=lsn", "did you mean 'lns'?"),
+        ("--model.layer_norm_type=lsn", "lns_low_precision"),
         ("--steps=0", "Key 'steps' not in 'TrainConfig'"),
         ("--data.paths=[/nowhere/a.npy]", "/nowhere/a.npy"),
         ("--data.paths=${oc.env:LNS_TEST_DATA}/x.npy", "LNS_TEST_DATA"),

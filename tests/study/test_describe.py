@@ -194,7 +194,7 @@ def test_a_copied_description_finds_the_configs_of_the_pack(tmp_path, monkeypatc
 
 
 def test_the_page_has_every_key():
-    page = (REPOSITORY / "docs" / "study.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "descriptions.md").read_text(encoding="utf-8")
     rows = {row[0] for row in re.findall(r"^\| `([a-z_.]+)` \|(.*)$", page, re.M)}
     assert rows >= {*Description.model_fields} - {"launch"} | {f"launch.{key}" for key in Launch.model_fields}
 
