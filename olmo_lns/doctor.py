@@ -53,7 +53,7 @@ def extras() -> list[str]:
 
 
 def lacking(extra: str) -> str:
-    """What an extra asks for and isn't here, with the command that installs it; ``""`` where all is here."""
+    """Return the packages that an extra lacks, with the command that installs them; ``""`` where none is missing."""
     checkout = FRAMEWORKS[extra][1] if extra in FRAMEWORKS and "/" in (installed(extra) or "") else None
     bad = []
     for requirement in map(Requirement, importlib.metadata.requires("olmo-lns") or []):

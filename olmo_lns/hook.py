@@ -105,7 +105,7 @@ def _catch_up() -> None:
 
 
 def _is_executed(module: Any) -> bool:
-    """Whether it is a module that its loader has executed. A stand-in of a test is none, and wraps nothing."""
+    """Return true for a module that its loader has executed; a stand-in of a test is not wrapped."""
     spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
     return bool(getattr(spec, "loader", None)) and not getattr(spec, "_initializing", False)
 
@@ -223,7 +223,7 @@ def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *,
 
 
 def is_wrapped(function: Any) -> bool:
-    """Whether ``function`` (or the function of a classmethod) is one of this package."""
+    """Return true for a function (or the function of a classmethod) of this package."""
     return hasattr(getattr(function, "__func__", function), MARKER)
 
 
@@ -242,5 +242,5 @@ def require(framework: str) -> None:
 
 
 def autoload_active() -> bool:
-    """Whether the start-up hook ran in this interpreter (it does not under ``-S`` or ``-I -S``)."""
+    """Return true if the start-up hook ran in this interpreter (it does not under ``-S`` or ``-I -S``)."""
     return any(getattr(finder, "olmo_lns_start_up", False) for finder in sys.meta_path)

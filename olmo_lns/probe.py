@@ -334,7 +334,7 @@ class _Replay:
             return self.call.on(self.block, x).detach().double() - x.double(), inputs
 
     def constant(self, names: Sequence[str]) -> bool:
-        """Whether, with these norms held, neither block(x) - x nor the input of a norm minus x depends on x."""
+        """Return true if, with these norms held, neither block(x) - x nor the input of a norm minus x depends on x."""
         held = {name: self.held[name] for name in names}
         (one, inputs), (two, others) = self.delta(self.x, held), self.delta(self.other, held)
         scale = self.other.double().norm()
@@ -380,7 +380,7 @@ class _Replay:
             raise _NotPreLN(f"in training its branches read the stream past {' and '.join(names)}")
 
     def _is_on_branch(self, name: str, base: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the norm's output is added to the stream channel by channel: one channel of it moves one channel."""
+        """Return true if the norm's output is added to the stream channel by channel: one moves one."""
         step = torch.zeros_like(self.step)
         step[..., 0] = 1.0
         held = {**base, name: self.held[name]}
@@ -388,7 +388,7 @@ class _Replay:
         return float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm())
 
     def _is_cancelled(self, name: str, names: Sequence[str]) -> bool:
-        """Whether a norm behind it makes the branch the same at 64 and at 128 times its output."""
+        """Return true if a norm behind it makes the branch the same at 64 and at 128 times its output."""
         base = {other: self.held[other] for other in names}
         zero, _ = self.delta(self.x, {**base, name: torch.zeros_like(self.step)})
         small, large = (self.delta(self.x, {**base, name: k * base[name]})[0] - zero for k in (64.0, 128.0))
@@ -440,12 +440,12 @@ class _Replay:
 
 
 def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a norm normalizes: its first argument, given by position or by keyword."""
+    """Return the input of a norm: its first argument, by position or by keyword."""
     return next(iter((*args, *kwargs.values())), None)
 
 
 def _is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``module`` normalizes: 64 and 128 times an input give the same, another input something else."""
+    """Return true for a norm: 64 and 128 times an input give the same, another input something else."""
     like = _input(args, kwargs)
     if not like.is_floating_point():
         return False

@@ -1,4 +1,4 @@
-"""What a norm gives and what a projection was drawn with, measured; a problem of one process raised on all."""
+"""Measure the output of a norm and the draw of a projection; raise a problem of one process on all."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def read(name: str) -> str:
 
 
 def is_set(name: str) -> bool:
-    """Whether a switch is on: its value is ``1``."""
+    """Return true for a switch that is on: its value is ``1``."""
     return read(name) == "1"
 
 

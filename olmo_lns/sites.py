@@ -273,7 +273,7 @@ def _ungive(module: Any, stock: type, forward: Any) -> None:
 
 
 def is_plain(stock: type) -> bool:
-    """Whether the forward of a class is the one in its source file: not decorated, not replaced."""
+    """Return true if the forward of a class is the one in its source file: not decorated, not replaced."""
     forward = inspect.getattr_static(stock, "forward", None)
     owner = next((base for base in stock.__mro__ if "forward" in vars(base)), stock)
     code = getattr(forward, "__code__", None)

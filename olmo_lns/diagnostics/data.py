@@ -23,7 +23,7 @@ IDS, RECORDS = (".npy", ".bin"), (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How to cut the data.
+    """The cutting of the data into windows.
 
     :param sequence_length: tokens a sequence. :param batch_size: sequences a batch.
     :param max_tokens: stop after this many real tokens (the last sequence is cut to fit); None reads everything.
@@ -146,7 +146,7 @@ def _data_set(source: str) -> Iterable[Any]:
 
 
 def _text_blocks(path: Path) -> Iterator[str]:
-    """Whole lines, about a megabyte at a time: a token never spans two blocks that a line break did not separate."""
+    """Yield whole lines, about 1 MB at a time: a token never spans two blocks that a line break did not separate."""
     try:
         with path.open(encoding="utf-8") as file:
             while block := file.readlines(BLOCK):

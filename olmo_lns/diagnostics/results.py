@@ -26,7 +26,7 @@ MATTERS = ("sequence_length", "dtype", "seed")
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a diagnostic found in one model.
+    """The finding of a diagnostic in one model.
 
     :param what: a key of :data:`~olmo_lns.diagnostics.MEASURES`. :param tokens: averaged over, padding excluded.
     :param blocks: column -> a number of every block, block 1 first; None where a block has none.

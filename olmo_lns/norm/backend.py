@@ -144,7 +144,7 @@ def _decide(asked: str, origin: str, device: torch.device | None) -> Backend:
 
 
 def _device_problem(device: torch.device) -> str | None:
-    """Why Transformer Engine's kernels cannot run on ``device``, None if they can."""
+    """Return the reason why Transformer Engine's kernels cannot run on ``device``; None if they can."""
     if device.type in te.DEVICE_TYPES - {"cuda"}:
         return None  # a test's stand-in
     if not torch.cuda.is_available():

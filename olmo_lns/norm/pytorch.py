@@ -22,7 +22,7 @@ from olmo_lns.norm.dtypes import (
 
 
 def has_fused_rms_norm() -> bool:
-    """Whether this torch's ``rms_norm`` is one kernel on CUDA, forward and backward."""
+    """Return true if this torch's ``rms_norm`` is one kernel on CUDA, forward and backward."""
     return torch.version.hip is None and Version(torch.__version__) >= Version("2.9")
 
 

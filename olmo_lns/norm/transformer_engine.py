@@ -27,7 +27,7 @@ _KERNEL_DTYPES = {torch.float32: "kFloat32", torch.bfloat16: "kBFloat16", torch.
 
 @dataclass(frozen=True)
 class Availability:
-    """What importing Transformer Engine gave: its version, and why it cannot be used (None if it can)."""
+    """The outcome of importing Transformer Engine: its version, and the reason against its use (None if usable)."""
 
     version: str | None
     problem: str | None

@@ -1,4 +1,4 @@
-"""How the residual output projections (attention's and feed-forward's last matrix) are drawn.
+"""The draw of the residual output projections (attention's and feed-forward's last matrix).
 
 A value of its own, beside the scheme: ``plain`` like every other matrix, ``scaled`` with the
 standard deviation times 1/sqrt(2·L), ``depth_scaled`` times 1/sqrt(2·l), ``upstream`` as the
@@ -16,7 +16,7 @@ INITIALIZATIONS = ("plain", "scaled", "depth_scaled", "upstream")
 
 
 def factor(initialization: str, layer_number: int, n_layers: int) -> float:
-    """What the plain standard deviation is multiplied by in block ``layer_number``.
+    """Return the factor on the plain standard deviation in block ``layer_number``.
 
     :raises LNSConfigError: ``upstream``, which only the framework can tell, or an unknown name.
 

@@ -1,4 +1,4 @@
-"""What a scheme does to one sub-layer of one block: where it normalises and what it multiplies by.
+"""The plan of a scheme for one sub-layer of one block: its norms and its factors.
 
 For a sub-layer f (attention or feed-forward) with residual stream x::
 
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def norms(self) -> int:
-        """How many norms the sub-layer has."""
+        """The number of norms of the sub-layer."""
         return self.pre + self.branch + self.post
 
     @property

@@ -117,7 +117,7 @@ def definition(name: str) -> Definition:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Where and how the blocks of a model normalise. Equal schemes give equal models.
+    """The normalisation of a model's blocks. Equal schemes give equal models.
 
     Made by :func:`parse` or :meth:`of`; ``values`` holds every parameter, defaults included.
     """
@@ -156,7 +156,7 @@ class Scheme:
 
     @property
     def is_pre_ln(self) -> bool:
-        """Whether this is stock Pre-LN, for which nothing of a framework is touched."""
+        """True for stock Pre-LN, for which nothing of a framework is touched."""
         return self.name == "preln"
 
     @property
@@ -169,7 +169,7 @@ class Scheme:
         return f"{self.name}:{self.arguments}" if self.arguments else self.name
 
     def plan(self, layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-        """What it does to one sub-layer: ``LNS.plan(4, 16, "attn").norm_scale`` is 0.5.
+        """Return the plan of one sub-layer: ``LNS.plan(4, 16, "attn").norm_scale`` is 0.5.
 
         :param layer_number: 1-based, global. :param sub_layer: ``attn`` or ``ff``.
         """
@@ -182,7 +182,7 @@ class Scheme:
                 yield layer_number, sub_layer, self.plan(layer_number, n_layers, sub_layer)
 
     def sites(self, n_layers: int) -> int:
-        """How many norms the blocks of a model have."""
+        """Return the number of norms in the blocks of a model."""
         return sum(plan.norms for _, _, plan in self.plans(n_layers))
 
     def extra_parameters(self, n_layers: int, hidden_size: int, norm_parameters: int) -> int:

@@ -47,7 +47,7 @@ class Curve:
 
     @property
     def done(self) -> bool:
-        """Whether the log has the loss of the last step that the run was to make."""
+        """True if the log has the loss of the last step of the run."""
         return self.total is not None and self.last >= self.total
 
     def final(self, fraction: float) -> tuple[float, float, int]:
@@ -144,7 +144,7 @@ def curve_of(folder: Path) -> Curve | None:
 
 
 def other_run(run: Run, folder: Path) -> str | None:
-    """How the run in a folder differs from this one, by the config that its framework saved; None where it doesn't."""
+    """Name the difference of the run in a folder, by the config that its framework saved; None where there is none."""
     if not (used := run.engine.used(folder)):
         return None
     if problems := arm_problems(run.arm, used, run.engine):

@@ -91,7 +91,7 @@ class Container(_Strict):
 
 
 class Launch(_Strict):
-    """How a run is started.
+    """The start of a run.
 
     :param command: ``train`` (``olmo-lns train``) or the path of a training script. :param nproc: GPUs of a node.
     :param nodes: of a run, by size; the key ``""`` is for all others. :param workers: runs at a time.
@@ -184,7 +184,7 @@ class Study:
 
     @property
     def is_configs(self) -> bool:
-        """Whether these are config files and no description."""
+        """True for config files without a description."""
         return self.path.is_dir()
 
     @property

@@ -66,7 +66,7 @@ def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
 
 
 def environment(study: Study, out: Path) -> dict[str, str]:
-    """What the config files and the launch read from the environment, on top of the present one."""
+    """Return the variables that config files and launch read, on top of the present environment."""
     extra = {study.engine.save_variable: str(out.resolve())}
     if study.launch.threads:
         extra["OMP_NUM_THREADS"] = str(study.launch.threads)

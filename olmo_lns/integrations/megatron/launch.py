@@ -85,7 +85,7 @@ def config_from_args(original: Function) -> Function:
 
 
 def _is_teacher(args: Any) -> bool:
-    """Whether these are the arguments of the model that ModelOpt distils from, a changed copy of the launch's."""
+    """Return true for the arguments of ModelOpt's teacher, a changed copy of the launch's."""
     launched = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     return launched is not None and launched is not args and bool(getattr(args, "export_kd_teacher_load", None))
 

@@ -89,7 +89,7 @@ def _names(kind: type) -> frozenset[str]:
 
 
 def is_fused(module: object) -> bool:
-    """Whether ``module`` is a norm fused with the linear layer after it (TE's LayerNormLinear)."""
+    """Return true for a norm fused with the linear layer after it (TE's LayerNormLinear)."""
     return getattr(module, "layer_norm_weight", None) is not None
 
 

@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def active(self) -> bool:
-        """Whether the norms get a factor."""
+        """True if the norms get a factor."""
         return self.layernorm_scaling
 
     @property
@@ -75,7 +75,7 @@ class Settings:
 
     @property
     def scaled_init_off(self) -> bool:
-        """Whether the residual output projections get plain initialization."""
+        """True if the residual output projections get plain initialization."""
         return self.no_scaled_init or (self.active and not self.layernorm_scaling_keep_scaled_init)
 
     def check(self) -> Settings:

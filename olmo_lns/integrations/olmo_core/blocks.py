@@ -30,7 +30,7 @@ _INITIALIZATIONS = ("plain", "upstream")
 
 @dataclass(frozen=True)
 class Form:
-    """Where a type of block has its norms.
+    """The places of the norms in a type of block.
 
     :param norms: sub-layer -> the norms that a scheme's factor multiplies; the first one carries the site.
     :param field: name of that factor in a plan.
@@ -41,7 +41,7 @@ class Form:
     field: str
 
     def fits(self, plan: Plan) -> bool:
-        """Whether ``plan`` is this form with a factor on its norms."""
+        """Return true if ``plan`` is this form with a factor on its norms."""
         neutral: dict[str, Any] = {self.field: 1.0}
         return replace(plan, **neutral) == self.plan
 

@@ -101,7 +101,7 @@ def _give_config(model: Any, config: Any) -> None:
 
 
 def _is_trained(model: Any) -> bool:
-    """Whether its weights were loaded, and a norm's weight is no longer what it was initialized to."""
+    """Return true for loaded weights in which a norm's weight has left its initial value."""
     gains = [p for p in model.parameters() if p.dim() == 1 and p.numel() > 1 and not p.is_meta]
     return bool(model.name_or_path) and any(bool((gain != gain[0]).any()) for gain in gains)
 

@@ -129,7 +129,7 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def in_words(scheme: Scheme) -> str:
-    """What a user does to run ``scheme``."""
+    """Tell a user how to run ``scheme``."""
     return "a stock class" if scheme.is_pre_ln else f'an Auto class, without config=, whose config says lns="{scheme}"'
 
 
@@ -215,7 +215,7 @@ def measure(
 
 
 def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
-    """What one short forward takes."""
+    """The arguments of one short forward."""
     config, text = model.config, model.config.get_text_config()
     device = next(model.parameters()).device
     if getattr(model, "main_input_name", "") == "pixel_values":
@@ -271,7 +271,7 @@ def _near(value: float, expected: float) -> bool:
 
 
 def drawn(model: Any, blocks: list[nn.Module]) -> str:
-    """How the matrices were drawn; ``""`` where nothing can be said: loaded weights, or another rule."""
+    """Name the draw of the matrices; ``""`` for loaded weights and for an unknown rule."""
     measured = [value for value, _ in _deviations(model, blocks).values()]
     if measured and all(_near(value, 1.0) for value in measured):
         return "scaled initialization off"

@@ -1,4 +1,4 @@
-"""What is wrapped of transformers and PEFT: look-ups by model type, and the Trainer's resume."""
+"""The wrapped functions of transformers and PEFT: look-ups by model type, and the Trainer's resume."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """What ``data prepare`` wrote about a file, in ``NAME.json`` beside it: its dtype and vocabulary; else empty.
+    """Return dtype and vocabulary of a file, from the ``NAME.json`` that ``data prepare`` wrote beside it; else empty.
 
     :raises LNSConfigError: the record cannot be read.
     """
@@ -172,7 +172,7 @@ def _index(result: Data) -> int:
 
 
 def held_out(path: Path) -> bool:
-    """Whether the file is held out, by its folder or the beginning of its name."""
+    """Return true for a held-out file, by its folder or the beginning of its name."""
     return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
 
 

@@ -97,7 +97,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Machine:
-    """How a run is laid over its GPUs.
+    """The layout of a run over its GPUs.
 
     :param strategy: how weights and optimizer state are split: ``ddp``, ``fsdp``, or ``distributed_optimizer``
         (Megatron's: bf16 weights and fp32 gradients on every GPU, the fp32 weights and moments divided).
@@ -134,7 +134,7 @@ class Machine:
         return (states + activations + logits) / self.split
 
     def problem(self, shape: Shape, gpus: int, *, even: bool) -> str | None:
-        """Why the batch cannot be laid over the GPUs; None when it can.
+        """Return the reason why the batch cannot be laid over the GPUs; None when it can.
 
         :param even: each GPU takes whole micro-batches.
         """
@@ -215,7 +215,7 @@ class Engine(Protocol):
         """The fields of the shape that are not one key of the settings."""
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
-        """How a run is laid over its GPUs."""
+        """Return the layout of a run over its GPUs."""
 
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
         """The checkpoints that a run of ``steps`` leaves on disk."""

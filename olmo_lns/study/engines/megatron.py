@@ -82,7 +82,7 @@ def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
 
 
 def available() -> bool:
-    """Whether there is a ``megatron.training``: ``MEGATRON_LM_SRC``, or one that is installed."""
+    """Return true if there is a ``megatron.training``: ``MEGATRON_LM_SRC``, or one that is installed."""
     if os.environ.get("MEGATRON_LM_SRC"):
         return True
     return find_spec("megatron") is not None and find_spec("megatron.training") is not None
@@ -252,7 +252,7 @@ class MegatronEngine(Engine):
 
 
 def _parse(settings: Mapping[str, Any], gpus: int) -> list[str]:
-    """What Megatron's own parser and validation say against the flags, as on an H100 where there is no GPU."""
+    """Return the objections of Megatron's own parser and validation, as on an H100 where there is no GPU."""
     import torch
 
     flags = to_flags(settings, placeholder=True)

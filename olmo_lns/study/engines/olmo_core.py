@@ -52,7 +52,7 @@ def planned(path: Path, overrides: Mapping[str, Any] | None = None, *, placehold
 
 
 def available() -> bool:
-    """Whether OLMo-core is here; ai2-olmo brings 0.1.0, which has no models."""
+    """Return true if OLMo-core is installed; ai2-olmo brings 0.1.0, which has no models."""
     return find_spec("olmo_core") is not None and find_spec("olmo_core.nn") is not None
 
 
