@@ -101,7 +101,9 @@ def harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
 
     :raises LNSError: not a Hugging Face model, lm-eval cannot use it, or the tokenizer has no end-of-text token.
     """
-    if loaded.kind in ("olmo", "olmo-core"):
+    from transformers import PreTrainedModel
+
+    if not isinstance(loaded.model, PreTrainedModel):
         raise LNSError("--tasks: lm-eval runs Hugging Face models: `olmo-lns export CHECKPOINT FOLDER` makes one first")
     if tokenizer.eos_token_id is None:
         raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator
@@ -59,10 +60,12 @@ def finished(out: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise LNSConfigError(f"{out} exists. Give a folder that does not; nothing is overwritten.")
-    part = out.with_name(f".{out.name}.{os.getpid()}")
-    part.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield part
+        os.umask(umask := os.umask(0))
+        part.chmod(0o777 & ~umask)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -134,6 +134,8 @@ def build(values: Mapping[str, Any], state: dict[str, torch.Tensor], source: Pat
     import transformers
 
     config = transformers.AutoConfig.for_model(**values)
+    if config.tie_word_embeddings and "lm_head.weight" in state:
+        raise LNSConfigError(f"{source} ties its embeddings, yet has a weight of the output layer.")
     loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     dtype = next(iter(state.values())).dtype
     model = _loaded(loader, None, source, complete=True, config=config, state_dict=state, torch_dtype=dtype).eval()

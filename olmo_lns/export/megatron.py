@@ -42,7 +42,7 @@ _SITE = re.compile(
     r"|mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)(?P<part>weight|bias)$"
 )
 #: Names of one argument in several versions: ``--apply-layernorm-1p``, and ``--norm-epsilon``.
-_ZERO_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+_ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 _EPSILON = ("norm_epsilon", "layernorm_epsilon")
 _NOTHING = (None, False, 0)
 #: Argument -> its values in a model that Llama computes; an argument that is absent is fine.

@@ -63,15 +63,23 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
 
 def _load(model: Any, folder: Path) -> None:
     # Not by OLMo's own loader: that of OLMo 0.6.0 cannot read shards under torch >= 2.6.
-    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     with readable(f"{folder}, its weights,"):
         if (folder / "model.pt").is_file():
             state = torch.load(folder / "model.pt", map_location="cpu", weights_only=True, mmap=True)
-            load_state(model, model._make_state_dict_compatible(state)[0], folder)
+            state = model._make_state_dict_compatible(state)[0]
         else:
-            state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-            load(state, checkpoint_id=folder / SHARDED, no_dist=True)
+            stored = FileSystemReader(folder / SHARDED).read_metadata().state_dict_metadata
+            shards = {
+                name: torch.empty(entry.size, dtype=entry.properties.dtype)
+                for name, entry in stored.items()
+                if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+            }
+            load(shards, checkpoint_id=folder / SHARDED, no_dist=True)
+            state = {name.removeprefix("model."): tensor for name, tensor in shards.items()}
+        load_state(model, state, folder)
 
 
 def _settings(config: Any) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
         problems.append("a sliding window")
     if any(block.attention.rope is None or getattr(block.attention.rope, "scaling", None) for block in blocks):
         problems.append("no RoPE, or scaled RoPE")
+    if any(getattr(block.attention, "clip_qkv", None) for block in blocks):
+        problems.append("clip_qkv")
     if not all(hasattr(block, "feed_forward") and hasattr(block, "feed_forward_norm") for block in blocks):
         problems.append("blocks without a dense feed-forward")
     if problems:

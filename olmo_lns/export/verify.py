@@ -53,6 +53,8 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
 
     Example: ``verify(Path("runs/lns/step1000"), Path("model")).passed``.
     """
+    if not export.is_dir():
+        raise LNSConfigError(f"{export} is no such folder. Give the one that olmo-lns export wrote.")
     found = open_checkpoint(export)
     if not found.scheme.is_pre_ln:
         raise LNSConfigError(

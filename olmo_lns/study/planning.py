@@ -153,7 +153,7 @@ def data_advice(study: Study, run: Run) -> list[str]:
         return ["text that the launch makes" if study.data in BUILT else str(study.path.parent / study.data)]
     vocabulary, masks = run.engine.corpus(run.settings)
     rows = shape.steps * shape.batch
-    folder = variable if run.engine.name != "megatron" else "TOKENS"
+    folder = "TOKENS" if run.engine.indexed_data else variable
     if masks:
         how = f"--tokenizer t5-base --eos '</s>' --pad '<pad>' --layout rows --sequence {shape.sequence} --out {folder}"
         make = [f"olmo-lns data prepare c4 train {how} --rows {rows}"]
@@ -163,7 +163,7 @@ def data_advice(study: Study, run: Run) -> list[str]:
     else:
         make = [f"olmo-lns data prepare … --tokenizer ONE_WITH_{vocabulary}_IDS --out {folder}"]
     what = f"{_short(shape.tokens)} tokens with ids below {vocabulary:,}{' and label masks' if masks else ''}"
-    if run.engine.name == "megatron":
+    if run.engine.indexed_data:
         make.append(f"olmo-lns data megatron {folder} --out FOLDER")
     check = f"olmo-lns data check {folder} --vocab-size {vocabulary} --sequence {shape.sequence} --rows {rows}"
     return [f"{what}, in {variable}; to make them (docs/data.md):", *make, *([check] if rows else [])]

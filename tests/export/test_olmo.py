@@ -69,11 +69,13 @@ def test_every_scheme_is_folded_or_refused(name, tmp_path, capsys):
             assert relative(logits(load(tmp_path / form), IDS), logits(model, IDS)) <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_rounded_once(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("saved", "asked", "dtype"),
+    [(None, "keep", torch.float32), (None, "bf16", torch.bfloat16), (torch.bfloat16, "keep", torch.bfloat16)],
+)
+def test_products_are_rounded_once(saved, asked, dtype, tmp_path):
     """In bf16 too, each value is the fp64 product of the checkpoint's, rounded once."""
-    model = save_olmo(tmp_path / "run", layer_norm_type="lns_rms:exponent=0.25", sharded=True)
-    asked = {torch.float32: "keep", torch.bfloat16: "bf16"}[dtype]
+    model = save_olmo(tmp_path / "run", layer_norm_type="lns_rms:exponent=0.25", sharded=True, dtype=saved)
     assert export(tmp_path / "run", tmp_path / "out", "--dtype", asked) == 0
     assert verify(tmp_path / "run", tmp_path / "out") == 0
     folded = torch.load(tmp_path / "out" / "model.pt", weights_only=True)

@@ -58,9 +58,17 @@ def test_transformers_computes_the_same(trained, tmp_path):
     assert verify(folder, tmp_path / "out") == 0
 
 
+def clipped():
+    """A clip that the tokens of a comparison don't reach."""
+    made = small.config()
+    made.block.sequence_mixer.clip_qkv = 100.0
+    return made
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (clipped, "clip_qkv"),
         (lambda: small.config(qk_norm=True), "has no place in LlamaForCausalLM"),
         (lambda: small.config("reordered_norm"), "doesn't compute this model"),
         (lambda: small.config("moe"), "blocks without a dense feed-forward"),

@@ -85,3 +85,5 @@ def test_a_wrong_setting_is_found(made, setting, value, tmp_path, capsys):
 def test_what_is_no_pair_is_refused(made, pair, reason, capsys):
     assert verify(*(made / name for name in pair)) == 1
     assert reason in capsys.readouterr().err
+    assert verify(made / "run", "nothing/relative") == 1  # no name of the hub
+    assert "no such folder" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from pathlib import Path
 from support.olmo_models import build
 
 
-def save_olmo(folder, *, sharded=False, tokenizer=None, **changes):
+def save_olmo(folder, *, sharded=False, tokenizer=None, dtype=None, **changes):
     """Save a perturbed model under ``folder`` as OLMo would; returns the model."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -15,7 +15,7 @@ def save_olmo(folder, *, sharded=False, tokenizer=None, **changes):
     from olmo_lns.integrations.olmo import register
 
     register()
-    model = build(**changes)
+    model = build(**changes).to(dtype=dtype)
     folder.mkdir(parents=True)
     config = TrainConfig(model=model.config)
     config.tokenizer.identifier = str(tokenizer or "none.json")

@@ -162,6 +162,7 @@ class Engine(Protocol):
     :param save_variable, data_variable: environment variables that the config files read.
     :param plain_keys: field of the shape -> the setting that is it.
     :param rate_keys: the settings that follow the learning rate, the peak first.
+    :param indexed_data: the data are built from a folder of token files (``data megatron``).
     :param even: GPUs × micro-batch must divide the batch; False where the GPUs alone must.
     """
 
@@ -175,6 +176,7 @@ class Engine(Protocol):
     data_variable: str = "OLMO_DATA_DIR"
     plain_keys: Mapping[str, str]
     rate_keys: tuple[str, ...]
+    indexed_data: bool = False
     even: bool = True
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:

@@ -153,6 +153,7 @@ class MegatronEngine(Engine):
         r"num_workers|non_persistent_|ckpt_|async_save|distributed_|lns_config|norm_backend|iteration|consumed_)"
     )
     save_variable, data_variable = "MEGATRON_SAVE_DIR", "MEGATRON_DATA"
+    indexed_data = True
     plain_keys = {
         "layers": "num_layers", "width": "hidden_size", "heads": "num_attention_heads", "inner": "ffn_hidden_size",
         "sequence": "seq_length", "batch": "global_batch_size", "steps": "train_iters",
