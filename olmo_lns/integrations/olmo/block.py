@@ -115,7 +115,8 @@ class SchemeBlock(sites.Derived):
 
     def lns_plan(self, sub_layer: str) -> Plan:
         """Return the plan that ``forward`` computes."""
-        return self.lns_plans[sub_layer]
+        groups = getattr(getattr(self, f"{sub_layer}_norm"), "lns_groups", 1)
+        return replace(self.lns_plans[sub_layer], groups=groups)
 
 
 def _call(function: _Run, *args: Any, **kwargs: Any) -> Any:
@@ -208,9 +209,10 @@ class Grouped(sites.Derived):
     lns_norm_of_group: Any
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.lns_norm_of_group(x.unflatten(-1, (self.lns_groups, -1))).flatten(-2)
-        y = y if self.weight is None else self.weight * y
-        return y if self.bias is None else y + self.bias
+        normalized: torch.Tensor = self.lns_norm_of_group(x.unflatten(-1, (self.lns_groups, -1))).flatten(-2)
+        y = normalized if self.weight is None else self.weight * normalized
+        y = y if self.bias is None else y + self.bias
+        return y.to(normalized.dtype) if hasattr(self, "low_precision") else y  # a LayerNorm doesn't promote
 
 
 def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
@@ -242,17 +244,17 @@ def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
 
 
 def _narrow(block: Any) -> Any:
-    """Build a block of the same number and settings with OLMo's own builder, 8 channels a head wide, on the CPU.
+    """Build a block of the same class, number and settings, 8 channels a head wide, on the CPU.
 
     It has no flash attention, which takes no fp32 and needs a GPU.
     """
-    from olmo.model import BufferCache, OLMoBlock
+    from olmo.model import BufferCache
 
     width = 8 * block.config.n_heads
     hidden = None if block.config.mlp_hidden_size is None else 2 * width
     narrow = {"d_model": width, "mlp_hidden_size": hidden, "init_device": "cpu", "flash_attention": False}
     with torch.random.fork_rng(devices=[]):  # the run's own draws stay what they are
-        return OLMoBlock.build(block.layer_id, replace(block.config, **narrow), BufferCache())
+        return type(block)(block.layer_id, replace(block.config, **narrow), BufferCache())
 
 
 def become(block: Any, plans: dict[str, Plan]) -> None:

@@ -171,7 +171,7 @@ def _finish_draw(model: Any) -> bool:
 
 
 def _measure_draw(model: Any, initialization: str) -> bool:
-    """Compare the standard deviation of the fresh residual projections with that of ``ff_proj`` of their block.
+    """Measure the standard deviation of the residual output projections, which have just been drawn.
 
     :returns: whether there was anything to measure.
     :raises MeasurementError: OLMo drew them in another way; on every rank, where they are shards.
@@ -180,19 +180,12 @@ def _measure_draw(model: Any, initialization: str) -> bool:
     for number, block in enumerate(blocks_of(model), start=1):
         plans = getattr(block, "lns_plans", {})
         gains = {role: gain for plan in plans.values() for role, gain in plan.gains}
-        other = block.ff_proj.weight.flatten()[:_SAMPLE]
         for name, role in _OUTPUTS.items():
             weight = getattr(block, name).weight
             sharded = sharded or weight.dim() == 1
-            if other.is_meta or min(other.numel(), weight.numel()) < 1000:
-                continue
-            times = (
-                factor(initialization, number, model.config.n_layers) * gains.get(role, 1.0) / gains.get("ff_in", 1.0)
-            )
-            if str(model.config.init_fn) == "mitchell":  # 1/sqrt(fan_in)
-                times *= math.sqrt(block.ff_proj.in_features / getattr(block, name).in_features)
+            std = _std(model.config, getattr(block, name).in_features) * gains.get(role, 1.0)
+            std *= factor(initialization, number, model.config.n_layers)
             try:
-                std = float(other.float().std()) * times
                 measured |= probe.check_drawn({name: weight.flatten()[:_SAMPLE]}, std, where=f"block {number}")
             except MeasurementError as error:
                 problem = problem or str(error)
@@ -201,3 +194,13 @@ def _measure_draw(model: Any, initialization: str) -> bool:
     if problem:
         raise MeasurementError(problem)
     return measured
+
+
+def _std(config: Any, fan_in: int) -> float:
+    """Return the standard deviation of OLMo's draw of a matrix, without a depth factor."""
+    std = 1.0 / math.sqrt(fan_in) if str(config.init_fn) == "mitchell" else config.init_std
+    normal = str(config.init_fn) in ("normal", *types.INIT_FNS)
+    if cut := config.init_cutoff_factor or (None if normal else 3.0):  # a normal truncated at so many deviations
+        density = math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi)
+        std *= math.sqrt(1 - 2 * cut * density / math.erf(cut / math.sqrt(2)))
+    return float(std)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from olmo.config import ActivationCheckpointingStrategy, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
-from olmo.model import OLMo
+from olmo.model import OLMo, OLMoSequentialBlock
 from olmo.optim import get_param_groups
 from support.olmo_models import build, model_config, tokens
 from support.scheme_reference import NAMES, loss_logits_gradients, loss_of
@@ -225,3 +225,38 @@ def test_the_start_up_line_says_what_was_built_and_measured(caplog, monkeypatch,
     with caplog.at_level("INFO", logger="olmo_lns"):
         OLMo(model_config(layer_norm_type=kind, init_fn="mitchell"))
     assert [record.getMessage() for record in caplog.records if " on: " in record.getMessage()] == [line]
+
+
+@pytest.mark.parametrize("base", ["rms", "default", "low_precision"])
+@pytest.mark.parametrize(("dtype", "autocast"), [("float32", True), ("bfloat16", True), ("float32", False)])
+def test_grouped_norms_have_the_dtype_of_olmos_norms(base, dtype, autocast):
+    x = torch.ones(2, 9, model_config().d_model, dtype=getattr(torch, dtype))
+
+    def found(kind):
+        model = build(layer_norm_type=kind, include_bias=True, bias_for_layer_norm=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return model.transformer.blocks[1].attn_norm(x).dtype
+
+    assert found(f"groupln_{base}:groups=4") == found(base)
+
+
+def test_a_group_norm_that_was_replaced_is_read_back_as_what_it_is():
+    model = build(layer_norm_type="groupln_rms:groups=4")
+    block = model.transformer.blocks[1]
+    block.attn_norm = build(layer_norm_type="rms").transformer.blocks[1].attn_norm
+    assert (block.lns_plan("attn").groups, block.lns_plan("ff").groups) == (1, 4)
+
+
+def test_the_block_that_runs_is_measured_and_not_the_builders():
+    class Parallel(OLMoSequentialBlock):
+        def forward(self, x, attention_bias=None, **kwargs):
+            attn, cache = self.attention(
+                *self.att_proj(self.attn_norm(x)).split(self.fused_dims, dim=-1), attention_bias
+            )
+            return x + attn + self.ff_out(self.act(self.ff_proj(self.ff_norm(x)))), cache
+
+    block = build(layer_norm_type="rms").transformer.blocks[0]
+    blocks.measure(block, "block 1", keeps_forward=False)
+    block.__class__ = Parallel
+    with pytest.raises(MeasurementError, match="between OLMo's own forward"):
+        blocks.measure(block, "block 1", keeps_forward=False)

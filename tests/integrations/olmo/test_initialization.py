@@ -2,12 +2,13 @@
 
 import math
 
+import olmo.model
 import pytest
 import torch
 from olmo.model import OLMo
 from support.olmo_models import model_config
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations.olmo import register
 from olmo_lns.integrations.olmo.model import blocks_of
 
@@ -50,6 +51,16 @@ def test_every_std_is_that_of_olmos_formula(monkeypatch, kind, block_type, init_
             assert 0.9 * limit < block.attn_out.weight.abs().max().item() <= limit * (1 + 1e-6)
     head = STD if init_fn == "normal" else TRUNCATED / math.sqrt(D)
     assert model.transformer.ff_out.weight.std().item() == pytest.approx(head, rel=0.03)
+
+
+@pytest.mark.parametrize("init_fn", ["normal", "mitchell"])
+def test_a_draw_that_is_wrong_in_every_matrix_is_found(monkeypatch, init_fn):
+    stock = olmo.model.init_normal
+    monkeypatch.setattr(
+        olmo.model, "init_normal", lambda module, std, *cut, **more: stock(module, 2 * std, *cut, **more)
+    )
+    with pytest.raises(MeasurementError, match="attn_out"):
+        OLMo(model_config(layer_norm_type="lns_rms", init_fn=init_fn, d_model=D))
 
 
 @pytest.mark.parametrize("asked", ["plain", "upstream"])
