@@ -86,10 +86,11 @@ class Llama:
     warmup: int
     learning_rate: float
     micro_batch: int
+    papers: str = "both papers"
     why_width: str = "both papers and the authors' config"
     why_rate: str = "both papers"
     why_steps: str = "the authors' script"
-    why_warmup: str = "a tenth of the steps, as both papers say"
+    why_warmup: str = "a tenth of the steps, as the Mix-LN paper says"
     clip: str = "null"
     why_clip: str = "code: 0.0, no clipping"
     sharded: bool = False
@@ -119,14 +120,17 @@ LLAMAS = (
     ),
     Llama(
         "1B", 24, 2048, 5461, 32, 100_000, 10_000, 5.0e-4, 32,
-        why_warmup="a tenth, as both papers say; the authors' scripts say 1000",
+        why_warmup="a tenth, as the Mix-LN paper says; the authors' scripts say 1000",
         why_steps="the authors' script; the Mix-LN paper's 1B has 50,000", sharded=True,
     ),
     Llama(
         "7B", 32, 4096, 11008, 32, 150_000, 15_000, 5.0e-4, 4,
+        papers="the Mix-LN paper; the LNS paper has no LLaMA-7B",
+        why_width="the Mix-LN paper and the authors' config",
+        why_rate="the Mix-LN paper",
         why_warmup="run_7b.sh of pixeli99, who owns the Mix-LN code too (_GaLore, 4a08a12); a tenth of the steps",
-        why_steps="that script's. The Mix-LN paper stops at 13,000 (--stop_at=13000), in the warm-up, where the rate\n"
-        "# is at 13/15 of its peak, 4.33e-4, and has never decayed: its 7B curves compare models at a rising rate.",
+        why_steps="that script's. The Mix-LN paper stops at 13,000: --stop_at=13000 repeats it. By that script's warm-up\n"
+        "# the rate is then at 13/15 of its peak, 4.33e-4, and has never decayed: the curves compare models at a rising rate.",
         clip="1.0", why_clip="that script; the authors' scripts of the other sizes say 0.0", sharded=True,
     ),
 )  # fmt: skip
