@@ -125,7 +125,7 @@ LLAMAS = (
     ),
     Llama(
         "7B", 32, 4096, 11008, 32, 150_000, 15_000, 5.0e-4, 4,
-        papers="the Mix-LN paper; the LNS paper has no LLaMA-7B",
+        papers="the Mix-LN paper; the LNS paper has no row of LLaMA-7B",
         why_width="the Mix-LN paper and the authors' config",
         why_rate="the Mix-LN paper",
         why_warmup="run_7b.sh of pixeli99, who owns the Mix-LN code too (_GaLore, 4a08a12); a tenth of the steps",

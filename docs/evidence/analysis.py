@@ -57,12 +57,12 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
 
     rows = rows[rows.measure != "bpb"]
     hollow = {"color": "#D55E00", "markersize": 10, "fillstyle": "none", "markeredgewidth": 2.2}
-    chart, axes = pyplot.subplots(figsize=(5.2, 7.2), dpi=150)
+    chart, axes = pyplot.subplots(figsize=(5.2, 7.8), dpi=150)
     titles = {"paper": "LNS paper: 2B to 20B tokens", "ProRes": "ProRes: 50B tokens"}
-    titles |= {"DepthBench": "DepthBench: 400M, 8B tokens", "BHyT": "BHyT, by others: 8B, 20B tokens"}
+    titles |= {"DepthBench": "DepthBench: 400M, 8B tokens", "BHyT": "BHyT, by others: 7.5B, 20B tokens"}
     place, ticks, labels = 0.0, [], []
     for source, title in titles.items():
-        axes.text(-0.207, place, title, fontsize=12, fontweight="bold", va="center")
+        axes.text(-0.315, place, title, fontsize=12, fontweight="bold", va="center")
         for _, row in rows[rows.source == source].iterrows():
             place -= 1
             ticks.append(place)
@@ -74,8 +74,8 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
     axes.plot([], [], "D", label="LNS minus scaled initialization", **hollow)
     axes.axvline(0, color="black", linewidth=1.2)
     axes.set_yticks(ticks, labels, fontsize=11)
-    axes.set_xticks([-0.2, -0.15, -0.1, -0.05, 0], ["−0.20", "−0.15", "−0.10", "−0.05", "0"], fontsize=11)
-    axes.set_xlim(-0.212, 0.024)
+    axes.set_xticks([-0.3, -0.2, -0.1, 0], ["−0.3", "−0.2", "−0.1", "0"], fontsize=11)
+    axes.set_xlim(-0.322, 0.03)
     axes.set_ylim(place + 0.9, 0.8)
     axes.set_xlabel("difference of loss, nats a token\n← LNS is ahead", fontsize=12)
     axes.grid(axis="x", alpha=0.35)
