@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Sequence
 
@@ -34,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns export``. :raises LNSError: refused or failed; nothing is left behind."""
     args = _export_parser().parse_args(argv)
     from olmo_lns.export import megatron
-    from olmo_lns.export.convert import WRITTEN_AS, convert, finished, module_of, write_tokenizer
-    from olmo_lns.export.open import kind_of, open_checkpoint
+    from olmo_lns.export.convert import WRITTEN_AS, convert, finished, write_tokenizer
+    from olmo_lns.export.open import kind_of, module_of, open_checkpoint
     from olmo_lns.norm.dtypes import DTYPES as TORCH
 
     folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH.get(args.dtype)
@@ -90,12 +89,9 @@ def verify(argv: Sequence[str]) -> int:
     add("--scheme", help=_SCHEME)
     add("--length", type=at_least(2), default=64, help="tokens of each of the 8 prompts (default %(default)s)")
     args = parser.parse_args(argv)
-    if os.path.realpath(args.checkpoint) == os.path.realpath(args.export):
-        raise LNSConfigError(f"{args.export} is the checkpoint itself. Give the folder of its export.")
     from olmo_lns.export.verify import verify as compare
 
-    result = compare(
-        args.checkpoint, args.export, scheme=parse(args.scheme) if args.scheme else None, length=args.length
-    )
-    print(result)
-    return 0 if result.passed else 1
+    scheme = parse(args.scheme) if args.scheme else None
+    lines, passed = compare(args.checkpoint, args.export, scheme=scheme, length=args.length)
+    print(*lines, "PASS" if passed else "FAIL", sep="\n")
+    return 0 if passed else 1

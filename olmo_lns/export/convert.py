@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 
 import torch
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, huggingface
-from olmo_lns.export.open import Opened
+from olmo_lns.export.open import Opened, module_of
 from olmo_lns.fold import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
@@ -25,11 +23,6 @@ WRITTEN_AS = {
     MEGATRON: (MEGATRON, HF),
     HF: (HF,),
 }
-
-
-def module_of(kind: str) -> Any:
-    """Return the module of a format."""
-    return importlib.import_module(f"olmo_lns.export.{'huggingface' if kind == HF else kind.replace('-', '_')}")
 
 
 def convert(opened: Opened, form: str, dtype: torch.dtype | None = None) -> Opened:
@@ -60,12 +53,10 @@ def finished(out: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise LNSConfigError(f"{out} exists. Give a folder that does not; nothing is overwritten.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    part = out.with_name(f".{out.name}.{os.getpid()}")
+    part.mkdir(parents=True)
     try:
         yield part
-        os.umask(umask := os.umask(0))
-        part.chmod(0o777 & ~umask)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

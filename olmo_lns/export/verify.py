@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -31,27 +30,14 @@ _NEUTRAL = (
 )
 
 
-@dataclass
-class Comparison:
-    """Result of :func:`verify`.
-
-    :param lines: the comparisons and differences, for a user. :param passed: the export computes the checkpoint.
-    """
-
-    lines: list[str]
-    passed: bool
-
-    def __str__(self) -> str:
-        return "\n".join([*self.lines, "PASS" if self.passed else "FAIL"])
-
-
-def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, length: int = 64) -> Comparison:
+def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, length: int = 64) -> tuple[list[str], bool]:
     """Run a checkpoint and its export on the same random tokens; compare config and weights with a fresh fold.
 
     :param scheme: of a checkpoint that doesn't say it. :param length: tokens of each prompt.
+    :returns: comparisons and differences, one line each, and true where the export computes the checkpoint.
     :raises LNSConfigError: either cannot be opened (weights are missing, say), or the export still needs its factor.
 
-    Example: ``verify(Path("runs/lns/step1000"), Path("model")).passed``.
+    Example: ``lines, passed = verify(Path("runs/lns/step1000"), Path("model"))``.
     """
     if not export.is_dir():
         raise LNSConfigError(f"{export} is no such folder. Give the one that olmo-lns export wrote.")
@@ -88,7 +74,7 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
         f"max |difference|, logit {largest:.3e} (allowed {allowed:.3e})",
         f"top-1 agreement         {agreement:.2%}",
     ]
-    return Comparison(lines, not differences and largest <= allowed)
+    return lines, not differences and largest <= allowed
 
 
 def _of_settings(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -28,17 +28,6 @@ _Run = Callable[..., Any]
 _CONSTANTS = ("pre_scale", "norm_scale", "branch_scale", "stream_scale", "alpha")
 
 
-def unsupported(plan: Plan, d_model: int) -> str:
-    """Return the reason why an OLMo block cannot compute ``plan``; ``""`` if it can."""
-    if plan.norms not in (1, 2):
-        return f"found {plan.norms} norms in a sub-layer, expected one or two"
-    if plan.groups > 1 and plan.norms == 2:
-        return "found grouped statistics and two norms in a sub-layer, expected one norm"
-    if d_model % plan.groups:
-        return f"{plan.groups} groups do not divide model.d_model={d_model}"
-    return ""
-
-
 class LearnedFactor(sites.Derived):
     """Mixin in front of ``LayerNormBase``: a learned vector (d_model,) or number (1,), fp32, in the residual addition.
 
