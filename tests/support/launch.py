@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support import olmo_models
+from support import forked, olmo_models
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = REPOSITORY / "tests" / "upstream" / "olmo" / "programs"
@@ -119,6 +119,12 @@ def run(command, *, cwd, timeout=900, env=None):
         check=False,
     )
     return Result(done.returncode, done.stdout)
+
+
+def python(code, *arguments, cwd, **changes):
+    """Run ``python -c code`` in an interpreter that has imported torch (forked.py); stderr comes first in the text."""
+    done = forked.run(code, *arguments, cwd=cwd, **changes)
+    return Result(done.returncode, done.stderr + done.stdout)
 
 
 def torchrun(python, ranks, *command, **kwargs):
