@@ -43,7 +43,7 @@ def _server():
     """The interpreter that forks."""
     command = [sys.executable, "-W", "ignore", __file__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
-    atexit.register(process.kill)
+    atexit.register(lambda: (process.kill(), process.wait()))
     return process
 
 
