@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         written = " or ".join(WRITTEN_AS[kind])
         raise LNSConfigError(f"--format {form}: {folder} is of kind {kind}, which is written as {written}.")
     if args.tokenizer not in (None, "none") and form != HF:
-        raise LNSConfigError(f"--tokenizer is of --format hf. --format {form} has no place for it: leave it away.")
+        raise LNSConfigError(f"--tokenizer belongs to --format hf; --format {form} stores none. Leave it out.")
     if dtype is not None and form == MEGATRON:
         raise LNSConfigError("--dtype is for other formats: Megatron loads weights in the dtype of its own flags.")
     with finished(out) as part:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             opened = open_checkpoint(folder, scheme)
             trained = opened.scheme
             if trained.is_pre_ln and scheme is None and form == kind:
-                raise LNSConfigError(f"{folder} names no scheme: nothing to fold. If it had one, add --scheme lns.")
+                raise LNSConfigError(f"{folder} names no scheme: nothing to fold. Add --scheme lns if it had one.")
             made = convert(opened, form, dtype)
             done = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
             lines = [f"{type(made.model).__name__}: {done}"]
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _export_parser() -> argparse.ArgumentParser:
-    about = "Fold the factor into the weights, for software that knows nothing of it."
+    about = "Fold the factor into the weights, for software without this package."
     parser = argparse.ArgumentParser("olmo-lns export", description=about, epilog=_EXPORT, formatter_class=_RAW)
     add = parser.add_argument
     add("checkpoint", help="checkpoint folder of OLMo, OLMo-core, Megatron or transformers")

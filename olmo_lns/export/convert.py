@@ -16,7 +16,7 @@ from olmo_lns.export.open import Opened, module_of
 from olmo_lns.fold import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
-#: Kind of checkpoint -> the formats that it is written as, its own first.
+#: Kind of checkpoint -> formats that it can be written as. The first is the default.
 WRITTEN_AS = {
     OLMO: (OLMO, HF),
     OLMO_CORE: (OLMO_CORE, HF),
@@ -52,7 +52,7 @@ def finished(out: Path) -> Iterator[Path]:
     :raises LNSConfigError: ``out`` exists.
     """
     if out.exists():
-        raise LNSConfigError(f"{out} exists. Give a folder that does not; nothing is overwritten.")
+        raise LNSConfigError(f"{out} exists, and nothing is overwritten. Give a new folder.")
     part = out.with_name(f".{out.name}.{os.getpid()}")
     part.mkdir(parents=True)
     try:
@@ -79,8 +79,8 @@ def write_tokenizer(out: Path, opened: Opened, asked: str | None) -> str:
     size, rows = max(tokenizer.get_vocab().values(), default=-1) + 1, huggingface.vocabulary(opened.model)
     if size > rows:
         raise LNSConfigError(
-            f"tokenizer {name} has {size} tokens, the model only {rows}: it is another model's. Give --tokenizer FILE "
-            "or --tokenizer none, which leaves it out."
+            f"tokenizer {name} has {size} tokens, the model has {rows}: it is another model's. Give --tokenizer FILE, "
+            "or --tokenizer none to leave it out."
         )
     if tokenizer.pad_token is None and opened.pad_token_id in range(size):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)

@@ -104,8 +104,8 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
         config = ModelConfig(**model.config.asdict())
     if not scheme.folds_into_pre_ln(config.n_layers):
         raise LNSConfigError(
-            f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: no weights "
-            "of a Pre-LN block hold norms on branches or sums, groups of channels, or a weighed shortcut."
+            f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: a Pre-LN "
+            "block has no place for norms on branches or sums, norms of channel groups, or a weighted shortcut."
         )
     fold_norms(model, lambda: model(huggingface.prompt(model)), dtype)
     for number, block in enumerate(blocks_of(model), start=1):
@@ -161,7 +161,7 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
 
 def _config(stock: Opened, rms: bool) -> dict[str, Any]:
-    """The settings of the transformers config."""
+    """Return the settings of the transformers config."""
     model: Any = stock.model
     config = model.config
     inner = config.mlp_hidden_size or config.mlp_ratio * config.d_model
@@ -186,7 +186,7 @@ def _config(stock: Opened, rms: bool) -> dict[str, Any]:
 
 
 def _renamed(model: Any, rms: bool) -> dict[str, torch.Tensor]:
-    """The weights of a stock OLMo model under transformers' names, its fused projections taken apart."""
+    """Return the weights of a stock OLMo model under transformers' names, its fused projections taken apart."""
     from olmo_lns.integrations.olmo.model import blocks_of
 
     config, held = model.config, model.transformer

@@ -53,7 +53,7 @@ def kind_of(folder: Path) -> str:
     if not folder.exists() and len(folder.parts) <= 2 and not str(folder).startswith((".", "~", "/")):
         return HF
     if not folder.is_dir():
-        raise LNSConfigError(f"{folder} is no such folder. Give a checkpoint folder or a name of the hub.")
+        raise LNSConfigError(f"There is no such folder: {folder}. Give a checkpoint folder or a name of the hub.")
     if has("adapter_config.json"):
         raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()) and save that model.")
     if has("config.yaml") and has("model.pt", "model_and_optim"):
@@ -89,7 +89,7 @@ def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None, **ho
     opened: Opened = module_of(kind).open(folder, asked, **(how if kind == HF else {}))
     opened.model.eval()
     if asked is not None and opened.scheme != asked:
-        raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {asked}. Leave --scheme away.")
+        raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {asked}. Leave --scheme out.")
     return opened
 
 
@@ -113,7 +113,7 @@ def open_model(
 
 @contextmanager
 def readable(source: object) -> Iterator[None]:
-    """Raise an error of the frameworks, which raise almost anything for a damaged file, as one line.
+    """Turn any error of a framework into one line: for a damaged file they raise almost anything.
 
     :raises LNSConfigError: anything was raised; it names ``source``.
     """
@@ -128,7 +128,7 @@ def readable(source: object) -> Iterator[None]:
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: object) -> None:
-    """Give ``model`` the tensors of ``state``, which are not copied.
+    """Load the tensors of ``state`` into ``model`` without a copy.
 
     :raises LNSConfigError: missing, unexpected or of another shape; it names them.
     """

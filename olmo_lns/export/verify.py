@@ -20,7 +20,7 @@ from olmo_lns.schemes import Scheme
 TOLERANCE = 1e-5
 #: Random prompts.
 PROMPTS = 8
-#: Settings, or the beginnings of their names, that change no function of a model that is evaluated.
+#: Settings, or beginnings of their names, that do not change what a model in evaluation mode computes.
 _NEUTRAL = (
     *("init_", "emb_init", "scale_emb_init", "initializer_", "embedding_init_std", "precision", "flash_attention"),
     *("dtype", "torch_dtype", "use_cache", "return_dict", "output_", "id2label", "label2id", "problem_type"),
@@ -40,7 +40,7 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
     Example: ``lines, passed = verify(Path("runs/lns/step1000"), Path("model"))``.
     """
     if not export.is_dir():
-        raise LNSConfigError(f"{export} is no such folder. Give the one that olmo-lns export wrote.")
+        raise LNSConfigError(f"There is no such folder: {export}. Give the one that olmo-lns export wrote.")
     found = open_checkpoint(export)
     if not found.scheme.is_pre_ln:
         raise LNSConfigError(
@@ -49,7 +49,9 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
         )
     opened = open_checkpoint(checkpoint, scheme)
     if found.kind not in WRITTEN_AS[opened.kind]:
-        raise LNSConfigError(f"{export} is no export of {checkpoint}: {opened.kind} is never made into {found.kind}.")
+        raise LNSConfigError(
+            f"{export} isn't an export of {checkpoint}: {opened.kind} is never written as {found.kind}."
+        )
     dtype = next(found.model.parameters()).dtype
     ids = prompt(opened.model, PROMPTS, min(length, opened.max_length))
     reference = opened.model.float()

@@ -71,7 +71,7 @@ def test_a_wrong_setting_is_found(made, setting, value, tmp_path, capsys):
     ("pair", "reason"),
     [
         (("olmo", "run"), "still needs its factor"),
-        (("fp32", "olmo"), "is never made into"),
+        (("fp32", "olmo"), "is never written as"),
     ],
 )
 def test_what_is_no_pair_is_refused(made, pair, reason, capsys):

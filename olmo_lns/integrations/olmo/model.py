@@ -142,9 +142,9 @@ def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
 def _finish_draw(model: Any) -> bool:
     """Turn OLMo's fresh draw into the one that was asked for, and measure it.
 
-    OLMo's depth factor is taken off the residual projections, and the one asked for put on. Multiplying the stock draw
-    keeps the random stream, and is exact for OLMo's normals truncated at a multiple of their standard deviation. It
-    works on meta tensors and on FSDP shards.
+    The residual projections lose OLMo's depth factor and get the one that was asked for. Multiplying the stock draw
+    keeps the random stream. It is exact for OLMo's normals, which are truncated at a multiple of their standard
+    deviation, and it works on meta tensors and on FSDP shards.
 
     :returns: whether there was anything to measure.
     """
@@ -161,7 +161,7 @@ def _finish_draw(model: Any) -> bool:
                     module.reset_parameters()
         blocks.apply_gains(block)
     if "emb_norm" in model.transformer:
-        # OLMo never resets it: after the meta device it would hold what the memory held.
+        # OLMo never resets it. After the meta device it would hold whatever was in memory.
         model.transformer.emb_norm.reset_parameters()
     return asked != "upstream" and _measure_draw(model, asked)
 

@@ -22,7 +22,7 @@ log = logging.getLogger("olmo_lns")
 BASES = ("rms", "default", "low_precision")
 #: An init_fn of this package -> the initialization of the residual output projections; everything else as ``normal``.
 INIT_FNS = {"normal_scaled": "scaled", "normal_depth_scaled": "depth_scaled"}
-#: Values of $OLMO_LNS_INITIALIZATION; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
+#: Values of $OLMO_LNS_INITIALIZATION. ``scaled`` and ``depth_scaled`` are set in the config, as an init_fn.
 _INITIALIZATIONS = ("plain", "upstream")
 
 
@@ -161,7 +161,7 @@ def _add_member(enum_class: Any, name: str) -> Any:
 
 
 def require_supported(config: Any) -> None:
-    """Refuse what OLMo's blocks cannot compute under the scheme of an OLMo ``ModelConfig``.
+    """Check that OLMo's blocks can compute the scheme of an OLMo ``ModelConfig``.
 
     :raises OLMoConfigurationError: ``norm_after``, or a plan of the scheme without a form in this integration.
     :raises UpstreamChangedError: this OLMo lacks a function that a scheme needs.
