@@ -88,6 +88,7 @@ def _serve():
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             if not (child := os.fork()):
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 code = _child(json.loads(line))

@@ -166,16 +166,3 @@ def pip_install(python, *arguments):
     """``pip install`` into another environment; it never removes a package there."""
     flags = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--quiet"]
     run([sys.executable, "-m", "pip", "--python", python, "install", *flags, *arguments], cwd=python.parent).ok()
-
-
-def write_tokenizer(folder):
-    """A tokenizer of the 256 bytes, so that OLMo's evaluators need no hub."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    path = folder / "bytes.json"
-    tokenizer.save(str(path))
-    return path

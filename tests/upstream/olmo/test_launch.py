@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import launch
+from support.exports import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("olmo", reason="needs pip install 'olmo-lns[olmo]'")
@@ -76,7 +77,7 @@ def train(installed, name, *arguments, **changes):
     (folder := installed.folder / name).mkdir()
     values = {
         **{"max_duration": STEPS, "stop_at": STEPS, "save_interval_unsharded": 10, "model.layer_norm_type": "rms"},
-        **{"tokenizer.identifier": str(launch.write_tokenizer(folder)), "wandb": None},
+        **{"tokenizer.identifier": str(byte_tokenizer(folder / "tokenizer.json", 256)), "wandb": None},
         **{"save_num_unsharded_checkpoints_to_keep": -1, **changes},
     }
     command = [installed.script, launch.write_config(folder, **values), *arguments]
