@@ -59,7 +59,8 @@ class Call:
         """Run ``block`` on the stream ``x``, every other argument as it was; return the stream after it."""
         args, kwargs = copy.deepcopy((list(self.args), dict(self.kwargs)))
         (args if isinstance(self.place, int) else kwargs)[self.place] = x.clone()  # type: ignore[index]
-        torch.manual_seed(0)
+        # On a CPU torch.manual_seed keeps a stack trace of each call for GPUs that may come: half the time of a probe.
+        (torch.default_generator if x.device.type == "cpu" else torch).manual_seed(0)
         return stream_of(block(*args, **kwargs))
 
 
@@ -260,8 +261,11 @@ def twin(block: nn.Module) -> nn.Module:
     start = 0
     for parameter in copied.parameters():
         # A prime length: rows differ. Drawing 200 million numbers anew takes seconds.
-        part = pool.to(parameter.device).roll(-start).repeat(-(-parameter.numel() // len(pool)))[: parameter.numel()]
-        start += 7919
+        part = pool[start : start + parameter.numel()].to(parameter.device)
+        if len(part) < parameter.numel():
+            part = pool.to(parameter.device).roll(-start).repeat(-(-parameter.numel() // len(pool)))
+            part = part[: parameter.numel()]
+        start = (start + 7919) % len(pool)
         drawn = part.reshape(parameter.shape) if parameter.dim() else torch.tensor(1.3)
         wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
         parameter.data = (drawn * wide if parameter.dim() > 1 else 1 + 0.2 * drawn).to(parameter.device)

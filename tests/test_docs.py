@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import forked
 
 from olmo_lns import cli
 
@@ -103,7 +104,7 @@ def runnable():
 def test_the_python_of_the_readme_runs_as_printed():
     pytest.importorskip("transformers", reason="needs transformers")
     (code,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forked.run(code)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "LayerNorm Scaling on: 48 norms" in done.stderr
 

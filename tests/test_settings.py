@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import launch
+from support import forked, launch
 
 import olmo_lns
 from olmo_lns import cli, settings
@@ -84,8 +84,7 @@ def test_imports_and_stock_models_only_warn_and_a_scheme_stops(setting):
     """The variable may be somebody's own with our prefix, or a typing error."""
     pytest.importorskip("olmo")
     name, value = setting.split("=")
-    env = {**os.environ, name: value}
-    done = subprocess.run([sys.executable, "-c", BUILDS], capture_output=True, text=True, env=env)
+    done = forked.run(BUILDS, **{name: value})
     assert done.stdout == "stock\n" and done.returncode != 0
     first, *_, last = [line for line in done.stderr.splitlines() if name in line]
     assert "Where a scheme runs, this is an error" in first and "Error: " in last

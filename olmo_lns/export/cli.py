@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Sequence
 
@@ -34,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     """Run ``olmo-lns export``. :raises LNSError: refused or failed; nothing is left behind."""
     args = _export_parser().parse_args(argv)
     from olmo_lns.export import megatron
-    from olmo_lns.export.convert import WRITTEN_AS, convert, finished, module_of, write_tokenizer
-    from olmo_lns.export.open import kind_of, open_checkpoint
+    from olmo_lns.export.convert import WRITTEN_AS, convert, finished, write_tokenizer
+    from olmo_lns.export.open import kind_of, module_of, open_checkpoint
     from olmo_lns.norm.dtypes import DTYPES as TORCH
 
     folder, out, dtype = Path(args.checkpoint), Path(args.output), TORCH.get(args.dtype)
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         written = " or ".join(WRITTEN_AS[kind])
         raise LNSConfigError(f"--format {form}: {folder} is of kind {kind}, which is written as {written}.")
     if args.tokenizer not in (None, "none") and form != HF:
-        raise LNSConfigError(f"--tokenizer is of --format hf. --format {form} has no place for it: leave it away.")
+        raise LNSConfigError(f"--tokenizer belongs to --format hf; --format {form} stores none. Leave it out.")
     if dtype is not None and form == MEGATRON:
         raise LNSConfigError("--dtype is for other formats: Megatron loads weights in the dtype of its own flags.")
     with finished(out) as part:
@@ -56,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             opened = open_checkpoint(folder, scheme)
             trained = opened.scheme
             if trained.is_pre_ln and scheme is None and form == kind:
-                raise LNSConfigError(f"{folder} names no scheme: nothing to fold. If it had one, add --scheme lns.")
+                raise LNSConfigError(f"{folder} names no scheme: nothing to fold. Add --scheme lns if it had one.")
             made = convert(opened, form, dtype)
             done = "Pre-LN, nothing to fold" if trained.is_pre_ln else f"{trained} folded into the weights"
             lines = [f"{type(made.model).__name__}: {done}"]
@@ -69,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _export_parser() -> argparse.ArgumentParser:
-    about = "Fold the factor into the weights, for software that knows nothing of it."
+    about = "Fold the factor into the weights, for software without this package."
     parser = argparse.ArgumentParser("olmo-lns export", description=about, epilog=_EXPORT, formatter_class=_RAW)
     add = parser.add_argument
     add("checkpoint", help="checkpoint folder of OLMo, OLMo-core, Megatron or transformers")
@@ -90,12 +89,9 @@ def verify(argv: Sequence[str]) -> int:
     add("--scheme", help=_SCHEME)
     add("--length", type=at_least(2), default=64, help="tokens of each of the 8 prompts (default %(default)s)")
     args = parser.parse_args(argv)
-    if os.path.realpath(args.checkpoint) == os.path.realpath(args.export):
-        raise LNSConfigError(f"{args.export} is the checkpoint itself. Give the folder of its export.")
     from olmo_lns.export.verify import verify as compare
 
-    result = compare(
-        args.checkpoint, args.export, scheme=parse(args.scheme) if args.scheme else None, length=args.length
-    )
-    print(result)
-    return 0 if result.passed else 1
+    scheme = parse(args.scheme) if args.scheme else None
+    lines, passed = compare(args.checkpoint, args.export, scheme=scheme, length=args.length)
+    print(*lines, "PASS" if passed else "FAIL", sep="\n")
+    return 0 if passed else 1

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 
 import torch
 
 from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.export import HF, MEGATRON, OLMO, OLMO_CORE, huggingface
-from olmo_lns.export.open import Opened
+from olmo_lns.export.open import Opened, module_of
 from olmo_lns.fold import check_finite
 from olmo_lns.tokenizers import load_tokenizer
 
-#: Kind of checkpoint -> the formats that it is written as, its own first.
+#: Kind of checkpoint -> formats that it can be written as. The first is the default.
 WRITTEN_AS = {
     OLMO: (OLMO, HF),
     OLMO_CORE: (OLMO_CORE, HF),
     MEGATRON: (MEGATRON, HF),
     HF: (HF,),
 }
-
-
-def module_of(kind: str) -> Any:
-    """Return the module of a format."""
-    return importlib.import_module(f"olmo_lns.export.{'huggingface' if kind == HF else kind.replace('-', '_')}")
 
 
 def convert(opened: Opened, form: str, dtype: torch.dtype | None = None) -> Opened:
@@ -59,13 +52,11 @@ def finished(out: Path) -> Iterator[Path]:
     :raises LNSConfigError: ``out`` exists.
     """
     if out.exists():
-        raise LNSConfigError(f"{out} exists. Give a folder that does not; nothing is overwritten.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        raise LNSConfigError(f"{out} exists, and nothing is overwritten. Give a new folder.")
+    part = out.with_name(f".{out.name}.{os.getpid()}")
+    part.mkdir(parents=True)
     try:
         yield part
-        os.umask(umask := os.umask(0))
-        part.chmod(0o777 & ~umask)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -88,8 +79,8 @@ def write_tokenizer(out: Path, opened: Opened, asked: str | None) -> str:
     size, rows = max(tokenizer.get_vocab().values(), default=-1) + 1, huggingface.vocabulary(opened.model)
     if size > rows:
         raise LNSConfigError(
-            f"tokenizer {name} has {size} tokens, the model only {rows}: it is another model's. Give --tokenizer FILE "
-            "or --tokenizer none, which leaves it out."
+            f"tokenizer {name} has {size} tokens, the model has {rows}: it is another model's. Give --tokenizer FILE, "
+            "or --tokenizer none to leave it out."
         )
     if tokenizer.pad_token is None and opened.pad_token_id in range(size):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(opened.pad_token_id)

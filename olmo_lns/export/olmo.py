@@ -79,7 +79,7 @@ def _load(model: Any, folder: Path) -> None:
             }
             load(shards, checkpoint_id=folder / SHARDED, no_dist=True)
             state = {name.removeprefix("model."): tensor for name, tensor in shards.items()}
-        load_state(model, state, folder)
+        model.load_state_dict(state, assign=True)
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -92,22 +92,24 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
     :param dtype: of the weights, None: as they are.
     :raises LNSConfigError: the scheme doesn't fold.
     """
-    from olmo.config import InitFnType, LayerNormType, ModelConfig
+    from olmo.config import ModelConfig
     from olmo.model import OLMo
 
+    from olmo_lns.integrations.olmo import types
     from olmo_lns.integrations.olmo.model import blocks_of
-    from olmo_lns.integrations.olmo.types import INIT_FNS, base_type
 
     model: Any = opened.model
-    scheme, config = opened.scheme, ModelConfig(**model.config.asdict())
+    scheme = opened.scheme
+    with types.stock(model.config):
+        config = ModelConfig(**model.config.asdict())
     if not scheme.folds_into_pre_ln(config.n_layers):
         raise LNSConfigError(
-            f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: no weights "
-            "of a Pre-LN block hold norms on branches or sums, groups of channels, or a weighed shortcut."
+            f"{opened.folder}: {scheme.definition.title} ({scheme}) cannot be folded into a stock model: a Pre-LN "
+            "block has no place for norms on branches or sums, norms of channel groups, or a weighted shortcut."
         )
     fold_norms(model, lambda: model(huggingface.prompt(model)), dtype)
     for number, block in enumerate(blocks_of(model), start=1):
-        for sub_layer in SUB_LAYERS if not scheme.is_pre_ln else ():
+        for sub_layer in SUB_LAYERS:
             plan = scheme.plan(number, config.n_layers, sub_layer)
             factor: Factor = plan.branch_scale
             if plan.gate is not None:
@@ -115,9 +117,6 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
                 factor = (gate.double() * factor).expand(config.d_model)
             for parameter in getattr(block, f"{sub_layer}_out").parameters():
                 parameter.data = multiplied(parameter.data, factor, dtype)
-    config.layer_norm_type = LayerNormType(base_type(config.layer_norm_type))
-    if str(config.init_fn) in INIT_FNS:
-        config.init_fn = InitFnType.normal
     stock = OLMo(config, init_params=False).eval()
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_gate.weight")}
     load_state(stock, state, opened.folder)
@@ -162,7 +161,7 @@ def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
 
 def _config(stock: Opened, rms: bool) -> dict[str, Any]:
-    """The settings of the transformers config."""
+    """Return the settings of the transformers config."""
     model: Any = stock.model
     config = model.config
     inner = config.mlp_hidden_size or config.mlp_ratio * config.d_model
@@ -187,7 +186,7 @@ def _config(stock: Opened, rms: bool) -> dict[str, Any]:
 
 
 def _renamed(model: Any, rms: bool) -> dict[str, torch.Tensor]:
-    """The weights of a stock OLMo model under transformers' names, its fused projections taken apart."""
+    """Return the weights of a stock OLMo model under transformers' names, its fused projections taken apart."""
     from olmo_lns.integrations.olmo.model import blocks_of
 
     config, held = model.config, model.transformer

@@ -44,7 +44,7 @@ class Opened:
 def kind_of(folder: Path) -> str:
     """Return the format of a checkpoint folder; transformers' for a name of the hub, ``name`` or ``owner/name``.
 
-    :raises LNSConfigError: no folder, an adapter, the folder of a run, or no complete checkpoint.
+    :raises LNSConfigError: no folder, an adapter, or no complete checkpoint.
     """
 
     def has(*names: str) -> bool:
@@ -53,7 +53,7 @@ def kind_of(folder: Path) -> str:
     if not folder.exists() and len(folder.parts) <= 2 and not str(folder).startswith((".", "~", "/")):
         return HF
     if not folder.is_dir():
-        raise LNSConfigError(f"{folder} is no such folder. Give a checkpoint folder or a name of the hub.")
+        raise LNSConfigError(f"There is no such folder: {folder}. Give a checkpoint folder or a name of the hub.")
     if has("adapter_config.json"):
         raise LNSConfigError(f"{folder} is an adapter. Merge it first (merge_and_unload()) and save that model.")
     if has("config.yaml") and has("model.pt", "model_and_optim"):
@@ -62,13 +62,16 @@ def kind_of(folder: Path) -> str:
         return OLMO_CORE if has("model_and_optim", ".metadata") else HF
     if has("latest_checkpointed_iteration.txt", ".metadata") or any(folder.glob("iter_*")):
         return MEGATRON
-    if inside := sorted(path.name for path in folder.glob("step*") if path.is_dir()):
-        raise LNSConfigError(f"{folder} is the folder of a run. Give one of its checkpoints: {', '.join(inside)}.")
     raise LNSConfigError(
-        f"{folder} holds no complete checkpoint. Expected config.yaml with model.pt or model_and_optim/ (OLMo; unshard "
-        "others with its scripts/unshard.py), config.json (transformers; OLMo-core, with model_and_optim/) or an "
-        "iter_* folder (Megatron)."
+        f"{folder} holds no complete checkpoint. Expected config.yaml with model.pt or model_and_optim/ (OLMo: a step* "
+        "folder of the run; unshard others with its scripts/unshard.py), config.json (transformers; OLMo-core, with "
+        "model_and_optim/) or an iter_* folder (Megatron)."
     )
+
+
+def module_of(kind: str) -> Any:
+    """Return the module of a format."""
+    return importlib.import_module(f"olmo_lns.export.{'huggingface' if kind == HF else kind.replace('-', '_')}")
 
 
 def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None, **how: Any) -> Opened:
@@ -83,12 +86,10 @@ def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None, **ho
     """
     folder, asked = Path(folder), parse(scheme) if isinstance(scheme, str) else scheme
     kind = kind_of(folder)
-    module = "huggingface" if kind == HF else kind.replace("-", "_")
-    given = how if kind == HF else {}
-    opened: Opened = importlib.import_module(f"olmo_lns.export.{module}").open(folder, asked, **given)
+    opened: Opened = module_of(kind).open(folder, asked, **(how if kind == HF else {}))
     opened.model.eval()
     if asked is not None and opened.scheme != asked:
-        raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {asked}. Leave --scheme away.")
+        raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {asked}. Leave --scheme out.")
     return opened
 
 
@@ -112,7 +113,7 @@ def open_model(
 
 @contextmanager
 def readable(source: object) -> Iterator[None]:
-    """Raise an error of the frameworks, which raise almost anything for a damaged file, as one line.
+    """Turn any error of a framework into one line: for a damaged file they raise almost anything.
 
     :raises LNSConfigError: anything was raised; it names ``source``.
     """
@@ -127,7 +128,7 @@ def readable(source: object) -> Iterator[None]:
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: object) -> None:
-    """Give ``model`` the tensors of ``state``, which are not copied.
+    """Load the tensors of ``state`` into ``model`` without a copy.
 
     :raises LNSConfigError: missing, unexpected or of another shape; it names them.
     """

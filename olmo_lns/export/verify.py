@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -21,7 +20,7 @@ from olmo_lns.schemes import Scheme
 TOLERANCE = 1e-5
 #: Random prompts.
 PROMPTS = 8
-#: Settings, or the beginnings of their names, that change no function of a model that is evaluated.
+#: Settings, or beginnings of their names, that do not change what a model in evaluation mode computes.
 _NEUTRAL = (
     *("init_", "emb_init", "scale_emb_init", "initializer_", "embedding_init_std", "precision", "flash_attention"),
     *("dtype", "torch_dtype", "use_cache", "return_dict", "output_", "id2label", "label2id", "problem_type"),
@@ -31,30 +30,17 @@ _NEUTRAL = (
 )
 
 
-@dataclass
-class Comparison:
-    """Result of :func:`verify`.
-
-    :param lines: the comparisons and differences, for a user. :param passed: the export computes the checkpoint.
-    """
-
-    lines: list[str]
-    passed: bool
-
-    def __str__(self) -> str:
-        return "\n".join([*self.lines, "PASS" if self.passed else "FAIL"])
-
-
-def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, length: int = 64) -> Comparison:
+def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, length: int = 64) -> tuple[list[str], bool]:
     """Run a checkpoint and its export on the same random tokens; compare config and weights with a fresh fold.
 
     :param scheme: of a checkpoint that doesn't say it. :param length: tokens of each prompt.
+    :returns: comparisons and differences, one line each, and true where the export computes the checkpoint.
     :raises LNSConfigError: either cannot be opened (weights are missing, say), or the export still needs its factor.
 
-    Example: ``verify(Path("runs/lns/step1000"), Path("model")).passed``.
+    Example: ``lines, passed = verify(Path("runs/lns/step1000"), Path("model"))``.
     """
     if not export.is_dir():
-        raise LNSConfigError(f"{export} is no such folder. Give the one that olmo-lns export wrote.")
+        raise LNSConfigError(f"There is no such folder: {export}. Give the one that olmo-lns export wrote.")
     found = open_checkpoint(export)
     if not found.scheme.is_pre_ln:
         raise LNSConfigError(
@@ -63,7 +49,9 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
         )
     opened = open_checkpoint(checkpoint, scheme)
     if found.kind not in WRITTEN_AS[opened.kind]:
-        raise LNSConfigError(f"{export} is no export of {checkpoint}: {opened.kind} is never made into {found.kind}.")
+        raise LNSConfigError(
+            f"{export} isn't an export of {checkpoint}: {opened.kind} is never written as {found.kind}."
+        )
     dtype = next(found.model.parameters()).dtype
     ids = prompt(opened.model, PROMPTS, min(length, opened.max_length))
     reference = opened.model.float()
@@ -88,7 +76,7 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
         f"max |difference|, logit {largest:.3e} (allowed {allowed:.3e})",
         f"top-1 agreement         {agreement:.2%}",
     ]
-    return Comparison(lines, not differences and largest <= allowed)
+    return lines, not differences and largest <= allowed
 
 
 def _of_settings(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -1,12 +1,10 @@
 """docs/own-scheme.md: a scheme of another package, found by its entry point."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import forked
 
 pytest.importorskip("olmo.model", reason="needs ai2-olmo")
 
@@ -22,9 +20,7 @@ print([round(getattr(block, name).lns_scale, 6) for block in model.transformer.b
 
 
 def _run(folder):
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-c", LAUNCH], capture_output=True, text=True, env=environment)
+    return forked.run(LAUNCH, path=folder)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support import olmo_models
+from support import forked, olmo_models
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = REPOSITORY / "tests" / "upstream" / "olmo" / "programs"
@@ -121,6 +121,12 @@ def run(command, *, cwd, timeout=900, env=None):
     return Result(done.returncode, done.stdout)
 
 
+def python(code, *arguments, cwd, **changes):
+    """Run ``python -c code`` in an interpreter that has imported torch (forked.py); stderr comes first in the text."""
+    done = forked.run(code, *arguments, cwd=cwd, **changes)
+    return Result(done.returncode, done.stderr + done.stdout)
+
+
 def torchrun(python, ranks, *command, **kwargs):
     """``torchrun --standalone`` on this machine; ``command`` starts with a script or ``-m module``."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -160,16 +166,3 @@ def pip_install(python, *arguments):
     """``pip install`` into another environment; it never removes a package there."""
     flags = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--quiet"]
     run([sys.executable, "-m", "pip", "--python", python, "install", *flags, *arguments], cwd=python.parent).ok()
-
-
-def write_tokenizer(folder):
-    """A tokenizer of the 256 bytes, so that OLMo's evaluators need no hub."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    path = folder / "bytes.json"
-    tokenizer.save(str(path))
-    return path

@@ -52,24 +52,10 @@ def tokens(batch=2, length=12, vocabulary=64, seed=1):
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def reference_logits(model, ids, *, lns=True):
-    """fp64 logits of shape (batch, length, vocabulary), from the state dict and the paper's formulas only."""
-    import torch
-
-    from support import scheme_reference as reference
-
-    last, base = torch.from_numpy(reference_states(model, ids, lns=lns)[-1]), _base(model)
-    return reference.logits_of(reference.weights_of(model), model.config, last, base).numpy()
-
-
 def reference_states(model, ids, *, lns=True):
     """The fp64 stream before each block and after the last."""
     from support import scheme_reference as reference
 
-    scheme = "lns" if lns else "preln"
-    states = reference.states_of(reference.weights_of(model), model.config, scheme, _base(model), ids)
+    base = "rms" if str(model.config.layer_norm_type).removeprefix("lns_") in ("rms", "lns") else "default"
+    states = reference.states_of(reference.weights_of(model), model.config, "lns" if lns else "preln", base, ids)
     return [state.numpy() for state in states]
-
-
-def _base(model):
-    return "rms" if str(model.config.layer_norm_type).removeprefix("lns_") in ("rms", "lns") else "default"

@@ -3,10 +3,10 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import forked
 
 PATCH = Path(__file__).parents[2] / "patches" / "olmo" / "load-plugins.patch"
 PROBE = """
@@ -20,7 +20,6 @@ print([str(m) for m in olmo.config.LayerNormType].count("lns"), depth, olmo.__fi
 NO_HOOK = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]; "
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["installed", "checkout"])
 def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(tmp_path, kind):
     if kind == "checkout" and not os.environ.get("OLMO_SRC"):
@@ -31,9 +30,7 @@ def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(t
     shutil.copytree(source / "olmo", tmp_path / "olmo")
     subprocess.run(["git", "apply", PATCH], cwd=tmp_path, check=True)
     for before in (NO_HOOK, ""):
-        command = [sys.executable, "-c", before + PROBE]
-        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+        done = forked.run(before + PROBE, path=tmp_path)
         assert done.stdout.splitlines()[-1] == f"1 1 {tmp_path}/olmo/__init__.py"
     subprocess.run(["git", "apply", "-R", PATCH], cwd=tmp_path, check=True)
     assert (tmp_path / "olmo/__init__.py").read_bytes() == (source / "olmo/__init__.py").read_bytes()

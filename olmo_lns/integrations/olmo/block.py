@@ -28,22 +28,11 @@ _Run = Callable[..., Any]
 _CONSTANTS = ("pre_scale", "norm_scale", "branch_scale", "stream_scale", "alpha")
 
 
-def unsupported(plan: Plan, d_model: int) -> str:
-    """Return the reason why an OLMo block cannot compute ``plan``; ``""`` if it can."""
-    if plan.norms not in (1, 2):
-        return f"found {plan.norms} norms in a sub-layer, expected one or two"
-    if plan.groups > 1 and plan.norms == 2:
-        return "found grouped statistics and two norms in a sub-layer, expected one norm"
-    if d_model % plan.groups:
-        return f"{plan.groups} groups do not divide model.d_model={d_model}"
-    return ""
-
-
 class LearnedFactor(sites.Derived):
     """Mixin in front of ``LayerNormBase``: a learned vector (d_model,) or number (1,), fp32, in the residual addition.
 
-    A norm by class because OLMo's optimizer groups know norms and refuse a bare parameter; never
-    0-d, which FSDP refuses.
+    A norm by class, because OLMo's optimizer groups accept norms and refuse a bare parameter. It has one dimension,
+    because FSDP refuses a parameter without one.
     """
 
     def __init__(self: Any, config: Any, learned: Learned) -> None:
@@ -156,7 +145,7 @@ def apply_gains(block: Any) -> None:
 
 
 def _rows_of_v(block: Any) -> torch.Tensor:
-    """Return the last rows of the fused projection ``att_proj``; of a shard of FSDP, its elements in these rows.
+    """Return the rows of v, the last ones of ``att_proj``. In a shard of FSDP they are some of its elements.
 
     From the meta device OLMo draws after FSDP has sharded each parameter into 1-D pieces, in the order of the ranks.
     Under hybrid sharding each group of consecutive ranks has the whole parameter.
@@ -222,7 +211,7 @@ def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
     Under any other, :class:`SchemeBlock` with the plan of Pre-LN must compute what OLMo's forward does.
 
     :raises LNSConfigError: the block is not Pre-LN in its two norms.
-    :raises MeasurementError: it cannot be run, or OLMo's forward does something else than this package's.
+    :raises MeasurementError: the block cannot be run, or OLMo's forward computes something else than this package's.
     """
     real = _narrow(block)
     x = torch.randn(1, 4, real.config.d_model, generator=torch.Generator().manual_seed(0), device="cpu")
@@ -246,7 +235,7 @@ def measure(block: Any, where: str, *, keeps_forward: bool) -> None:
 def _narrow(block: Any) -> Any:
     """Build a block of the same class, number and settings, 8 channels a head wide, on the CPU.
 
-    It has no flash attention, which takes no fp32 and needs a GPU.
+    Flash attention is off: it needs a GPU and refuses fp32.
     """
     from olmo.model import BufferCache
 

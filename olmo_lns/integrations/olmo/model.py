@@ -114,12 +114,8 @@ def ask_for_plain_initialization(config: Any) -> None:
 # --- initialization -------------------------------------------------------------------------------------------------
 
 
-def depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
-    """Return the factor that OLMo's ``init_fn`` puts on the residual projections of a block.
-
-    :param layer_number: 1-based index of the block.
-    :raises LNSConfigError: an ``init_fn`` whose depth factor is not known.
-    """
+def _depth_factor(init_fn: Any, layer_number: int, n_layers: int) -> float:
+    """Return the factor that OLMo's ``init_fn`` puts on the residual projections of a block."""
     factors = {"mitchell": 1.0 / math.sqrt(2.0 * layer_number), "full_megatron": 1.0 / math.sqrt(2.0 * n_layers)}
     factors |= dict.fromkeys(("normal", *types.INIT_FNS), 1.0)
     if (name := str(init_fn)) not in factors:
@@ -146,9 +142,9 @@ def wrap_reset(reset: Callable[..., None]) -> Callable[..., None]:
 def _finish_draw(model: Any) -> bool:
     """Turn OLMo's fresh draw into the one that was asked for, and measure it.
 
-    OLMo's depth factor is taken off the residual projections, and the one asked for put on. Multiplying the stock draw
-    keeps the random stream, and is exact for OLMo's normals truncated at a multiple of their standard deviation. It
-    works on meta tensors and on FSDP shards.
+    The residual projections lose OLMo's depth factor and get the one that was asked for. Multiplying the stock draw
+    keeps the random stream. It is exact for OLMo's normals, which are truncated at a multiple of their standard
+    deviation, and it works on meta tensors and on FSDP shards.
 
     :returns: whether there was anything to measure.
     """
@@ -156,7 +152,7 @@ def _finish_draw(model: Any) -> bool:
     for number, block in enumerate(blocks_of(model), start=1):
         if asked != "upstream":
             times = factor(asked, number, config.n_layers)
-            times /= depth_factor(config.init_fn, number, config.n_layers)
+            times /= _depth_factor(config.init_fn, number, config.n_layers)
             for weight in (getattr(block, name).weight for name in _OUTPUTS if times != 1.0):
                 weight.mul_(times)
         for name in ("norm_out", "gate", "omega"):
@@ -165,7 +161,7 @@ def _finish_draw(model: Any) -> bool:
                     module.reset_parameters()
         blocks.apply_gains(block)
     if "emb_norm" in model.transformer:
-        # OLMo never resets it: after the meta device it would hold what the memory held.
+        # OLMo never resets it. After the meta device it would hold whatever was in memory.
         model.transformer.emb_norm.reset_parameters()
     return asked != "upstream" and _measure_draw(model, asked)
 
@@ -176,20 +172,19 @@ def _measure_draw(model: Any, initialization: str) -> bool:
     :returns: whether there was anything to measure.
     :raises MeasurementError: OLMo drew them in another way; on every rank, where they are shards.
     """
-    measured, sharded, problem = False, False, ""
-    for number, block in enumerate(blocks_of(model), start=1):
-        plans = getattr(block, "lns_plans", {})
-        gains = {role: gain for plan in plans.values() for role, gain in plan.gains}
-        for name, role in _OUTPUTS.items():
-            weight = getattr(block, name).weight
-            sharded = sharded or weight.dim() == 1
-            std = _std(model.config, getattr(block, name).in_features) * gains.get(role, 1.0)
-            std *= factor(initialization, number, model.config.n_layers)
-            try:
-                measured |= probe.check_drawn({name: weight.flatten()[:_SAMPLE]}, std, where=f"block {number}")
-            except MeasurementError as error:
-                problem = problem or str(error)
-    if sharded:
+    measured, problem, numbered = False, "", blocks_of(model)
+    try:
+        for number, block in enumerate(numbered, start=1):
+            gains = {role: gain for plan in getattr(block, "lns_plans", {}).values() for role, gain in plan.gains}
+            for name, role in _OUTPUTS.items():
+                projection = getattr(block, name)
+                std = _std(model.config, projection.in_features) * gains.get(role, 1.0)
+                std *= factor(initialization, number, model.config.n_layers)
+                sample = {name: projection.weight.flatten()[:_SAMPLE]}
+                measured |= probe.check_drawn(sample, std, where=f"block {number}")
+    except MeasurementError as error:
+        problem = str(error)
+    if numbered[0].attn_out.weight.dim() == 1:  # a shard of FSDP
         probe.agree(problem)
     if problem:
         raise MeasurementError(problem)

@@ -24,10 +24,28 @@ def needs_olmo_lns(record: str, values: dict[str, Any] | None = None) -> str:
 torch.serialization.add_safe_globals([needs_olmo_lns])
 
 
-def saved_type(folder: Any, *, local_cache: Any = None) -> str | None:
-    """Return the ``layer_norm_type`` in the config.yaml of a local or remote checkpoint folder, found as OLMo finds it;
-    None where no config can be read.
+def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the two functions through which a Trainer loads, and compare before a single weight is loaded.
+
+    They raise a ``CheckpointMismatchError`` for another scheme, parameter or base norm, and for a folder that says
+    nothing where a scheme runs; not with ``OLMO_LNS_ALLOW_MISMATCH=1``.
     """
+
+    def wrapped(self: Any, load_path: Any, *args: Any, **kwargs: Any) -> Any:
+        kind, running = _saved_type(load_path, kwargs.get("local_cache")), sites.read_back(self.model)
+        saved, differing = None if kind is None else types.scheme_of(kind), ""
+        own = types.base_type(self.model.config.layer_norm_type)
+        if saved == running and not running.is_pre_ln and types.base_type(kind) != own:
+            differing = f"layer_norm_type {kind}, another base norm than {own}"
+        setting = f"--model.layer_norm_type={kind}"
+        require_same(saved, running, source=load_path, setting=lambda _: setting, differing=differing)
+        return restore(self, load_path, *args, **kwargs)
+
+    return wrapped
+
+
+def _saved_type(folder: Any, local_cache: Any) -> str | None:
+    """Return the ``layer_norm_type`` in a checkpoint's config.yaml, found as OLMo finds it; None without a config."""
     from olmo.config import ModelConfig
     from olmo.util import resource_path
     from omegaconf import OmegaConf
@@ -37,28 +55,3 @@ def saved_type(folder: Any, *, local_cache: Any = None) -> str | None:
         return str(OmegaConf.select(model, "layer_norm_type") or ModelConfig.layer_norm_type)
     except Exception:  # each store's client raises its own, also for a missing file
         return None
-
-
-def wrap_restore(restore: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the two functions through which a Trainer loads, and compare before a single weight is loaded."""
-
-    def wrapped(self: Any, load_path: Any, *args: Any, **kwargs: Any) -> Any:
-        compare(load_path, self.model, local_cache=kwargs.get("local_cache"))
-        return restore(self, load_path, *args, **kwargs)
-
-    return wrapped
-
-
-def compare(folder: Any, model: Any, *, local_cache: Any = None) -> None:
-    """Compare a checkpoint folder's config.yaml with the built model.
-
-    :raises CheckpointMismatchError: another scheme, parameter or base norm, or a scheme runs and the folder says
-        nothing; not with ``OLMO_LNS_ALLOW_MISMATCH=1``.
-    """
-    kind, running = saved_type(folder, local_cache=local_cache), sites.read_back(model)
-    saved, differing = None if kind is None else types.scheme_of(kind), ""
-    own = types.base_type(model.config.layer_norm_type)
-    if saved == running and not running.is_pre_ln and types.base_type(kind) != own:
-        differing = f"layer_norm_type {kind}, another base norm than {own}"
-    setting = f"--model.layer_norm_type={kind}"
-    require_same(saved, running, source=folder, setting=lambda _: setting, differing=differing)

@@ -22,7 +22,7 @@ log = logging.getLogger("olmo_lns")
 BASES = ("rms", "default", "low_precision")
 #: An init_fn of this package -> the initialization of the residual output projections; everything else as ``normal``.
 INIT_FNS = {"normal_scaled": "scaled", "normal_depth_scaled": "depth_scaled"}
-#: Values of $OLMO_LNS_INITIALIZATION; ``scaled`` and ``depth_scaled`` belong into the config, as an init_fn.
+#: Values of $OLMO_LNS_INITIALIZATION. ``scaled`` and ``depth_scaled`` are set in the config, as an init_fn.
 _INITIALIZATIONS = ("plain", "upstream")
 
 
@@ -161,27 +161,29 @@ def _add_member(enum_class: Any, name: str) -> Any:
 
 
 def require_supported(config: Any) -> None:
-    """:raises OLMoConfigurationError: a scheme in a model whose norms follow the sub-layers, or one that OLMo's blocks
-    cannot compute.
+    """Check that OLMo's blocks can compute the scheme of an OLMo ``ModelConfig``.
+
+    :raises OLMoConfigurationError: ``norm_after``, or a plan of the scheme without a form in this integration.
+    :raises UpstreamChangedError: this OLMo lacks a function that a scheme needs.
     """
     from olmo.exceptions import OLMoConfigurationError
 
     hook.require("olmo")
-    if not has_scheme(config.layer_norm_type):
-        return
     settings.check()
-    scheme, problem = scheme_of(config.layer_norm_type), ""
-    if config.norm_after:
-        problem = " with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false."
-    else:
-        from olmo_lns.integrations.olmo.block import unsupported  # torch, not before a scheme is selected
-
-        for number, sub_layer, plan in scheme.plans(config.n_layers):
-            if reason := unsupported(plan, config.d_model):
-                problem = f", block {number}, {sub_layer}: {reason}."
-                break
-    if problem:
-        raise OLMoConfigurationError(f"layer_norm_type={config.layer_norm_type!s}{problem}")
+    kind, problem = f"layer_norm_type={config.layer_norm_type!s}", ""
+    if config.norm_after and has_scheme(config.layer_norm_type):
+        raise OLMoConfigurationError(
+            f"{kind} with norm_after=true: a scheme says itself where the norms sit. Set norm_after: false."
+        )
+    for number, sub_layer, plan in scheme_of(config.layer_norm_type).plans(config.n_layers):
+        if plan.norms not in (1, 2):
+            problem = f"found {plan.norms} norms in a sub-layer, expected one or two"
+        elif plan.groups > 1 and plan.norms == 2:
+            problem = "found grouped statistics and two norms in a sub-layer, expected one norm"
+        elif config.d_model % plan.groups:
+            problem = f"{plan.groups} groups do not divide model.d_model={config.d_model}"
+        if problem:
+            raise OLMoConfigurationError(f"{kind}, block {number}, {sub_layer}: {problem}.")
 
 
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:

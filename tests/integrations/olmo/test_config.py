@@ -1,16 +1,14 @@
 """Selecting a scheme in OLMo: the config, overrides and variables, and what is refused."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 from olmo.config import LayerNormType, ModelConfig, TrainConfig
 from olmo.exceptions import OLMoConfigurationError
 from olmo.model import OLMo
 from omegaconf import OmegaConf
+from support import forked
 from support.olmo_models import model_config
 
 from olmo_lns.errors import LNSConfigError
@@ -95,14 +93,12 @@ print(model.layer_norm_type is LayerNormType(model.layer_norm_type.value), model
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "init_fn"), [("lns_default:exponent=0.29", "normal"), ("rms", "normal_scaled")])
 def test_a_saved_config_loads_in_a_new_process_and_is_refused_by_stock_olmo(tmp_path, kind, init_fn):
     """The new process has never seen the type. Stock OLMo must not train another model from this package's files."""
     TrainConfig.load(write(tmp_path, kind), [f"model.init_fn={init_fn}"]).save(path := tmp_path / "saved.yaml")
     for disabled in ("0", "1"):
-        env, command = {**os.environ, "OLMO_LNS_DISABLE": disabled}, [sys.executable, "-c", NEW_PROCESS, path]
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        done = forked.run(NEW_PROCESS, path, OLMO_LNS_DISABLE=disabled)
         if disabled == "0":
             assert done.stdout == f"True {init_fn}\n"
         else:

@@ -1,14 +1,12 @@
-"""The real OLMo under LNS, against formulas that share no code with the package."""
+"""The real OLMo under LNS, against hooks on a stock model; what is refused."""
 
-import math
 import time
 
-import numpy as np
 import pytest
 import torch
 from olmo.exceptions import OLMoConfigurationError
 from olmo.model import OLMo, OLMoBlock, OLMoSequentialBlock
-from support.olmo_models import build, model_config, reference_logits, tokens
+from support.olmo_models import build, model_config, tokens
 
 from olmo_lns import hook, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError, UpstreamChangedError
@@ -36,20 +34,16 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("kind", "affine", "block_type", "group", "tied", "bias"), VARIANTS)
-def test_values_are_those_of_an_fp64_formula_and_a_hooked_stock_model(kind, affine, block_type, group, tied, bias):
+def test_logits_and_gradients_are_those_of_a_hooked_stock_model(kind, affine, block_type, group, tied, bias):
     changes = dict(block_type=block_type, block_group_size=group, weight_tying=tied, include_bias=bias)
     changes |= dict(layer_norm_with_affine=affine != "none", bias_for_layer_norm="bias" in affine)
     base = kind.removeprefix("lns_").replace("lns", "rms")
     lns, stock, ids = build(layer_norm_type=kind, **changes), build(layer_norm_type=base, **changes), tokens()
-    expected = reference_logits(lns, ids)
-    np.testing.assert_allclose(lns(ids).logits.detach().numpy(), expected, rtol=2e-4, atol=2e-5)
-    # The factor matters: without it the same weights give other logits.
-    assert np.abs(reference_logits(lns, ids, lns=False) - expected).max() > 0.05
     stock.load_state_dict(lns.state_dict())
+    assert (stock(ids).logits - lns(ids).logits).abs().max() > 0.05, "the factor makes no difference"
     for number, block in enumerate(blocks_of(stock), start=1):
         for norm in (block.attn_norm, block.ff_norm):
-            factor = 1 / math.sqrt(number)
-            norm.register_forward_hook(lambda _m, _i, out, s=factor: out * s)
+            norm.register_forward_hook(lambda _m, _i, out, s=number**-0.5: out * s)
     outputs = []
     for model in (lns, stock):
         logits = model(ids).logits

@@ -1,12 +1,11 @@
 """``apply`` and ``fold`` on models in hand, against stock models whose norms are multiplied by hooks."""
 
 import copy
-import sys
 
 import pytest
 import torch
 from support import launch
-from support.transformers_models import MODELS, blocks, environment, hooked, inputs, same, stock
+from support.transformers_models import MODELS, blocks, hooked, inputs, same, stock
 
 import olmo_lns
 from olmo_lns import sites
@@ -159,5 +158,5 @@ def test_another_process_unpickles_a_model(tmp_path):
         torch.save(apply(stock(kind)), tmp_path / f"{kind}.pt")
     program = "import sys, torch; [print(type(torch.load(file, weights_only=False))) for file in sys.argv[1:]]"
     files = sorted(tmp_path.iterdir())
-    done = launch.run([sys.executable, "-c", program, *files], cwd=tmp_path, env=environment())
+    done = launch.python(program, *files, cwd=tmp_path)
     assert done.code == 0 and "LNSLlamaForCausalLM" in done.text and "LNSGPT2LMHeadModel" in done.text, done.text

@@ -33,7 +33,8 @@ USUAL = (
 
 
 def rows(kinds, usual):
-    return [pytest.param(kind, marks=() if kind in usual else pytest.mark.slow) for kind in kinds]
+    slow = {"kimi_linear": [pytest.mark.slow, pytest.mark.exhaustive]}  # as long as all the others together
+    return [pytest.param(kind, marks=[] if kind in usual else slow.get(kind, [pytest.mark.slow])) for kind in kinds]
 
 
 def relative(found, expected):

@@ -2,12 +2,11 @@
 
 import json
 import os
-import sys
 
 import pytest
 import torch
 from support import launch
-from support.transformers_models import environment, hooked, inputs, read_config, same, stock, trainer
+from support.transformers_models import hooked, inputs, read_config, same, stock, trainer
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.integrations.transformers import apply, fold, register
@@ -48,8 +47,7 @@ def test_another_process_needs_the_package(tmp_path):
     torch.save(inputs("llama"), file := tmp_path / "inputs.pt")
 
     def load(auto="AutoModelForCausalLM", **changes):
-        command = [sys.executable, "-c", PROGRAM, folder, file, auto]
-        return launch.run(command, cwd=tmp_path, env=environment(**changes))
+        return launch.python(PROGRAM, folder, file, auto, cwd=tmp_path, **changes)
 
     done = load()
     assert "CLASS LNSLlamaForCausalLM" in done.text and "LayerNorm Scaling on: 6 norms" in done.text
@@ -194,7 +192,7 @@ print(type(AutoConfig.for_model("lns_qwen2")).__name__, hasattr(Trainer.train, "
 
 
 def test_modules_that_are_executed_again_are_wrapped_again(tmp_path):
-    done = launch.run([sys.executable, "-c", RELOADS], cwd=tmp_path, env=environment())
+    done = launch.python(RELOADS, cwd=tmp_path)
     assert done.last_line() == "LNSQwen2Config True", done.text
 
 
@@ -205,5 +203,5 @@ def test_stand_ins_of_other_peoples_tests_are_left_alone(stub, tmp_path):
         f"for name in ('transformers.trainer', 'peft.utils.constants'): sys.modules[name] = {stub}\n"
         "import transformers; from transformers import AutoConfig; print(type(AutoConfig.for_model('lns_llama')).__name__)"
     )
-    done = launch.run([sys.executable, "-c", program], cwd=tmp_path, env=environment())
+    done = launch.python(program, cwd=tmp_path)
     assert done.last_line() == "LNSLlamaConfig", done.text

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import launch
+from support.exports import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("olmo", reason="needs pip install 'olmo-lns[olmo]'")
@@ -30,42 +31,33 @@ def installed(tmp_path_factory):
     return SimpleNamespace(folder=folder, python=python, script=Path(source or "", "scripts", "train.py").resolve())
 
 
-def train_own(installed, name, *arguments, disable=None):
-    """Train with the user's script; return its output, the folder of the run and the result of rank 0."""
-    config = launch.write_config(installed.folder / name)
-    command = [launch.PROGRAMS / "launch.py", config, *arguments]
+def train_own(installed, *kinds, disable=None):
+    """Train one run of each kind with the user's script, in one launch; return its output, and what each run wrote."""
+    configs = {kind: launch.write_config(installed.folder / f"{kind}{disable or ''}") for kind in kinds}
+    words = [word for kind, config in configs.items() for word in (config, f"--model.layer_norm_type={kind}")]
     env = launch.environment(OLMO_LNS_DISABLE=disable)
-    result = launch.torchrun(installed.python, 2, *command, cwd=installed.folder, env=env).ok()
-    folder = installed.folder / name / "run"
-    return result, folder, json.loads((folder / "result.json").read_text())
+    result = launch.torchrun(installed.python, 2, launch.PROGRAMS / "launch.py", *words, cwd=installed.folder, env=env)
+    wrote = [config.parent / "run" for config in configs.values()]
+    return result.ok(), [
+        SimpleNamespace(folder=each, **json.loads((each / "result.json").read_text())) for each in wrote
+    ]
 
 
-@pytest.fixture(scope="module")
-def on(installed):
-    """A run with LNS, switched on by one flag."""
-    return train_own(installed, "on", "--model.layer_norm_type=lns_rms")
-
-
-def test_one_flag_scales_every_norm_of_the_blocks(on, installed):
-    result, folder, saw = on
-    assert saw["plugin"].startswith(str(launch.site_packages(installed.python))), "not the wheel's plugin"
+def test_one_flag_scales_every_norm_of_the_blocks_and_without_it_a_training_is_as_it_is_to_the_last_bit(installed):
+    """The third run has the plugin disabled; the second has it, and no scheme is selected."""
+    result, (on, off) = train_own(installed, "lns_rms", "rms")
+    disabled, (stock,) = train_own(installed, "rms", disable="1")
+    assert on.plugin.startswith(str(launch.site_packages(installed.python))), "not the wheel's plugin"
     norms = [(i, norm) for i in range(4) for norm in ("attn_norm", "ff_norm")]
     expected = {f"transformer.blocks.{i}.{norm}": 1 / math.sqrt(i + 1) for i, norm in norms}
-    assert saw["scales"] == pytest.approx(expected, rel=1e-12)
-    assert "layer_norm_type: lns_rms" in (folder / "config.yaml").read_text()
+    assert on.scales == pytest.approx(expected, rel=1e-12)
+    assert "layer_norm_type: lns_rms" in (on.folder / "config.yaml").read_text()
     # Once for the launch, not once for each rank: OLMo's console logs rank 0 only.
     assert result.text.count("LayerNorm Scaling on: 8 norms (lns_rms)") == 1
-
-
-def test_without_a_scheme_the_plugin_leaves_a_training_as_it_is_to_the_last_bit(installed, on):
-    """The plugin is installed, and no scheme is selected; the run beside it has the plugin disabled."""
-    kind = "--model.layer_norm_type=rms"
-    stock, alone, without = train_own(installed, "stock", kind, disable="1")
-    registered, beside, saw = train_own(installed, "off", kind)
-    assert without["plugin"] is None and saw["plugin"] is not None and saw["scales"] == {}
-    assert registered.losses() == stock.losses() and len(stock.losses()) == 4
-    assert stock.losses() != on[0].losses(), "LNS on and off gave the same losses"
-    before, after = (torch.load(folder / "state.pt") for folder in (alone, beside))
+    assert stock.plugin is None and off.plugin is not None and off.scales == {}
+    losses = result.losses()
+    assert losses[4:] == disabled.losses() != losses[:4] and len(losses) == 8
+    before, after = (torch.load(run.folder / "state.pt") for run in (stock, off))
     different = [key for key, value in before.items() if not torch.equal(value, after[key])]
     assert len(before) > 100 and before.keys() == after.keys() and not different, different
 
@@ -85,7 +77,7 @@ def train(installed, name, *arguments, **changes):
     (folder := installed.folder / name).mkdir()
     values = {
         **{"max_duration": STEPS, "stop_at": STEPS, "save_interval_unsharded": 10, "model.layer_norm_type": "rms"},
-        **{"tokenizer.identifier": str(launch.write_tokenizer(folder)), "wandb": None},
+        **{"tokenizer.identifier": str(byte_tokenizer(folder / "tokenizer.json", 256)), "wandb": None},
         **{"save_num_unsharded_checkpoints_to_keep": -1, **changes},
     }
     command = [installed.script, launch.write_config(folder, **values), *arguments]

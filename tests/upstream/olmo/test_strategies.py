@@ -27,15 +27,13 @@ def initialized(*kinds, **model):
 
 
 COMPARED = {
-    "ddp": case("admin_rms", "mixln_rms", "skipinit_rms"),
-    "ddp, compiled": case(compile="aot_eager"),
+    "ddp": case(*OF_EACH_FORM),
     "fsdp by_block": case(*OTHERS, wrap="by_block"),
-    "fsdp by_block, llama blocks": case(*OF_EACH_FORM, wrap="by_block", model={"block_type": "llama"}),
     "fsdp by_block, flat parameters": case("layerscale_rms", "deepnorm_rms", wrap="by_block", use_orig_params=False),
-    "fsdp by_block_and_size": case(wrap="by_block_and_size"),
+    "fsdp by_block_and_size, llama blocks": case(wrap="by_block_and_size", model={"block_type": "llama"}),
     "fsdp by_block_group": case(wrap="by_block_group", model={"block_group_size": 2}),
     "fsdp, compiled and checkpointing": case("mixln_rms", "layerscale_rms", wrap="by_block", **COMPILED),
-    "fsdp amp_bf16 mixed": case(*OF_EACH_FORM, wrap="by_block", autocast=True, precision="mixed"),
+    "fsdp amp_bf16 mixed": case("mixln_rms", "layerscale_rms", wrap="by_block", autocast=True, precision="mixed"),
 }
 INITIALIZED = {
     "fsdp meta init": initialized(*OTHERS, init_fn="normal"),

@@ -1,7 +1,7 @@
 """A training script shaped like a user's: OLMo's own config parsing and Trainer, DDP over gloo.
 
-It does not mention LayerNorm Scaling. Usage: ``launch.py config.yaml --key=value …``; rank 0 writes ``result.json``
-and every tensor at the end, ``state.pt``, into the save folder (OLMo 0.6.0 saves no checkpoint without CUDA).
+It does not mention LayerNorm Scaling. Usage: ``launch.py config.yaml --key=value … config.yaml …`` trains one run after
+the other; of each, rank 0 writes ``result.json`` and every tensor at the end, ``state.pt``, into the save folder (OLMo 0.6.0 saves no checkpoint without CUDA).
 """
 
 import json
@@ -49,6 +49,12 @@ def main(cfg):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     prepare_cli_environment()
-    path, *overrides = sys.argv[1:]
-    main(TrainConfig.load(path, [clean_opt(text) for text in overrides]))
+    runs = []
+    for word in sys.argv[1:]:
+        if word.startswith("--"):
+            runs[-1][1].append(clean_opt(word))
+        else:
+            runs.append((word, []))
+    for path, overrides in runs:
+        main(TrainConfig.load(path, overrides))
     dist.destroy_process_group()

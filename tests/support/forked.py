@@ -1,0 +1,104 @@
+"""Run programs in forks of one interpreter that has imported torch and what the frameworks import, and no framework.
+
+A new interpreter needs seconds for these imports. The start-up hook has run in it as in any other. Where the imports or
+the start of an interpreter are what is tested, start a new one.
+"""
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+
+IMPORTS = (
+    *(
+        "torch",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+        "torch.distributions",
+    ),
+    *(
+        "torch._dynamo",
+        "numpy",
+        "omegaconf",
+        "cached_path",
+        "rich",
+        "datasets",
+        "wandb",
+        "sklearn.metrics",
+        "tokenizers",
+    ),
+    *("safetensors.torch", "huggingface_hub", "boto3", "google.cloud.storage"),
+)
+FRAMEWORKS = ("olmo", "olmo_core", "megatron", "transformers", "olmo_lns")
+
+
+@functools.cache
+def _server():
+    """The interpreter that forks."""
+    command = [sys.executable, "-W", "ignore", __file__]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
+    atexit.register(lambda: (process.kill(), process.wait()))
+    return process
+
+
+def run(code, *arguments, path=None, cwd=None, **changes):
+    """Run ``code`` as ``python -c`` would, in the environment of the tests with ``changes``; None removes a name.
+
+    :param path: a folder that comes first on ``sys.path``.
+    """
+    environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+    asked = {"code": code, "argv": ["-c", *map(str, arguments)], "env": environment}
+    asked |= {"path": str(path) if path else None, "cwd": str(cwd) if cwd else os.getcwd()}
+    print(json.dumps(asked), file=_server().stdin, flush=True)
+    returncode, stdout, stderr = json.loads(_server().stdout.readline())
+    return subprocess.CompletedProcess(asked["argv"], returncode, stdout, stderr)
+
+
+def _child(asked):
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    os.chdir(asked["cwd"])
+    sys.argv, sys.path[0] = asked["argv"], ""
+    sys.path[:0] = [asked["path"]] if asked["path"] else []
+    main = sys.modules["__main__"] = type(sys)("__main__")
+    main.__builtins__ = __builtins__
+    try:
+        exec(compile(asked["code"], "<string>", "exec"), vars(main))
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _serve():
+    for name in IMPORTS:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        assert not (found := set(FRAMEWORKS).intersection(sys.modules)), f"importing {name} has imported {found}"
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            if not (child := os.fork()):
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                code = _child(json.loads(line))
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            texts = [file.seek(0) or file.read() for file in (out, err)]
+        print(json.dumps([code, *texts]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
