@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, block_input, find_blocks, first_tensor, run, token_loss
+from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run, token_loss
 from olmo_lns.diagnostics.results import Measurement
+from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
 
 

@@ -8,7 +8,7 @@ import torch
 from support import launch
 from support.diagnostic_models import Linear, Toy, ids, matrices, olmo_states
 
-from olmo_lns.diagnostics.monitor import COLUMNS, install, parse_setting, start_file
+from olmo_lns.diagnostics.monitor import COLUMNS, Monitor, parse_setting, start_file
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.processes import process_group
 from olmo_lns.runs import train
@@ -109,9 +109,8 @@ def trainer(tmp_path):
     return FakeTrainer(tmp_path, Toy([Linear(m) for m in matrices(3)]))
 
 
-def test_no_hook_is_left_between_samples_or_after_a_failure(trainer):
-    monitor = install(trainer, every=3)
-    assert install(trainer, every=1) is monitor, "installing twice is harmless"
+def test_no_hook_is_left_between_samples_or_after_a_failure(trainer, tmp_path):
+    monitor = Monitor(trainer, 3, tmp_path / "rows.csv")
     batch = {"input_ids": ids()}
 
     def hooks():
@@ -129,8 +128,8 @@ def test_no_hook_is_left_between_samples_or_after_a_failure(trainer):
     assert hooks() == 0 and {row["step"] for row in read(monitor.path)} == {3, 6}
 
 
-def test_padding_is_excluded_and_nan_is_written_and_logged_but_does_not_stop_training(trainer, caplog):
-    monitor = install(trainer, every=1)
+def test_padding_is_excluded_and_nan_is_written_and_logged_but_does_not_stop_training(trainer, tmp_path, caplog):
+    monitor = Monitor(trainer, 1, tmp_path / "rows.csv")
     with torch.no_grad():
         trainer.model.stack[1].proj[0, 0] = float("nan")
     with caplog.at_level(logging.WARNING):
@@ -145,7 +144,7 @@ def test_a_resumed_run_drops_only_the_rows_of_later_steps(tmp_path, trainer):
     path = tmp_path / "lns_variance.csv"
     path.write_text(",".join(COLUMNS) + "\n" + "".join(f"{s},1,0.5,0.7,2,10\n" for s in (5, 10, 15)))
     trainer.global_step = 10
-    install(trainer, every=5)
+    Monitor(trainer, 5, path)
     assert [row["step"] for row in read(path)] == [5, 10]
 
 

@@ -20,8 +20,8 @@ from support.diagnostic_models import (
 
 from olmo_lns.diagnostics.angular import angular_distance
 from olmo_lns.diagnostics.capture import observe
+from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.diagnostics.variance import Moments, block_output_variance
-from olmo_lns.models.structure import find_blocks
 
 
 def expected(states, keep=None):

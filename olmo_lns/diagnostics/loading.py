@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
 from olmo_lns.export import HF, OLMO
 from olmo_lns.export.open import Opened, kind_of, open_checkpoint
-from olmo_lns.models.structure import find_blocks, vocabulary_size
 from olmo_lns.norm.dtypes import DTYPES
 
 
@@ -22,27 +22,20 @@ class LoadedModel(Opened):
     blocks: list[nn.Module] = field(default_factory=list)
 
     @property
-    def device(self) -> torch.device:
-        """Of the embedding, which token ids go to."""
-        return next(m for m in self.model.modules() if isinstance(m, nn.Embedding)).weight.device
+    def embedding(self) -> nn.Embedding:
+        """Of the tokens; ids go to its device."""
+        return next(module for module in self.model.modules() if isinstance(module, nn.Embedding))
 
     @property
     def vocabulary(self) -> int:
-        return vocabulary_size(self.model)
+        """Number of token ids the model was made for (padding rows of its embedding do not count)."""
+        size = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        return size if isinstance(size, int) else self.embedding.num_embeddings
 
     @property
     def dtype(self) -> str:
         """Of the weights, e.g. ``float32``."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of a name; ``auto`` takes CUDA, else MPS, else the CPU."""
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def load_model(
@@ -57,6 +50,7 @@ def load_model(
     """Load ``source``, a checkpoint folder or a name of the Hugging Face hub, for analysis.
 
     :param dtype: ``fp32``, ``bf16``, ``fp16``, or ``auto``: as saved, OLMo's in fp32.
+    :param device: ``auto`` takes CUDA where there is some, else the CPU.
     :param device_map: passed to transformers, which then places the weights (needs accelerate).
     :param blocks: dotted path of the block list. :param scheme: of a checkpoint that doesn't say it.
     :raises LNSError: a folder that holds no checkpoint, a model that cannot be loaded, or blocks not found.
@@ -68,7 +62,7 @@ def load_model(
     opened.model.to(dtype=DTYPES.get(dtype) or (torch.float32 if kind == OLMO else None))
     if device_map is None:
         try:
-            opened.model.to(pick_device(device))
+            opened.model.to("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
         except (RuntimeError, AssertionError) as error:  # torch was built without this device, say
             raise LNSError(f"--device {device}: {str(error).splitlines()[0]}") from None
     return LoadedModel(**vars(opened), blocks=find_blocks(opened.model, blocks))
