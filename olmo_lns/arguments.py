@@ -39,20 +39,6 @@ def at_least(smallest: int, below: float = math.inf) -> Callable[[str], int]:
 seed = at_least(0, below=1 << 63)
 
 
-def above_zero(text: str) -> float:
-    """A finite number above 0, such as ``1e-3``.
-
-    :raises argparse.ArgumentTypeError: anything else.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
-    return value
-
-
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
     """The options of a parser and of its sub-commands."""
     for action in parser._actions:

@@ -41,7 +41,7 @@ COMMANDS = {
         ("olmo-lns demo", "olmo-lns demo --steps 50 --layers 8 --arms preln,lns --out /tmp/demo"),
     ),
     "train": Command(
-        "runs.train:main", "run OLMo's Trainer on a config, from the pip package alone", "olmo",
+        "train:main", "run OLMo's Trainer on a config, from the pip package alone", "olmo",
         ("olmo-lns train 60M-lns --save_folder=runs/a", "olmo-lns train my.yaml --model.layer_norm_type=lns"),
     ),
     "config": Command(

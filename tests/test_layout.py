@@ -17,7 +17,7 @@ ORDER = [
     ("__main__",),
     ("cli", "doctor"),
     ("demo",),
-    ("runs", "diagnostics"),
+    ("train", "diagnostics"),
     ("study",),
     ("export",),
     ("checkpoints",),

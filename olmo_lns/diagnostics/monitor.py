@@ -46,7 +46,11 @@ def parse_setting(value: str) -> tuple[int, str | None]:
 
 def register() -> None:
     """Watch every ``Trainer`` that is fitted while the environment asks for it; inert otherwise. An OLMo plugin."""
-    on_import("olmo.train", lambda _: wrap("olmo.train:Trainer.fit", _wrap_fit, needed=False))
+    on_import("olmo.train", _extend)
+
+
+def _extend(_: object) -> None:
+    wrap("olmo.train:Trainer.fit", _wrap_fit, needed=False)
 
 
 def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,10 +8,10 @@ import torch
 from support import launch
 from support.diagnostic_models import Linear, Toy, ids, matrices, olmo_states
 
+from olmo_lns import train
 from olmo_lns.diagnostics.monitor import COLUMNS, Monitor, parse_setting, start_file
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.processes import process_group
-from olmo_lns.runs import train
 
 
 def run(config, steps=()):
@@ -35,12 +35,10 @@ def run(config, steps=()):
     cfg = train.load_config(str(config))
     with process_group() as device:
         train.prepare(cfg, device)
-        from olmo_lns.runs import trainer
-
-        fit = trainer.LocalTrainer.fit
+        fit = train.LocalTrainer.fit
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(trainer.LocalTrainer, "fit", lambda self: (watch(self), fit(self)))
-            trainer.run(cfg, device)
+            patched.setattr(train.LocalTrainer, "fit", lambda self: (watch(self), fit(self)))
+            train.run(cfg, device)
     return found[0], seen, losses
 
 

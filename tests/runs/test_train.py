@@ -12,8 +12,7 @@ from support.launch import environment, torchrun, write_config
 from olmo_lns import cli
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.processes import process_group
-from olmo_lns.runs.train import load_config, prepare
-from olmo_lns.runs.trainer import LocalTrainer, run
+from olmo_lns.train import LocalTrainer, load_config, prepare, run
 
 DURATION = 6
 MONITOR = "lns_variance.csv"
@@ -102,7 +101,7 @@ def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_facto
     ],
 )
 def test_a_wrong_setting_gives_a_one_line_error(override, expected, tmp_path, uninterrupted, monkeypatch, capsys):
-    monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)  # it takes over logging for good
+    monkeypatch.setattr("olmo_lns.train.prepare_cli_environment", lambda: None)  # it takes over logging for good
     config = config_file(tmp_path if override else uninterrupted[0])
     assert cli.main(["train", str(config), *override.split()]) == 1
     err = capsys.readouterr().err
