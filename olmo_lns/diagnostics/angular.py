@@ -84,12 +84,10 @@ def angular_distance(
 def _sums(states: Sequence[torch.Tensor], selected: torch.Tensor) -> torch.Tensor:
     """The angles of all pairs, summed over the ``selected`` (batch, sequence) tokens.
 
-    :param states: (batch, sequence, d_model) each; with a device_map they sit on several devices.
+    :param states: (batch, sequence, d_model) each.
     """
-    device = states[0].device
-    total = torch.zeros(len(states), len(states), dtype=torch.float64, device=device)
+    total = torch.zeros(len(states), len(states), dtype=torch.float64, device=states[0].device)
     flat = [state.flatten(0, -2) for state in states]
     for chunk in selected.flatten().nonzero().squeeze(1).split(CHUNK):
-        tokens = torch.stack([state[chunk.to(state.device)].to(device) for state in flat], dim=1)
-        total += pairwise_angles(tokens).sum(dim=0)
+        total += pairwise_angles(torch.stack([state[chunk] for state in flat], dim=1)).sum(dim=0)
     return total

@@ -158,7 +158,7 @@ def token_loss(model: nn.Module) -> TokenLoss:
     def next_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         real, pairs = real_tokens(ids, mask), zip(logits(ids, mask)[:, :-1], ids[:, 1:], strict=True)
         # One sequence at a time: float32 logits of a whole batch can be larger than the model.
-        losses = [F.cross_entropy(x.float(), y.to(x.device), reduction="none") for x, y in pairs]
+        losses = [F.cross_entropy(x.float(), y, reduction="none") for x, y in pairs]
         return torch.stack(losses), real[:, 1:] & real[:, :-1]
 
     return next_token

@@ -70,7 +70,6 @@ def _add_common(command: argparse.ArgumentParser, what: str) -> None:
     add("--batch-size", type=at_least(1), default=8, help="sequences a batch (default %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved, OLMo in fp32")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
-    add("--device-map", help="Hugging Face placement, e.g. auto (needs accelerate)")
     add("--blocks", help="dotted path of the list of blocks, for models outside the table")
     add("--tokenizer", help="tokenizer.json, folder or name; default: the model's own")
     add("--token-dtype", help="of raw token files without a header (default: the checkpoint's, else uint16)")
@@ -111,7 +110,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
     from olmo_lns.diagnostics.loading import load_model
     from olmo_lns.tokenizers import load_tokenizer
 
-    how = {name: getattr(args, name) for name in ("dtype", "device", "device_map", "blocks", "scheme")}
+    how = {name: getattr(args, name) for name in ("dtype", "device", "blocks", "scheme")}
     loaded = load_model(args.model, **how)
     length = args.sequence_length or min(MEASURES[args.what].longest, loaded.max_length)
     if length > loaded.max_length:
@@ -147,16 +146,8 @@ def _measure(args: argparse.Namespace) -> Measurement:
     settings = {"dtype": loaded.dtype, "device": str(device), "sequence_length": length, "scheme": str(loaded.scheme)}
     settings |= {name: getattr(args, name) for name in ("batch_size", "seed")}
     found = with_tasks(result, scores) if scores else result
-    return replace(found, label=args.label or _label(args.model), model=args.model, data=args.data, settings=settings)
-
-
-def _label(model: str) -> str:
-    """The end of a checkpoint's path, from the name of its run on: ``lns/seed0/step300-unsharded``."""
-    parts, checkpoint = Path(model).parts, Path(model, "config.yaml").is_file()
-    first = len(parts) - 1 - checkpoint
-    while first > 0 and parts[first].startswith(("step", "seed")):
-        first -= 1
-    return "/".join(parts[max(0, first) :])
+    label = args.label or "/".join(Path(args.model).parts[-2:])  # lns/step1000-unsharded, Qwen/Qwen2.5-0.5B
+    return replace(found, label=label, model=args.model, data=args.data, settings=settings)
 
 
 def _drawn(results: Sequence[Measurement], path: Path) -> Path:

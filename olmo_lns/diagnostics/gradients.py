@@ -198,7 +198,7 @@ def gradient_norms(
                 nll, valid = loss_of(*unpack(batch, device))
                 count = int(valid.sum())
                 scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
-                summed = nll.masked_fill(~valid.to(nll.device), 0).sum()
+                summed = nll.masked_fill(~valid, 0).sum()
                 if not bool(torch.isfinite(summed)):
                     raise LNSError("the loss is not finite: `olmo-lns analyze variance` shows which block is first")
                 if count:

@@ -94,7 +94,7 @@ def drop_layers(
 
 
 def _per_sequence(nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    return nll.masked_fill(~valid.to(nll.device), 0).sum(1).double().cpu()
+    return nll.masked_fill(~valid, 0).sum(1).double().cpu()
 
 
 def _paired_stderr(difference: torch.Tensor, count: torch.Tensor) -> list[float | None]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
-from olmo_lns.export import HF, OLMO
-from olmo_lns.export.open import Opened, kind_of, open_checkpoint
+from olmo_lns.export import OLMO
+from olmo_lns.export.open import Opened, open_checkpoint
 from olmo_lns.norm.dtypes import DTYPES
 
 
@@ -43,7 +42,6 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
-    device_map: str | None = None,
     blocks: str | None = None,
     scheme: str | None = None,
 ) -> LoadedModel:
@@ -51,18 +49,13 @@ def load_model(
 
     :param dtype: ``fp32``, ``bf16``, ``fp16``, or ``auto``: as saved, OLMo's in fp32.
     :param device: ``auto`` takes CUDA where there is some, else the CPU.
-    :param device_map: passed to transformers, which then places the weights (needs accelerate).
     :param blocks: dotted path of the block list. :param scheme: of a checkpoint that doesn't say it.
     :raises LNSError: a folder that holds no checkpoint, a model that cannot be loaded, or blocks not found.
     """
-    kind = kind_of(Path(source))
-    if device_map is not None and kind != HF:
-        raise LNSError(f"{source} is of kind {kind}: --device-map is for transformers models, use --device.")
-    opened = open_checkpoint(source, scheme, device_map=device_map)
-    opened.model.to(dtype=DTYPES.get(dtype) or (torch.float32 if kind == OLMO else None))
-    if device_map is None:
-        try:
-            opened.model.to("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
-        except (RuntimeError, AssertionError) as error:  # torch was built without this device, say
-            raise LNSError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    opened = open_checkpoint(source, scheme)
+    opened.model.to(dtype=DTYPES.get(dtype) or (torch.float32 if opened.kind == OLMO else None))
+    try:
+        opened.model.to("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    except (RuntimeError, AssertionError) as error:  # torch was built without this device, say
+        raise LNSError(f"--device {device}: {str(error).splitlines()[0]}") from None
     return LoadedModel(**vars(opened), blocks=find_blocks(opened.model, blocks))
