@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Sequence
@@ -147,6 +148,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
     settings |= {name: getattr(args, name) for name in ("batch_size", "seed")}
     found = with_tasks(result, scores) if scores else result
     label = args.label or "/".join(Path(args.model).parts[-2:])  # lns/step1000-unsharded, Qwen/Qwen2.5-0.5B
+    label = os.fsencode(label).decode(errors="replace")  # pandas takes no bytes that are not UTF-8
     return replace(found, label=label, model=args.model, data=args.data, settings=settings)
 
 

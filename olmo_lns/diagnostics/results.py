@@ -117,7 +117,7 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
             log.warning("the results differ in %s: %s", name, ", ".join(map(str, found)))
     labels = [result.label for result in results]
     if len(set(labels)) < len(labels):
-        labels = list(map(str, paths))
+        labels = [os.fsencode(path).decode(errors="replace") for path in paths]
     return [replace(result, label=label) for label, result in zip(labels, results, strict=True)]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import multiple_choice, olmo_models
 from support import scheme_reference as reference
-from support.diagnostic_models import Linear, Toy, ids, matrices, numpy_states
+from support.diagnostic_models import Linear, Toy, ids, matrices
 
 from olmo_lns.diagnostics.layer_drop import bypassed, drop_layers
 from olmo_lns.diagnostics.loading import load_model
@@ -18,34 +18,22 @@ from olmo_lns.errors import LNSError
 from olmo_lns.tokenizers import load_tokenizer
 
 
-def nll(logits, tokens):
-    """Return the negative log-likelihood of the next tokens (batch, length - 1) from fp64 logits."""
-    logits = logits[:, :-1]
-    shifted = logits - logits.max(-1, keepdims=True)
-    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return -np.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
-
-
-def test_loss_and_standard_error_equal_numpy_with_padding():
-    blocks = [Linear(m) for m in matrices(3, size=1.0)]
-    model, tokens = Toy(blocks), ids(5, 9)
-    lengths = np.array([9, 4, 7, 1, 2])
+def test_loss_and_standard_error_equal_fp64_with_padding():
+    made, tokens, lengths = list(matrices(3, size=1.0)), ids(5, 9), np.array([9, 4, 7, 1, 2])
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
     batches = [{"input_ids": tokens[s], "attention_mask": mask[s].long()} for s in (slice(0, 2), slice(2, 5))]
-    result = drop_layers(model, None, batches)
-    head = model.head.weight.detach().double().numpy()
+    result = drop_layers(Toy([Linear(m) for m in made]), None, batches)
 
     def sums(kept):
-        other = Toy(kept)
-        other.embed, other.head = model.embed, model.head
-        states = numpy_states(other, tokens)
-        return np.where(mask.numpy()[:, 1:], nll(states[-1] @ head.T, tokens.numpy()), 0).sum(1)
+        logits = Toy([Linear(m) for m in kept]).double()(tokens)[:, :-1]
+        nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+        return (nll * mask[:, 1:]).sum(1).detach().numpy()
 
-    whole, count = sums(blocks), np.maximum(lengths - 1, 0)
+    whole, count = sums(made), np.maximum(lengths - 1, 0)
     assert result.details["baseline_loss"] == pytest.approx(whole.sum() / count.sum(), rel=1e-5)
     assert result.tokens == count.sum()
     for removed in range(3):
-        without = sums(blocks[:removed] + blocks[removed + 1 :])
+        without = sums(made[:removed] + made[removed + 1 :])
         assert result.blocks["loss"][removed] == pytest.approx(without.sum() / count.sum(), rel=1e-5)
         residual = (without - whole) - (without - whole).sum() / count.sum() * count
         stderr = math.sqrt((residual**2).sum() * 4 / 3) / count.sum()  # four sequences have a target
