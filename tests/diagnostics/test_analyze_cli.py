@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -46,24 +47,20 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
 
 
 @pytest.mark.parametrize("what", MEASURES)
-def test_results_are_read_back_and_compared_in_tables_and_figures(what, results, tmp_path, capsys):
+def test_results_are_read_back_and_compared_in_tables_and_figures(what, results, capsys):
     files = [results[what, "olmo"], results[what, "llama"]]
     result, other = map(Measurement.read, files)
     assert (result.what, result.label) == (what, "olmo")
     assert result.settings["sequence_length"] == 16 and result.settings["dtype"] == "float32"
     assert result.settings["scheme"] == "lns" and other.settings["scheme"] == "preln"
     assert result.tokens == {"jacobian": 4, "layer-drop": 562, "gradnorm": 562}.get(what, 600)
-    result.write(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_text() == files[0].read_text(), "reading and writing loses nothing"
     rows = pandas.read_csv(files[0].with_suffix(".csv"))
     assert list(rows["block"]) == [1, 2, 3, 4] and list(rows) == list(result.frame())
-    images = [tmp_path / name for name in ("x.png", "x.svg", "again.svg")]
-    words = [word for image in images for word in ("-o", image)]
-    assert analyze("compare", *files, *words, "--table", tmp_path / "x.csv") == 0
+    assert analyze("compare", *files, "-o", "x.png", "-o", "x.svg", "--table", "x.csv") == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["olmo", "llama"] in printed and ["1", f"{result.main[0]:.4g}", f"{other.main[0]:.4g}"] in printed
-    assert images[0].read_bytes()[:4] == b"\x89PNG" and images[1].read_bytes() == images[2].read_bytes()
-    assert list(pandas.read_csv(tmp_path / "x.csv")["model"]) == ["olmo"] * 4 + ["llama"] * 3
+    assert Path("x.png").read_bytes()[:4] == b"\x89PNG" and Path("x.svg").read_text().startswith("<?xml")
+    assert list(pandas.read_csv("x.csv")["model"]) == ["olmo"] * 4 + ["llama"] * 3
 
 
 def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, token_file, tmp_path, results):
@@ -88,15 +85,13 @@ def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama
     for number, block in enumerate(model.model.layers, start=1):
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             norm.register_forward_hook(lambda _, __, y, number=number: y / number**0.5)
-    ids = torch.from_numpy(np.fromfile(token_file, np.uint16).astype(np.int64))
+    ids, total = torch.from_numpy(np.fromfile(token_file, np.uint16).astype(np.int64)), 0.0
     with torch.no_grad():
-        logits = model(ids[:592].view(-1, 16)).logits
-        rest = model(ids[None, 592:]).logits
-    nll = torch.nn.functional.cross_entropy
-    total = nll(logits[:, :-1].flatten(0, 1), ids[:592].view(-1, 16)[:, 1:].flatten(), reduction="sum")
-    total += nll(rest[0, :-1], ids[593:], reduction="sum")
+        for row in ids.split(16):
+            nll = torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum")
+            total += float(nll)
     result = Measurement.read(out)
-    assert result.details["baseline_loss"] == pytest.approx(float(total) / result.tokens, rel=1e-5)
+    assert result.details["baseline_loss"] == pytest.approx(total / result.tokens, rel=1e-5)
     assert result.settings["scheme"] == "lns"
 
 
@@ -121,21 +116,19 @@ def test_compare_warns_of_settings_that_differ(results, tmp_path, caplog):
     assert "differ in tokens: 600, 64" in caplog.text and "differ in sequence_length: 16, 8" in caplog.text
 
 
-def test_figures_show_what_was_measured(results):
-    found = [Measurement.read(results["angular", name]) for name in ("olmo", "llama")]
-    maps = [image for axis in plots.draw(found).axes for image in axis.images]
-    values = [value for result in found for column in result.blocks.values() for value in column if value is not None]
+def test_figures_show_what_was_measured_with_block_1_apart_and_an_arm_in_its_colour(results):
+    angular, drop = (
+        [Measurement.read(results[what, n]) for n in ("olmo", "llama")] for what in ("angular", "layer-drop")
+    )
+    axes = plots.draw(angular).axes
+    maps = [image for axis in axes for image in axis.images]
+    values = [value for result in angular for column in result.blocks.values() for value in column if value is not None]
     assert {image.get_clim() for image in maps} == {(min(values), max(values))}
-    for image, result in zip(maps, found, strict=True):
+    for image, result in zip(maps, angular, strict=True):
         assert image.get_array()[2, 0] == result.blocks["d3"][0]
-    lines = [line for line in plots.draw(found).axes[2].lines]
-    assert [list(line.get_ydata()) for line in lines] == [result.main for result in found]
-
-
-def test_removing_block_1_has_its_own_axis_and_an_arm_its_own_colour(results):
-    found = [Measurement.read(results["layer-drop", name]) for name in ("olmo", "llama")]
-    first, others = plots.draw(found).axes
-    for result, one, rest in zip(found, first.containers, others.containers, strict=True):
+    assert [list(line.get_ydata()) for line in axes[2].lines] == [result.main for result in angular]
+    first, others = plots.draw(drop).axes
+    for result, one, rest in zip(drop, first.containers, others.containers, strict=True):
         assert [*one.lines[0].get_ydata(), *rest.lines[0].get_ydata()] == result.main
     assert list(one.lines[0].get_xdata()) == [1] and rest.lines[0].get_xdata()[0] == 2
     colours = [container.lines[0].get_color() for container in others.containers]

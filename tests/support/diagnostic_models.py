@@ -4,8 +4,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from support.olmo_models import reference_states as olmo_states  # noqa: F401
-
 VOCABULARY = 97
 LAYERS = 3
 LLAMA_LIKE = dict(
