@@ -42,9 +42,7 @@ def test_raw_and_numpy_files_of_tokens_are_read(tmp_path):
     assert read(tmp_path / "wide.npy", 20, token_dtype="uint32") == [[values.tolist()]]
 
 
-@pytest.mark.parametrize(
-    ("size", "length", "batch", "budget"), [(30, 7, 2, 15), (5, 7, 1, 40), (12, 3, 4, 12), (9, 1, 3, 1)]
-)
+@pytest.mark.parametrize(("size", "length", "batch", "budget"), [(30, 7, 2, 15), (5, 7, 1, 40), (12, 3, 4, 12)])
 def test_the_token_budget_is_exact(tmp_path, size, length, batch, budget):
     np.save(tmp_path / "x.npy", np.arange(size))
     batches = read(tmp_path / "x.npy", length, batch_size=batch, max_tokens=budget)
