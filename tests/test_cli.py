@@ -36,9 +36,12 @@ def test_importing_the_package_loads_no_framework():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-def launched(*words, **environment):
-    command = [sys.executable, "-m", "olmo_lns", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+def shell(command, **environment):
+    env = {**os.environ, **environment}
+    return subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, env=env)
+
+
+OLMO_LNS = f"{sys.executable} -m olmo_lns"
 
 
 def test_the_launcher_runs_a_script_as_python_would(tmp_path):
@@ -47,11 +50,11 @@ def test_the_launcher_runs_a_script_as_python_would(tmp_path):
     script = tmp_path / "real" / "script.py"
     script.write_text("import sys, beside\nif __name__ == '__main__':\n    print(beside.VALUE, sys.argv[1:])\n")
     (tmp_path / "link.py").symlink_to(script)
-    assert launched(tmp_path / "link.py", "--a=1", "b").stdout.strip() == "7 ['--a=1', 'b']"
-    missing, off = launched("nowhere.py"), launched(script, OLMO_LNS_DISABLE="1")
+    assert shell(f"{OLMO_LNS} {tmp_path}/link.py --a=1 b").stdout == b"7 ['--a=1', 'b']\n"
+    missing, off = shell(f"{OLMO_LNS} nowhere.py"), shell(f"{OLMO_LNS} {script}", OLMO_LNS_DISABLE="1")
     assert (missing.returncode, off.returncode) == (2, 2)
-    assert "no script 'nowhere.py'" in missing.stderr and missing.stderr.count("\n") == 1
-    assert "OLMO_LNS_DISABLE=1 is set, but the launcher was asked for: unset OLMO_LNS_DISABLE" in off.stderr
+    assert b"no script 'nowhere.py'" in missing.stderr and missing.stderr.count(b"\n") == 1
+    assert b"OLMO_LNS_DISABLE=1 is set, but the launcher was asked for: unset OLMO_LNS_DISABLE" in off.stderr
 
 
 #: Runs a command in a process whose import system does not find some packages.
@@ -144,12 +147,6 @@ def test_a_misspelt_command_family_size_or_config_is_one_line_with_the_nearest(w
     assert said in err and err.count("\n") == 1
 
 
-def shell(command, **environment):
-    env = {**os.environ, **environment}
-    return subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, env=env)
-
-
-OLMO_LNS = f"{sys.executable} -m olmo_lns"
 PRINT = f"""{sys.executable} -c "from olmo_lns.text import degrade; degrade(); print('1…2 × 3 → é Ж')" """
 
 

@@ -52,9 +52,8 @@ def test_a_compiled_block_is_removed_too_and_a_block_that_did_not_run_is_refused
         pass
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_layer_numbers_are_kept_so_that_lns_factors_do_not_shift(group):
-    model, tokens = olmo_models.build(layer_norm_type="lns_rms", block_group_size=group), olmo_models.tokens()
+def test_layer_numbers_are_kept_so_that_lns_factors_do_not_shift():
+    model, tokens = olmo_models.build(layer_norm_type="lns_rms", block_group_size=2), olmo_models.tokens()
     losses = drop_layers(model, None, [tokens]).blocks["loss"]
     kept = [_reference_loss(model, tokens, [1, 2, 3, 4], removed) for removed in range(4)]
     np.testing.assert_allclose(losses, kept, rtol=1e-4)
