@@ -10,7 +10,7 @@ import gzip
 import logging
 import signal
 from collections import OrderedDict
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
 from typing import Any, Iterator, Sequence, TextIO, cast
@@ -53,18 +53,20 @@ _STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[
 
 
 @contextmanager
-def _without_cuda(value: Any) -> Iterator[None]:
-    """ai2-olmo 0.6.0 reads and sets CUDA's random state without asking whether there is CUDA."""
+def _mended_state() -> Iterator[None]:
+    """Inside, ai2-olmo 0.6.0's Trainer loads what it saved, and saves its random state where there is no CUDA."""
+    cuda, get, put = torch.cuda.is_available(), torch.cuda.get_rng_state, torch.cuda.set_rng_state
     with (
-        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: value),
-        mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
+        torch.serialization.safe_globals(_STATE_TYPES),
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *a: get(*a) if cuda else None),
+        mock.patch.object(torch.cuda, "set_rng_state", lambda s, *a: put(s, *a) if cuda and s is not None else None),
     ):
         yield
 
 
 @dataclass
 class LocalTrainer(Trainer):
-    """OLMo's Trainer where there may be no CUDA, stopped from outside."""
+    """OLMo's Trainer, stopped from outside."""
 
     stop_requested: bool = False
 
@@ -81,19 +83,6 @@ class LocalTrainer(Trainer):
         if synchronize_flag(self.stop_requested, self.device):
             return True, 0
         return super().check_if_cancelled()
-
-    def trainer_state_dict(self) -> dict[str, Any]:
-        with nullcontext() if torch.cuda.is_available() else _without_cuda(None):
-            return super().trainer_state_dict()
-
-    def restore_rng_state(self, rng_state: dict[str, Any]) -> None:
-        usable = torch.cuda.is_available() and rng_state.get("cuda") is not None
-        with nullcontext() if usable else _without_cuda(None):
-            super().restore_rng_state(rng_state)
-
-    def restore_checkpoint(self, load_path: Any, **kwargs: Any) -> None:
-        with torch.serialization.safe_globals(_STATE_TYPES):
-            super().restore_checkpoint(load_path, **kwargs)
 
 
 def _allocate(module: torch.nn.Module) -> None:
@@ -155,6 +144,7 @@ def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
     :returns: the optimizer steps done in all, and False where a signal or a time limit ended the run.
     """
     with ExitStack() as stack:
+        stack.enter_context(_mended_state())
         if cfg.wandb is not None and (get_global_rank() == 0 or not cfg.wandb.rank_zero_only):
             folder = Path(cfg.save_folder) / "wandb"
             folder.mkdir(parents=True, exist_ok=True)

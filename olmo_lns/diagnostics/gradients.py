@@ -130,27 +130,24 @@ def token_jacobian_rows(
 
 
 def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> Measurement:
-    width = means[0].shape[1]
+    rows, place = torch.stack(list(means)), torch.arange(len(coordinates))  # (blocks, rows, width)
     local = torch.linspace(0, len(coordinates) - 1, min(HEAT_MAP, len(coordinates))).round().long()
-    shown = coordinates[local]
-    distance, dominance, diagonal = [], [], []
-    for rows in means:
-        own = rows.gather(1, coordinates.unsqueeze(1)).squeeze(1)
-        # |J_i - e_i|^2 = |J_i|^2 - 2 J_ii + 1 would cancel near the identity.
-        error = rows.scatter_add(1, coordinates.unsqueeze(1), -torch.ones(len(rows), 1, dtype=rows.dtype))
-        distance.append(math.sqrt(float((error**2).sum()) / len(rows)))
-        dominance.append(float((own.abs() / rows.abs().sum(dim=1).clamp_min(1e-300)).mean()))
-        diagonal.append(float(own.mean()))
-    maps = [[[float(f"{v:.4g}") for v in row] for row in rows[local][:, shown].tolist()] for rows in means]
-    details = {
-        "method": "exact" if len(coordinates) == width else "projected",
-        "rows": len(coordinates),
-        "width": width,
-        "coordinates": coordinates.tolist(),
-        "heat_map_coordinates": shown.tolist(),
-        "heat_maps": maps,
+    own, error = rows[:, place, coordinates], rows.clone()
+    error[:, place, coordinates] -= 1  # |J_i|^2 - 2 J_ii + 1 would cancel near the identity
+    columns = {
+        "identity_distance": (error.square().sum((1, 2)) / len(coordinates)).sqrt().tolist(),
+        "diagonal_dominance": (own.abs() / rows.abs().sum(2).clamp_min(1e-300)).mean(1).tolist(),
+        "diagonal_mean": own.mean(1).tolist(),
     }
-    columns = {"identity_distance": distance, "diagonal_dominance": dominance, "diagonal_mean": diagonal}
+    shown = rows[:, local][:, :, coordinates[local]].tolist()
+    details = {
+        "method": "exact" if len(coordinates) == rows.shape[2] else "projected",
+        "rows": len(coordinates),
+        "width": rows.shape[2],
+        "coordinates": coordinates.tolist(),
+        "heat_map_coordinates": coordinates[local].tolist(),
+        "heat_maps": [[[float(f"{value:.4g}") for value in row] for row in block] for block in shown],
+    }
     return Measurement("jacobian", tokens, columns, details)
 
 
