@@ -1,6 +1,7 @@
 """`olmo-lns analyze` on real checkpoints: result files, tables, figures, and one line for each error."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from pandas.testing import assert_frame_equal
 from support.diagnostic_models import huggingface
+from support.multiple_choice import accuracy
 
 from olmo_lns import cli
 from olmo_lns.diagnostics import MEASURES, plots
+from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
 from olmo_lns.study.arms import ARMS
@@ -135,15 +138,26 @@ def test_figures_show_what_was_measured_with_block_1_apart_and_an_arm_in_its_col
     assert colours == [ARMS["lns"].colour, ARMS["preln"].colour]
 
 
-def test_layer_drop_scores_a_task(llama_folder, token_file, task_folder, tmp_path, monkeypatch):
+def test_task_scores_with_each_block_removed_equal_those_of_the_logits(
+    llama_folder, olmo_folder, token_file, task_folder, tmp_path, monkeypatch, capsys
+):
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    words = ["--tasks", "local_words", "--task-path", task_folder, "--limit", 4, "--quiet", "--plot", "x.png"]
-    assert analyze("layer-drop", "--model", llama_folder, "--data", token_file, "-o", "drop.json", *words) == 0
+    words = ["--data", token_file, "--tasks", "local_words", "--task-path", task_folder, "--quiet"]
+    assert analyze("layer-drop", "--model", llama_folder, "-o", "drop.json", "--plot", "x.png", *words) == 0
     result = Measurement.read(tmp_path / "drop.json")
-    whole, *without = result.details["tasks"]["local_words"]["score"]
-    assert result.blocks["local_words:acc"] == without
-    assert result.blocks["local_words:drop"] == [whole - score for score in without]
+    scores, model = result.details["tasks"]["local_words"], huggingface("llama")
+    documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        expected = [accuracy(lambda ids: model(ids).logits, documents)]
+        for block in model.model.layers:
+            with bypassed(block):
+                expected.append(accuracy(lambda ids: model(ids).logits, documents))
+    assert scores["score"] == pytest.approx(expected) and len(set(expected)) > 1, "a block must matter"
+    assert scores["stderr"] == pytest.approx([math.sqrt(score * (1 - score) / 23) for score in expected])
+    assert result.blocks["local_words:acc"] == scores["score"][1:]
+    assert result.blocks["local_words:drop"] == pytest.approx([expected[0] - score for score in expected[1:]])
+    assert "makes one first" in fails(capsys, "layer-drop", "--model", olmo_folder, *words)
 
 
 def fails(capsys, *arguments):

@@ -1,21 +1,16 @@
-"""A block is removed: the loss equals fp64, and the score of a local task equals the one that the logits give."""
+"""A block is removed: the loss equals fp64. Scores of tasks are in test_analyze_cli.py."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from support import multiple_choice, olmo_models
+from support import olmo_models
 from support import scheme_reference as reference
 from support.diagnostic_models import Linear, Toy, ids, matrices
 
 from olmo_lns.diagnostics.layer_drop import bypassed, drop_layers
-from olmo_lns.diagnostics.loading import load_model
-from olmo_lns.diagnostics.structure import find_blocks
-from olmo_lns.diagnostics.tasks import harness_model, score_tasks
 from olmo_lns.errors import LNSError
-from olmo_lns.tokenizers import load_tokenizer
 
 
 def test_loss_and_standard_error_equal_fp64_with_padding():
@@ -84,30 +79,3 @@ def test_a_loss_that_is_not_finite_is_refused():
     model = Toy([Linear(next(matrices(1))), Ones(), OnlyOnes()])
     with pytest.raises(LNSError, match="the loss without block 2 is not finite"):
         drop_layers(model, list(model.stack), [ids()])
-
-
-@pytest.fixture
-def offline(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-def test_task_scores_with_each_block_removed_equal_those_of_the_logits(offline, llama_folder, olmo_folder, task_folder):
-    loaded = load_model(str(llama_folder), device="cpu")
-    documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
-
-    def accuracy():
-        return multiple_choice.accuracy(lambda ids: loaded.model(ids).logits, documents)
-
-    lm = harness_model(loaded, load_tokenizer(loaded.tokenizer), 8)
-    scores = score_tasks(lm, loaded.blocks, ["local_words"], include_path=str(task_folder))["local_words"]
-    assert scores["metric"] == "acc" and len(set(scores["score"])) > 1, "removing a block must change a score"
-    with torch.no_grad():
-        assert scores["score"][0] == pytest.approx(accuracy())
-        for block, found in zip(find_blocks(loaded.model), scores["score"][1:], strict=True):
-            with bypassed(block):
-                assert found == pytest.approx(accuracy())
-    for score, stderr in zip(scores["score"], scores["stderr"], strict=True):
-        assert stderr == pytest.approx(math.sqrt(score * (1 - score) / 23))
-    with pytest.raises(LNSError, match="makes one first"):
-        harness_model(load_model(str(olmo_folder), device="cpu"), None, 8)
