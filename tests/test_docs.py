@@ -100,11 +100,12 @@ def runnable():
             yield page, found[0]
 
 
-def test_the_python_of_the_readme_runs_as_printed(capfd):
+def test_the_python_of_the_readme_runs_as_printed():
     pytest.importorskip("transformers", reason="needs transformers")
     (code,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    exec(code, {})
-    assert "LayerNorm Scaling on: 48 norms" in capfd.readouterr().err
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "LayerNorm Scaling on: 48 norms" in done.stderr
 
 
 @pytest.mark.exhaustive
