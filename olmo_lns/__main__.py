@@ -41,8 +41,8 @@ def main() -> int:
     for name, value in variables(args).items():
         os.environ.setdefault(name, value)  # before CUDA starts
     sys.argv = args
-    # As `python script.py` would: the script's folder comes first, so that a checkout is importable.
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    # As `python script.py` would: the folder of the script, not of a link to it, comes first.
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     hook.install()
     for framework in hook.INTEGRATIONS:
         hook.activate(framework)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from contextlib import contextmanager
 from typing import Any, Callable, Iterator
 
 from olmo_lns.errors import did_you_mean
@@ -39,20 +38,6 @@ def at_least(smallest: int, below: float = math.inf) -> Callable[[str], int]:
 seed = at_least(0, below=1 << 63)
 
 
-def above_zero(text: str) -> float:
-    """A finite number above 0, such as ``1e-3``.
-
-    :raises argparse.ArgumentTypeError: anything else.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
-    return value
-
-
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
     """The options of a parser and of its sub-commands."""
     for action in parser._actions:
@@ -62,22 +47,14 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _options(sub)
 
 
-def _error(parser: argparse.ArgumentParser, message: str) -> Any:
-    """Exit with two lines: what is wrong and the nearest name, and where the right ones are."""
+def short_error(parser: argparse.ArgumentParser, message: str) -> Any:
+    """Exit with two lines: what is wrong and the nearest name, and where the right ones are.
+
+    :func:`olmo_lns.cli.main` gives it to every parser of a command, which would print its whole usage.
+    """
     hint = ""
     if wrong := re.match(r"unrecognized arguments: (?:.*? )??(--[^\s=]+)", message):
         hint = did_you_mean(wrong[1], _options(parser))
     elif wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
         hint = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
     parser.exit(2, f"{parser.prog}: {message}{hint}\n`{parser.prog} --help` has what is expected\n")
-
-
-@contextmanager
-def short_errors() -> Iterator[None]:
-    """Inside, every parser of a command ends with two lines where it would print its whole usage."""
-    before = argparse.ArgumentParser.error
-    argparse.ArgumentParser.error = _error  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        argparse.ArgumentParser.error = before  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import importlib.util
@@ -9,12 +10,13 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Sequence
+from unittest import mock
 
 import yaml
 
 from olmo_lns import __version__, settings
-from olmo_lns.arguments import short_errors
+from olmo_lns.arguments import short_error
 from olmo_lns.errors import LNSError, did_you_mean, one_line
 from olmo_lns.text import degrade
 
@@ -41,7 +43,7 @@ COMMANDS = {
         ("olmo-lns demo", "olmo-lns demo --steps 50 --layers 8 --arms preln,lns --out /tmp/demo"),
     ),
     "train": Command(
-        "runs.train:main", "run OLMo's Trainer on a config, from the pip package alone", "olmo",
+        "train:main", "run OLMo's Trainer on a config, from the pip package alone", "olmo",
         ("olmo-lns train 60M-lns --save_folder=runs/a", "olmo-lns train my.yaml --model.layer_norm_type=lns"),
     ),
     "config": Command(
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(10_000, 10, 10)
     degrade()
     try:
-        with short_errors():
+        with mock.patch.object(argparse.ArgumentParser, "error", short_error):
             code = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
@@ -121,7 +123,9 @@ def _main(args: list[str]) -> int:
     try:
         if name != "doctor":  # which reports it among everything else that is wrong
             settings.check()
-        return function_of(command)(rest)
+        module, _, function = command.run.partition(":")
+        code: int = getattr(importlib.import_module(f"olmo_lns.{module}"), function)(rest)
+        return code
     except SystemExit as stop:
         if stop.code == 0 and command.examples:  # the command has printed its help
             print("\n".join(["", "examples:", *(f"  {line}" for line in command.examples)]))
@@ -133,13 +137,6 @@ def _main(args: list[str]) -> int:
             raise
         print(f"olmo-lns {name}: {text}", file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-def function_of(command: Command) -> Callable[[Sequence[str]], int]:
-    """The function that runs a command; its module is imported now."""
-    module, _, name = command.run.partition(":")
-    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"olmo_lns.{module}"), name)
-    return found
 
 
 def _in_one_line(command: Command, error: BaseException) -> str | None:

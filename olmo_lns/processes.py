@@ -12,27 +12,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def processes() -> int:
-    """The number of processes that torchrun, or a launcher like it, has started; 1 without a launcher.
-
-    :raises LNSConfigError: ``WORLD_SIZE`` isn't a whole number above 0.
-    """
-    text = os.environ.get("WORLD_SIZE", "").strip() or "1"
-    if not text.isdecimal() or int(text) < 1:
-        raise LNSConfigError(
-            f"WORLD_SIZE={text}: expected a whole number >= 1, as torchrun sets it; unset it to run in one process"
-        )
-    return int(text)
-
-
-def one_process(what: str) -> int:
-    """Return 1 where ``what`` runs alone.
+def one_process(what: str) -> None:
+    """Check that ``what`` runs alone.
 
     :raises LNSConfigError: torchrun has started several processes, and each would do the same work.
     """
-    if (world := processes()) > 1:
+    if (world := os.environ.get("WORLD_SIZE", "").strip() or "1") != "1":
         raise LNSConfigError(f"{what} runs in one process: found WORLD_SIZE={world}; start it without torchrun")
-    return 1
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -31,28 +32,29 @@ def test_our_errors_are_one_line_and_faults_keep_their_traceback(monkeypatch, ca
 
 
 def test_importing_the_package_loads_no_framework():
-    code = (
-        "import sys, olmo_lns; olmo_lns.lns_scale(2); "
-        "print([m for m in ('torch', 'olmo', 'megatron', 'numpy', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    code = "import sys, olmo_lns; olmo_lns.lns_scale(2); print(*{'torch', 'olmo', 'megatron', 'numpy', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-def launched(*words, **environment):
-    command = [sys.executable, "-m", "olmo_lns", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+def shell(command, **environment):
+    env = {**os.environ, **environment}
+    return subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, env=env)
+
+
+OLMO_LNS = f"{sys.executable} -m olmo_lns"
 
 
 def test_the_launcher_runs_a_script_as_python_would(tmp_path):
-    (tmp_path / "beside.py").write_text("VALUE = 7\n")
-    script = tmp_path / "script.py"
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "beside.py").write_text("VALUE = 7\n")
+    script = tmp_path / "real" / "script.py"
     script.write_text("import sys, beside\nif __name__ == '__main__':\n    print(beside.VALUE, sys.argv[1:])\n")
-    assert launched(script, "--a=1", "b").stdout.strip() == "7 ['--a=1', 'b']"
-    missing, off = launched("nowhere.py"), launched(script, OLMO_LNS_DISABLE="1")
+    (tmp_path / "link.py").symlink_to(script)
+    assert shell(f"{OLMO_LNS} {tmp_path}/link.py --a=1 b").stdout == b"7 ['--a=1', 'b']\n"
+    missing, off = shell(f"{OLMO_LNS} nowhere.py"), shell(f"{OLMO_LNS} {script}", OLMO_LNS_DISABLE="1")
     assert (missing.returncode, off.returncode) == (2, 2)
-    assert "no script 'nowhere.py'" in missing.stderr and missing.stderr.count("\n") == 1
-    assert "OLMO_LNS_DISABLE=1 is set, but the launcher was asked for: unset OLMO_LNS_DISABLE" in off.stderr
+    assert b"no script 'nowhere.py'" in missing.stderr and missing.stderr.count(b"\n") == 1
+    assert b"OLMO_LNS_DISABLE=1 is set, but the launcher was asked for: unset OLMO_LNS_DISABLE" in off.stderr
 
 
 #: Runs a command in a process whose import system does not find some packages.
@@ -130,42 +132,66 @@ def test_wrong_usage_is_two_lines_with_the_nearest_name(words, said, capsys):
     assert stop.value.code == 2 and said in first and "--help`" in second and not rest
 
 
-def test_a_misspelt_command_is_one_line(capsys):
-    assert cli.main(["analyse"]) == 2
-    assert "did you mean 'analyze'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["analyse"], 2, "(did you mean 'analyze'?)"),
+        (["hf", "init", "lama", "-o", "x"], 1, "(did you mean 'llama'?)"),
+        (["study", "plan", "paper", "--only", "13B"], 1, "(did you mean '1B'?)"),
+        (["train", "61M-lns"], 1, "(did you mean '60M-lns'?)"),
+    ],
+)
+def test_a_misspelt_command_family_size_or_config_is_one_line_with_the_nearest(words, code, said, capsys):
+    assert cli.main(words) == code
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
 
 
-PRINT = "from olmo_lns.text import degrade; degrade(); print('1…2 × 3 → é Ж')"
+PRINT = f"""{sys.executable} -c "from olmo_lns.text import degrade; degrade(); print('1…2 × 3 → é Ж')" """
 
 
 @pytest.mark.parametrize(("encoding", "text"), [("ascii", "1...2 x 3 -> ? ?"), ("iso-8859-1", "1...2 × 3 -> é ?")])
 def test_text_that_the_locale_does_not_have_degrades(encoding, text):
-    env = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run([sys.executable, "-c", PRINT], capture_output=True, env=env)
-    assert done.stdout.decode(encoding).strip() == text, done.stderr
+    assert shell(PRINT, PYTHONIOENCODING=encoding).stdout.decode(encoding).strip() == text
 
 
-@pytest.mark.parametrize("words", [("config", "list"), ("--help",)])
-@pytest.mark.parametrize(("where", "code"), [(">&-", 0), ("2>&- >&-", 0), ("> /dev/full", 1)])
-def test_a_standard_output_that_is_closed_or_full_is_no_traceback(words, where, code):
-    command = f"{sys.executable} -m olmo_lns {' '.join(words)} {where}"
-    done = subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
-    assert done.returncode == code and "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_that_no_locale_can_print_are_printed_and_written(encoding, tmp_path):
+    """A byte of a path that is no UTF-8, in an error, and as what tells two results of one label apart in a table."""
+    assert shell(f"{OLMO_LNS} $'no-\\xff'", PYTHONIOENCODING=encoding).stderr.startswith(b"olmo_lns: no script 'no-")
+    content = {"format": 2, "what": "variance", "tokens": 4, "blocks": {"variance": [1, 2]}, "label": "√"}
+    for name in (b"\xff.json", "Ж.json".encode()):
+        (tmp_path / os.fsdecode(name)).write_text(json.dumps(content))
+    words = "analyze compare *.json --table table.csv"
+    done = shell(f"cd {tmp_path} && {OLMO_LNS} {words}", PYTHONIOENCODING=encoding, LC_ALL="C.UTF-8")
+    assert done.returncode == 0 and b"Written: table.csv" in done.stdout, done.stderr
+    written = (tmp_path / "table.csv").read_text(encoding="utf-8")
+    assert "Ж.json" in written and "\ufffd.json" in written
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "where", "code"),
+    [
+        ("config list", ">&-", 0),
+        ("--help", "2>&- >&-", 0),
+        ("--help", "> /dev/full", 1),
+        ("config list", "> /dev/full", 1),
+        ("analyse", "2>&-", 2),  # its only line has no place to go
+        ("doctor", ">&- <&-", 0),
+        ("config list", "| head -c 1", 0),
+    ],
+)
+def test_a_standard_output_that_is_closed_full_or_left_is_no_traceback(words, where, code):
+    done = shell(f"{OLMO_LNS} {words} {where}")
+    assert done.returncode == code and b"Traceback" not in done.stderr and b"Exception" not in done.stderr, done.stderr
+
+
+def test_a_file_is_written_whole_or_not_at_all_and_through_a_link(tmp_path):
     from olmo_lns.text import write_whole
 
-    path = tmp_path / "a.txt"
-    write_whole(path, "é…")
+    path, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    link.symlink_to("a.txt")  # it dangles until the first write
+    write_whole(link, "é…")
     with pytest.raises(UnicodeEncodeError):
         write_whole(path, "\ud800")
-    assert path.read_bytes() == "é…".encode() and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_reader_that_stops_early_causes_no_error():
-    done = subprocess.run(
-        f"set -o pipefail; {sys.executable} -m olmo_lns config list | head -c 1",
-        shell=True, executable="/bin/bash", capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.stdout and done.stderr == "" and done.returncode in (0, 141)
+    assert path.read_bytes() == "é…".encode() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2

@@ -1,5 +1,4 @@
 import importlib.metadata
-import os
 import subprocess
 import sys
 
@@ -8,14 +7,9 @@ import pytest
 from olmo_lns import doctor
 
 
-def run(*words, **environment):
-    env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-m", "olmo_lns", "doctor", *words], capture_output=True, text=True, env=env)
-
-
-def test_the_answer_comes_first_on_one_screen():
-    done = run()
-    lines = done.stdout.splitlines()
+def test_the_answer_comes_first_on_one_screen(capsys):
+    assert doctor.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("LayerNorm Scaling can run here with ") and len(lines) <= 12
     for name, package in (("OLMo", "ai2-olmo"), ("Megatron core", "megatron-core"), ("transformers", "transformers")):
         try:
@@ -23,7 +17,7 @@ def test_the_answer_comes_first_on_one_screen():
         except importlib.metadata.PackageNotFoundError:
             continue
         assert f"{name} {version}" in lines[0]
-    assert done.returncode == 0 and lines[2].startswith("Norms run on ")
+    assert lines[2].startswith("Norms run on ")
 
 
 @pytest.mark.parametrize(
@@ -35,22 +29,21 @@ def test_the_answer_comes_first_on_one_screen():
         ("OLMO_LNS_MONITR=every=5", "OLMO_LNS_MONITR is unknown"),
     ],
 )
-def test_a_setting_that_cannot_work_is_a_problem(setting, said):
-    done = run(**dict([setting.split("=", 1)]))
-    assert done.returncode == 1 and said in done.stderr and done.stdout.startswith("LayerNorm Scaling")
+def test_a_setting_that_cannot_work_is_a_problem(setting, said, monkeypatch, capsys):
+    monkeypatch.setenv(*setting.split("=", 1))
+    assert doctor.main([]) == 1
+    done = capsys.readouterr()
+    assert said in done.err and done.out.startswith("LayerNorm Scaling")
 
 
-def test_the_doctor_imports_no_framework():
-    code = "import sys; from olmo_lns import doctor; doctor.examine(); print({'olmo', 'olmo_core', 'megatron.core', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-def test_a_machine_without_torch_is_told_so():
-    code = "import sys; sys.modules['torch'] = None; from olmo_lns import cli; sys.exit(cli.main(['doctor']))"
+def test_the_doctor_imports_no_framework_and_says_where_torch_is_missing():
+    code = (
+        "import sys; sys.modules['torch'] = None; from olmo_lns import cli; code = cli.main(['doctor']); "
+        "print({'olmo', 'olmo_core', 'megatron.core', 'transformers'} & set(sys.modules)); sys.exit(code)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "torch is not installed: pip install torch" in done.stderr
-    assert done.stdout.startswith("LayerNorm Scaling can run here")
+    assert done.stdout.startswith("LayerNorm Scaling can run here") and done.stdout.endswith("\nset()\n")
 
 
 def test_a_package_that_is_absent_is_named_with_its_command(capsys, monkeypatch):
@@ -70,13 +63,12 @@ def test_a_package_that_is_absent_is_named_with_its_command(capsys, monkeypatch)
     assert doctor.main(["--require", "megatron", "--require", "test"]) == 0
 
 
-def test_a_checkout_on_the_path_needs_no_metadata(tmp_path):
+def test_a_checkout_on_the_path_needs_no_metadata(tmp_path, monkeypatch, capsys):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "__init__.py").touch()
-    done = subprocess.run(
-        [sys.executable, "-m", "olmo_lns", "doctor", "--require", "megatron"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    row = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("Megatron core"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor.main(["--require", "megatron"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("Megatron core"))
     assert str(tmp_path) in row

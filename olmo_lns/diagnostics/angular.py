@@ -17,19 +17,9 @@ from typing import Any, Sequence
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import (
-    Batches,
-    accumulator_dtype,
-    block_input,
-    body_forward,
-    find_blocks,
-    first_tensor,
-    not_finite,
-    observe,
-    real_tokens,
-    run,
-)
+from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, not_finite, real_tokens, run_observed
 from olmo_lns.diagnostics.results import Measurement
+from olmo_lns.diagnostics.structure import find_blocks
 
 #: Tokens per matrix product: bounds the float64 copy of the states.
 CHUNK = 512
@@ -39,9 +29,9 @@ def pairwise_angles(states: torch.Tensor) -> torch.Tensor:
     """Angles between all states of each token, as a fraction of pi.
 
     :param states: (tokens, states, d_model), floating. A zero vector is at 1/2 from everything.
-    :returns: (tokens, states, states) in [0, 1], float64 (float32 on MPS).
+    :returns: (tokens, states, states) in [0, 1], float64.
     """
-    states = states.to(accumulator_dtype(states.device))
+    states = states.double()
     gram = torch.bmm(states, states.transpose(1, 2))
     norm = gram.diagonal(dim1=1, dim2=2).sqrt().clamp_min(torch.finfo(gram.dtype).tiny)
     cosine = gram / norm.unsqueeze(1) / norm.unsqueeze(2)
@@ -64,24 +54,20 @@ def angular_distance(
     Example: ``angular_distance(model, None, [torch.arange(64)[None]]).blocks["d1"]`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    forward, count = body_forward(model), len(blocks) + 1
+    count = len(blocks) + 1
     states: list[torch.Tensor] = []
     # A state that is not finite makes the angle with itself NaN.
     total, tokens = torch.zeros(count, count, dtype=torch.float64), 0
 
-    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, _: Any) -> None:
         states.append(block_input(args, kwargs))
         if block == count - 2:
             states.append(first_tensor(output))
 
-    def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        states.clear()
-        with observe(blocks, keep):
-            forward(ids, mask)
-
-    for ids, mask in run(model, batches, device, watched):
+    for ids, mask in run_observed(model, blocks, batches, device, keep):
         selected = real_tokens(ids, mask)
         total = total + _sums(states, selected).cpu()
+        states.clear()
         tokens += int(selected.sum())
         if bool(total.diagonal().isnan().any()):
             break
@@ -98,12 +84,10 @@ def angular_distance(
 def _sums(states: Sequence[torch.Tensor], selected: torch.Tensor) -> torch.Tensor:
     """The angles of all pairs, summed over the ``selected`` (batch, sequence) tokens.
 
-    :param states: (batch, sequence, d_model) each; with a device_map they sit on several devices.
+    :param states: (batch, sequence, d_model) each.
     """
-    device = states[0].device
-    total = torch.zeros(len(states), len(states), dtype=accumulator_dtype(device), device=device)
+    total = torch.zeros(len(states), len(states), dtype=torch.float64, device=states[0].device)
     flat = [state.flatten(0, -2) for state in states]
     for chunk in selected.flatten().nonzero().squeeze(1).split(CHUNK):
-        tokens = torch.stack([state[chunk.to(state.device)].to(device) for state in flat], dim=1)
-        total += pairwise_angles(tokens).sum(dim=0)
+        total += pairwise_angles(torch.stack([state[chunk] for state in flat], dim=1)).sum(dim=0)
     return total

@@ -10,17 +10,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from olmo_lns.diagnostics.structure import forward_of
 from olmo_lns.errors import LNSError
-from olmo_lns.models.structure import body_forward, find_blocks, is_masked_lm, logits_of, model_type
-
-__all__ = [
-    "Batches", "accumulator_dtype", "block_input", "body_forward", "evaluating", "find_blocks", "first_tensor",
-    "logits_of", "not_finite", "observe", "over_ranks", "real_tokens", "run", "token_loss", "unpack",
-]  # fmt: skip
 
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -85,21 +79,6 @@ def _observe_one(stack: ExitStack, block: nn.Module, index: int, seen: Observer)
     stack.callback(block.__dict__.__setitem__, "_compiled_call_impl", compiled)
 
 
-def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """float64 for sums over tokens, float32 on MPS, which has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def over_ranks(tensor: torch.Tensor, operation: str = "SUM") -> torch.Tensor:
-    """``tensor`` on the CPU, summed (or ``MAX``) over the ranks of torch.distributed where that runs."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return tensor.cpu()
-    nccl = dist.get_backend() == "nccl"
-    moved = tensor.to(torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu", copy=True)
-    dist.all_reduce(moved, getattr(dist.ReduceOp, operation))
-    return moved.cpu()
-
-
 def not_finite(where: str) -> LNSError:
     """The error that names ``where`` NaN or infinity was found."""
     return LNSError(
@@ -154,23 +133,32 @@ def run(
         raise LNSError("the data holds no token: give a file or data set with at least one sequence")
 
 
+def run_observed(
+    model: nn.Module, blocks: Sequence[nn.Module], batches: Batches, device: torch.device | str, seen: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """:func:`run` the blocks; ``seen`` is called as :data:`Observer`, with the batch's mask behind."""
+    forward = forward_of(model, logits=False)
+
+    def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        with observe(blocks, lambda *call: seen(*call, mask)):
+            forward(ids, mask)
+
+    return run(model, batches, device, watched)
+
+
 def token_loss(model: nn.Module) -> TokenLoss:
     """Next-token loss of a decoder.
 
     :raises LNSError: an encoder such as BERT, which predicts masked tokens.
     """
-    if is_masked_lm(model_type(model)):
+    if type(model).__name__.endswith("MaskedLM"):
         raise LNSError(f"{type(model).__name__} predicts masked tokens: this diagnostic needs a next-token loss")
-    logits = logits_of(model)
+    logits = forward_of(model, logits=True)
 
     def next_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        real = real_tokens(ids, mask)
-        return _nll(logits(ids, mask)[:, :-1], ids[:, 1:]), real[:, 1:] & real[:, :-1]
+        real, pairs = real_tokens(ids, mask), zip(logits(ids, mask)[:, :-1], ids[:, 1:], strict=True)
+        # One sequence at a time: float32 logits of a whole batch can be larger than the model.
+        losses = [F.cross_entropy(x.float(), y, reduction="none") for x, y in pairs]
+        return torch.stack(losses), real[:, 1:] & real[:, :-1]
 
     return next_token
-
-
-def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    targets = targets.to(logits.device)
-    # One sequence at a time: float32 logits of a whole batch can be larger than the model.
-    return torch.stack([F.cross_entropy(x.float(), y, reduction="none") for x, y in zip(logits, targets, strict=True)])

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Sequence
@@ -17,7 +18,9 @@ from olmo_lns.processes import one_process
 
 if TYPE_CHECKING:
     from olmo_lns.diagnostics.results import Measurement
-    from olmo_lns.models.loading import LoadedModel
+
+#: Formats of figures.
+FIGURES = (".png", ".svg")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,10 +30,6 @@ def main(argv: Sequence[str]) -> int:
     return compare(args) if args.what == "compare" else measure(args)
 
 
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="olmo-lns analyze", description="The papers' diagnostics for your model.")
     commands = parser.add_subparsers(dest="what", required=True, metavar="what")
@@ -38,11 +37,11 @@ def _parser() -> argparse.ArgumentParser:
         title = measure.title
         made = commands.add_parser(what, help=title[0].lower() + title[1:], description=f"{title}.")
         _add_common(made, what)
+        made.set_defaults(tasks=None, sequences=None)
         add = made.add_argument
         if what == "layer-drop":
-            add("--tasks", type=names, default=[], help="lm-evaluation-harness tasks, comma-separated")
+            add("--tasks", type=lambda text: text.split(","), help="lm-evaluation-harness tasks, comma-separated")
             add("--task-path", help="folder with task files of your own")
-            add("--metric", help="of the tasks; default: the first of acc_norm, acc, exact_match, f1 they report")
             add("--limit", type=at_least(1), help="examples a task")
             add("--num-fewshot", type=at_least(0), help="examples in the prompt")
             add("--chat-template", action="store_true", help="the prompts by the model's chat template")
@@ -53,8 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("results", nargs="+", type=Path, metavar="results.json", help="of one diagnostic")
     add("-o", "--output", type=Path, action="append", default=[], help=".png or .svg; may be repeated")
-    add("--labels", type=names, help="comma-separated names of the models")
-    add("--log", action="store_true", help="logarithmic vertical axis")
     add("--table", type=Path, help="CSV file with the rows of all models")
     return parser
 
@@ -73,8 +70,7 @@ def _add_common(command: argparse.ArgumentParser, what: str) -> None:
     add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {longest}")
     add("--batch-size", type=at_least(1), default=8, help="sequences a batch (default %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved, OLMo in fp32")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:<n> or mps")
-    add("--device-map", help="Hugging Face placement, e.g. auto (needs accelerate)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
     add("--blocks", help="dotted path of the list of blocks, for models outside the table")
     add("--tokenizer", help="tokenizer.json, folder or name; default: the model's own")
     add("--token-dtype", help="of raw token files without a header (default: the checkpoint's, else uint16)")
@@ -86,33 +82,24 @@ def _add_common(command: argparse.ArgumentParser, what: str) -> None:
 def measure(args: argparse.Namespace) -> int:
     """``olmo-lns analyze <what>``: measure, write, draw and print."""
     from olmo_lns.diagnostics.data import check_source
-    from olmo_lns.diagnostics.results import check_writable, markdown
+    from olmo_lns.diagnostics.results import check_writable, table
 
     # These checks come before the work, so that it isn't lost.
     output = args.output or Path(f"{args.what}.json")
-    check_writable(output, [".json"])
+    check_writable(output, ".json")
     for path in args.plot:
-        check_writable(path)
+        check_writable(path, *FIGURES)
     check_source(args.data)
     one_process(args.what)
-    for module in ("matplotlib",) * bool(args.plot) + ("lm_eval",) * bool(getattr(args, "tasks", None)):
+    for module in ("matplotlib",) * bool(args.plot) + ("lm_eval",) * bool(args.tasks):
         importlib.import_module(module)
     result = _measure(args)
     written = [*result.write(output), *(_drawn([result], path) for path in args.plot)]
-    print(markdown([result]))
+    print(table([result]))
     if args.what == "jacobian":
         print(f"\n{result.details['method']}: {result.details['rows']} of {result.details['width']} rows")
     print(f"\n{result.tokens:,} tokens. Written: {', '.join(map(str, written))}")
     return 0
-
-
-def _open(args: argparse.Namespace) -> tuple[LoadedModel, dict[str, str]]:
-    """The model under its scheme, and the scheme: as its folder says, or ``--scheme`` says of it."""
-    from olmo_lns.models.loading import load_model
-
-    how = {name: getattr(args, name) for name in ("dtype", "device", "device_map", "blocks", "scheme")}
-    loaded = load_model(args.model, **how)
-    return loaded, {"scheme": str(loaded.scheme)}
 
 
 def _measure(args: argparse.Namespace) -> Measurement:
@@ -120,74 +107,72 @@ def _measure(args: argparse.Namespace) -> Measurement:
     from rich.console import Console
     from rich.progress import track
 
-    from olmo_lns.diagnostics.data import DataOptions, read_batches
+    from olmo_lns.diagnostics.data import read_batches
+    from olmo_lns.diagnostics.loading import load_model
     from olmo_lns.tokenizers import load_tokenizer
 
-    (loaded, trained), sequences = _open(args), getattr(args, "sequences", None)
+    how = {name: getattr(args, name) for name in ("dtype", "device", "blocks", "scheme")}
+    loaded = load_model(args.model, **how)
     length = args.sequence_length or min(MEASURES[args.what].longest, loaded.max_length)
     if length > loaded.max_length:
         raise LNSError(f"--sequence-length {length}: the model takes at most {loaded.max_length}")
-    options = DataOptions(
-        sequence_length=length,
-        batch_size=args.batch_size,
-        max_tokens=args.tokens,
-        max_sequences=sequences,
-        token_dtype=args.token_dtype or loaded.token_dtype,
-        text_field=args.text_field,
-    )
 
     def tokenizer() -> Any:
         return load_tokenizer(args.tokenizer or loaded.tokenizer, Path(args.model), loaded.eos_token_id)
 
     scores = None
-    if getattr(args, "tasks", None):  # first: a download that fails does so before the losses are computed
+    if args.tasks:  # first: a download that fails does so before the losses are computed
         from olmo_lns.diagnostics.tasks import harness_model, score_tasks, with_tasks
 
-        how = {name: getattr(args, name) for name in ("metric", "limit", "num_fewshot", "chat_template")}
+        how = {name: getattr(args, name) for name in ("limit", "num_fewshot", "chat_template")}
         lm = harness_model(loaded, tokenizer(), args.batch_size)
         scores = score_tasks(lm, loaded.blocks, args.tasks, include_path=args.task_path, **how)
-    batches: Iterable[Any] = read_batches(args.data, options, vocabulary=loaded.vocabulary, tokenizer=tokenizer)
+    batches: Iterable[Any] = read_batches(
+        args.data,
+        length,
+        vocabulary=loaded.vocabulary,
+        tokenizer=tokenizer,
+        batch_size=args.batch_size,
+        max_tokens=args.tokens,
+        max_sequences=args.sequences,
+        token_dtype=args.token_dtype or loaded.token_dtype,
+        text_field=args.text_field,
+    )
     if not args.quiet:
-        count = math.ceil((args.tokens or length * (sequences or 1)) / (length * args.batch_size))
+        count = math.ceil((args.tokens or length * (args.sequences or 1)) / (length * args.batch_size))
         batches = track(batches, f"{args.what}, batches", count, console=Console(stderr=True))
     own = {"rows": args.rows, "seed": args.seed} if args.what == "jacobian" else {}
-    result: Measurement = MEASURES[args.what].run(loaded.model, loaded.blocks, batches, loaded.device, **own)
-    settings = {"dtype": loaded.dtype, "device": str(loaded.device), "sequence_length": length, **trained}
+    device = loaded.embedding.weight.device
+    result: Measurement = MEASURES[args.what].run(loaded.model, loaded.blocks, batches, device, **own)
+    settings = {"dtype": loaded.dtype, "device": str(device), "sequence_length": length, "scheme": str(loaded.scheme)}
     settings |= {name: getattr(args, name) for name in ("batch_size", "seed")}
     found = with_tasks(result, scores) if scores else result
-    return replace(found, label=args.label or _label(args.model), model=args.model, data=args.data, settings=settings)
+    label = args.label or "/".join(Path(args.model).parts[-2:])  # lns/step1000-unsharded, Qwen/Qwen2.5-0.5B
+    label = os.fsencode(label).decode(errors="replace")  # pandas takes no bytes that are not UTF-8
+    return replace(found, label=label, model=args.model, data=args.data, settings=settings)
 
 
-def _label(model: str) -> str:
-    """The end of a checkpoint's path, from the name of its run on: ``lns/seed0/step300-unsharded``."""
-    parts, checkpoint = Path(model).parts, Path(model, "config.yaml").is_file()
-    first = len(parts) - 1 - checkpoint
-    while first > 0 and parts[first].startswith(("step", "seed")):
-        first -= 1
-    return "/".join(parts[max(0, first) :])
-
-
-def _drawn(results: Sequence[Measurement], path: Path, *, log: bool = False) -> Path:
+def _drawn(results: Sequence[Measurement], path: Path) -> Path:
     from olmo_lns.diagnostics import plots
 
-    return plots.save(plots.draw(results, log=log), path)
+    return plots.save(plots.draw(results), path)
 
 
 def compare(args: argparse.Namespace) -> int:
     """``olmo-lns analyze compare``: one or more results in one figure and table."""
-    from olmo_lns.diagnostics.results import check_writable, markdown, read_results, write_csv
+    import pandas
+
+    from olmo_lns.diagnostics.results import check_writable, read_results, table, write_csv
 
     for path in args.output:
-        check_writable(path)
+        check_writable(path, *FIGURES)
     if args.table:
-        check_writable(args.table, [".csv"])
-    results = read_results(args.results, args.labels)
-    print(markdown(results))
+        check_writable(args.table, ".csv")
+    results = read_results(args.results)
+    print(table(results))
     # Each file is of its own figure: a second one of the same has another layout in its last digits.
-    written = [_drawn(results, path, log=args.log) for path in args.output]
+    written = [_drawn(results, path) for path in args.output]
     if args.table:
-        import pandas
-
         written.append(write_csv(args.table, pandas.concat(r.frame().assign(model=r.label) for r in results)))
     if written:
         print(f"\nWritten: {', '.join(map(str, written))}")

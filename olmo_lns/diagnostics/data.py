@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 
@@ -21,43 +20,36 @@ BLOCK = 1 << 20
 IDS, RECORDS = (".npy", ".bin"), (".jsonl", ".json")
 
 
-@dataclass(frozen=True)
-class DataOptions:
-    """The cutting of the data into windows.
-
-    :param sequence_length: tokens a sequence. :param batch_size: sequences a batch.
-    :param max_tokens: stop after this many real tokens (the last sequence is cut to fit); None reads everything.
-    :param max_sequences: stop after this many sequences.
-    :param token_dtype: of raw token files without a header (OLMo's). :param text_field: of JSON lines and data sets.
-    """
-
-    sequence_length: int
-    batch_size: int = 8
-    max_tokens: int | None = None
-    max_sequences: int | None = None
-    token_dtype: str = "uint16"
-    text_field: str = "text"
-
-
 def read_batches(
-    source: str, options: DataOptions, *, vocabulary: int, tokenizer: Callable[[], Any]
+    source: str,
+    length: int,
+    *,
+    vocabulary: int,
+    tokenizer: Callable[[], Any],
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    max_sequences: int | None = None,
+    token_dtype: str = "uint16",
+    text_field: str = "text",
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Batches with ``input_ids`` (int64) and ``attention_mask`` (1 = real token), right-padded with 0.
 
     :param source: a ``.npy`` file (NumPy's format or OLMo's raw ids), a text file, JSON lines with text, or a Hugging
         Face data set ``name[,config][:split]`` (also a local folder).
-    :param tokenizer: called once, only when there is text.
+    :param length: tokens of a sequence. :param tokenizer: called once, only when there is text.
+    :param max_tokens: stop after this many (the last sequence is cut to fit); None reads everything.
+    :param token_dtype: of raw token files without a header (OLMo's). :param text_field: of JSON lines and data sets.
     :raises LNSError: nothing there, no token in it, or an id outside ``vocabulary``.
     """
     check_source(source)
     path = Path(source)
     if path.suffix in IDS:
-        chunks = _ids(path, options)
+        chunks = _ids(path, token_dtype)
     else:
-        chunks = _encoded(_texts(source, options.text_field), tokenizer, separate=path.suffix in (*RECORDS, ""))
-    sequences = itertools.islice(_sequences(chunks, options), options.max_sequences)
+        chunks = _encoded(_texts(source, text_field), tokenizer(), separate=path.suffix in (*RECORDS, ""))
+    sequences = itertools.islice(_sequences(chunks, length, max_tokens), max_sequences)
     for number in itertools.count():
-        if group := list(itertools.islice(sequences, options.batch_size)):
+        if group := list(itertools.islice(sequences, batch_size)):
             yield _collate(group, vocabulary, source)
         elif number:
             return
@@ -77,9 +69,9 @@ def check_source(source: str) -> None:
         raise LNSError(f"--data: {source} isn't a file, and data sets need: pip install datasets")
 
 
-def _sequences(chunks: Iterable[np.ndarray], options: DataOptions) -> Iterator[np.ndarray]:
+def _sequences(chunks: Iterable[np.ndarray], length: int, left: int | None) -> Iterator[np.ndarray]:
     """Full sequences of the chunks, one after the other, until the budget is reached; the last one may be shorter."""
-    length, left, rest = options.sequence_length, options.max_tokens, np.empty(0, np.int64)
+    rest = np.empty(0, np.int64)
     for chunk in chunks:
         rest = np.concatenate([rest, chunk[:left].astype(np.int64)])
         full = len(rest) // length * length
@@ -91,15 +83,14 @@ def _sequences(chunks: Iterable[np.ndarray], options: DataOptions) -> Iterator[n
         yield rest
 
 
-def _ids(path: Path, options: DataOptions) -> Iterator[np.ndarray]:
+def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         numpy_format = file.read(6) == b"\x93NUMPY"
     try:
         if numpy_format:
             array = np.load(path, mmap_mode="r")
         else:  # an empty file cannot be mapped
-            dtype, size = np.dtype(options.token_dtype), path.stat().st_size
-            array = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+            array = np.memmap(path, token_dtype, "r") if path.stat().st_size else np.empty(0, token_dtype)
     except (TypeError, ValueError) as error:  # no such dtype, or another number of bytes
         raise LNSError(f"{path}: not an array of token ids ({error}): see --token-dtype, or make it anew") from None
     if not np.issubdtype(array.dtype, np.integer):
@@ -109,17 +100,23 @@ def _ids(path: Path, options: DataOptions) -> Iterator[np.ndarray]:
 
 
 def _texts(source: str, field: str) -> Iterator[str]:
-    """The texts of a file or of a data set."""
+    """The texts of a file or of a data set. A plain text comes in whole lines, about 1 MB at a time."""
     path = Path(source)
-    if path.is_file() and path.suffix not in RECORDS:
-        yield from _text_blocks(path)
-        return
-    for record in _json_lines(path) if path.is_file() else _data_set(source):
-        text = record.get(field) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            found = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise LNSError(f"--data: found a record with {found}, expected text in {field!r} (see --text-field)")
-        yield text
+    try:
+        if path.is_file() and path.suffix not in RECORDS:
+            with path.open(encoding="utf-8") as file:
+                while block := file.readlines(BLOCK):
+                    yield "".join(block)
+            return
+        records = enumerate(_json_lines(path) if path.is_file() else _data_set(source), start=1)
+        for number, record in records:
+            text = record.get(field) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                found = sorted(record) if isinstance(record, dict) else type(record).__name__
+                raise LNSError(f"--data: record {number} has {found}, expected text in {field!r} (see --text-field)")
+            yield text
+    except (OSError, ValueError, RuntimeError) as error:  # bad UTF-8 and JSON, and whatever the hub answers
+        raise LNSError(f"--data: {source} cannot be read: {one_line(error)}") from error
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
@@ -128,8 +125,8 @@ def _json_lines(path: Path) -> Iterator[Any]:
             try:
                 if line.strip():
                     yield json.loads(line)
-            except ValueError as error:  # bad UTF-8 is one, too
-                raise LNSError(f"{path}:{number}: not JSON ({error}): expected one object a line") from None
+            except ValueError as error:
+                raise ValueError(f"line {number} is not JSON ({error})") from None
 
 
 def _data_set(source: str) -> Iterable[Any]:
@@ -137,31 +134,15 @@ def _data_set(source: str) -> Iterable[Any]:
 
     name, _, split = source.partition(":")
     name, _, config = name.partition(",")
-    try:
-        found: Iterable[Any] = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        text = f"--data: {source} is neither a file nor a data set that can be read: {one_line(error)}"
-        raise LNSError(text) from error
+    found: Iterable[Any] = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     return found
 
 
-def _text_blocks(path: Path) -> Iterator[str]:
-    """Yield whole lines, about 1 MB at a time: a token never spans two blocks that a line break did not separate."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            while block := file.readlines(BLOCK):
-                yield "".join(block)
-    except UnicodeDecodeError:
-        raise LNSError(f"{path}: not UTF-8 text; token ids must be in a .npy file") from None
-
-
-def _encoded(texts: Iterable[str], tokenizer: Callable[[], Any], *, separate: bool) -> Iterator[np.ndarray]:
+def _encoded(texts: Iterable[str], tokenizer: Any, *, separate: bool) -> Iterator[np.ndarray]:
     """The ids of each text. :param separate: the tokenizer's end token ends each text."""
-    loaded = tokenizer()
+    end = [tokenizer.eos_token_id] if separate and tokenizer.eos_token_id is not None else []
     for text in texts:
-        ids = loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
-        end = [loaded.eos_token_id] if separate and loaded.eos_token_id is not None else []
-        yield np.asarray([*ids, *end], np.int64)
+        yield np.asarray([*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end], np.int64)
 
 
 def _collate(group: list[np.ndarray], vocabulary: int, source: str) -> dict[str, torch.Tensor]:

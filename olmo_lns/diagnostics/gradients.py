@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import nn
@@ -29,17 +29,15 @@ from torch import nn
 from olmo_lns.diagnostics.capture import (
     Batches,
     block_input,
-    body_forward,
     evaluating,
-    find_blocks,
     first_tensor,
-    observe,
     real_tokens,
-    run,
+    run_observed,
     token_loss,
     unpack,
 )
 from olmo_lns.diagnostics.results import Measurement
+from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
 
 #: Widest model for which all rows are taken, unless asked otherwise.
@@ -73,41 +71,27 @@ def block_jacobians(
     """
     blocks = find_blocks(model) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
-    forward = body_forward(model)
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     coordinates, sums, tokens = torch.empty(0, dtype=torch.long), [torch.zeros(0)] * len(blocks), 0
 
-    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+    def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> None:
         calls[block] = (args, kwargs)
 
-    def recorded(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        with observe(blocks, keep):
-            forward(ids, mask)
-
-    for ids, mask in run(model, batches, device, recorded):
+    for ids, mask in run_observed(model, blocks, batches, device, keep):
         real = real_tokens(ids, mask)
         real = real[(kept := real.any(dim=1))]
         positions = torch.multinomial(real.double().cpu(), 1, generator=generator).squeeze(1)
         if not tokens:
             coordinates = _coordinates(block_input(*calls[0]).shape[-1], rows, generator)
         for index, block in enumerate(blocks):
-            alone, hidden = _of_input_alone(block, *calls[index])
-            summed = token_jacobian_rows(alone, hidden, positions, coordinates, kept).sum(dim=0).double().cpu()
+            rows_of_tokens = token_jacobian_rows(block, *calls[index], positions, coordinates, kept)
+            summed = rows_of_tokens.sum(dim=0).double().cpu()
             if not bool(torch.isfinite(summed).all()):
                 raise LNSError(f"block {index + 1} is the first whose Jacobian holds NaN or infinity: try fp32 or bf16")
             sums[index] = sums[index] + summed if tokens else summed
         tokens += len(positions)
         calls.clear()
     return _summary([total / tokens for total in sums], coordinates, tokens)
-
-
-def _of_input_alone(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
-    """A block as a function of its input, everything else as in a recorded call; and the input it was given."""
-    hidden = block_input(args, kwargs)
-    names = {name: value for name, value in kwargs.items() if value is not hidden}
-    return lambda x: first_tensor(block(x, *args[1:], **names)), hidden
 
 
 def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> torch.Tensor:
@@ -118,23 +102,25 @@ def _coordinates(width: int, rows: int | None, generator: torch.Generator) -> to
 
 
 def token_jacobian_rows(
-    block: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     positions: torch.Tensor,
     coordinates: torch.Tensor,
-    kept: torch.Tensor | None = None,
+    kept: torch.Tensor,
 ) -> torch.Tensor:
     """Rows ``coordinates`` of J_t for one position of each sequence.
 
-    :param block: maps (batch, sequence, d) to the same shape. :param hidden: where to linearise it.
-    :param positions: (sequences,) position t. :param kept: (batch,) which sequences count, default all.
+    :param args, kwargs: of the call at which the block is linearised; its input is (batch, sequence, d).
+    :param positions: (sequences,) position t. :param kept: (batch,) which sequences count.
     :returns: (sequences, rows, d), float32.
     """
-    sequences = torch.arange(len(hidden)) if kept is None else kept.cpu().nonzero().squeeze(1)
-    at = (sequences.to(hidden.device), positions.to(hidden.device))
+    hidden = block_input(args, kwargs)
+    names = {name: value for name, value in kwargs.items() if value is not hidden}
+    at = (kept.nonzero().squeeze(1).to(hidden.device), positions.to(hidden.device))
     with torch.enable_grad():
         leaf = hidden[at].detach().clone().requires_grad_()
-        output = block(hidden.detach().index_put(at, leaf))[at]
+        output = first_tensor(block(hidden.detach().index_put(at, leaf), *args[1:], **names))[at]
         # One row at a time: hand-written backward passes (our norm's, fused attention's) cannot be vectorised.
         rows = [
             torch.autograd.grad(output[:, coordinate].sum(), leaf, retain_graph=True)[0].float()
@@ -144,27 +130,24 @@ def token_jacobian_rows(
 
 
 def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: int) -> Measurement:
-    width = means[0].shape[1]
+    rows, place = torch.stack(list(means)), torch.arange(len(coordinates))  # (blocks, rows, width)
     local = torch.linspace(0, len(coordinates) - 1, min(HEAT_MAP, len(coordinates))).round().long()
-    shown = coordinates[local]
-    distance, dominance, diagonal = [], [], []
-    for rows in means:
-        own = rows.gather(1, coordinates.unsqueeze(1)).squeeze(1)
-        # |J_i - e_i|^2 = |J_i|^2 - 2 J_ii + 1 would cancel near the identity.
-        error = rows.scatter_add(1, coordinates.unsqueeze(1), -torch.ones(len(rows), 1, dtype=rows.dtype))
-        distance.append(math.sqrt(float((error**2).sum()) / len(rows)))
-        dominance.append(float((own.abs() / rows.abs().sum(dim=1).clamp_min(1e-300)).mean()))
-        diagonal.append(float(own.mean()))
-    maps = [[[float(f"{v:.4g}") for v in row] for row in rows[local][:, shown].tolist()] for rows in means]
-    details = {
-        "method": "exact" if len(coordinates) == width else "projected",
-        "rows": len(coordinates),
-        "width": width,
-        "coordinates": coordinates.tolist(),
-        "heat_map_coordinates": shown.tolist(),
-        "heat_maps": maps,
+    own, error = rows[:, place, coordinates], rows.clone()
+    error[:, place, coordinates] -= 1  # |J_i|^2 - 2 J_ii + 1 would cancel near the identity
+    columns = {
+        "identity_distance": (error.square().sum((1, 2)) / len(coordinates)).sqrt().tolist(),
+        "diagonal_dominance": (own.abs() / rows.abs().sum(2).clamp_min(1e-300)).mean(1).tolist(),
+        "diagonal_mean": own.mean(1).tolist(),
     }
-    columns = {"identity_distance": distance, "diagonal_dominance": dominance, "diagonal_mean": diagonal}
+    shown = rows[:, local][:, :, coordinates[local]].tolist()
+    details = {
+        "method": "exact" if len(coordinates) == rows.shape[2] else "projected",
+        "rows": len(coordinates),
+        "width": rows.shape[2],
+        "coordinates": coordinates.tolist(),
+        "heat_map_coordinates": coordinates[local].tolist(),
+        "heat_maps": [[[float(f"{value:.4g}") for value in row] for row in block] for block in shown],
+    }
     return Measurement("jacobian", tokens, columns, details)
 
 
@@ -212,7 +195,7 @@ def gradient_norms(
                 nll, valid = loss_of(*unpack(batch, device))
                 count = int(valid.sum())
                 scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
-                summed = nll.masked_fill(~valid.to(nll.device), 0).sum()
+                summed = nll.masked_fill(~valid, 0).sum()
                 if not bool(torch.isfinite(summed)):
                     raise LNSError("the loss is not finite: `olmo-lns analyze variance` shows which block is first")
                 if count:
@@ -233,25 +216,19 @@ def gradient_norms(
 def _by_block(
     model: nn.Module, blocks: Sequence[nn.Module], norms: dict[str, float], loss: float, tokens: int
 ) -> Measurement:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    parameters: list[dict[str, float]] = []
-    inside: set[str] = set()
-    for block in blocks:
-        own = {local: names[p] for local, p in block.named_parameters() if names[p] in norms}
-        inside.update(own.values())
-        parameters.append({local: norms[name] for local, name in own.items()})
-    bad = [i for i, block in enumerate(parameters, start=1) if not all(map(math.isfinite, block.values()))]
-    if bad:
+    names = {parameter: name for name, parameter in model.named_parameters() if name in norms}
+    parameters = [{own: norms[names[p]] for own, p in block.named_parameters() if p in names} for block in blocks]
+    if bad := [i for i, own in enumerate(parameters, start=1) if not all(map(math.isfinite, own.values()))]:
         raise LNSError(
             f"block {bad[-1]} is the deepest of {len(bad)} whose gradient holds NaN or infinity, and the backward pass "
             "carries it to those before: try fp32 or bf16"
         )
-    columns: dict[str, list[Any]] = {"total": [math.hypot(*block.values()) for block in parameters]}
+    columns: dict[str, list[Any]] = {"total": [math.hypot(*own.values()) for own in parameters]}
     for kind in (*PARTS, OTHER):
-        parts = [[norm for name, norm in block.items() if kind_of(name) == kind] for block in parameters]
+        parts = [[norm for name, norm in own.items() if kind_of(name) == kind] for own in parameters]
         if any(parts):
             columns[kind] = [math.hypot(*some) if some else None for some in parts]
-    for name in dict.fromkeys(name for block in parameters for name in block):
-        columns[name] = [block.get(name) for block in parameters]
+    columns |= {name: [own.get(name) for own in parameters] for own in parameters for name in own}
+    inside = {names[p] for block in blocks for p in block.parameters() if p in names}
     outside = {name: norm for name, norm in norms.items() if name not in inside}
     return Measurement("gradnorm", tokens, columns, {"loss": loss, "outside": outside})

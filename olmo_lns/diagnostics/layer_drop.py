@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from olmo_lns.diagnostics.capture import Batches, block_input, find_blocks, first_tensor, run, token_loss
+from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, run, token_loss
 from olmo_lns.diagnostics.results import Measurement
+from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
 
 
@@ -93,7 +94,7 @@ def drop_layers(
 
 
 def _per_sequence(nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    return nll.masked_fill(~valid.to(nll.device), 0).sum(1).double().cpu()
+    return nll.masked_fill(~valid, 0).sum(1).double().cpu()
 
 
 def _paired_stderr(difference: torch.Tensor, count: torch.Tensor) -> list[float | None]:

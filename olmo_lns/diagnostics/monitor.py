@@ -15,7 +15,8 @@ from typing import Any, Callable, Mapping
 
 import torch
 
-from olmo_lns.diagnostics.capture import find_blocks, first_tensor, observe
+from olmo_lns.diagnostics.capture import first_tensor, observe
+from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.diagnostics.variance import Moments
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.hook import on_import, wrap
@@ -55,30 +56,19 @@ def _extend(_: object) -> None:
 def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any) -> Any:
         if value := read(MONITOR):
-            install(self, *parse_setting(value))
+            every, path = parse_setting(value)
+            Monitor(self, every, Path(path or Path(self.cfg.save_folder) / FILE_NAME))
         return fit(self)
 
     return wrapped
 
 
-def install(trainer: Any, every: int, path: str | None = None) -> Monitor:
-    """Watch an ``olmo.train.Trainer`` that is about to ``fit()``; installing twice changes nothing.
+class Monitor:
+    """Samples the blocks of an ``olmo.train.Trainer`` that is about to ``fit()``, every so many steps of the run.
 
-    :param every: steps between samples; steps ``every``, ``2 * every``, ... of the run are sampled.
-    :param path: CSV file, by default ``lns_variance.csv`` in the run's save folder.
     :raises LNSError: the model's blocks are not found.
     :raises LNSConfigError: the file cannot be written, or is not the monitor's.
-
-    Example: ``install(trainer, every=10)``, then ``trainer.fit()``.
     """
-    if not hasattr(trainer, "_olmo_lns_monitor"):
-        trainer._olmo_lns_monitor = Monitor(trainer, every, Path(path or Path(trainer.cfg.save_folder) / FILE_NAME))
-    found: Monitor = trainer._olmo_lns_monitor
-    return found
-
-
-class Monitor:
-    """Samples ``trainer``'s blocks every ``every`` steps; made by :func:`install`."""
 
     def __init__(self, trainer: Any, every: int, path: Path) -> None:
         self.every, self.path = every, path

@@ -41,13 +41,9 @@ def save(figure: Any, path: Path) -> Path:
     return write_whole(path, content.getvalue())
 
 
-def draw(results: Sequence[Measurement], *, log: bool = False) -> Any:
-    """One figure of one diagnostic for one or several models.
-
-    :param log: logarithmic vertical axes, also where values are close; for the loss increase, which may be negative,
-        logarithmic beyond 0.001.
-    """
-    return FIGURES[results[0].what](results, log)
+def draw(results: Sequence[Measurement]) -> Any:
+    """One figure of one diagnostic for one or several models."""
+    return FIGURES[results[0].what](results)
 
 
 def arm_of(result: Measurement) -> Arm | None:
@@ -80,7 +76,7 @@ def block_axis(axis: Any, blocks: int) -> None:
     axis.set_xlim(0.5, blocks + 0.5)
 
 
-def _lines(axis: Any, results: Sequence[Measurement], column: str, label: str, log: bool) -> None:
+def _lines(axis: Any, results: Sequence[Measurement], column: str, label: str) -> None:
     lines = [[math.nan if v is None else v for v in result.blocks.get(column, [math.nan])] for result in results]
     for style, result, y in zip(styles(results), results, lines, strict=True):
         axis.plot(range(1, len(y) + 1), y, label=result.label, **style)
@@ -88,7 +84,7 @@ def _lines(axis: Any, results: Sequence[Measurement], column: str, label: str, l
     axis.set_ylabel(label)
     known = [value for line in lines for value in line if not math.isnan(value)]
     wide = min(known) > 0 and max(known) > WIDE * min(known)
-    axis.set_yscale("log") if log or wide else axis.set_ylim(bottom=0)
+    axis.set_yscale("log") if wide else axis.set_ylim(bottom=0)
 
 
 def _legend(figure: Any, axis: Any) -> Any:
@@ -101,15 +97,15 @@ def _legend(figure: Any, axis: Any) -> Any:
     return figure
 
 
-def _variance(results: Sequence[Measurement], log: bool) -> Any:
+def _variance(results: Sequence[Measurement]) -> Any:
     figure = new_figure(8, 3)
     axes = figure.subplots(1, 2)
-    _lines(axes[0], results, "variance", "output variance\n(mean over tokens)", log)
-    _lines(axes[1], results, "max", "largest |activation|", log)
+    _lines(axes[0], results, "variance", "output variance\n(mean over tokens)")
+    _lines(axes[1], results, "max", "largest |activation|")
     return _legend(figure, axes[0])
 
 
-def _angular(results: Sequence[Measurement], log: bool) -> Any:
+def _angular(results: Sequence[Measurement]) -> Any:
     grids = [np.array(list(result.blocks.values()), dtype=float) for result in results]
     # One scale for all models, so that colours compare, over what is there: most distances are far below 1.
     low, high = min(map(np.nanmin, grids)), max(map(np.nanmax, grids))
@@ -124,11 +120,11 @@ def _angular(results: Sequence[Measurement], log: bool) -> Any:
         axis.set_yticks(axis.get_xticks())
         axis.set(xlabel="state l (input of block l)", ylabel="n (blocks between)")
     figure.colorbar(image, ax=maps, label="d(l, l+n)  [fraction of π]")
-    _lines(last, results, "d1", "d(l, l+1)  [fraction of π]", log)
+    _lines(last, results, "d1", "d(l, l+1)  [fraction of π]")
     return _legend(figure, last)
 
 
-def _layer_drop(results: Sequence[Measurement], log: bool) -> Any:
+def _layer_drop(results: Sequence[Measurement]) -> Any:
     """Block 1, which no model can spare, on its own axis: on one axis with it the others would look alike."""
     shown = {"increase": ("increase_stderr", "loss increase [nats/token]")}
     for result in results:
@@ -144,8 +140,6 @@ def _layer_drop(results: Sequence[Measurement], log: bool) -> Any:
                 _errorbar(others, result, column, error, slice(1, None), style)
         for axis in (first, others):
             axis.axhline(0, color="black", linewidth=0.6)
-            if log and column == "increase":
-                axis.set_yscale("symlog", linthresh=1e-3)
         block_axis(others, blocks)
         first.set(xlim=(0.5, 1.5), xticks=[1], ylabel=label)
         others.set(xlabel="removed block l", xlim=(1.5, blocks + 0.5))
@@ -158,7 +152,7 @@ def _errorbar(axis: Any, result: Measurement, column: str, error: str, part: sli
     axis.errorbar(range(1, len(y) + 1)[part], y[part], yerr=known, capsize=2, label=result.label, **style)
 
 
-def _jacobian(results: Sequence[Measurement], log: bool) -> Any:
+def _jacobian(results: Sequence[Measurement]) -> Any:
     from matplotlib.colors import SymLogNorm
 
     # Off-diagonal entries are a hundred times smaller than the diagonal's 1 and would not be seen on a linear scale.
@@ -181,25 +175,25 @@ def _jacobian(results: Sequence[Measurement], log: bool) -> Any:
         row[0].set_ylabel(f"{result.label}\n({result.details['method']})")
     top.colorbar(image, ax=list(axes.flat), label="entry of J (symmetric log)", shrink=0.8)
     distance, dominance = bottom.subplots(1, 2)
-    _lines(distance, results, "identity_distance", "distance to identity\n|J - I| / |I|", log)
-    _lines(dominance, results, "diagonal_dominance", "diagonal dominance\n(1 = diagonal)", False)
+    _lines(distance, results, "identity_distance", "distance to identity\n|J - I| / |I|")
+    _lines(dominance, results, "diagonal_dominance", "diagonal dominance\n(1 = diagonal)")
     dominance.set(yscale="linear", ylim=(0, 1))
     _legend(bottom, distance)
     return figure
 
 
-def _gradnorm(results: Sequence[Measurement], log: bool) -> Any:
+def _gradnorm(results: Sequence[Measurement]) -> Any:
     kinds = [kind for kind in ("total", "norm", "attention", "mlp", "other") if any(kind in r.blocks for r in results)]
     figure = new_figure(2.7 * len(kinds), 2.7)
     axes = figure.subplots(1, len(kinds), squeeze=False)[0]
     for axis, kind in zip(axes, kinds, strict=True):
-        _lines(axis, results, kind, "" if kind != "total" else "gradient norm\n[nats/token per unit]", log)
+        _lines(axis, results, kind, "" if kind != "total" else "gradient norm\n[nats/token per unit]")
         axis.set_title("whole block" if kind == "total" else kind)
     return _legend(figure, axes[0])
 
 
-#: Name of a diagnostic -> its figure for (results, logarithmic axis).
-FIGURES: dict[str, Callable[[Sequence[Measurement], bool], Any]] = {
+#: Name of a diagnostic -> its figure.
+FIGURES: dict[str, Callable[[Sequence[Measurement]], Any]] = {
     "variance": _variance,
     "angular": _angular,
     "layer-drop": _layer_drop,

@@ -6,20 +6,20 @@ import json
 import logging
 import os
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
 from olmo_lns.diagnostics import MEASURES
 from olmo_lns.errors import LNSError
 from olmo_lns.text import write_whole
 
+if TYPE_CHECKING:
+    import pandas
+
 log = logging.getLogger(__name__)
 
 #: Version of the file layout.
 FORMAT = 2
-#: Formats of figures.
-FIGURES = (".png", ".svg")
 #: Settings that change the numbers: a difference is logged, because it's then not only the models that differ.
 MATTERS = ("sequence_length", "dtype", "seed")
 
@@ -50,8 +50,8 @@ class Measurement:
         """The column that stands for the diagnostic in tables."""
         return self.blocks[MEASURES[self.what].column]
 
-    def frame(self) -> Any:
-        """A pandas table with a row per block: its 1-based number, its columns, and the details that are scalars."""
+    def frame(self) -> pandas.DataFrame:
+        """A table with a row per block: its 1-based number, its columns, and the details that are scalars."""
         import pandas
 
         scalars = {name: value for name, value in self.details.items() if isinstance(value, (int, float, str))}
@@ -81,7 +81,7 @@ class Measurement:
         return result
 
 
-def check_writable(path: Path, suffixes: Sequence[str] = FIGURES) -> None:
+def check_writable(path: Path, *suffixes: str) -> None:
     """Find out before the work whether its result can be written; makes the parent folder.
 
     :raises LNSError: another suffix, a folder in its place, or no permission.
@@ -94,30 +94,17 @@ def check_writable(path: Path, suffixes: Sequence[str] = FIGURES) -> None:
         raise LNSError(f"{path} cannot be written: no permission")
 
 
-def write_csv(path: Path, frame: Any) -> Path:
-    """Write a pandas table with floats at 6 significant digits."""
+def write_csv(path: Path, frame: pandas.DataFrame) -> Path:
+    """Write a table with floats at 6 significant digits."""
     return write_whole(path, frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 
-def check_labels(names: Sequence[str], given: Sequence[str] | None) -> list[str]:
-    """The labels that were ``given``, or the ``names`` that models and files have by themselves.
-
-    :raises LNSError: another number of labels than names, or two equal labels.
-    """
-    labels = list(given or names)
-    if len(labels) != len(names):
-        raise LNSError(f"--labels: found {len(labels)} names, expected {len(names)}, one for each result")
-    if len(set(labels)) != len(labels):
-        raise LNSError(f"two results have one label ({', '.join(labels)}): name them with --labels")
-    return labels
-
-
-def read_results(paths: Sequence[Path], labels: Sequence[str] | None) -> list[Measurement]:
-    """Measurement files of one diagnostic, under other labels where some are given.
+def read_results(paths: Sequence[Path]) -> list[Measurement]:
+    """Result files of one diagnostic, under their labels, or under their paths where two labels are equal.
 
     A setting in which they differ is logged as a warning.
 
-    :raises LNSError: of different diagnostics, or the labels are wrong.
+    :raises LNSError: of different diagnostics.
     """
     results = [Measurement.read(path) for path in paths]
     if len(kinds := sorted({result.what for result in results})) != 1:
@@ -128,14 +115,17 @@ def read_results(paths: Sequence[Path], labels: Sequence[str] | None) -> list[Me
     for name, found in values.items():
         if any(value != found[0] for value in found):
             log.warning("the results differ in %s: %s", name, ", ".join(map(str, found)))
-    names = check_labels([result.label for result in results], labels)
-    return [replace(result, label=name) for name, result in zip(names, results, strict=True)]
+    labels = [result.label for result in results]
+    if len(set(labels)) < len(labels):
+        labels = [os.fsencode(path).decode(errors="replace") for path in paths]
+    return [replace(result, label=label) for label, result in zip(labels, results, strict=True)]
 
 
-def markdown(results: Sequence[Measurement]) -> str:
+def table(results: Sequence[Measurement]) -> str:
     """A row a block and a column a model, under a line that names the numbers; empty cells for missing blocks."""
-    shows, labels = MEASURES[results[0].what].shows, [result.label for result in results]
-    columns = zip_longest(*([f"{value:.4g}" for value in result.main] for result in results), fillvalue="")
-    rows = [["block", *labels], *([str(block), *cells] for block, cells in enumerate(columns, start=1))]
-    head, *lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([shows[0].upper() + shows[1:], "", head, "|" + "---|" * (len(labels) + 1), *lines])
+    import pandas
+
+    columns = pandas.concat({result.label: pandas.Series(result.main) for result in results}, axis=1)
+    columns.index = pandas.RangeIndex(1, len(columns) + 1, name="block")
+    shows = MEASURES[results[0].what].shows
+    return f"{shows[0].upper()}{shows[1:]}\n\n{columns.to_string(float_format='{:.4g}'.format, na_rep='')}"

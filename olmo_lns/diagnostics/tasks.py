@@ -13,7 +13,7 @@ from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError, one_line
 
 if TYPE_CHECKING:
-    from olmo_lns.models.loading import LoadedModel
+    from olmo_lns.diagnostics.loading import LoadedModel
 
 #: Metrics of which the first one that a task reports is read.
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
@@ -27,7 +27,6 @@ def score_tasks(
     tasks: Sequence[str],
     *,
     include_path: str | None = None,
-    metric: str | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
     chat_template: bool = False,
@@ -35,10 +34,9 @@ def score_tasks(
     """Run ``tasks`` on the whole model, then without each block in turn.
 
     :param lm: lm-eval's model, such as :func:`harness_model` makes. :param blocks: those of its model, in order.
-    :param include_path: folder with task files of your own. :param metric: by default the first of
-        acc_norm, acc, exact_match and f1 that a task reports, else its first one.
-    :param limit: examples a task, None for all.
-    :raises LNSError: a task is unknown, its data cannot be had, or it reports no such metric.
+    :param include_path: folder with task files of your own. :param limit: examples a task, None for all.
+    :returns: by the first of acc_norm, acc, exact_match and f1 that a task reports, else by its first metric.
+    :raises LNSError: a task is unknown, its data cannot be had, or it reports no number.
 
     Example: ``score_tasks(HFLM(pretrained=model, tokenizer=tokenizer), model.model.layers, ["arc_easy"])``.
     """
@@ -69,20 +67,20 @@ def score_tasks(
     for block in blocks:
         with bypassed(block):
             runs.append(evaluate())
-    return {task: _collect(task, [run[task] for run in runs], metric) for task in runs[0] if task in tasks}
+    return {task: _collect(task, [run[task] for run in runs]) for task in runs[0] if task in tasks}
 
 
-def _collect(task: str, runs: Sequence[dict[str, Any]], metric: str | None) -> dict[str, Any]:
+def _collect(task: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The scores by one metric, whose key is ``name,filter``; its error's is ``name_stderr,filter``."""
-    numbers = [name for name, value in runs[0].items() if isinstance(value, (int, float))]
-    keys = [name for name in numbers if "," in name and "_stderr" not in name]
-    wanted = [key for want in ([metric] if metric else PREFERRED) for key in keys if key.split(",")[0] == want]
-    if not (found := wanted or ([] if metric else keys)):
-        raise LNSError(f"task {task} reports {', '.join(keys) or 'no number'}, expected {metric or 'a metric'}")
-    name, _, filtered = found[0].partition(",")
+    numbers = [key for key, value in runs[0].items() if isinstance(value, (int, float))]
+    keys = [key for key in numbers if "," in key and "_stderr" not in key]
+    if not keys:
+        raise LNSError(f"task {task} reports no number, expected one of {', '.join(PREFERRED)}")
+    found = next((key for wanted in PREFERRED for key in keys if key.split(",")[0] == wanted), keys[0])
+    name, _, filtered = found.partition(",")
     errors = [run.get(f"{name}_stderr,{filtered}") for run in runs]
     known = [float(error) if isinstance(error, (int, float)) else None for error in errors]
-    return {"metric": name, "score": [float(run[found[0]]) for run in runs], "stderr": known}
+    return {"metric": name, "score": [float(run[found]) for run in runs], "stderr": known}
 
 
 def with_tasks(result: Measurement, scores: Scores) -> Measurement:
@@ -109,7 +107,7 @@ def harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
         raise LNSError("evaluation tasks need a tokenizer with an end-of-text token: found none, see --tokenizer")
     from lm_eval.models.huggingface import HFLM
 
-    options = {"batch_size": batch_size, "max_length": loaded.max_length, "device": str(loaded.device)}
+    options = {"batch_size": batch_size, "max_length": loaded.max_length, "device": str(loaded.embedding.weight.device)}
     try:
         return HFLM(pretrained=loaded.model, tokenizer=tokenizer, backend="causal", **options)
     except (ValueError, TypeError, AttributeError) as error:

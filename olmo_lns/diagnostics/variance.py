@@ -11,22 +11,15 @@ neither the order nor the number of batches or ranks matters.
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from olmo_lns.diagnostics.capture import (
-    Batches,
-    body_forward,
-    find_blocks,
-    first_tensor,
-    not_finite,
-    observe,
-    over_ranks,
-    run,
-)
+from olmo_lns.diagnostics.capture import Batches, first_tensor, not_finite, run_observed
 from olmo_lns.diagnostics.results import Measurement
+from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
 
 
@@ -54,18 +47,19 @@ class Moments:
         centred = tokens - mean  # rather than var_mean, which is 5 times slower on a CPU
         variance = torch.linalg.vecdot(centred, centred) / tokens.shape[-1]
         low, high = tokens.aminmax()
-        found = torch.stack([variance, mean.squeeze(-1), torch.maximum(-low, high).expand_as(variance)])
-        found = found.to("cpu" if found.device.type == "mps" else found.device).double()  # MPS has no float64
-        variance, mean, largest = found
-        count = torch.full_like(variance, 1.0)
-        rows = torch.stack([count, variance, variance**2, variance + mean**2]).sum(dim=1)
+        variance, mean = variance.double(), mean.squeeze(-1).double()
+        rows = torch.stack([torch.ones_like(variance), variance, variance**2, variance + mean**2]).sum(dim=1)
         self._sums[block] = rows + self._sums[block].to(rows)
-        self._largest[block] = torch.maximum(largest[0], self._largest[block].to(rows))
+        self._largest[block] = torch.maximum(torch.maximum(-low, high), self._largest[block].to(rows))
 
     def pool_ranks(self) -> None:
         """Pool with every other rank, if torch.distributed runs; all ranks then hold the same."""
-        self._sums = list(over_ranks(torch.stack([row.cpu() for row in self._sums])))
-        self._largest = list(over_ranks(torch.stack([value.cpu() for value in self._largest]), "MAX"))
+        if dist.is_available() and dist.is_initialized():
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            sums, largest = (torch.stack([row.to(device) for row in some]) for some in (self._sums, self._largest))
+            dist.all_reduce(sums)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            self._sums, self._largest = list(sums), list(largest)
 
     def first_bad_block(self) -> int | None:
         """1-based number of the first block with NaN or infinite activations so far, or None."""
@@ -111,13 +105,11 @@ def block_output_variance(
     """
     blocks = find_blocks(model) if blocks is None else blocks
     moments = Moments(len(blocks))
-    forward = body_forward(model)
 
-    def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        with observe(blocks, lambda block, _, __, output: moments.add(block, first_tensor(output), mask)):
-            forward(ids, mask)
+    def add(block: int, _: Any, __: Any, output: Any, mask: torch.Tensor | None) -> None:
+        moments.add(block, first_tensor(output), mask)
 
-    for _ in run(model, batches, device, watched):
+    for _ in run_observed(model, blocks, batches, device, add):
         if moments.first_bad_block():
             break
     return moments.result()

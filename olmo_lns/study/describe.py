@@ -227,7 +227,7 @@ class Study:
             whole = [run for run in self.runs if any(f"{n}-".startswith(f"{wanted}-") for n in _names(run))]
             if not (mine := whole or [run for run in self.runs if run.name.startswith(wanted)]):
                 names = [run.name for run in self.runs]
-                hint = did_you_mean(wanted, names)
+                hint = did_you_mean(wanted, [*self.sizes, *names])
                 raise LNSConfigError(
                     f"{wanted!r} begins no run of study {self.name}{hint}; its runs: {', '.join(names)}"
                 )
@@ -289,7 +289,8 @@ def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
 def _known(key: str, names: Iterable[str], known: Iterable[str], what: str) -> list[str]:
     found = list(names)
     if unknown := sorted({*found} - {*known}):
-        raise LNSConfigError(f"{key} names {', '.join(unknown)}, which is not among the {what}: {', '.join(known)}")
+        hint, known = did_you_mean(unknown[0], known), ", ".join(known)
+        raise LNSConfigError(f"{key} names {', '.join(unknown)}{hint}, which is not among the {what}: {known}")
     return found
 
 

@@ -1,7 +1,5 @@
 """The data of the demo: the same bytes every time, split by document, with a tokenizer of bytes."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -42,14 +40,9 @@ def test_existing_files_are_kept_and_damaged_files_are_rebuilt(tmp_path, monkeyp
     monkeypatch.setattr(corpora, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
     built = build(tmp_path)
     content, before = built.train.read_bytes(), built.train.stat().st_mtime_ns
-    assert build(tmp_path) == built
-    assert built.train.stat().st_mtime_ns == before
-    with built.train.open("r+b") as file:
-        file.truncate(100)
-    assert build(tmp_path).train.read_bytes() == content
-    manifest = tmp_path / "data.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"python": "3.0.0"}))
-    assert build(tmp_path) == built
+    assert build(tmp_path) == built and built.train.stat().st_mtime_ns == before
+    built.train.write_bytes(content[:100])
+    assert build(tmp_path) == built and built.train.read_bytes() == content
 
 
 def test_the_tokenizer_gives_the_bytes_of_a_text(data):

@@ -1,7 +1,9 @@
 """`olmo-lns analyze` on real checkpoints: result files, tables, figures, and one line for each error."""
 
 import json
+import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -12,6 +14,7 @@ from support.diagnostic_models import huggingface
 
 from olmo_lns import cli
 from olmo_lns.diagnostics import MEASURES, plots
+from olmo_lns.diagnostics.layer_drop import bypassed
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.errors import LNSError
 from olmo_lns.study.arms import ARMS
@@ -46,23 +49,20 @@ def results(tmp_path_factory, olmo_folder, llama_folder, token_file):
 
 
 @pytest.mark.parametrize("what", MEASURES)
-def test_results_are_read_back_and_compared_in_tables_and_figures(what, results, tmp_path, capsys):
+def test_results_are_read_back_and_compared_in_tables_and_figures(what, results, capsys):
     files = [results[what, "olmo"], results[what, "llama"]]
     result, other = map(Measurement.read, files)
     assert (result.what, result.label) == (what, "olmo")
     assert result.settings["sequence_length"] == 16 and result.settings["dtype"] == "float32"
     assert result.settings["scheme"] == "lns" and other.settings["scheme"] == "preln"
     assert result.tokens == {"jacobian": 4, "layer-drop": 562, "gradnorm": 562}.get(what, 600)
-    result.write(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_text() == files[0].read_text(), "reading and writing loses nothing"
     rows = pandas.read_csv(files[0].with_suffix(".csv"))
     assert list(rows["block"]) == [1, 2, 3, 4] and list(rows) == list(result.frame())
-    images = [tmp_path / name for name in ("x.png", "x.svg", "again.svg")]
-    words = [word for image in images for word in ("-o", image)]
-    assert analyze("compare", *files, *words, "--table", tmp_path / "x.csv", "--labels", "A,B") == 0
-    assert "| block | A | B |" in capsys.readouterr().out
-    assert images[0].read_bytes()[:4] == b"\x89PNG" and images[1].read_bytes() == images[2].read_bytes()
-    assert list(pandas.read_csv(tmp_path / "x.csv")["model"]) == ["A"] * 4 + ["B"] * 3
+    assert analyze("compare", *files, "-o", "x.png", "-o", "x.svg", "--table", "x.csv") == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["olmo", "llama"] in printed and ["1", f"{result.main[0]:.4g}", f"{other.main[0]:.4g}"] in printed
+    assert Path("x.png").read_bytes()[:4] == b"\x89PNG" and Path("x.svg").read_text().startswith("<?xml")
+    assert list(pandas.read_csv("x.csv")["model"]) == ["olmo"] * 4 + ["llama"] * 3
 
 
 def test_an_lns_checkpoint_and_its_export_give_the_same_numbers(olmo_folder, token_file, tmp_path, results):
@@ -87,15 +87,13 @@ def test_a_stock_folder_is_measured_under_the_scheme_that_it_does_not_name(llama
     for number, block in enumerate(model.model.layers, start=1):
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             norm.register_forward_hook(lambda _, __, y, number=number: y / number**0.5)
-    ids = torch.from_numpy(np.fromfile(token_file, np.uint16).astype(np.int64))
+    ids, total = torch.from_numpy(np.fromfile(token_file, np.uint16).astype(np.int64)), 0.0
     with torch.no_grad():
-        logits = model(ids[:592].view(-1, 16)).logits
-        rest = model(ids[None, 592:]).logits
-    nll = torch.nn.functional.cross_entropy
-    total = nll(logits[:, :-1].flatten(0, 1), ids[:592].view(-1, 16)[:, 1:].flatten(), reduction="sum")
-    total += nll(rest[0, :-1], ids[593:], reduction="sum")
+        for row in ids.split(16):
+            nll = torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum")
+            total += float(nll)
     result = Measurement.read(out)
-    assert result.details["baseline_loss"] == pytest.approx(float(total) / result.tokens, rel=1e-5)
+    assert result.details["baseline_loss"] == pytest.approx(total / result.tokens, rel=1e-5)
     assert result.settings["scheme"] == "lns"
 
 
@@ -120,36 +118,57 @@ def test_compare_warns_of_settings_that_differ(results, tmp_path, caplog):
     assert "differ in tokens: 600, 64" in caplog.text and "differ in sequence_length: 16, 8" in caplog.text
 
 
-def test_figures_show_what_was_measured(results):
-    found = [Measurement.read(results["angular", name]) for name in ("olmo", "llama")]
-    maps = [image for axis in plots.draw(found).axes for image in axis.images]
-    values = [value for result in found for column in result.blocks.values() for value in column if value is not None]
+def test_figures_show_what_was_measured_with_block_1_apart_and_an_arm_in_its_colour(results):
+    angular, drop = (
+        [Measurement.read(results[what, n]) for n in ("olmo", "llama")] for what in ("angular", "layer-drop")
+    )
+    axes = plots.draw(angular).axes
+    maps = [image for axis in axes for image in axis.images]
+    values = [value for result in angular for column in result.blocks.values() for value in column if value is not None]
     assert {image.get_clim() for image in maps} == {(min(values), max(values))}
-    for image, result in zip(maps, found, strict=True):
+    for image, result in zip(maps, angular, strict=True):
         assert image.get_array()[2, 0] == result.blocks["d3"][0]
-    lines = [line for line in plots.draw(found).axes[2].lines]
-    assert [list(line.get_ydata()) for line in lines] == [result.main for result in found]
-
-
-def test_removing_block_1_has_its_own_axis_and_an_arm_its_own_colour(results):
-    found = [Measurement.read(results["layer-drop", name]) for name in ("olmo", "llama")]
-    first, others = plots.draw(found).axes
-    for result, one, rest in zip(found, first.containers, others.containers, strict=True):
+    assert [list(line.get_ydata()) for line in axes[2].lines] == [result.main for result in angular]
+    first, others = plots.draw(drop).axes
+    for result, one, rest in zip(drop, first.containers, others.containers, strict=True):
         assert [*one.lines[0].get_ydata(), *rest.lines[0].get_ydata()] == result.main
     assert list(one.lines[0].get_xdata()) == [1] and rest.lines[0].get_xdata()[0] == 2
     colours = [container.lines[0].get_color() for container in others.containers]
     assert colours == [ARMS["lns"].colour, ARMS["preln"].colour]
 
 
-def test_layer_drop_scores_a_task(llama_folder, token_file, task_folder, tmp_path, monkeypatch):
+def accuracy(logits, documents):
+    """Share of right answers, by one forward pass for each choice, without padding, cache or the harness."""
+    right = []
+    for document in documents:
+        scores = []
+        for choice in document["choices"]:
+            words = [int(word[1:]) for word in [*document["question"].split(), choice]]
+            scores.append(float(logits(torch.tensor([words[:-1]]))[0, -1].double().log_softmax(-1)[words[-1]]))
+        right.append(scores.index(max(scores)) == document["answer"])
+    return sum(right) / len(right)
+
+
+def test_task_scores_with_each_block_removed_equal_those_of_the_logits(
+    llama_folder, olmo_folder, token_file, task_folder, tmp_path, monkeypatch, capsys
+):
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    words = ["--tasks", "local_words", "--task-path", task_folder, "--limit", 4, "--quiet", "--plot", "x.png"]
-    assert analyze("layer-drop", "--model", llama_folder, "--data", token_file, "-o", "drop.json", *words) == 0
+    words = ["--data", token_file, "--tasks", "local_words", "--task-path", task_folder, "--quiet"]
+    assert analyze("layer-drop", "--model", llama_folder, "-o", "drop.json", "--plot", "x.png", *words) == 0
     result = Measurement.read(tmp_path / "drop.json")
-    whole, *without = result.details["tasks"]["local_words"]["score"]
-    assert result.blocks["local_words:acc"] == without
-    assert result.blocks["local_words:drop"] == [whole - score for score in without]
+    scores, model = result.details["tasks"]["local_words"], huggingface("llama")
+    documents = [json.loads(line) for line in (task_folder / "words.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        expected = [accuracy(lambda ids: model(ids).logits, documents)]
+        for block in model.model.layers:
+            with bypassed(block):
+                expected.append(accuracy(lambda ids: model(ids).logits, documents))
+    assert scores["score"] == pytest.approx(expected) and len(set(expected)) > 1, "a block must matter"
+    assert scores["stderr"] == pytest.approx([math.sqrt(score * (1 - score) / 23) for score in expected])
+    assert result.blocks["local_words:acc"] == scores["score"][1:]
+    assert result.blocks["local_words:drop"] == pytest.approx([expected[0] - score for score in expected[1:]])
+    assert "makes one first" in fails(capsys, "layer-drop", "--model", olmo_folder, *words)
 
 
 def fails(capsys, *arguments):
@@ -192,7 +211,6 @@ def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(ca
     assert "not a whole result file" in fails(capsys, "compare", "x.json")
     mixed = [results["variance", "olmo"], results["angular", "llama"]]
     assert "only results of one diagnostic" in fails(capsys, "compare", *mixed)
-    assert "name them with --labels" in fails(capsys, "compare", *[results["variance", "olmo"]] * 2)
     content = json.loads(results["variance", "olmo"].read_text())
     for change in ({"format": 1}, {"blocks": {"variance": [1, 2], "rms": [1]}}, {"blocks": {}}, {"what": "else"}):
         (tmp_path / "part.json").write_text(json.dumps({**content, **change}))

@@ -8,9 +8,9 @@ from support.diagnostic_models import ARCHITECTURES, LAYERS, huggingface, ids
 from olmo_lns.diagnostics.angular import angular_distance
 from olmo_lns.diagnostics.gradients import block_jacobians, gradient_norms, kind_of
 from olmo_lns.diagnostics.layer_drop import drop_layers
+from olmo_lns.diagnostics.loading import load_model
 from olmo_lns.diagnostics.variance import block_output_variance
 from olmo_lns.errors import LNSError
-from olmo_lns.models.loading import load_model
 
 PATHS = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "bert": "bert.encoder.layer"}
 

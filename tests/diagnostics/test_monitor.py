@@ -1,3 +1,5 @@
+"""The monitor in OLMo's Trainer: its rows equal fp64, and the training is the same to the bit."""
+
 import logging
 from types import SimpleNamespace
 
@@ -6,42 +8,38 @@ import pandas
 import pytest
 import torch
 from support import launch
-from support.diagnostic_models import Linear, Toy, ids, matrices, olmo_states
+from support.diagnostic_models import Linear, Toy, ids, matrices
+from support.olmo_models import reference_states
 
-from olmo_lns.diagnostics.monitor import COLUMNS, install, parse_setting, start_file
+from olmo_lns import train
+from olmo_lns.diagnostics.monitor import COLUMNS, Monitor, parse_setting
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.processes import process_group
-from olmo_lns.runs import train
 
 
-def run(config, steps=()):
-    """Train, and return the trainer, {step: (its batch, the weights before it)} and the losses."""
-    seen, losses, found = {}, [], []
+def run(config, patched):
+    """Train, and return the model, step -> (its batch, the weights before it), and the losses."""
+    seen, losses, fit = {}, [], train.LocalTrainer.fit
 
-    def watch(trainer):
-        step_function = trainer.train_step
+    def watched(trainer):
+        step = trainer.train_step
 
         def train_step(batch, **kwargs):
-            if trainer.global_step in steps:
-                weights = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-                seen[trainer.global_step] = (batch["input_ids"].clone(), weights)
-            metrics = step_function(batch, **kwargs)
+            weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+            seen[trainer.global_step] = (trainer.model, batch["input_ids"].clone(), weights)
+            metrics = step(batch, **kwargs)
             losses.append(trainer.cur_train_loss)
             return metrics
 
         trainer.train_step = train_step
-        found.append(trainer)
+        return fit(trainer)
 
     cfg = train.load_config(str(config))
-    with process_group() as device:
+    with process_group() as device, patched.context() as context:
+        context.setattr(train.LocalTrainer, "fit", watched)
         train.prepare(cfg, device)
-        from olmo_lns.runs import trainer
-
-        fit = trainer.LocalTrainer.fit
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(trainer.LocalTrainer, "fit", lambda self: (watch(self), fit(self)))
-            trainer.run(cfg, device)
-    return found[0], seen, losses
+        train.run(cfg, device)
+    return seen, losses
 
 
 def read(path):
@@ -56,45 +54,35 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_rows_of_the_monitor_equal_the_fp64_formula(variant, tmp_path, monkeypatch):
-    monkeypatch.setenv("OLMO_LNS_MONITOR", "every=2")
+def test_rows_equal_the_fp64_formula_and_training_is_the_same_to_the_bit(variant, tmp_path, monkeypatch):
     changes = {"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True, **VARIANTS[variant]}
-    trainer, seen, _ = run(launch.write_config(tmp_path, **changes), (2, 4))
+    config = launch.write_config(tmp_path, **changes)
+    monkeypatch.delenv("OLMO_LNS_MONITOR", raising=False)
+    plain, losses = run(config, monkeypatch)
+    monkeypatch.setenv("OLMO_LNS_MONITOR", "every=2")
+    seen, same = run(config, monkeypatch)
+    assert same == losses
+    for name, value in seen[4][2].items():
+        assert torch.equal(value, plain[4][2][name])
     rows = read(tmp_path / "run" / "lns_variance.csv")
     assert [(row["step"], row["block"]) for row in rows] == [(s, b) for s in (2, 4) for b in (1, 2, 3, 4)]
     assert all(row["tokens"] == 4 * 32 for row in rows), "every micro-batch counts once"
-    for step, (batch, weights) in seen.items():
-        trainer.model.load_state_dict(weights)
-        states = olmo_states(trainer.model, batch, lns=variant != "preln")
+    for step in (2, 4):
+        model, batch, weights = seen[step]
+        model.load_state_dict(weights)
+        states = reference_states(model, batch, lns=variant != "preln")
         for row, state in zip([row for row in rows if row["step"] == step], states[1:], strict=True):
-            assert row["variance"] == pytest.approx(state.var(-1).mean(), rel=1e-4)
-            assert row["rms"] == pytest.approx(np.sqrt((state**2).mean()), rel=1e-4)
-            assert row["max"] == pytest.approx(np.abs(state).max(), rel=1e-4)
-
-
-def test_training_under_the_monitor_is_bit_for_bit_the_same(tmp_path, monkeypatch):
-    config = launch.write_config(tmp_path, **{"model.layer_norm_type": "lns_rms", "no_pre_train_checkpoint": True})
-    monkeypatch.delenv("OLMO_LNS_MONITOR", raising=False)
-    plain, _, losses = run(config)
-    monkeypatch.setenv("OLMO_LNS_MONITOR", f"every=1,path={tmp_path / 'rows.csv'}")
-    watched, _, same = run(config)
-    assert same == losses
-    assert len(read(tmp_path / "rows.csv")) == 4 * 4
-    for one, two in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-        assert torch.equal(one, two)
+            expected = (state.var(-1).mean(), np.sqrt((state**2).mean()), np.abs(state).max())
+            assert (row["variance"], row["rms"], row["max"]) == pytest.approx(expected, rel=1e-4)
 
 
 class FakeTrainer(SimpleNamespace):
     """Has what the monitor reads of a Trainer, and a step that fails on demand."""
 
-    def __init__(self, folder, model):
-        super().__init__(model=model, global_step=0, cfg=SimpleNamespace(save_folder=str(folder)), fail=False)
-
     def train_step(self, batch):
         self.model_forward(batch)
         if self.fail:
             raise ValueError("nan loss encountered")
-        return {"ok": 1}
 
     def model_forward(self, batch):
         return self.model(batch["input_ids"])
@@ -105,14 +93,12 @@ class FakeTrainer(SimpleNamespace):
 
 
 @pytest.fixture
-def trainer(tmp_path):
-    return FakeTrainer(tmp_path, Toy([Linear(m) for m in matrices(3)]))
+def trainer():
+    return FakeTrainer(model=Toy([Linear(m) for m in matrices(3)]), global_step=0, fail=False)
 
 
-def test_no_hook_is_left_between_samples_or_after_a_failure(trainer):
-    monitor = install(trainer, every=3)
-    assert install(trainer, every=1) is monitor, "installing twice is harmless"
-    batch = {"input_ids": ids()}
+def test_no_hook_is_left_between_samples_or_after_a_failure(trainer, tmp_path):
+    monitor = Monitor(trainer, 3, tmp_path / "rows.csv")
 
     def hooks():
         return sum(len(block._forward_hooks) + len(block._forward_pre_hooks) for block in trainer.model.stack)
@@ -120,46 +106,41 @@ def test_no_hook_is_left_between_samples_or_after_a_failure(trainer):
     during = []
     trainer.model.head.register_forward_hook(lambda *_: during.append(hooks()))
     for _ in range(6):
-        assert trainer.step(batch) == {"ok": 1}
+        trainer.step({"input_ids": ids()})
     assert during == [0, 0, 3, 0, 0, 3] and hooks() == 0
     trainer.global_step, trainer.fail = 8, True
     with pytest.raises(ValueError, match="nan loss"):
-        trainer.step(batch)
-    trainer.model_forward(batch)
+        trainer.step({"input_ids": ids()})
     assert hooks() == 0 and {row["step"] for row in read(monitor.path)} == {3, 6}
 
 
-def test_padding_is_excluded_and_nan_is_written_and_logged_but_does_not_stop_training(trainer, caplog):
-    monitor = install(trainer, every=1)
+def test_padding_is_excluded_and_nan_is_written_and_logged_but_does_not_stop_training(trainer, tmp_path, caplog):
+    monitor = Monitor(trainer, 1, tmp_path / "rows.csv")
     with torch.no_grad():
         trainer.model.stack[1].proj[0, 0] = float("nan")
     with caplog.at_level(logging.WARNING):
         trainer.step({"input_ids": ids(), "attention_mask": torch.ones(3, 12).tril()})
     rows = read(monitor.path)
     assert [row["tokens"] for row in rows] == [6] * 3
-    assert np.isfinite(rows[0]["variance"]) and np.isnan(rows[1]["variance"]) and np.isnan(rows[2]["variance"])
+    assert [bool(np.isfinite(row["variance"])) for row in rows] == [True, False, False]
     assert "step 1: the output of block 2 is the first that is not finite" in caplog.text
 
 
-def test_a_resumed_run_drops_only_the_rows_of_later_steps(tmp_path, trainer):
-    path = tmp_path / "lns_variance.csv"
-    path.write_text(",".join(COLUMNS) + "\n" + "".join(f"{s},1,0.5,0.7,2,10\n" for s in (5, 10, 15)))
+def test_a_resumed_run_drops_only_the_rows_of_later_steps_and_no_other_file(tmp_path, trainer):
+    path, head = tmp_path / "lns_variance.csv", ",".join(COLUMNS)
+    path.write_text(f"{head}\n" + "".join(f"{step},1,0.5,0.7,2,10\n" for step in (5, 10, 15)))
     trainer.global_step = 10
-    install(trainer, every=5)
+    Monitor(trainer, 5, path)
     assert [row["step"] for row in read(path)] == [5, 10]
-
-
-def test_a_file_of_something_else_is_refused_at_the_start(tmp_path):
-    path = tmp_path / "rows.csv"
-    for text in ("a,b\n1,2\n", f"{','.join(COLUMNS)}\nx,1\n"):
+    for text in ("a,b\n1,2\n", f"{head}\nx,1\n"):
         path.write_text(text)
         with pytest.raises(LNSConfigError, match="not a file of the monitor"):
-            start_file(path, 0)
+            Monitor(trainer, 5, path)
 
 
 def test_settings_of_the_monitor_are_parsed_or_refused():
     assert parse_setting("every=7") == (7, None)
     assert parse_setting(" every=5 , path=a/b.csv ") == (5, "a/b.csv")
-    for bad in ("100", "every=0", "every=-1", "every=x", "every=", "every=1,every=2", "evry=1", "path="):
+    for bad in ("100", "every=0", "every=x", "every=1,every=2", "evry=1", "path="):
         with pytest.raises(LNSConfigError, match=f"OLMO_LNS_MONITOR={bad}: expected every="):
             parse_setting(bad)

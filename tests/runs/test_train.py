@@ -12,31 +12,10 @@ from support.launch import environment, torchrun, write_config
 from olmo_lns import cli
 from olmo_lns.errors import CheckpointMismatchError
 from olmo_lns.processes import process_group
-from olmo_lns.runs.train import load_config, prepare
-from olmo_lns.runs.trainer import LocalTrainer, run
+from olmo_lns.train import LocalTrainer, load_config, prepare, run
 
 DURATION = 6
 MONITOR = "lns_variance.csv"
-
-
-class Watcher:
-    """Keeps the loss of each step, and sends this process a SIGINT at step ``signal_at``."""
-
-    def __init__(self, signal_at=None):
-        self.losses = {}
-        self.signal_at = signal_at
-
-    def watch(self, patched):
-        step = LocalTrainer.train_step
-
-        def train_step(trainer, *args, **kwargs):
-            metrics = step(trainer, *args, **kwargs)
-            self.losses[trainer.global_step] = trainer.cur_train_loss
-            if trainer.global_step == self.signal_at:
-                os.kill(os.getpid(), signal.SIGINT)
-            return metrics
-
-        patched.setattr(LocalTrainer, "train_step", train_step)
 
 
 def config_file(folder, **changes):
@@ -45,13 +24,21 @@ def config_file(folder, **changes):
     return write_config(folder, **(defaults | changes))
 
 
-def train(folder, *overrides, watcher=None, **changes):
-    watcher = watcher or Watcher()
-    config = load_config(config_file(folder, **changes), overrides)
+def train(folder, *overrides, signal_at=None, **changes):
+    """Train, with a SIGINT to this process at step ``signal_at``; return the result and the loss of each step."""
+    config, losses, step = load_config(config_file(folder, **changes), overrides), {}, LocalTrainer.train_step
+
+    def train_step(trainer, *args, **kwargs):
+        metrics = step(trainer, *args, **kwargs)
+        losses[trainer.global_step] = trainer.cur_train_loss
+        if trainer.global_step == signal_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return metrics
+
     with process_group() as device, pytest.MonkeyPatch.context() as patched:
-        watcher.watch(patched)
+        patched.setattr(LocalTrainer, "train_step", train_step)
         prepare(config, device)
-        return run(config, device), watcher.losses
+        return run(config, device), losses
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +58,7 @@ def model_state(folder):
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(how, uninterrupted, tmp_path):
     handler = signal.getsignal(signal.SIGINT)
     if how == "ctrl-c":
-        first, before = train(tmp_path, watcher=Watcher(signal_at=3))
+        first, before = train(tmp_path, signal_at=3)
     else:
         first, before = train(tmp_path, "--stop_after=3")
     assert first == (3, how == "stop_after") and signal.getsignal(signal.SIGINT) is handler
@@ -102,7 +89,7 @@ def test_a_finished_run_is_neither_trained_further_nor_resumed_without_the_facto
     ],
 )
 def test_a_wrong_setting_gives_a_one_line_error(override, expected, tmp_path, uninterrupted, monkeypatch, capsys):
-    monkeypatch.setattr("olmo.util.prepare_cli_environment", lambda: None)  # it takes over logging for good
+    monkeypatch.setattr("olmo_lns.train.prepare_cli_environment", lambda: None)  # it takes over logging for good
     config = config_file(tmp_path if override else uninterrupted[0])
     assert cli.main(["train", str(config), *override.split()]) == 1
     err = capsys.readouterr().err

@@ -1,10 +1,9 @@
 """Models for the diagnostics: every architecture of the table built offline, and toys with closed forms."""
 
-import numpy as np
+import copy
+
 import torch
 from torch import nn
-
-from support.olmo_models import reference_states as olmo_states  # noqa: F401
 
 VOCABULARY = 97
 LAYERS = 3
@@ -113,15 +112,12 @@ def matrices(count, width=8, seed=0, size=0.3):
         yield size * torch.randn(width, width, generator=generator)
 
 
-def numpy_states(model, tokens):
-    """fp64 states of a Toy of Linear or Mixer blocks: inputs of all blocks, then the last output."""
-    x = model.embed.weight.detach().double().numpy()[tokens.numpy()]
-    states = [x]
+@torch.no_grad()
+def states_of(model, tokens):
+    """fp64 states of a Toy: the inputs of all blocks, then the last output."""
+    model = copy.deepcopy(model).double()
+    states = [model.embed(tokens)]
     for block in model.stack:
-        a = block.proj.detach().double().numpy()
-        if isinstance(block, Mixer):
-            x = x + np.tanh(x.cumsum(1) / np.arange(1, x.shape[1] + 1)[:, None]) @ a.T
-        else:
-            x = x + x @ a.T
-        states.append(x)
-    return states
+        x = block(states[-1])
+        states.append(x[0] if isinstance(x, tuple) else x)
+    return [state.numpy() for state in states]

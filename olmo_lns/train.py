@@ -1,36 +1,50 @@
-"""OLMo's own ``Trainer``, built and run from the pip package alone.
+"""``olmo-lns train``: OLMo's own Trainer from the pip package alone, for those without an OLMo checkout.
 
 OLMo's launcher isn't in its wheel: :func:`run` assembles the same parts in the same order, on a CPU too, and returns.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import logging
 import signal
 from collections import OrderedDict
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
-from typing import Any, Iterator, TextIO, cast
+from typing import Any, Iterator, Sequence, TextIO, cast
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 import wandb
 from olmo.config import CheckpointType, DDPConfig, TrainConfig
 from olmo.data import build_train_dataloader
 from olmo.eval import build_evaluators
+from olmo.exceptions import OLMoConfigurationError
 from olmo.model import OLMo
 from olmo.optim import BoltOnWarmupScheduler, build_optimizer, build_scheduler
 from olmo.torch_util import barrier, get_default_device, get_global_rank, get_world_size, seed_all, synchronize_flag
 from olmo.train import Trainer
-from olmo.util import find_latest_checkpoint
+from olmo.util import add_cached_path_clients, clean_opt, find_latest_checkpoint, prepare_cli_environment
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from olmo_lns import settings
+from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.integrations.olmo import register
+from olmo_lns.processes import process_group
+from olmo_lns.study import files
+
 log = logging.getLogger("olmo.lns.train")
 
+_EPILOG = """\
+One process needs neither torchrun nor a network; several:
+  torchrun --standalone --nproc-per-node=2 -m olmo_lns train config.yaml --distributed_strategy=ddp
+Ctrl-C saves a checkpoint after the current step; --try_load_latest_save continues from it.
+"""
 
 #: What train.pt and optim.pt hold beside tensors; ai2-olmo 0.6.0 loads them with torch's ``weights_only=True``.
 _STATE_TYPES: list[Any] = [PosixPath, OrderedDict, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
@@ -39,18 +53,20 @@ _STATE_TYPES.append(cast(Any, np.random.get_state(legacy=True))[1].__reduce__()[
 
 
 @contextmanager
-def _without_cuda(value: Any) -> Iterator[None]:
-    """ai2-olmo 0.6.0 reads and sets CUDA's random state without asking whether there is CUDA."""
+def _mended_state() -> Iterator[None]:
+    """Inside, ai2-olmo 0.6.0's Trainer loads what it saved, and saves its random state where there is no CUDA."""
+    cuda, get, put = torch.cuda.is_available(), torch.cuda.get_rng_state, torch.cuda.set_rng_state
     with (
-        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: value),
-        mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
+        torch.serialization.safe_globals(_STATE_TYPES),
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *a: get(*a) if cuda else None),
+        mock.patch.object(torch.cuda, "set_rng_state", lambda s, *a: put(s, *a) if cuda and s is not None else None),
     ):
         yield
 
 
 @dataclass
 class LocalTrainer(Trainer):
-    """OLMo's Trainer where there may be no CUDA, stopped from outside."""
+    """OLMo's Trainer, stopped from outside."""
 
     stop_requested: bool = False
 
@@ -67,19 +83,6 @@ class LocalTrainer(Trainer):
         if synchronize_flag(self.stop_requested, self.device):
             return True, 0
         return super().check_if_cancelled()
-
-    def trainer_state_dict(self) -> dict[str, Any]:
-        with nullcontext() if torch.cuda.is_available() else _without_cuda(None):
-            return super().trainer_state_dict()
-
-    def restore_rng_state(self, rng_state: dict[str, Any]) -> None:
-        usable = torch.cuda.is_available() and rng_state.get("cuda") is not None
-        with nullcontext() if usable else _without_cuda(None):
-            super().restore_rng_state(rng_state)
-
-    def restore_checkpoint(self, load_path: Any, **kwargs: Any) -> None:
-        with torch.serialization.safe_globals(_STATE_TYPES):
-            super().restore_checkpoint(load_path, **kwargs)
 
 
 def _allocate(module: torch.nn.Module) -> None:
@@ -134,13 +137,14 @@ def _indices_file(cfg: TrainConfig) -> TextIO | None:
 def run(cfg: TrainConfig, device: torch.device) -> tuple[int, bool]:
     """Train ``cfg`` with OLMo's Trainer; the process group must be up.
 
-    ``cfg`` must have been prepared by :func:`olmo_lns.runs.train.prepare` and is completed in place, as OLMo's
+    ``cfg`` must have been prepared by :func:`prepare` and is completed in place, as OLMo's
     launcher does. Unlike there, ``stop_at`` defaults to ``max_duration``, not ten steps more. SIGINT or SIGTERM saves
     a checkpoint after this step; several ranks do so at the next ``canceled_check_interval``.
 
     :returns: the optimizer steps done in all, and False where a signal or a time limit ended the run.
     """
     with ExitStack() as stack:
+        stack.enter_context(_mended_state())
         if cfg.wandb is not None and (get_global_rank() == 0 or not cfg.wandb.rank_zero_only):
             folder = Path(cfg.save_folder) / "wandb"
             folder.mkdir(parents=True, exist_ok=True)
@@ -214,3 +218,92 @@ def _train(trainer: LocalTrainer, cfg: TrainConfig) -> tuple[int, bool]:
         cfg.canceled_check_interval = 1  # costs nothing with one rank, and Ctrl-C is heard at once
     trainer.fit()
     return trainer.global_step, trainer.global_step >= last
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """An OLMo ``TrainConfig`` from a YAML file and ``--key=value`` overrides, with the types of this package.
+
+    :param path: a file, or one of the pack by its name: ``60M-lns``.
+    :raises LNSConfigError: OLMo refuses the config, in the first line of its own words.
+    """
+    settings.refuse_disabled()
+    register()
+    found = files.located(str(path), "olmo")
+    try:
+        return TrainConfig.load(found, [clean_opt(text) for text in overrides])
+    except (OLMoConfigurationError, FileNotFoundError) as error:
+        raise LNSConfigError(f"{path}: {one_line(error)}") from error
+    except (AttributeError, TypeError) as error:  # a key that OLMo reads before it compares the config with its own
+        raise LNSConfigError(f"{path}: not an OLMo training config ({one_line(error)})") from error
+
+
+def prepare(cfg: TrainConfig, device: torch.device) -> None:
+    """Fill in what OLMo's launcher fills in, and what a CPU needs. The process group must be up; no file is touched.
+
+    :raises LNSConfigError: a value that cannot work here, with what is expected.
+    """
+    ranks, strategy = get_world_size(), str(cfg.distributed_strategy)
+    if cfg.run_name is None:
+        raise LNSConfigError("run_name is not set: give --run_name=NAME")
+    free = cfg.dry_run or cfg.save_overwrite or cfg.try_load_latest_save
+    if not free and any((Path(cfg.save_folder) / name).exists() for name in ("config.yaml", "train_data")):
+        raise LNSConfigError(
+            f"save_folder {cfg.save_folder} holds a run already: --try_load_latest_save continues it, "
+            "--save_overwrite replaces it, --save_folder=... goes elsewhere"
+        )
+    for path in cfg.data.paths or []:
+        if "://" not in path and not Path(path).is_file():
+            raise LNSConfigError(f"data.paths: {path}: no such file; expected tokenised .npy memmaps")
+    if (batch := cfg.global_train_batch_size) % ranks:
+        raise LNSConfigError(f"global_train_batch_size {batch} is not a multiple of {ranks} ranks")
+    if strategy == "single" and ranks > 1:
+        raise LNSConfigError(f"distributed_strategy=single with {ranks} ranks: they would not synchronise; use ddp")
+    cfg.model.precision = cfg.precision
+    cfg.device_train_batch_size = batch // ranks
+    cfg.device_train_grad_accum = cfg.device_train_batch_size // cfg.device_train_microbatch_size
+    if (no_decay := cfg.optimizer.no_decay_norm_and_bias) is not None:  # the deprecated name of the two below
+        cfg.optimizer.decay_norm_and_bias = cfg.optimizer.decay_embeddings = not no_decay
+        cfg.optimizer.no_decay_norm_and_bias = None
+    if device.type == "cpu":
+        if strategy != "fsdp" or cfg.model.init_device != "meta":
+            cfg.model.init_device = "cpu"
+    elif strategy == "ddp" and cfg.model.init_device != "cuda":
+        raise LNSConfigError(f"ddp needs model.init_device=cuda, found {cfg.model.init_device}")
+
+
+def _save_config(cfg: TrainConfig) -> None:
+    barrier()  # every rank has looked into the folder before the first one writes there
+    if get_global_rank() == 0 and not cfg.dry_run:
+        path = Path(cfg.save_folder) / "config.yaml"
+        if not (cfg.try_load_latest_save and path.is_file()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cfg.save(path)
+    barrier()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``olmo-lns train``. Exit code 130 where a signal or a time limit ended the run early."""
+    parser = argparse.ArgumentParser(
+        prog="olmo-lns train",
+        usage="%(prog)s [-h] config [--key=value ...]",
+        description="Train an OLMo config with OLMo's own Trainer, from the pip package alone.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="OLMo training config (YAML), or one of the pack by its name: 60M-lns")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--key=value", help="as OLMo's own launcher")
+    args = parser.parse_args(argv)
+    cfg = load_config(args.config, args.overrides)
+    if cfg.data.num_workers > 0:
+        mp.set_start_method("spawn", force=True)  # OLMo's launcher does: forking beside threads can hang
+    with process_group() as device:
+        prepare_cli_environment()
+        add_cached_path_clients()
+        prepare(cfg, device)
+        _save_config(cfg)
+        step, complete = run(cfg, device)
+        rank = get_global_rank()
+    if rank == 0:
+        state = "done" if complete or cfg.dry_run else "stopped early; --try_load_latest_save continues"
+        print(f"{cfg.run_name}: step {step}, {state}; checkpoints in {cfg.save_folder}")
+    return 0 if complete or cfg.dry_run else 130

@@ -1,0 +1,72 @@
+"""The transformer blocks of a model, and one function that runs it."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from olmo_lns.errors import LNSError
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+#: A function of token ids and mask.
+Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
+
+
+def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
+    """Return the transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
+
+    They are the one outermost list of at least two modules of one class. OLMo's block groups count as their blocks,
+    under FSDP too.
+
+    :param path: dotted path of the list inside ``model``, when it is known.
+    :raises LNSError: not found, or not sure which: the candidates are listed; or a single block.
+    """
+    lists: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        members = list(module.children()) if isinstance(module, _LISTS) else []
+        outermost = not any(name.startswith(f"{outer}.") for outer in lists)
+        if name == path or (path is None and outermost and len(members) > 1 and len(set(map(type, members))) == 1):
+            lists[name] = members
+    if len(lists) != 1:
+        found = ", ".join(f"{name} ({len(each)} x {type(each[0]).__name__})" for name, each in lists.items())
+        raise LNSError(
+            f"{type(model).__name__}: expected one list of two or more modules of one class, found "
+            f"{found or 'none'}{f' at {path!r}' if path else ''}: name it with --blocks"
+        )
+    (members,) = lists.values()
+    inner = [getattr(block, "_fsdp_wrapped_module", block) for block in members]
+    if any(isinstance(each, _LISTS) for each in inner):
+        members = [block for group in inner for block in group.children()]
+    if len(members) < 2:
+        raise LNSError(f"{type(model).__name__}: found {len(members)} blocks, expected at least 2 to compare")
+    return members
+
+
+def forward_of(model: nn.Module, *, logits: bool) -> Forward:
+    """Return a function that runs all blocks on token ids and mask.
+
+    :param logits: return them, (batch, sequence, vocabulary); else the head is left out where the model allows it.
+    :raises LNSError: raised by the function: no logits, or OLMo-core's model, which takes no mask, is given one.
+    """
+    target: Any = model
+    how: dict[str, Any] = {}
+    takes_mask = not (isinstance(getattr(model, "blocks", None), nn.ModuleDict) and hasattr(model, "lm_head"))
+    if not takes_mask:  # OLMo-core
+        how = {} if logits else {"logits_to_keep": 1}
+    elif any((base.__module__, base.__name__) == ("olmo.model", "OLMo") for base in type(model).__mro__):
+        how = {} if logits else {"last_logits_only": True}
+    elif hasattr(model, "base_model"):  # transformers
+        target, how = model if logits else model.base_model, {"use_cache": False}
+
+    def forward(ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        if mask is not None and not takes_mask:
+            raise LNSError("OLMo-core's models take no attention mask: give sequences of one length")
+        output = target(ids, **how) if mask is None else target(ids, attention_mask=mask, **how)
+        found = getattr(output, "logits", output)
+        if logits and not isinstance(found, torch.Tensor):
+            raise LNSError(f"{type(model).__name__} returns no logits: this diagnostic needs a language-model head")
+        return found
+
+    return forward

@@ -1,1 +1,0 @@
-"""OLMo's Trainer without an OLMo checkout: `olmo-lns train`."""
