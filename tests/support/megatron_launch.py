@@ -43,7 +43,6 @@ def environment():
     return kept | {
         "PYTHONPYCACHEPREFIX": os.path.join(tempfile.gettempdir(), "olmo-lns-pycache"),
         "MEGATRON_ON_CPU": "1",
-        "MEGATRON_PROBE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",

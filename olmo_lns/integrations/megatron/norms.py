@@ -1,8 +1,8 @@
 """Scale one norm of a Megatron layer, whatever class it is, and measure that it is scaled.
 
 - :class:`FoldedFused`: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and ``s*bias``.
-  Right for a forward that reads them once and whose backward uses the saved tensors: TE's LayerNormLinear and Apex's
-  norms. TE's standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
+  Right for a forward that reads them once and whose backward uses the saved tensors: TE's LayerNormLinear. TE's
+  standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
 - :class:`FoldedNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
 
 :func:`olmo_lns.sites.scale` takes neither where it measures something else than the framework's own, and multiplies
@@ -30,30 +30,23 @@ class FoldedFused(sites.Scaled):
 
     lns_calls_forward = True
     lns_way = "folded into the fused kernel's gain"
-    _gain, _bias = "layer_norm_weight", "layer_norm_bias"
+    layer_norm_weight: torch.Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         shadow, before = self.__dict__, dict(self.__dict__)
-        gain, bias = getattr(self, self._gain), getattr(self, self._bias, None)
+        gain, bias = self.layer_norm_weight, getattr(self, "layer_norm_bias", None)
         centered = bool(getattr(self, "zero_centered_gamma", False))
-        shadow[self._gain] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
+        shadow["layer_norm_weight"] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
         if bias is not None:
-            shadow[self._bias] = fold(bias, self.lns_scale, dtype=bias.dtype)
+            shadow["layer_norm_bias"] = fold(bias, self.lns_scale, dtype=bias.dtype)
         if centered:  # 1 + gain was folded as it is, since s(1+gain)-1 would cancel
             shadow["zero_centered_gamma"] = False
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for name in (self._gain, self._bias, "zero_centered_gamma"):
+            for name in ("layer_norm_weight", "layer_norm_bias", "zero_centered_gamma"):
                 shadow.pop(name, None)
                 shadow.update({name: before[name]} if name in before else {})
-
-
-class FoldedApex(FoldedFused):
-    """The same for Megatron's wrapper of Apex."""
-
-    lns_way = "folded into the norm's gain"
-    _gain, _bias = "weight", "bias"
 
 
 class FoldedNorm(sites.Scaled):
@@ -105,8 +98,6 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
     te = "transformer_engine" in names and names & {"RMSNorm", "LayerNorm"}
     if is_fused(module):
         folded = FoldedFused
-    elif "megatron.core.fusions.fused_layer_norm" in names:
-        folded = FoldedApex
     elif te or "TEFusedResidualRMSNorm" in names or kind in (nn.LayerNorm, nn.RMSNorm):
         folded = FoldedNorm
     sites.scale(module, factor, where=where, width=width, folded=folded, respond=lambda m: respond(m, width))

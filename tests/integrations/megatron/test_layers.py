@@ -212,50 +212,10 @@ def test_of_a_norm_that_also_returns_the_residual_the_output_alone_is_scaled(kin
     torch.testing.assert_close(y, 0.5 * kind(*how)(x)[0])
 
 
-class PythonLayerNorm(torch.autograd.Function):
-    """Apex's function in Python: backward uses the gain that forward was given, and returns its gradient."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, shape, eps, memory_efficient=False):
-        rsigma = torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + eps)
-        unit = (x - x.mean(-1, keepdim=True)) * rsigma
-        ctx.save_for_backward(unit, weight, rsigma)
-        return unit * weight + bias
-
-    @staticmethod
-    def backward(ctx, upstream):
-        unit, weight, rsigma = ctx.saved_tensors
-        g = upstream * weight
-        dx = rsigma * (g - g.mean(-1, keepdim=True) - unit * (g * unit).mean(-1, keepdim=True))
-        return dx, (upstream * unit).flatten(0, -2).sum(0), upstream.flatten(0, -2).sum(0), None, None, None
-
-
-@pytest.fixture
-def apex(monkeypatch):
-    """Megatron's wrapper of Apex, with its CUDA function replaced, and the settings that it needs."""
-    from megatron.core.fusions import fused_layer_norm
-
-    monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
-    monkeypatch.setattr(fused_layer_norm, "FusedLayerNormAffineFunction", PythonLayerNorm, raising=False)
-    return fused_layer_norm.FusedLayerNorm, {"normalization": "LayerNorm", "persist_layer_norm": False}
-
-
-@pytest.mark.parametrize("centered", [False, True])
-def test_megatrons_wrapper_of_apex_computes_the_equation(centered, apex):
-    kind, how = apex
-    cfg = tiny.under(layernorm_zero_centered_gamma=centered, init_method_std=0.2, **how)
-    model = tiny.perturb(tiny.build(cfg, tiny.spec_with(cfg, kind)))
-    assert {norm.lns_way for norm in tiny.scaled_norms(model)} == {"folded into the norm's gain"}
-    tiny.assert_equation(model, centered=centered, normalization="LayerNorm")
-
-
-@pytest.mark.parametrize("kind", ["RMSNorm", "Apex"])
-def test_a_scaled_norm_keeps_its_class_name_and_its_factor_when_saved_or_copied(kind, apex):
+def test_a_scaled_norm_keeps_its_class_name_and_its_factor_when_saved_or_copied():
     """Megatron-FSDP and recipes for quantization go by class names."""
-    spec, how = (None, {}) if kind == "RMSNorm" else (apex[0], apex[1])
-    cfg = tiny.under(**how)
-    norm = tiny.build(cfg, spec and tiny.spec_with(cfg, spec)).decoder.layers[2].input_layernorm
-    assert type(norm).__name__ == ("RMSNorm" if spec is None else "FusedLayerNorm")
+    norm = tiny.model_of().decoder.layers[2].input_layernorm
+    assert type(norm).__name__ == "RMSNorm"
     torch.save(torch.nn.Sequential(norm), file := io.BytesIO())
     file.seek(0)
     x = torch.randn(4, tiny.HIDDEN)

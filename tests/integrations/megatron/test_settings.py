@@ -71,7 +71,9 @@ def test_the_model_that_modelopt_distils_from_stays_preln(monkeypatch):
 def test_a_missing_function_is_an_error_once_a_scheme_is_selected(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(launch.hook, "_missing", {})
-    monkeypatch.setitem(megatron.WRAPPED, "megatron.core.models.gpt.gpt_model:GPTModel.build_layers", ("model_init", True))
+    monkeypatch.setitem(
+        megatron.WRAPPED, "megatron.core.models.gpt.gpt_model:GPTModel.build_layers", ("model_init", True)
+    )
     from megatron.core.models.gpt import gpt_model
 
     megatron.wrap(gpt_model)
@@ -180,7 +182,29 @@ def test_checkpoints_that_load_and_those_that_cannot(monkeypatch):
     assert load(parse(), None, model={})[1] == "iter_7"
     with pytest.raises(CheckpointMismatchError, match="nothing beside it says"):
         load(parse(LNS), None, model={})
+    with pytest.raises(LNSConfigError, match="norm_scheme='sandwich'"):  # of a development version
+        load(parse(), SimpleNamespace(norm_scheme="sandwich"))
     teacher = parse(LNS, export_kd_teacher_load="teacher")
     assert load(teacher, parse(), folder="teacher")[1] == "iter_7"
     with pytest.raises(CheckpointMismatchError):
         load(teacher, parse())
+
+
+def get_sharded_load_dir(folder):
+    """A stand-in for ModelOpt's, which the wheel lacks."""
+    return folder, ""
+
+
+@pytest.mark.parametrize(("load_arg", "refused"), [("load", True), ("export_kd_teacher_load", False)])
+def test_the_loader_of_modelopts_scripts_compares_too(load_arg, refused, arguments, monkeypatch):
+    """It reads a sharded checkpoint past Megatron's own loader; the teacher is Pre-LN."""
+    from megatron.core import dist_checkpointing
+
+    setattr(arguments, load_arg, "folder")
+    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda folder: {"args": parse()})
+    load = launch.load_modelopt(lambda model, load_arg="load": "loaded")
+    if refused:
+        with pytest.raises(CheckpointMismatchError, match="folder: its config says preln, but this run has lns"):
+            load([], load_arg=load_arg)
+    else:
+        assert load([], load_arg=load_arg) == "loaded"
