@@ -31,7 +31,8 @@ def model_init(original: Function) -> Function:
     """Choose the initialization before a language model is built; attach and measure afterwards."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        config: Any = kwargs.get("config", args[0] if args else None)
+        # Whatever the parameter is called in this version.
+        config: Any = next((each for each in (*args, *kwargs.values()) if Settings.of(each) != Settings()), None)
         settings = Settings.of(config)
         if settings.layernorm_scaling:
             layers.check_config(config)
@@ -87,7 +88,7 @@ def model_built(original: Function) -> Function:
 
         result = original(*args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
-        chunks = model if isinstance(model, list) else [model]
+        chunks = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
         asked = Settings.of(get_args())
         # From the configs: a pipeline stage without a layer has no site, and its arguments are compared all the same.
         configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
@@ -132,7 +133,7 @@ def _check_stages(chunks: list[Any], settings: Settings) -> None:
     times = {numbers.count(number) for number in range(1, count + 1)}
     if len(times) == 1 and times != {0}:
         return
-    inner = chunks[0]
+    inner: Any = chunks[0] if chunks else None
     while hasattr(inner, "module"):  # DDP, Float16Module
         inner = inner.module
     raise LNSConfigError(

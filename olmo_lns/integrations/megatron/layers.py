@@ -43,8 +43,13 @@ _REFUSED = {
     "enable_hyper_connections": _NO_STREAM,
     "heterogeneous_block_specs": _NO_DEPTH,
     "heterogeneous_layers_config_path": _NO_DEPTH,
+    "scale_layernorm_by_depth": "that is the patch of this method for Megatron, which would scale twice",
     "batch_invariant_mode": "its RMSNorm takes the place of TE's forward, which a scaled norm does not run",
 }
+#: Modules of a layer that Pre-LN does not have: a third sub-layer, and norms besides those in front of two.
+_OTHER = re.compile(
+    r"^cross_attention$|^(?!(input|pre_mlp)_layernorm$)[^.]*norm[^.]*$|(linear_proj|linear_fc2)\..*norm"
+)
 #: Residual output projections, by the ends of their weights' names.
 _OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$|experts\.weight2$")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "OptimizedModule")
@@ -157,8 +162,13 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
 
 def _places(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
     """The norms of a layer, each with its block's number and its sub-layer: two, or one in a hybrid model."""
-    if not _is_absent(getattr(layer, "cross_attention", None)):
-        raise _refuse(layer, "has cross attention, a third sub-layer that LayerNorm Scaling does not define")
+    others = [name for name, module in layer.named_modules() if _OTHER.search(name) and not _is_absent(module)]
+    if others:
+        raise _refuse(
+            layer,
+            f"has {', '.join(others)}, expected attention and MLP with one norm in front of each: cross attention and "
+            "norms behind a sub-layer are not defined in LayerNorm Scaling",
+        )
     found = [name for name, (_, holder, _) in _PLACES.items() if not _is_absent(getattr(layer, holder, None))]
     if not found:
         raise _refuse(layer, "has neither attention nor MLP")
@@ -201,7 +211,8 @@ def _check_numbers(model: Any, config: Any, places: list[tuple[nn.Module, int, s
         layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
         empty_first = any(getattr(config, name, None) for name in layouts)
         wrong |= found[0] != 1 if model.pre_process else found[0] == 1 and not empty_first
-        wrong |= bool(model.post_process) and found[-1] < end
+        mtps = [module for module in model.modules() if type(module).__name__ == "MultiTokenPredictionLayer"]
+        wrong |= bool(model.post_process) and found[-1] != end + 2 * len(mtps)
     if wrong or min(found, default=1) < 1:
         raise MeasurementError(
             f"{type(model).__name__}: found norms of the blocks {[f'{n} {sub}' for _, n, sub in places]}, expected "
@@ -233,7 +244,11 @@ def check_initialization(model: Any, config: Any) -> list[str]:
     std, measured = _std(init), False
     for layer in layers_of(model) if std else []:
         weights = {name: weight for name, weight in layer.named_parameters() if _OUTPUT.search(name)}
-        measured |= probe.check_drawn(weights, std, where=f"block {getattr(layer, 'layer_number', '?')}")
+        where = f"block {getattr(layer, 'layer_number', '?')}"
+        for _, holder, _ in _PLACES.values():
+            if not _is_absent(getattr(layer, holder, None)) and not any(name.startswith(holder) for name in weights):
+                raise MeasurementError(f"{where}: found no linear_proj or linear_fc2 in its {holder}, expected one.")
+        measured |= probe.check_drawn(weights, std, where=where)
     return ["initialization"] if measured else ["initialization (read back)"]
 
 

@@ -1,6 +1,7 @@
 """The real, unmodified programs of the checkout named by MEGATRON_LM_SRC."""
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -67,6 +68,22 @@ def test_training_equals_the_reference_and_stock_is_stock(tree, monkeypatch):
     assert lns == pytest.approx(losses(pretrain(tree)), rel=2e-6) and len(lns) == 6
     assert installed == stock
     assert max(abs(a - b) for a, b in zip(lns, stock, strict=True)) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_patched_megatron_has_the_guards_of_the_plugin(saved, tree, tmp_path, monkeypatch):
+    """The start-up hook is off, so that only the patch can load the plugin."""
+    patched = tmp_path / "Megatron-LM"
+    shutil.copytree(tree, patched, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    patches = sorted((megatron_launch.TESTS.parent / "patches" / "megatron").glob("load-plugins-*.patch"))
+    if all(subprocess.run(["git", "apply", str(p)], cwd=patched, capture_output=True).returncode for p in patches):
+        pytest.skip("no patch fits this Megatron")
+    monkeypatch.setenv("MEGATRON_NO_HOOK", "1")
+    done = pretrain(patched, "--load", str(saved[(LNS,)][0]), "--finetune", "--layernorm-scaling")
+    assert len(losses(done)) == 6, done.stderr[-3000:]
+    assert "LayerNorm Scaling on: 8 norms (RMSNorm)" in done.stdout
+    refused(pretrain(patched, "--load", str(saved[(LNS,)][0]), "--finetune"), "its config says lns")
 
 
 @pytest.mark.slow

@@ -139,6 +139,9 @@ def test_weights_drawn_otherwise_than_asked_are_refused_and_a_failed_apply_leave
     model = tiny.build(tiny.config(hidden_size=64))
     with pytest.raises(MeasurementError, match="linear_proj.weight: found weights drawn"):
         layers.check_initialization(model, SimpleNamespace(output_layer_init_method=model.config.init_method))
+    del model.decoder.layers[1].mlp.linear_fc2
+    with pytest.raises(MeasurementError, match="block 2: found no linear_proj or linear_fc2 in its mlp"):
+        layers.check_initialization(model, model.config)
     spoiled = tiny.build(tiny.config())
     spoiled.decoder.layers[2].pre_mlp_layernorm = Restless(tiny.HIDDEN)
     with pytest.raises(MeasurementError, match="block 3, ff"):
@@ -169,6 +172,7 @@ def test_numbers_that_are_local_to_a_stage_are_refused():
         ("transformer_impl", "inference_optimized"),
         ("heterogeneous_block_specs", True),
         ("batch_invariant_mode", True),
+        ("scale_layernorm_by_depth", True),
     ],
 )
 def test_a_setting_that_lns_does_not_support_is_refused(name, value):
@@ -186,9 +190,13 @@ def test_a_layer_without_a_norm_or_with_a_third_sub_layer_is_refused():
     with pytest.raises(LNSConfigError, match=r"TransformerLayer 1 has 0 norms in front of its mlp \(none"):
         tiny.build(cfg, spec)
     model = tiny.build(tiny.config())
-    model.decoder.layers[0].cross_attention = torch.nn.Identity()
-    with pytest.raises(LNSConfigError, match="cross attention"):
-        apply(model)
+    layer = model.decoder.layers[0]
+    for name in ("cross_attention", "post_mlp_layernorm", "mlp.linear_fc2.post_layernorm"):
+        holder, _, last = name.rpartition(".")
+        layer.get_submodule(holder).add_module(last, torch.nn.Identity())
+        with pytest.raises(LNSConfigError, match=f"TransformerLayer 1 has {name}, expected attention and MLP"):
+            apply(model)
+        delattr(layer.get_submodule(holder), last)
 
 
 class TEFusedResidualRMSNorm(torch.nn.RMSNorm):
