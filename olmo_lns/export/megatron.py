@@ -17,7 +17,7 @@ import re
 import shutil
 import signal
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -77,8 +77,8 @@ class Saved:
 
     folder: Path
     common: dict[str, Any]
-    tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
+    tensors: dict[str, TensorStorageMetadata]
+    objects: list[str]
 
     @property
     def args(self) -> Any:
@@ -136,15 +136,10 @@ def read(folder: Path) -> Saved:
             "torch_dist."
         )
     with readable(folder):
-        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-        saved = Saved(folder, _common(folder))
-    for name, entry in stored.items():
-        if _TRAINING.match(name) or name == COMMON_OBJECT:
-            continue
-        if isinstance(entry, TensorStorageMetadata):
-            saved.tensors[name] = entry
-        else:
-            saved.objects.append(name)
+        stored, common = FileSystemReader(folder).read_metadata().state_dict_metadata, _common(folder)
+    entries = {name: entry for name, entry in stored.items() if not _TRAINING.match(name) and name != COMMON_OBJECT}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    saved = Saved(folder, common, tensors, [name for name in entries if name not in tensors])
     layers = int(saved.args.num_layers)
     gains = [(name, layer) for name, layer, part in saved.sites() if part == "weight"]
     found = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in gains)

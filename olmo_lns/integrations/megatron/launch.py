@@ -133,13 +133,10 @@ def _check_stages(chunks: list[Any], settings: Settings) -> None:
     times = {numbers.count(number) for number in range(1, count + 1)}
     if len(times) == 1 and times != {0}:
         return
-    inner: Any = chunks[0] if chunks else None
-    while hasattr(inner, "module"):  # DDP, Float16Module
-        inner = inner.module
     raise LNSConfigError(
-        f"{FLAGS[0]} was given, but {type(inner).__module__}.{type(inner).__name__} has scaled norms in the blocks "
-        f"{sorted(set(numbers)) or 'none'} over all pipeline stages, expected each of its blocks equally often. Models "
-        "of megatron.core attach by themselves; --use-legacy-models, --yaml-cfg and a config made by hand do not: call "
+        f"{FLAGS[0]} was given, but this model has scaled norms in the blocks {sorted(set(numbers)) or 'none'} over "
+        "all pipeline stages, expected each of its blocks equally often. Models of megatron.core attach by themselves. "
+        "--use-legacy-models, --yaml-cfg and a config made by hand do not: call "
         "olmo_lns.integrations.megatron.apply(config) before the model is built, or drop the flag."
     )
 
