@@ -41,7 +41,7 @@ def test_stock_megatron_and_a_stock_llama_compute_the_same(case, tmp_path, capsy
     root = save(tmp_path / "run", model, arguments(config, **said), stacked)
     if newer:
         as_core_0_19(root)
-    expected = run(tiny.hook_reference(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
+    expected = run(tiny.hooked(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
     assert export(root, tmp_path / "folded") == 0
     assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
     saved = read(tmp_path / "folded")
@@ -69,7 +69,7 @@ def test_zero_centred_gains(version, argument, tmp_path):
             if "norm" in name:
                 parameter.sub_(1)
     root = save(tmp_path / "run", centred, arguments(config, version, **{argument: True}))
-    expected = run(tiny.hook_reference(plain))
+    expected = run(tiny.hooked(plain))
     assert export(root, tmp_path / "folded") == 0 and export(root, tmp_path / "hf", "--format", "hf") == 0
     loaded = load(tmp_path / "folded", tiny.build(config))
     with torch.no_grad():

@@ -51,7 +51,7 @@ _OTHER = re.compile(
     r"^cross_attention$|^(?!(input|pre_mlp)_layernorm$)[^.]*norm[^.]*$|(linear_proj|linear_fc2)\..*norm"
 )
 #: Residual output projections, by the ends of their weights' names.
-_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$|experts\.weight2$")
+_OUTPUT = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|experts\.weight2$")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "OptimizedModule")
 _said: set[str] = set()
 

@@ -108,6 +108,5 @@ def variables(flags: Sequence[str]) -> dict[str, str]:
     {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
     """
     words = [part for flag in flags for part in flag.split("=", 1)]
-    given = [value for flag, value in pairwise(words) if flag in _ONE_CONNECTION]
-    one = any(value.isdecimal() and int(value) > 1 for value in given) and not set(words) & set(_MORE_CONNECTIONS)
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one else {}
+    parallel = any(value.isdecimal() and int(value) > 1 for flag, value in pairwise(words) if flag in _ONE_CONNECTION)
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel and not set(words) & set(_MORE_CONNECTIONS) else {}
