@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import enum
+import importlib
 import io
 import pathlib
-import pkgutil
 import re
 import shutil
 import signal
@@ -181,11 +181,13 @@ def _common(folder: Path) -> dict[str, Any]:
     path = folder / COMMON
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
     names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-    own = {name: pkgutil.resolve_name(name) for name in names if name.startswith("megatron.core.")}
-    safe = _SAFE | {name: kind for name, kind in own.items() if isinstance(kind, enum.EnumMeta)}
+    own = {name: name.rpartition(".") for name in names if name.startswith("megatron.core.")}
+    found = {name: getattr(importlib.import_module(module), kind, None) for name, (module, _, kind) in own.items()}
+    safe = _SAFE | {name: kind for name, kind in found.items() if isinstance(kind, enum.EnumMeta)}
     if foreign := set(names) - set(safe):
         raise LNSConfigError(
-            f"{path} names the class {min(foreign)}. Expected plain values and Megatron's enumerations."
+            f"{path} names the class {min(foreign)}. Expected plain values and enumerations of the installed Megatron "
+            "Core: install the version that wrote the checkpoint."
         )
     # With their names: torch takes off its list again what it was given here, and Megatron has put some on it itself.
     with torch.serialization.safe_globals([(kind, name) for name, kind in safe.items()]):
