@@ -21,14 +21,11 @@ import os
 import re
 import runpy
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -76,60 +73,18 @@ def unpack(repository: str, commit: str, folder: Path) -> None:
 
 
 def launch(tree: Path, flags: list[str], variables: dict[str, str], ranks: int) -> list[float]:
-    """Run pretrain_gpt.py in forks of this process, which has imported torch; return the loss of each iteration.
+    """Run pretrain_gpt.py; return the loss of each iteration.
 
     :raises RuntimeError: it did not train; the message is the last line that names an error.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        variables = variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    words = [*megatron_launch.model_flags(), *flags, "--pipeline-model-parallel-size", str(ranks)]
-    logs = [tree / f"log.{rank}" for rank in range(ranks)]
-    running = []
-    for rank, log in enumerate(logs):
-        own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        if not (child := os.fork()):
-            run_script(tree, words, own, log)
-        running.append(child)
-    deadline, failed = time.monotonic() + 400, False
-    while running and time.monotonic() < deadline and not failed:
-        time.sleep(0.2)
-        for child in list(running):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                running.remove(child)
-                failed |= status != 0
-    time.sleep(5 if failed and running else 0)  # for the others' last words
-    for child in running:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    text = "\n".join(log.read_text(errors="replace") for log in logs)
-    losses = [float(value) for value in re.findall(r"lm loss: ([0-9.E+-]+)", text)]
-    if len(losses) != ITERATIONS:
-        raise RuntimeError(reason(text))
-    return losses
-
-
-def run_script(tree: Path, words: list[str], variables: dict[str, str], log: Path) -> None:
-    """Be ``python pretrain_gpt.py`` in ``tree``, with the shims for a CPU; never return."""
-    status = 1
     try:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1), os.dup2(output, 2)
-        os.chdir(tree)
-        os.environ.update(megatron_launch.environment() | variables)
-        sys.path[:0] = [str(tree)]
-        sys.argv = ["pretrain_gpt.py", *words]
-        runpy.run_path(str(ROOT / "tests/support/megatron_site/sitecustomize.py"))
-        runpy.run_path("pretrain_gpt.py", run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = int(bool(end.code))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(status)
+        with mock.patch.dict(os.environ, variables):
+            done = megatron_launch.pretrain(tree, *flags, ranks=ranks)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"no end within {error.timeout} s") from None
+    if len(losses := megatron_launch.losses(done)) != ITERATIONS:
+        raise RuntimeError(reason(done.stdout + done.stderr))
+    return losses
 
 
 def helpers(tree: Path, built: Path) -> None:
@@ -146,7 +101,9 @@ def helpers(tree: Path, built: Path) -> None:
 def reason(text: str) -> str:
     """The last line of a log that begins with the name of an exception."""
     lines = [line.strip() for line in text.splitlines()]
-    found = [line for line in lines if re.match(r"(\[rank\d\]: )?[\w.]*(Error|Exception|Exit)\b.*", line)]
+    found = [
+        line for line in lines if re.match(r"(\[rank\d\]: )?[\w.]*(?<!ChildFailed)(Error|Exception|Exit)\b.*", line)
+    ]
     return (found or lines or ["no output"])[-1][:300]
 
 
@@ -219,9 +176,6 @@ def main() -> int:
         names += [(name, 1 + (number % every == every - 1)) for number, name in enumerate(commits)]
     rows = list(csv.DictReader(options.out.open())) if options.out.exists() else []
     done = {(row["name"], row["pp"]) for row in rows}
-    os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1")
-    import torch._inductor.compile_fx  # noqa: F401  what takes longest to import
-
     with tempfile.TemporaryDirectory() as built, options.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         if not rows:

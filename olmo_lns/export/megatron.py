@@ -17,7 +17,7 @@ import re
 import shutil
 import signal
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -31,7 +31,8 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import MEGATRON, huggingface
 from olmo_lns.export.open import Opened, readable
 from olmo_lns.fold import check_finite, multiplied
-from olmo_lns.schemes import PRE_LN, Scheme
+from olmo_lns.integrations.megatron.settings import Settings
+from olmo_lns.schemes import LNS, PRE_LN, Scheme
 
 TRACKER, COMMON, COMMON_OBJECT = "latest_checkpointed_iteration.txt", "common.pt", "common_state/shard_0_1"
 #: Entries of a checkpoint that belong to training, not to the model.
@@ -41,10 +42,7 @@ _SITE = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:self_attention\.linear_qkv(?:_down_proj)?\.layer_norm_|input_layernorm\."
     r"|mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)(?P<part>weight|bias)$"
 )
-#: Names of one argument in several versions: ``--apply-layernorm-1p``, and ``--norm-epsilon``.
-_ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
-_EPSILON = ("norm_epsilon", "layernorm_epsilon")
-_NOTHING = (None, False, 0)
+_ABSENT = (None, False, 0)
 #: Argument -> its values in a model that Llama computes; an argument that is absent is fine.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -53,16 +51,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "softmax_type": ("vanilla", None),
-    **dict.fromkeys(("num_experts", "multi_latent_attention", "mtp_num_layers", "add_bias_linear"), _NOTHING),
-    **dict.fromkeys(("rotary_interleaved", "use_rope_scaling", "no_rope_freq", "add_qkv_bias"), _NOTHING),
-    **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "attention_output_gate", "window_size", "use_mup"), _NOTHING),
-    **dict.fromkeys(("apply_residual_connection_post_layernorm", "experimental_attention_variant"), _NOTHING),
-    **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), _NOTHING),
-    **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern", "glu_linear_offset"), _NOTHING),
-    **dict.fromkeys(("activation_func_clamp_value", "quick_geglu"), _NOTHING),
+    **dict.fromkeys(("num_experts", "multi_latent_attention", "mtp_num_layers", "add_bias_linear"), _ABSENT),
+    **dict.fromkeys(("rotary_interleaved", "use_rope_scaling", "no_rope_freq", "add_qkv_bias"), _ABSENT),
+    **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "attention_output_gate", "window_size", "use_mup"), _ABSENT),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "experimental_attention_variant"), _ABSENT),
+    **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), _ABSENT),
+    **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern", "glu_linear_offset"), _ABSENT),
+    **dict.fromkeys(("activation_func_clamp_value", "quick_geglu"), _ABSENT),
 }
 #: Plain value classes that saved arguments hold, besides Megatron's own enumerations.
-_SAFE: dict[str, Any] = {
+_SAFE = {
     "argparse.Namespace": argparse.Namespace,
     "types.SimpleNamespace": types.SimpleNamespace,
     "pathlib.PosixPath": pathlib.PosixPath,
@@ -79,37 +77,39 @@ class Saved:
 
     folder: Path
     common: dict[str, Any]
-    tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
+    tensors: dict[str, TensorStorageMetadata]
+    objects: list[str]
 
     @property
     def args(self) -> Any:
+        """The run's arguments."""
         return self.common["args"]
 
     def scheme(self, asked: Scheme | None) -> Scheme:
         """The scheme that the saved arguments name, or ``asked`` where they name none."""
-        if other := getattr(self.args, "norm_scheme", ""):
-            raise LNSConfigError(f"{self.folder}: norm_scheme={other!r} in Megatron is of a development version only.")
-        if asked is not None and asked.name not in ("lns", PRE_LN.name):
+        own = Settings.of(self.args).scheme
+        if asked is not None and asked.name not in (LNS.name, PRE_LN.name):
             raise LNSConfigError(f"--scheme {asked}: {self.folder} is Megatron's, which has lns and its exponent only.")
-        if not getattr(self.args, "layernorm_scaling", False):
-            return asked or PRE_LN
-        exponent = getattr(self.args, "layernorm_scaling_exponent", None)
-        own = Scheme.of("lns", **({} if exponent is None else {"exponent": float(exponent)}))
-        if asked not in (None, own):
-            raise LNSConfigError(f"{self.folder} says scheme {own}, --scheme says {asked}. Leave --scheme away.")
-        return own
+        if own.is_pre_ln or asked is None or asked == own:
+            return own if asked is None else asked
+        raise LNSConfigError(f"{self.folder} says scheme {own}, --scheme says {asked}. Leave --scheme away.")
+
+    def given(self, *names: str) -> Any:
+        """The value of an argument that has had several names. A default in its place would be a guess."""
+        found = [getattr(self.args, name) for name in names if getattr(self.args, name, None) is not None]
+        if not found:
+            raise LNSConfigError(f"{self.folder}: the saved arguments hold no {' or '.join(names)}. Expected one.")
+        return found[0]
 
     @property
     def shift(self) -> float:
         """The difference between a gain and its stored value: 1 where gains are zero-centred."""
-        return 1.0 if _given(self.args, _ZERO_CENTRED, self.folder) else 0.0
+        return 1.0 if self.given("layernorm_zero_centered_gamma", "apply_layernorm_1p") else 0.0
 
     def sites(self) -> Iterator[tuple[str, int | None, str]]:
         """Name of each parameter of a block norm, its 0-based layer (None: all, stacked), ``weight`` or ``bias``."""
-        for name in self.tensors:
-            if match := _SITE.match(name):
-                yield name, None if match["layer"] is None else int(match["layer"]), match["part"]
+        for match in filter(None, map(_SITE.match, self.tensors)):
+            yield match[0], None if match["layer"] is None else int(match["layer"]), match["part"]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's tensors, whole, on the CPU."""
@@ -127,39 +127,30 @@ def read(folder: Path) -> Saved:
     :param folder: of a run (its latest iteration is taken) or of an iteration.
     :raises LNSConfigError: another format, damaged, without arguments, or with layers that cannot be folded.
     """
-    folder = _iteration(folder)
-    with readable(folder / ".metadata"):
-        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    saved = Saved(folder, _common(folder, stored))
-    for name, entry in stored.items():
-        if _TRAINING.match(name) or name == COMMON_OBJECT:
-            continue
-        if isinstance(entry, TensorStorageMetadata):
-            saved.tensors[name] = entry
-        else:
-            saved.objects.append(name)
-    layers = int(saved.args.num_layers)
-    gains = [(name, layer) for name, layer, part in saved.sites() if part == "weight"]
-    found = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in gains)
-    if found != 2 * layers:
-        raise LNSConfigError(
-            f"{folder}: found {found} block norms in {layers} layers, expected {2 * layers}. Only a plain transformer "
-            "decoder (attention and MLP or MoE in every layer) can be folded."
-        )
-    if foreign := [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]:
-        raise LNSConfigError(f"{folder}: {foreign[0]} is of a layer that cannot be folded (MTP, Mamba or cross).")
-    return saved
-
-
-def _iteration(folder: Path) -> Path:
-    """The folder of one iteration: ``folder`` itself, or the latest one in it."""
     if (folder / TRACKER).is_file():
         latest = (folder / TRACKER).read_text(encoding="utf-8").strip()
         folder = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
-    if (folder / ".metadata").is_file() and any((folder / name).is_file() for name in (COMMON, "metadata.json")):
-        return folder
-    found = "Megatron's legacy format" if any(folder.glob("mp_rank_*")) else "no complete torch_dist checkpoint"
-    raise LNSConfigError(f"{folder} holds {found}. Load it in Megatron and save it with --ckpt-format torch_dist.")
+    if not all((folder / name).is_file() for name in (".metadata", "metadata.json")):
+        raise LNSConfigError(
+            f"{folder} holds no complete torch_dist checkpoint. Load it in Megatron and save it with --ckpt-format "
+            "torch_dist."
+        )
+    with readable(folder):
+        stored, common = FileSystemReader(folder).read_metadata().state_dict_metadata, _common(folder)
+    entries = {name: entry for name, entry in stored.items() if not _TRAINING.match(name) and name != COMMON_OBJECT}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    saved = Saved(folder, common, tensors, [name for name in entries if name not in tensors])
+    layers = int(saved.args.num_layers)
+    gains = [(name, layer) for name, layer, part in saved.sites() if part == "weight"]
+    found = sum(saved.tensors[name].size[0] if layer is None else 1 for name, layer in gains)
+    foreign = [name for name in saved.tensors if re.search(r"\b(mtp|mixer|cross_attention)\b", name)]
+    if found != 2 * layers or foreign:
+        raise LNSConfigError(
+            f"{folder}: found {found} block norms in {layers} layers, expected {2 * layers}; others: "
+            f"{', '.join(foreign[:1]) or 'none'}. Only a plain transformer decoder (attention and MLP or MoE in every "
+            "layer, no MTP) can be folded."
+        )
+    return saved
 
 
 class _KeepBytes(DefaultLoadPlanner):
@@ -182,43 +173,29 @@ def _objects(folder: Path, names: list[str]) -> dict[str, bytes]:
     return state
 
 
-def _common(folder: Path, stored: Any) -> dict[str, Any]:
+def _common(folder: Path) -> dict[str, Any]:
     """The common state, through ``weights_only=True``: plain values and Megatron's enumerations are admitted.
 
-    :raises LNSConfigError: missing, damaged, naming another class, or without arguments.
+    :raises LNSConfigError: it holds no arguments.
     """
     path = folder / COMMON
-    if not path.is_file() and COMMON_OBJECT not in stored:
-        raise LNSConfigError(f"{folder} has neither {COMMON} nor {COMMON_OBJECT}: no arguments of the run.")
     content = path.read_bytes() if path.is_file() else _objects(folder, [COMMON_OBJECT])[COMMON_OBJECT]
-    with readable(path):
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-        allowed: list[Any] = [(_admitted(name, path), name) for name in names]
-        with torch.serialization.safe_globals(allowed):
-            common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+    own = {name: name.rpartition(".") for name in names if name.startswith("megatron.core.")}
+    found = {name: getattr(importlib.import_module(module), kind, None) for name, (module, _, kind) in own.items()}
+    safe = _SAFE | {name: kind for name, kind in found.items() if isinstance(kind, enum.EnumMeta)}
+    if foreign := set(names) - set(safe):
+        raise LNSConfigError(
+            f"{path} names the class {min(foreign)}. Expected plain values and enumerations of the installed Megatron "
+            "Core: install the version that wrote the checkpoint."
+        )
+    # With their names: torch takes off its list again what it was given here, and Megatron has put some on it itself.
+    with torch.serialization.safe_globals([(kind, name) for name, kind in safe.items()]):
+        common = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     common = common[0] if isinstance(common, list) and common else common
     if not isinstance(common, dict) or not hasattr(common.get("args"), "num_layers"):
-        raise LNSConfigError(f"{path} holds no arguments. Expected those of the run, by which the model was built.")
+        raise LNSConfigError(f"{folder} holds no arguments. Expected those of the run, by which the model was built.")
     return common
-
-
-def _admitted(name: str, path: Path) -> Any:
-    if name in _SAFE:
-        return _SAFE[name]
-    module, _, attribute = name.rpartition(".")
-    if module.startswith("megatron.core"):
-        found = getattr(importlib.import_module(module), attribute, None)
-        if isinstance(found, type) and issubclass(found, enum.Enum):
-            return found
-    raise LNSConfigError(f"{path} names the class {name}. Expected plain values and enumerations of Megatron.")
-
-
-def _given(args: Any, names: tuple[str, ...], source: object) -> Any:
-    """The value of an argument that has had several names. A default in its place would be a guess."""
-    found = [getattr(args, name) for name in names if getattr(args, name, None) is not None]
-    if not found:
-        raise LNSConfigError(f"{source}: the saved arguments hold neither {' nor '.join(names)}: expected one of them.")
-    return found[0]
 
 
 def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
@@ -238,17 +215,15 @@ def save_folded(folder: Path, out: Path, scheme: Scheme | None = None) -> str:
         factor = factors if layer is None else float(factors[layer])
         state[name] = multiplied(state[name], factor, None, saved.shift if part == "weight" else 0.0)
     check_finite(state.items())
-    ours = ("layernorm_scaling", "norm_scheme", "no_scaled_init")
-    args = {name: value for name, value in vars(saved.args).items() if not name.startswith(ours)}
     common = {key: value for key, value in saved.common.items() if not _TRAINING.match(key)}
+    args = {name: value for name, value in vars(saved.args).items() if name not in vars(Settings())}
     common["args"] = argparse.Namespace(**args)
     state |= _objects(saved.folder, saved.objects)
     target.mkdir(parents=True)
     if (saved.folder / COMMON).is_file():
         torch.save(common, target / COMMON)
     else:
-        buffer = io.BytesIO()
-        torch.save([common], buffer)
+        torch.save([common], buffer := io.BytesIO())
         state[COMMON_OBJECT] = buffer.getvalue()
     planner = _WriteBytes(flatten_state_dict=False)
     dcp_save(state, storage_writer=FileSystemWriter(target), planner=planner, no_dist=True)
@@ -264,28 +239,23 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     :raises LNSConfigError: as :func:`read`, or Llama doesn't compute this model; it says why.
     """
     saved = read(folder)
-    scheme = saved.scheme(scheme)
-    values = _config(saved, saved.tensors["embedding.word_embeddings.weight"].size[0])
+    scheme, values = saved.scheme(scheme), _config(saved)
     model = huggingface.build(values, _renamed(saved, values), folder)
     settings, longest = huggingface.settings(model), values["max_position_embeddings"]
     return huggingface.under(Opened(model, MEGATRON, PRE_LN, folder, settings, max_length=longest), scheme)
 
 
-def _config(saved: Saved, rows: int) -> dict[str, Any]:
-    """The settings of the Llama. :param rows: of the embedding, padding included."""
+def _config(saved: Saved) -> dict[str, Any]:
+    """The settings of the Llama."""
     args = saved.args
-    problems = [
-        f"{name}={getattr(args, name)!r}"
-        for name, values in _PLAIN.items()
-        if hasattr(args, name) and getattr(args, name) not in values
-    ]
-    if problems:
+    found = {name: getattr(args, name) for name in _PLAIN if hasattr(args, name)}
+    if problems := [f"{name}={value!r}" for name, value in found.items() if value not in _PLAIN[name]]:
         raise LNSConfigError(f"{saved.folder}: no stock Llama computes this model: {', '.join(problems)}.")
     heads = int(args.num_attention_heads)
     groups = getattr(args, "num_query_groups", None) if getattr(args, "group_query_attention", True) else None
     return {
         "model_type": "llama",
-        "vocab_size": rows,
+        "vocab_size": saved.tensors["embedding.word_embeddings.weight"].size[0],  # padding included
         "hidden_size": int(args.hidden_size),
         "intermediate_size": int(args.ffn_hidden_size),
         "num_hidden_layers": int(args.num_layers),
@@ -294,7 +264,7 @@ def _config(saved: Saved, rows: int) -> dict[str, Any]:
         "head_dim": int(getattr(args, "kv_channels", None) or args.hidden_size // heads),
         "max_position_embeddings": int(args.max_position_embeddings),
         "rope_theta": float(getattr(args, "rotary_base", 10_000)),
-        "rms_norm_eps": float(_given(args, _EPSILON, saved.folder)),
+        "rms_norm_eps": float(saved.given("norm_epsilon", "layernorm_epsilon")),
         "initializer_range": float(getattr(args, "init_method_std", 0.02)),
         "tie_word_embeddings": not getattr(args, "untie_embeddings_and_output_weights", False),
         "attention_bias": False,

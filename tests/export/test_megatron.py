@@ -41,7 +41,7 @@ def test_stock_megatron_and_a_stock_llama_compute_the_same(case, tmp_path, capsy
     root = save(tmp_path / "run", model, arguments(config, **said), stacked)
     if newer:
         as_core_0_19(root)
-    expected = run(tiny.hook_reference(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
+    expected = run(tiny.hooked(model, **{"exponent": 0.25} if "layernorm_scaling_exponent" in said else {}))
     assert export(root, tmp_path / "folded") == 0
     assert relative(run(load(tmp_path / "folded", tiny.build(config))), expected) <= 1e-5
     saved = read(tmp_path / "folded")
@@ -57,8 +57,10 @@ def test_stock_megatron_and_a_stock_llama_compute_the_same(case, tmp_path, capsy
     assert verify(root, tmp_path / "hf") == 0 and verify(root, tmp_path / "folded") == 0
 
 
-@pytest.mark.parametrize("version", ["0.15", "0.20"])
-def test_zero_centred_gains(version, tmp_path):
+@pytest.mark.parametrize(
+    ("version", "argument"), [("0.15", "apply_layernorm_1p"), ("0.20", "layernorm_zero_centered_gamma")]
+)
+def test_zero_centred_gains(version, argument, tmp_path):
     """The file holds gain - 1, under either name of the argument; the fold holds s·gain - 1."""
     config = tiny.config()
     plain, centred = perturbed(config), perturbed(config)
@@ -66,8 +68,8 @@ def test_zero_centred_gains(version, tmp_path):
         for name, parameter in centred.named_parameters():
             if "norm" in name:
                 parameter.sub_(1)
-    root = save(tmp_path / "run", centred, arguments(config, "zero_centred", version))
-    expected = run(tiny.hook_reference(plain))
+    root = save(tmp_path / "run", centred, arguments(config, version, **{argument: True}))
+    expected = run(tiny.hooked(plain))
     assert export(root, tmp_path / "folded") == 0 and export(root, tmp_path / "hf", "--format", "hf") == 0
     loaded = load(tmp_path / "folded", tiny.build(config))
     with torch.no_grad():
@@ -102,22 +104,21 @@ class Hostile:
 
 
 @pytest.mark.parametrize(
-    ("case", "found"),
+    ("name", "value"),
     [
-        ("rope_scaling", "use_rope_scaling=True"),
-        ("qk_layernorm", "qk_layernorm=True"),
-        ("layer_norm", "normalization='LayerNorm'"),
-        ("rotary_percent", "rotary_percent=0.5"),
-        ("window", "window_size="),
-        ("yarn", "position_embedding_type='yarn'"),
-        ("not_swiglu", "swiglu=False"),
-        ("biases", "add_bias_linear=True"),
+        ("use_rope_scaling", True),
+        ("qk_layernorm", True),
+        ("normalization", "LayerNorm"),
+        ("rotary_percent", 0.5),
+        ("window_size", (128, 0)),
+        ("position_embedding_type", "yarn"),
+        ("swiglu", False),
+        ("add_bias_linear", True),
     ],
 )
-def test_what_no_llama_computes_is_refused(saved, case, found, tmp_path, capsys):
-    args = arguments(tiny.config(), case, "0.20")
-    root = again(saved, tmp_path / "run", lambda common: common.update(args=args))
-    assert found in refused(capsys, root, tmp_path / "out", "--format", "hf")
+def test_what_no_llama_computes_is_refused(saved, name, value, tmp_path, capsys):
+    root = again(saved, tmp_path / "run", lambda common: vars(common["args"]).update({name: value}))
+    assert f"{name}={value!r}" in refused(capsys, root, tmp_path / "out", "--format", "hf")
 
 
 def test_arguments_that_do_not_say_it_or_are_damaged(saved, tmp_path, capsys):

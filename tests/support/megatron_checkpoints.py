@@ -2,38 +2,31 @@
 
 import argparse
 import io
+import json
 import pickle
-from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from olmo_lns.export.megatron import COMMON, COMMON_OBJECT, read
-from olmo_lns.integrations.megatron import apply
 from support import megatron_tiny as tiny
-from support.megatron_saved import saved_arguments
 
 TOKENS = tiny.batch()[:, :-1]
 
 
-def arguments(config, case="base", version=None, **changes):
-    """The arguments that Megatron saves beside a model: its command line, as its own parser read it.
-
-    :param case: of ``megatron_arguments.json``. :param version: of Megatron Core; default: the installed one.
-    """
-    from megatron.core import __version__
+def arguments(config, version="0.20", **changes):
+    """The arguments that Megatron saves beside a model, as the parser of 0.15 or 0.20 read its command line."""
     from megatron.core.transformer.enums import AttnBackend
 
-    version = version or ".".join(__version__.split(".")[:2])
-    saved = saved_arguments(version, case)
-    assert saved is not None
-    epsilon = "norm_epsilon" if hasattr(saved, "norm_epsilon") else "layernorm_epsilon"
+    recorded = json.loads(Path(__file__).with_name("megatron_arguments.json").read_text())[version]
+    epsilon = "norm_epsilon" if "norm_epsilon" in recorded else "layernorm_epsilon"
     values = {
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
         "num_query_groups": config.num_query_groups,
         epsilon: config.layernorm_epsilon,
         "attention_backend": AttnBackend.auto,
     }
-    return argparse.Namespace(**vars(saved) | values | changes)
+    return argparse.Namespace(**recorded | values | changes)
 
 
 def perturbed(config):
@@ -44,13 +37,6 @@ def perturbed(config):
             noise = 0.1 * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise + parameter if parameter.dim() == 1 else noise)
     return model.eval()
-
-
-def under_lns(config):
-    """A model of the same shape, built under LayerNorm Scaling."""
-    own = replace(config)
-    apply(own)
-    return tiny.build(own)
 
 
 def save(root, model, args, stacked=True):

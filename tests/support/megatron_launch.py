@@ -39,11 +39,11 @@ def model_flags():
 
 def environment():
     paths = [str(TESTS / "support" / "megatron_site"), str(TESTS), str(TESTS.parent)]  # this tree, not an installed one
+    paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {
         "PYTHONPYCACHEPREFIX": os.path.join(tempfile.gettempdir(), "olmo-lns-pycache"),
         "MEGATRON_ON_CPU": "1",
-        "MEGATRON_PROBE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -65,11 +65,11 @@ def build_helpers(tree):
     subprocess.run(command, env=environment(), check=True, capture_output=True)
 
 
-def pretrain(tree, *flags, script="pretrain_gpt.py"):
-    """One rank of pretrain_gpt.py, or of another script, or of ``-m olmo_lns`` and one, with the flags of MODEL."""
+def pretrain(tree, *flags, script="pretrain_gpt.py", ranks=1):
+    """pretrain_gpt.py, or another script, or ``-m olmo_lns`` and one, with the flags of MODEL; one pipeline stage a rank."""
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-         *script.split(), *model_flags(), *flags],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+         *script.split(), *model_flags(), "--pipeline-model-parallel-size", str(ranks), *flags],
         cwd=tree, env=environment(), capture_output=True, text=True, timeout=900,
     )  # fmt: skip
 

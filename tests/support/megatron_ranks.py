@@ -46,7 +46,7 @@ def build(options):
     cfg.output_layer_init_method = cfg.init_method
     if mode == "plugin":
         apply(cfg)
-    spec = tiny.spec_with(cfg) if cfg.sequence_parallel else None
+    spec = tiny.sequence_parallel_spec(cfg) if cfg.sequence_parallel else None
     models = [
         tiny.build(cfg, spec, vp_stage=stage if chunks > 1 else None, seed=1234 + stage) for stage in range(chunks)
     ]

@@ -4,7 +4,6 @@ import torch
 
 from support.hooked import hooked
 
-hook_reference = hooked
 VOCAB, SEQUENCE, BATCH, LAYERS, HIDDEN = 128, 16, 2, 4, 32
 
 
@@ -66,13 +65,13 @@ class ParallelRMSNorm:
         return norm
 
 
-def spec_with(cfg, norm=ParallelRMSNorm):
-    """The local spec of a block with another norm; by default one that allows sequence parallelism."""
+def sequence_parallel_spec(cfg):
+    """The local spec with norms that allow sequence parallelism."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     layer = local_spec(cfg)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    return TransformerBlockSubmodules(layer_specs=[layer] * cfg.num_layers, layer_norm=norm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ParallelRMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * cfg.num_layers, layer_norm=ParallelRMSNorm)
 
 
 def build(cfg, spec=None, *, vp_stage=None, seed=1234, **kwargs):

@@ -174,23 +174,7 @@ def _take_cpu_tensors():
 _kept = []
 
 
-def _gemm(
-    A,
-    B,
-    out_dtype=None,
-    quantization_params=None,
-    gelu=False,
-    gelu_in=None,
-    alpha=1.0,
-    beta=None,
-    accumulate=False,
-    layout="TN",
-    out=None,
-    bias=None,
-    use_split_accumulator=False,
-    grad=False,
-    **kwargs,
-):
+def _gemm(A, B, out_dtype=None, *, accumulate=False, layout="TN", out=None, bias=None, grad=False, **kwargs):
     """TE's ``general_gemm``: B A^T, B A or B^T A, and the bias or its gradient."""
     a, b = A.reshape(-1, A.shape[-1]), B.reshape(-1, B.shape[-1])
     result = b @ a.t() if layout == "TN" else b @ a if layout == "NN" else b.t() @ a

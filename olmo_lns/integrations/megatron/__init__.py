@@ -14,18 +14,25 @@ from olmo_lns.schemes import DEFAULT_EXPONENT
 
 __all__ = ["apply", "plain_initialization", "register"]
 
-#: Models that attach by themselves: class -> the module that defines it, in one version or another.
-MODELS = {
-    "GPTModel": "megatron.core.models.gpt.gpt_model",
-    "HybridModel": "megatron.core.models.hybrid.hybrid_model",
-    "MambaModel": "megatron.core.models.mamba.mamba_model",
-    "BertModel": "megatron.core.models.bert.bert_model",
-    "T5Model": "megatron.core.models.T5.t5_model",
+_CONFIG = "core_transformer_config_from_args"
+#: Function of Megatron -> its wrapper in ``launch``, and whether a scheme needs it.
+WRAPPED = {
+    "megatron.core.models.gpt.gpt_model:GPTModel.__init__": ("model_init", True),
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": ("model_init", False),
+    "megatron.core.models.mamba.mamba_model:MambaModel.__init__": ("model_init", False),
+    "megatron.core.models.bert.bert_model:BertModel.__init__": ("model_init", False),
+    "megatron.core.models.T5.t5_model:T5Model.__init__": ("model_init", False),
+    f"megatron.training.argument_utils:{_CONFIG}": ("config_from_args", False),  # from 0.18 on
+    f"megatron.training.arguments:{_CONFIG}": ("config_from_args", True),  # where it may have been imported, wrapped
+    "megatron.training.arguments:add_megatron_arguments": ("add_arguments", True),
+    "megatron.training.training:get_model": ("model_built", True),
+    "megatron.training.training:setup_model_and_optimizer": ("model_built", True),
+    "megatron.training.checkpointing:load_args_from_checkpoint": ("load_args", True),
+    "megatron.training.checkpointing:_load_base_checkpoint": ("load_base", True),
+    "megatron.post_training.checkpointing:load_modelopt_checkpoint": ("load_modelopt", False),
 }
-_LAUNCH = (
-    *(f"megatron.training.{name}" for name in ("argument_utils", "arguments", "training", "checkpointing")),
-    "megatron.post_training.checkpointing",
-)
+#: Names of the models' classes.
+MODELS = {path.split(":")[1].split(".")[0] for path in WRAPPED if path.endswith(".__init__")}
 
 
 def register() -> None:
@@ -35,14 +42,17 @@ def register() -> None:
 
     Example: ``register()``, then ``from megatron.training import pretrain``.
     """
-    for name in (*MODELS.values(), *_LAUNCH):
-        hook.on_import(name, _wrap)
+    for path in WRAPPED:
+        hook.on_import(path.partition(":")[0], wrap)
 
 
-def _wrap(module: Any) -> None:
-    from olmo_lns.integrations.megatron.launch import wrap_module
+def wrap(module: Any) -> None:
+    """Wrap the functions of ``module``, which has just been executed."""
+    from olmo_lns.integrations.megatron import launch
 
-    wrap_module(module)
+    for path, (name, needed) in WRAPPED.items():
+        if path.partition(":")[0] == module.__name__:
+            hook.wrap(path, getattr(launch, name), needed=needed)
 
 
 def apply(target: Any, *, exponent: float = DEFAULT_EXPONENT, keep_scaled_init: bool = False) -> int:
@@ -74,8 +84,17 @@ def plain_initialization(config: Any) -> None:
 
     :param config: a ``TransformerConfig`` or a provider, before its model is built.
     :raises LNSConfigError: it asks for scaled initialization.
+    :raises UpstreamChangedError: this Megatron lacks a function that is needed.
+
+    Example: ``plain_initialization(config)``, then ``GPTModel(config, ...)``.
     """
     register()
-    from olmo_lns.integrations.megatron import launch
+    from olmo_lns.integrations.megatron.launch import apply_to
 
-    launch.plain_initialization(config)
+    config = getattr(config, "transformer", config)
+    apply_to(config, Settings(no_scaled_init=True))
+    if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge finalizes it later
+        from megatron.core.utils import init_method_normal
+
+        config.init_method = init_method_normal(config.init_method_std)
+    config.output_layer_init_method = config.init_method

@@ -32,23 +32,26 @@ _PLACES = {
     "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
     "ff": ("pre_mlp_layernorm", "mlp", ("linear_fc1",)),
 }
-_WORDS = {"attn": "attention", "ff": "MLP"}
 _PAST = "it reads the norm's parameters past its forward"
 _NO_STREAM = "with hyper-connections there is no single residual stream to scale in"
 _NO_DEPTH = "heterogeneous blocks have no common depth"
-#: Attribute of the config -> whether its value is refused, and why.
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "use_transformer_engine_op_fuser": (bool, _PAST),
-    "inference_fuse_tp_communication": (bool, _PAST),
-    "transformer_impl": (lambda found: found == "inference_optimized", _PAST),
-    "enable_mhc_connections": (bool, _NO_STREAM),
-    "enable_hyper_connections": (bool, _NO_STREAM),
-    "heterogeneous_block_specs": (bool, _NO_DEPTH),
-    "heterogeneous_layers_config_path": (bool, _NO_DEPTH),
-    "batch_invariant_mode": (bool, "its RMSNorm takes the place of TE's forward, which a scaled norm does not run"),
+#: Attribute of the config -> why LayerNorm Scaling isn't right with it.
+_REFUSED = {
+    "use_transformer_engine_op_fuser": _PAST,
+    "inference_fuse_tp_communication": _PAST,
+    "enable_mhc_connections": _NO_STREAM,
+    "enable_hyper_connections": _NO_STREAM,
+    "heterogeneous_block_specs": _NO_DEPTH,
+    "heterogeneous_layers_config_path": _NO_DEPTH,
+    "scale_layernorm_by_depth": "that is the patch of this method for Megatron, which would scale twice",
+    "batch_invariant_mode": "its RMSNorm takes the place of TE's forward, which a scaled norm does not run",
 }
+#: Modules of a layer that Pre-LN does not have: a third sub-layer, and norms besides those in front of two.
+_OTHER = re.compile(
+    r"^cross_attention$|^(?!(input|pre_mlp)_layernorm$)[^.]*norm[^.]*$|(linear_proj|linear_fc2)\..*norm"
+)
 #: Residual output projections, by the ends of their weights' names.
-_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$|experts\.weight2$")
+_OUTPUT = re.compile(r"(linear_proj|linear_fc2|fc2_latent_proj)\.weight\d*$|experts\.weight2$")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "OptimizedModule")
 _said: set[str] = set()
 
@@ -61,11 +64,14 @@ def say(text: str) -> None:
 
 
 def check_config(config: Any) -> None:
-    """:raises LNSConfigError: a setting that LayerNorm Scaling cannot be right with."""
+    """:raises LNSConfigError: a setting that LayerNorm Scaling isn't right with."""
     check_environment()
-    for name, (is_refused, why) in _REFUSED.items():
-        if is_refused(found := getattr(config, name, None)):
-            raise LNSConfigError(f"LayerNorm Scaling does not support {name}={found!r}: {why}. Switch one of them off.")
+    refused = {name: why for name, why in _REFUSED.items() if getattr(config, name, None)}
+    if getattr(config, "transformer_impl", "") == "inference_optimized":
+        refused["transformer_impl"] = _PAST
+    for name, why in refused.items():
+        found = f"{name}={getattr(config, name)!r}"
+        raise LNSConfigError(f"LayerNorm Scaling does not support {found}: {why}. Switch one of them off.")
 
 
 def layers_of(module: nn.Module) -> list[Any]:
@@ -82,7 +88,7 @@ def models_in(module: nn.Module) -> list[Any]:
     """
     if type(module).__name__ in _WRAPPERS:
         raise LNSConfigError(f"found a {type(module).__name__}: apply first, then wrap or compile the model.")
-    found = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & set(MODELS)]
+    found = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & MODELS]
     return found or [module]
 
 
@@ -99,91 +105,79 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
     if config is None or not (layers or hasattr(model, "pre_process")):  # a pipeline stage may have no layer
         raise LNSConfigError(f"{type(model).__name__} holds no TransformerLayer: nothing to scale.")
     check_config(config)
-    _refuse_other_layers(model)
+    places = [place for layer, number in _numbered(model, layers) for place in _places(layer, number)]
+    blocks = _check_numbers(model, config, places)
     try:
-        halves = {len(_scale_layer(layer, settings, number)) for layer, number in _numbered(model, layers)}
-        _check_numbers(model, config, blocks := int(config.num_layers) // (2 if 1 in halves else 1))
+        for module, number, sub_layer in places:
+            site = sites.Site(settings.scheme, number, blocks, sub_layer)
+            sites.attach(module, site)
+            norms.scale(module, site.plan.norm_scale, where=site, width=int(config.hidden_size))
+        initialization = check_initialization(model, config) if drawn else []
     except Exception:
         sites.restore(model)
         raise
-    found = [(site.layer_number, norms.is_fused(module)) for _, module, site in sites.sites(model)]
-    if not found:
+    if not places:
         say("LayerNorm Scaling on: no block in this process")
         return 0
-    measured = ["output"] if all(fused for _, fused in found) else ["output", "gradient"]
-    measured += check_initialization(model, config) if drawn else []
-    how: dict[str, Any] = {
-        "here": f"{len(found)} in this process (blocks {min(found)[0]}-{max(found)[0]})",
-        "norm": str(getattr(config, "normalization", "")),
-        "initialization": _describe(config, settings.scaled_init_off) if drawn else "weights as they were",
-    }
-    say(sites.start_up_line(model, blocks, measured=measured, **how))
-    return len(found)
+    measured = ["output"] if all(norms.is_fused(module) for module, _, _ in places) else ["output", "gradient"]
+    here = f"{len(places)} in this process (blocks {places[0][1]}-{places[-1][1]})"
+    how = "weights as they were"
+    if drawn and settings.scaled_init_off:
+        width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
+        how = f"scaled initialization off (output projections: init_method{width})"
+    elif drawn:
+        how = "scaled initialization kept (std/sqrt(2L) for output projections)"
+    norm = str(getattr(config, "normalization", ""))
+    measured += initialization
+    say(sites.start_up_line(model, blocks, measured=measured, here=here, norm=norm, initialization=how))
+    return len(places)
 
 
-def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int | None]]:
-    """Each layer, and the number of an MTP module's: L + k, since its own means something else in each version."""
-    mtps = [child for child in model.modules() if type(child).__name__ == "MultiTokenPredictionLayer"]
-    numbers = {id(layer): m.config.num_layers + m.layer_number for m in mtps for layer in layers_of(m)}
-    for mtp in mtps:
-        if len(layers_of(mtp)) != 1:
-            raise LNSConfigError(
-                f"MTP layer {mtp.layer_number} holds {len(layers_of(mtp))} transformer layers, expected 1: LayerNorm "
-                "Scaling does not support MTP layers of a hybrid model. Drop --mtp-num-layers."
-            )
-    return [(layer, numbers.get(id(layer))) for layer in layers]
+def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
+    """Each layer and its number: L + k in an MTP module, whose own number means something else in each version.
 
-
-def _refuse_other_layers(model: Any) -> None:
-    """:raises LNSConfigError: a stack holds Mamba or custom layers."""
-    layers = {id(layer) for layer in layers_of(model)}
+    :raises LNSConfigError: a stack holds Mamba or custom layers, or an MTP module more than one layer.
+    """
+    numbers = {layer: int(layer.layer_number) for layer in layers}
     for stack in model.modules():
-        stacked = getattr(stack, "layers", None)
-        if not isinstance(stacked, nn.ModuleList) or type(stack).__name__ == "MultiTokenPredictionBlock":
-            continue
-        for layer in stacked:
-            inner = getattr(layer, "module", layer)
-            if id(layer) not in layers and id(inner) not in layers:
-                raise LNSConfigError(
-                    f"{type(layer).__name__} {getattr(layer, 'layer_number', '?')} of {type(stack).__name__} is no "
-                    "TransformerLayer: LayerNorm Scaling supports attention and MLP in turn (hybrid patterns: '*-' or "
-                    "'*E' repeated)."
+        stacked: Any = getattr(stack, "layers", ())
+        is_list: bool = isinstance(stacked, nn.ModuleList)
+        for layer in stacked if is_list else ():
+            if type(layer).__name__ == "MultiTokenPredictionLayer":
+                if len(inner := layers_of(layer)) != 1:
+                    raise _refuse(
+                        layer,
+                        f"holds {len(inner)} transformer layers, expected 1: LayerNorm Scaling does not support MTP "
+                        "layers of a hybrid model. Drop --mtp-num-layers",
+                    )
+                numbers[inner[0]] = layer.config.num_layers + layer.layer_number
+            elif layer not in numbers and getattr(layer, "module", None) not in numbers:
+                raise _refuse(
+                    layer,
+                    f"of {type(stack).__name__} is no TransformerLayer: LayerNorm Scaling supports attention and MLP "
+                    "in turn (hybrid patterns: '*-' or '*E' repeated)",
                 )
+    return list(numbers.items())
 
 
-def _scale_layer(layer: Any, settings: Settings, number: int | None) -> list[str]:
-    """Scale the norms of one layer; return its sub-layers: two, or one in a hybrid model."""
-    if not _is_absent(getattr(layer, "cross_attention", None)):
-        raise _refuse(layer, "has cross attention, a third sub-layer that LayerNorm Scaling does not define")
-    found = {
-        sub_layer: _site(layer, sub_layer) for sub_layer, (_, holder, _) in _PLACES.items()
-        if not _is_absent(getattr(layer, holder, None))
-    }  # fmt: skip
+def _places(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
+    """The norms of a layer, each with its block's number and its sub-layer: two, or one in a hybrid model."""
+    others = [name for name, module in layer.named_modules() if _OTHER.search(name) and not _is_absent(module)]
+    if others:
+        raise _refuse(
+            layer,
+            f"has {', '.join(others)}, expected attention and MLP with one norm in front of each: cross attention and "
+            "norms behind a sub-layer are not defined in LayerNorm Scaling",
+        )
+    found = [name for name, (_, holder, _) in _PLACES.items() if not _is_absent(getattr(layer, holder, None))]
     if not found:
         raise _refuse(layer, "has neither attention nor MLP")
-    count = int(layer.config.num_layers)
-    if len(found) == 1 and count % 2:
-        raise _refuse(layer, f"is one of {count} layers of a hybrid pattern, which ends with attention without an MLP")
-    if number is None:
-        number = int(layer.layer_number)
-    if len(found) == 1:
-        if number % 2 != (1 if "attn" in found else 0):
-            raise _refuse(
-                layer,
-                f"is layer {number} of a hybrid pattern and holds only {_WORDS[next(iter(found))]}: only the plain "
-                "transformer patterns are supported, '*-' or '*E' repeated",
-            )
-        number, count = (number + 1) // 2, count // 2
-    if number < 1:
-        raise MeasurementError(f"{type(layer).__name__}: found the block number {number}, expected 1 … {count}.")
-    for sub_layer, module in found.items():
-        site = sites.Site(settings.scheme, number, count, sub_layer)
-        sites.attach(module, site)
-        norms.scale(module, site.plan.norm_scale, where=site, width=int(layer.config.hidden_size))
-    return list(found)
+    block = number if len(found) == 2 else (number + 1) // 2
+    return [(_norm(layer, sub_layer), block, sub_layer) for sub_layer in found]
 
 
-def _site(layer: Any, sub_layer: str) -> nn.Module:
+def _norm(layer: Any, sub_layer: str) -> nn.Module:
+    """The one norm in front of a sub-layer."""
     norm, holder, fused = _PLACES[sub_layer]
     inner = getattr(layer, holder)
     for module in (inner, *(getattr(inner, name, None) for name in fused)):
@@ -197,31 +191,35 @@ def _site(layer: Any, sub_layer: str) -> nn.Module:
     if len(found) != 1:
         raise _refuse(
             layer,
-            f"has {len(found)} norms in front of its {_WORDS[sub_layer]} ({', '.join(found) or 'none'}; the "
-            f"{_WORDS[sub_layer]} is a {type(inner).__name__}), expected exactly one of "
-            f"{', '.join((norm, *candidates))}",
+            f"has {len(found)} norms in front of its {holder} ({', '.join(found) or 'none'}; that is a "
+            f"{type(inner).__name__}), expected exactly one of {', '.join((norm, *candidates))}",
         )
     return next(iter(found.values()))
 
 
-def _check_numbers(model: Any, config: Any, blocks: int) -> None:
-    """:raises MeasurementError: numbers of this part of the model that cannot be global, 1 … L, each once."""
-    own = [(site.layer_number, site.sub_layer) for _, _, site in sites.sites(model)]
-    numbers = sorted({number for number, _ in own if number <= blocks})
-    in_a_row = list(range(numbers[0], numbers[-1] + 1)) if numbers else []
-    wrong = len(set(own)) != len(own) or numbers != in_a_row
-    if numbers and hasattr(model, "pre_process"):
+def _check_numbers(model: Any, config: Any, places: list[tuple[nn.Module, int, str]]) -> int:
+    """Return how many blocks the whole model has.
+
+    :raises MeasurementError: the norms here are not those of attention and MLP in turn, numbered globally from 1 on.
+    """
+    is_hybrid = len(places) < 2 * len(layers_of(model))  # its layers are halves of blocks
+    end = int(config.num_layers) * (1 if is_hybrid else 2)
+    found = [2 * number - (sub_layer == "attn") for _, number, sub_layer in places]
+    wrong = end % 2 == 1 or found != list(range(found[0], found[0] + len(found))) if found else False
+    if found and hasattr(model, "pre_process"):
         # Such a first stage may hold the embedding alone, so that block 1 is in the second.
         layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
         empty_first = any(getattr(config, name, None) for name in layouts)
-        wrong |= numbers[0] != 1 if model.pre_process else numbers[0] == 1 and not empty_first
-        wrong |= bool(model.post_process) and numbers[-1] != blocks
-    if wrong:
+        wrong |= found[0] != 1 if model.pre_process else found[0] == 1 and not empty_first
+        mtps = [module for module in model.modules() if type(module).__name__ == "MultiTokenPredictionLayer"]
+        wrong |= bool(model.post_process) and found[-1] != end + 2 * len(mtps)
+    if wrong or min(found, default=1) < 1:
         raise MeasurementError(
-            f"{type(model).__name__}: found norms of the blocks {[n for n, _ in own]}, expected two of each block of "
-            f"this pipeline stage, numbered globally from 1 to {blocks}. This Megatron numbers its layers in an "
-            "unknown way."
+            f"{type(model).__name__}: found norms of the blocks {[f'{n} {sub}' for _, n, sub in places]}, expected "
+            f"those of attention and MLP in turn in this pipeline stage, numbered globally from 1 to {end / 2:g}. "
+            "LayerNorm Scaling supports plain transformers only (hybrid patterns: '*-' or '*E' repeated)."
         )
+    return end // 2
 
 
 def _is_absent(module: Any) -> bool:
@@ -246,7 +244,11 @@ def check_initialization(model: Any, config: Any) -> list[str]:
     std, measured = _std(init), False
     for layer in layers_of(model) if std else []:
         weights = {name: weight for name, weight in layer.named_parameters() if _OUTPUT.search(name)}
-        measured |= probe.check_drawn(weights, std, where=f"block {getattr(layer, 'layer_number', '?')}")
+        where = f"block {getattr(layer, 'layer_number', '?')}"
+        for _, holder, _ in _PLACES.values():
+            if not _is_absent(getattr(layer, holder, None)) and not any(name.startswith(holder) for name in weights):
+                raise MeasurementError(f"{where}: found no linear_proj or linear_fc2 in its {holder}, expected one.")
+        measured |= probe.check_drawn(weights, std, where=where)
     return ["initialization"] if measured else ["initialization (read back)"]
 
 
@@ -257,11 +259,3 @@ def _std(init: Callable[[torch.Tensor], object]) -> float:
         init(small), init(large)
     found = float(large.std())
     return found if abs(float(small.std()) / found - 1) < 0.1 else 0.0
-
-
-def _describe(config: Any, off: bool) -> str:
-    """The policy in words, for the log."""
-    if not off:
-        return "scaled initialization kept (std/sqrt(2L) for output projections)"
-    width = ", MuP's width factor kept" if getattr(config, "use_mup", False) else ""
-    return f"scaled initialization off (output projections: init_method{width})"

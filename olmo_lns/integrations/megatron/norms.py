@@ -1,8 +1,8 @@
 """Scale one norm of a Megatron layer, whatever class it is, and measure that it is scaled.
 
 - :class:`FoldedFused`: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and ``s*bias``.
-  Right for a forward that reads them once and whose backward uses the saved tensors: TE's LayerNormLinear and Apex's
-  norms. TE's standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
+  Right for a forward that reads them once and whose backward uses the saved tensors: TE's LayerNormLinear. TE's
+  standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
 - :class:`FoldedNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
 
 :func:`olmo_lns.sites.scale` takes neither where it measures something else than the framework's own, and multiplies
@@ -22,6 +22,7 @@ from torch import nn
 from olmo_lns import probe, sites
 from olmo_lns.norm import layer_norm, rms_norm
 from olmo_lns.norm.dtypes import fold
+from olmo_lns.response import first
 
 
 class FoldedFused(sites.Scaled):
@@ -29,33 +30,23 @@ class FoldedFused(sites.Scaled):
 
     lns_calls_forward = True
     lns_way = "folded into the fused kernel's gain"
-    _gain, _bias = "layer_norm_weight", "layer_norm_bias"
+    layer_norm_weight: torch.Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        shadow = self.__dict__
-        gain, bias = getattr(self, self._gain), getattr(self, self._bias, None)
+        shadow, before = self.__dict__, dict(self.__dict__)
+        gain, bias = self.layer_norm_weight, getattr(self, "layer_norm_bias", None)
         centered = bool(getattr(self, "zero_centered_gamma", False))
-        previous = {name: shadow[name] for name in (self._gain, self._bias) if name in shadow}
-        shadow[self._gain] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
+        shadow["layer_norm_weight"] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
         if bias is not None:
-            shadow[self._bias] = fold(bias, self.lns_scale, dtype=bias.dtype)
+            shadow["layer_norm_bias"] = fold(bias, self.lns_scale, dtype=bias.dtype)
         if centered:  # 1 + gain was folded as it is, since s(1+gain)-1 would cancel
-            self.zero_centered_gamma = False
+            shadow["zero_centered_gamma"] = False
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for name in (self._gain, self._bias):
+            for name in ("layer_norm_weight", "layer_norm_bias", "zero_centered_gamma"):
                 shadow.pop(name, None)
-            shadow.update(previous)
-            if centered:
-                self.zero_centered_gamma = True
-
-
-class FoldedApex(FoldedFused):
-    """The same for Megatron's wrapper of Apex."""
-
-    lns_way = "folded into the norm's gain"
-    _gain, _bias = "weight", "bias"
+                shadow.update({name: before[name]} if name in before else {})
 
 
 class FoldedNorm(sites.Scaled):
@@ -101,65 +92,46 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
 
     Example: ``scale(layer.input_layernorm, 0.5, where="block 4, attn", width=4096)``.
     """
-    sites.scale(module, factor, where=where, width=width, folded=_mixin(module), respond=lambda m: respond(m, width))
-
-
-def _mixin(module: nn.Module) -> type | None:
     kind: Any = type(module)
     names = _names(kind)
-    if is_fused(module):
-        return FoldedFused
-    if "megatron.core.fusions.fused_layer_norm" in names:
-        return FoldedApex
+    folded: type | None = None
     te = "transformer_engine" in names and names & {"RMSNorm", "LayerNorm"}
-    known = te or "TEFusedResidualRMSNorm" in names or kind in (nn.LayerNorm, nn.RMSNorm)
-    return FoldedNorm if known else None
+    if is_fused(module):
+        folded = FoldedFused
+    elif te or "TEFusedResidualRMSNorm" in names or kind in (nn.LayerNorm, nn.RMSNorm):
+        folded = FoldedNorm
+    sites.scale(module, factor, where=where, width=width, folded=folded, respond=lambda m: respond(m, width))
 
 
 def respond(module: nn.Module, width: int) -> probe.Response:
-    """Run a norm, or a norm fused with a linear layer, on random rows with a random gain, outside FP8 and alone.
+    """Run a norm, or a norm fused with a linear layer, on random rows with random parameters, outside FP8 and alone.
 
     TE's norms read their weights again in backward, so the random ones stay until the gradient is there. A fused
-    linear layer runs on its own matrix, less its bias, without gradient, and without the collective of sequence
-    parallelism. The module is left as it was: its parameters, its FP8 state, its count of micro-batches.
+    linear layer runs without gradient, and without the collective of sequence parallelism. Its own bias is zero, and
+    one where the output is multiplied, which a bias must show. The module is left as it was: its parameters, its FP8
+    state, its count of micro-batches.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator, fused = torch.Generator("cpu").manual_seed(4), is_fused(module)
     values = {}
     for name, parameter in module.named_parameters(recurse=False):
-        if fused and parameter.dim() > 1:
-            values[name] = _matrix(parameter, device)
-        elif fused and name == "bias":
-            # Without rounding of the sum; where the output is multiplied, a bias must show.
-            there = torch.full(parameter.shape, float(isinstance(module, sites.ScaledOutput)), device=device)
-            values[name] = nn.Parameter(there.to(parameter.dtype), requires_grad=False)
+        if fused and name == "bias":
+            drawn = torch.full(parameter.shape, float(isinstance(module, sites.ScaledOutput)), device=device)
+        elif fused and parameter.dim() > 1:
+            own = torch.Generator(device).manual_seed(5)
+            drawn = 0.02 * torch.randn(parameter.shape, generator=own, device=device)
         else:
             drawn = 1 + 0.25 * torch.randn(parameter.shape, generator=generator, device="cpu")
-            values[name] = nn.Parameter(drawn.to(device, parameter.dtype))
+        values[name] = nn.Parameter(drawn.to(device, parameter.dtype), requires_grad=not fused)
     dtype = next((value.dtype for value in values.values()), torch.float32)
     with _changed(module, values), torch.set_grad_enabled(not fused):
         x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_(not fused)
-        output = module(x)
-        output = output[0] if isinstance(output, tuple) else output
+        output = first(module(x))
         if fused:
-            bias = values.get("bias")
-            added = bias is not None and bias.numel() and not getattr(module, "te_return_bias", False)
-            output = output.double() - bias.double() if added else output.double()  # type: ignore[union-attr]
-            return probe.Response(output, None, torch.bfloat16)  # of a matrix product in TF32
+            return probe.Response(output.double(), None, torch.bfloat16)  # of a matrix product in TF32
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
         (gradient,) = torch.autograd.grad(output, x, weights)
     return probe.Response(output.detach().double(), gradient.double(), dtype)
-
-
-def _matrix(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """The linear layer's own parameter on the device that trains; a drawn one for zeros and the meta device."""
-    value = parameter.detach()
-    if hasattr(value, "_quantizer"):  # FP8 parameters
-        value = value.dequantize()
-    if value.is_meta or not value.any():
-        generator = torch.Generator(device).manual_seed(5)
-        value = 0.02 * torch.randn(value.shape, generator=generator, device=device, dtype=value.dtype)
-    return nn.Parameter(value.to(device), requires_grad=False)
 
 
 @contextlib.contextmanager

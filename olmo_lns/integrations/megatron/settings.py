@@ -29,77 +29,58 @@ _MORE_CONNECTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-
 
 @dataclass(frozen=True)
 class Settings:
-    """The scheme and the initialization that were asked for.
-
-    :param layernorm_scaling_exponent: None where it was not given (then 0.5, the paper's).
-    """
+    """The scheme and the initialization that were asked for."""
 
     layernorm_scaling: bool = False
-    layernorm_scaling_exponent: float | None = None
+    layernorm_scaling_exponent: float = DEFAULT_EXPONENT
     layernorm_scaling_keep_scaled_init: bool = False
     no_scaled_init: bool = False
 
     @classmethod
     def of(cls, holder: Any) -> Settings:
-        """Read them from parsed arguments, a marked config or the arguments of a checkpoint."""
+        """Read them from parsed arguments, a marked config or the arguments of a checkpoint.
+
+        :raises LNSConfigError: a development version saved the name of another scheme there.
+        """
+        if other := getattr(holder, "norm_scheme", ""):
+            raise LNSConfigError(f"norm_scheme={other!r} in Megatron is of a development version only.")
         found = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
-        if (exponent := found["layernorm_scaling_exponent"]) is not None:
-            found["layernorm_scaling_exponent"] = float(exponent)  # printed arguments are text
         return cls(**{name: value for name, value in found.items() if value is not None})
 
     def store(self, holder: Any) -> None:
-        """Write all attributes, the exponent as the number that is used."""
-        for name, value in vars(replace(self, layernorm_scaling_exponent=self.exponent)).items():
+        """Write all of them as attributes."""
+        for name, value in vars(self).items():
             setattr(holder, name, value)
 
     @property
-    def exponent(self) -> float:
-        return DEFAULT_EXPONENT if self.layernorm_scaling_exponent is None else self.layernorm_scaling_exponent
-
-    @property
     def scheme(self) -> Scheme:
-        return Scheme.of(LNS.name, exponent=self.exponent) if self.layernorm_scaling else PRE_LN
-
-    @property
-    def active(self) -> bool:
-        """True if the norms get a factor."""
-        return self.layernorm_scaling
+        """The scheme of the norms."""
+        active = self.layernorm_scaling
+        return Scheme.of(LNS.name, exponent=self.layernorm_scaling_exponent) if active else PRE_LN
 
     @property
     def words(self) -> str:
         """All options that give these settings, as a user types them."""
-        words = [FLAGS[0]] * self.active
-        words += [f"{FLAGS[1]} {self.exponent:g}"] * (self.active and self.exponent != DEFAULT_EXPONENT)
-        words += [FLAGS[2]] * self.layernorm_scaling_keep_scaled_init + [FLAGS[3]] * self.no_scaled_init
-        return " ".join(words)
+        values = zip(FLAGS, vars(self).values(), vars(Settings()).values(), strict=True)
+        given = [(flag, value) for flag, value, default in values if value != default]
+        return " ".join(flag if value is True else f"{flag} {value:g}" for flag, value in given)
 
     @property
     def scaled_init_off(self) -> bool:
         """True if the residual output projections get plain initialization."""
-        return self.no_scaled_init or (self.active and not self.layernorm_scaling_keep_scaled_init)
+        return self.no_scaled_init or (self.layernorm_scaling and not self.layernorm_scaling_keep_scaled_init)
 
     def check(self) -> Settings:
         """:raises LNSConfigError: the settings contradict each other."""
         if self.layernorm_scaling_keep_scaled_init and self.no_scaled_init:
             raise LNSConfigError(f"{FLAGS[2]} and {FLAGS[3]} contradict each other: give one of them.")
         try:
-            lns_scale(1, exponent=self.exponent)
+            lns_scale(1, exponent=self.layernorm_scaling_exponent)
         except ValueError as error:
             raise LNSConfigError(f"{FLAGS[1]}: {error}") from None
-        given = {FLAGS[1]: self.exponent != DEFAULT_EXPONENT, FLAGS[2]: self.layernorm_scaling_keep_scaled_init}
-        for flag in [flag for flag, is_given in given.items() if is_given and not self.active]:
-            raise LNSConfigError(f"{flag} was given without {FLAGS[0]}: add {FLAGS[0]}, or drop it.")
+        if not self.layernorm_scaling and replace(self, no_scaled_init=False) != Settings():
+            raise LNSConfigError(f"{self.words} was given without {FLAGS[0]}: add {FLAGS[0]}, or drop it.")
         return self
-
-    def filled_from(self, saved: Settings) -> Settings:
-        """These settings, with everything that was not given on the command line taken from ``saved``."""
-        ours = replace(self, layernorm_scaling=self.active or saved.active)
-        if saved.active and self.layernorm_scaling_exponent is None:
-            ours = replace(ours, layernorm_scaling_exponent=saved.exponent)
-        if not (ours.no_scaled_init or ours.layernorm_scaling_keep_scaled_init):
-            keep = ours.active and saved.layernorm_scaling_keep_scaled_init
-            ours = replace(ours, no_scaled_init=saved.no_scaled_init, layernorm_scaling_keep_scaled_init=keep)
-        return ours
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -111,8 +92,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Multiply both norms of block l (1-based, global) by 1/sqrt(l) and initialize the residual output "
         "projections like every other matrix (arXiv 2502.05795).",
     )
-    words = f"Use l**-P instead of 1/sqrt(l). Default: {DEFAULT_EXPONENT} (with --use-checkpoint-args: as saved)."
-    add(FLAGS[1], type=float, metavar="P", help=words)
+    words = f"Use l**-P instead of 1/sqrt(l). Default: {DEFAULT_EXPONENT}."
+    add(FLAGS[1], type=float, metavar="P", default=DEFAULT_EXPONENT, help=words)
     words = f"Keep Megatron's std/sqrt(2L) for the residual output projections together with {FLAGS[0]} (ablation)."
     add(FLAGS[2], action="store_true", help=words)
     words = "Initialize the residual output projections like every other matrix, without std/sqrt(2L); works without "
@@ -127,6 +108,5 @@ def variables(flags: Sequence[str]) -> dict[str, str]:
     {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
     """
     words = [part for flag in flags for part in flag.split("=", 1)]
-    given = [value for flag, value in pairwise(words) if flag in _ONE_CONNECTION]
-    one = any(value.isdecimal() and int(value) > 1 for value in given) and not set(words) & set(_MORE_CONNECTIONS)
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one else {}
+    parallel = any(value.isdecimal() and int(value) > 1 for flag, value in pairwise(words) if flag in _ONE_CONNECTION)
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel and not set(words) & set(_MORE_CONNECTIONS) else {}

@@ -9,33 +9,6 @@ import pytest
 from support import megatron_launch
 from support.megatron_launch import losses, pretrain
 
-#: Loads a checkpoint as examples/post_training/modelopt does. Mocks stand in for ModelOpt's own functions.
-MODELOPT = """
-import sys
-from unittest import mock
-sys.modules.update({
-    "modelopt" + name: mock.MagicMock()
-    for name in ("", ".torch", ".torch.opt", ".torch.opt.plugins", ".torch.opt.plugins.mcore_dist_checkpointing",
-                 ".torch.quantization", ".torch.quantization.utils", ".torch.utils")
-})
-from megatron.post_training.checkpointing import load_modelopt_checkpoint  # Megatron's first import, as in quantize.py
-from megatron.training.arguments import parse_args, validate_args, core_transformer_config_from_args
-from megatron.training.global_vars import set_args
-from support import megatron_cpu, megatron_tiny
-args = parse_args()
-validate_args(args, {"tokenizer_type": "NullTokenizer"})
-args.padded_vocab_size = 4224
-set_args(args)
-with megatron_cpu.single_process():
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    cfg = core_transformer_config_from_args(args)
-    model = GPTModel(cfg, megatron_tiny.local_spec(cfg), args.padded_vocab_size, args.max_position_embeddings,
-                     share_embeddings_and_output_weights=False, position_embedding_type="rope")
-    before = float(model.decoder.layers[0].mlp.linear_fc2.weight.sum())
-    load_modelopt_checkpoint([model])
-    assert float(model.decoder.layers[0].mlp.linear_fc2.weight.sum()) != before
-    print("LOADED")
-"""
 LNS = "--layernorm-scaling"
 THREE_STEPS = ("--save-interval", "3", "--exit-interval", "3")
 
@@ -59,15 +32,6 @@ def saved(tree, tmp_path_factory):
     return found
 
 
-def run_program(tree, program, *words):
-    variables = megatron_launch.environment()
-    variables["PYTHONPATH"] = f"{tree}:{variables['PYTHONPATH']}"
-    return subprocess.run(
-        [sys.executable, "-c", program, *words],
-        cwd=tree, env=variables, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-
-
 def refused(done, words):
     assert done.returncode != 0
     assert re.search(words, done.stderr + done.stdout, re.DOTALL), done.stderr[-3000:]
@@ -78,11 +42,6 @@ def test_a_run_trains_saves_resumes_and_refuses_another_scheme(saved, tree):
     folder, first = saved[(LNS,)]
     assert "on: 8 norms (RMSNorm), 8 in this process (blocks 1-4); s = 1 (block 1) to 0.5 (block 4)" in first.stdout
     assert "measured: output, gradient, initialization" in first.stdout
-    proj, fc2, qkv = (
-        float(re.search(rf"probe: std {kind} ([0-9.]+)", first.stdout)[1])
-        for kind in ("linear_proj", "linear_fc2", "linear_qkv")
-    )
-    assert proj == pytest.approx(qkv, rel=0.05) and fc2 == pytest.approx(qkv, rel=0.05)
     given = pretrain(tree, "--load", str(folder), LNS)
     restored = pretrain(tree, "--load", str(folder), "--use-checkpoint-args")
     assert len(losses(given)) == 3, given.stderr[-3000:]
@@ -109,16 +68,6 @@ def test_training_equals_the_reference_and_stock_is_stock(tree, monkeypatch):
     assert lns == pytest.approx(losses(pretrain(tree)), rel=2e-6) and len(lns) == 6
     assert installed == stock
     assert max(abs(a - b) for a, b in zip(lns, stock, strict=True)) > 1e-3
-
-
-@pytest.mark.slow
-def test_the_loader_for_modelopt_refuses_another_scheme_too(saved, tree):
-    def load(flags):
-        return run_program(tree, MODELOPT, *megatron_launch.model_flags(), "--load", str(saved[(LNS,)][0]), *flags)
-
-    done = load((LNS,))
-    assert "LOADED" in done.stdout, done.stderr[-3000:]
-    refused(load(()), "its config says lns.*but this run has preln")
 
 
 @pytest.mark.slow
@@ -150,7 +99,7 @@ def test_a_hybrid_model_of_plain_blocks_equals_the_gpt_model(tree):
     assert "LayerNorm Scaling on: 8 norms (RMSNorm), 8 in this process (blocks 1-4)" in hybrid.stdout, hybrid.stderr
     assert losses(hybrid) == pytest.approx(losses(pretrain(tree, "--layernorm-scaling")), rel=1e-5)
     done = pretrain(tree, "--num-layers", "3", *model, "*-*", script=script)
-    refused(done, "attention without an MLP")
+    refused(done, "attention and MLP in turn")
 
 
 @pytest.mark.slow

@@ -2,9 +2,8 @@
 
 Python imports this at start-up when the folder is on PYTHONPATH; it acts where
 MEGATRON_ON_CPU=1 is set and there is no GPU. It answers calls of ``torch.cuda``; the arithmetic stays
-torch's. With MEGATRON_PROBE=1 rank 0 also prints the standard deviations of three projections; with
-MEGATRON_NO_HOOK=1 the start-up hook of olmo-lns is removed, as if it had never been installed; with MEGATRON_REFERENCE=1
-the GPTModel is made the reference: hooks on both norms of each block, and plain initialization.
+torch's. With MEGATRON_NO_HOOK=1 the start-up hook of olmo-lns is removed, as if it had never been installed; with
+MEGATRON_REFERENCE=1 the GPTModel is made the reference: hooks on both norms of each block, and plain initialization.
 """
 
 import contextlib
@@ -105,24 +104,6 @@ def no_fused_kernels(module):
     module.load = lambda args: None
 
 
-def probe(module):
-    import torch
-
-    setup = module.setup_model_and_optimizer
-
-    @functools.wraps(setup)  # olmo-lns looks at the source of what it replaces
-    def probed(*args, **kwargs):
-        result = setup(*args, **kwargs)
-        if int(os.environ.get("RANK", 0)) == 0:
-            for kind in ("linear_proj", "linear_fc2", "linear_qkv"):
-                named = [pair for chunk in result[0] for pair in chunk.named_parameters()]
-                weights = [p.detach().float().flatten() for name, p in named if name.endswith(f"{kind}.weight")]
-                print(f"probe: std {kind} {float(torch.cat(weights).std()):.5f}", flush=True)
-        return result
-
-    module.setup_model_and_optimizer = probed
-
-
 def start():
     import typing
 
@@ -135,8 +116,6 @@ def start():
         sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "olmo_lns_start_up", False)]
     answer_cuda()
     table = {"megatron.legacy.fused_kernels": no_fused_kernels}
-    if os.environ.get("MEGATRON_PROBE") == "1":
-        table["megatron.training.training"] = probe
     if os.environ.get("MEGATRON_REFERENCE") == "1":
         table["megatron.core.models.gpt.gpt_model"] = reference
     sys.meta_path.insert(0, AfterImport(table))
