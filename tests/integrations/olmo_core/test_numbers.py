@@ -15,8 +15,6 @@ from olmo_core.nn.layer_norm import LayerNormConfig
 from olmo_core.nn.moe.parallel_mlp import ParallelMLPBase
 from support import olmo_core_models as small
 
-from olmo_lns.errors import LNSConfigError
-
 DENSE = ("default", "reordered_norm")
 NORMS = {
     "rms": dict(name="rms", eps=1e-6, bias=False),
@@ -134,20 +132,6 @@ def test_embedding_norm_final_norm_and_qk_norm_have_no_factor():
 @pytest.mark.parametrize("block", [name for name in small.SCHEMES if name.startswith("moe")])
 def test_lns_in_a_mixture_of_experts_equals_folded_gains(block):
     _compare(small.config(block), block, tolerance=5e-6)
-
-
-@pytest.mark.parametrize("block", ["moe", "moe_hybrid"])
-def test_without_scale_router_the_router_does_not_see_the_factor(block):
-    made = small.config(block)
-    scaled = small.model(small.with_scheme(made, scale_router=False))
-    stock = small.model(made)
-    stock.load_state_dict(scaled.state_dict())
-    small.fold(stock, block)
-    for number, each in enumerate(stock.blocks.values(), start=1):
-        each.router.weight.data.mul_(number**0.5)
-    torch.testing.assert_close(scaled(small.TOKENS), stock(small.TOKENS), rtol=1e-5, atol=5e-6)
-    with pytest.raises(LNSConfigError, match="scale_router=false needs a mixture of experts"):
-        small.model(small.with_scheme(small.config(), scale_router=False))
 
 
 @pytest.mark.parametrize("norm", ["rms", "default", "qwen_rms", "fused_rms"])

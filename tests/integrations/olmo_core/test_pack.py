@@ -10,7 +10,7 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core.blocks import scheme_of_model
+from olmo_lns.integrations.olmo_core.model import scheme_of_model
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines import OLMO_CORE, olmo_core

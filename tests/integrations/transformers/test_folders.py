@@ -7,12 +7,10 @@ import sys
 import pytest
 import torch
 from support import launch
-from support.transformers_models import environment, hooked, inputs, read_config, same, stock, trainer
+from support.transformers_models import MODELS, environment, hooked, inputs, read_config, same, stock, trainer
 
 from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, MeasurementError
 from olmo_lns.integrations.transformers import apply, fold, register
-from olmo_lns.integrations.transformers.models import under_scheme
-from olmo_lns.schemes import LNS
 
 register()
 transformers = pytest.importorskip("transformers")
@@ -104,7 +102,7 @@ SMALL = dict(
 
 
 def test_on_the_meta_device_the_config_names_the_norms():
-    config = under_scheme(stock("llama").config, LNS)
+    config = transformers.AutoConfig.for_model("lns_llama", **MODELS["llama"][2])
     with torch.device("meta"), pytest.raises(LNSConfigError, match="lns_norms"):
         transformers.AutoModelForCausalLM.from_config(config)
     named = transformers.AutoModelForCausalLM.from_config(config).config
