@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from olmo_lns.arguments import seed
-from olmo_lns.errors import LNSConfigError, did_you_mean, one_line
+from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import parse
 
 _EXAMPLES = """\
@@ -25,18 +25,17 @@ def main(argv: Sequence[str]) -> int:
     from transformers import AutoModelForCausalLM
 
     from olmo_lns.export.convert import finished
+    from olmo_lns.export.open import readable
     from olmo_lns.integrations.transformers import apply
 
     scheme = parse(args.scheme)
     if scheme.is_pre_ln:
         raise LNSConfigError("scheme preln is the stock model. transformers' from_config makes it.")
     with finished(args.output) as part:
-        config = _stock_config(args.source, dict(args.set))
-        torch.manual_seed(args.seed)
-        try:
+        with readable(args.source):
+            config = _stock_config(args.source, dict(args.set))
+            torch.manual_seed(args.seed)
             built = AutoModelForCausalLM.from_config(config)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise LNSConfigError(f"{args.source} has no model of this config: {one_line(error)}") from error
         model: Any = apply(built, scheme, trained=False)
         model.float().save_pretrained(part)
         tokenizer = _copy_tokenizer(args.source, part)
@@ -49,28 +48,22 @@ def main(argv: Sequence[str]) -> int:
 def _stock_config(source: str, changes: dict[str, Any]) -> Any:
     """Return the config of a folder or hub name, or the default one of a model type, with ``changes``.
 
-    :raises LNSConfigError: it cannot be read, or has no such setting.
+    :raises LNSConfigError: it has no such setting, or is no name.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    fresh = source in CONFIG_MAPPING and not Path(source).exists()
-    hint = did_you_mean(source, CONFIG_MAPPING)
-    if hint and not fresh and "/" not in source and not Path(source).exists():
+    fresh, here = source in CONFIG_MAPPING, Path(source).exists() or "/" in source
+    if not fresh and not here and (hint := did_you_mean(source, CONFIG_MAPPING)):
         raise LNSConfigError(f"{source}{hint} is neither a folder nor a model type of transformers.")
-    try:
-        config = AutoConfig.for_model(source) if fresh else AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LNSConfigError(f"{source}: no config could be read: {one_line(error)}") from error
+    fresh = fresh and not here
+    config = AutoConfig.for_model(source) if fresh else AutoConfig.from_pretrained(source)
     for name in changes:
         if not hasattr(config, name):
             raise LNSConfigError(f"--set {name}: {type(config).__name__} has none{did_you_mean(name, vars(config))}")
-    try:
-        if fresh:  # built again, so that what it derives from these values is right
-            return AutoConfig.for_model(source, **changes)
-        for name, value in changes.items():
-            setattr(config, name, value)
-    except Exception as error:  # each config class has errors of its own
-        raise LNSConfigError(f"--set: the config refuses a value: {one_line(error.__cause__ or error)}") from error
+    if fresh:  # built again, so that what it derives from these values is right
+        return AutoConfig.for_model(source, **changes)
+    for name, value in changes.items():
+        setattr(config, name, value)
     return config
 
 

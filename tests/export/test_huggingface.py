@@ -134,9 +134,9 @@ def test_init_makes_a_model_to_train(kind, tmp_path, capsys):
     [
         (["lama"], "did you mean 'llama'"),
         (["llama", "--set", "hiden_size=3"], "did you mean 'hidden_size'"),
-        (["llama", "--set", "num_hidden_layers=twelve"], "refuses a value"),
+        (["llama", "--set", "num_hidden_layers=twelve"], "llama cannot be loaded"),
         (["llama", "--scheme", "preln"], "stock model"),
-        (["vit"], "has no model of this config"),
+        (["vit"], "vit cannot be loaded"),
     ],
 )
 def test_init_names_what_is_wrong(words, reason, tmp_path, capsys):

@@ -8,18 +8,21 @@ and the norms that were found (``lns_norms``), by which a model on the meta devi
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import itertools
 import math
 import sys
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import replace
+from typing import Any, Callable
 
 import torch
 from torch import nn
 
 from olmo_lns import probe, sites
-from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
 from olmo_lns.integrations import anything
 from olmo_lns.integrations.anything import Blocks
 from olmo_lns.integrations.transformers.norms import folded
@@ -27,6 +30,8 @@ from olmo_lns.integrations.transformers.wrapping import PREFIX
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
+#: Weights a block from which it is measured on a narrow one.
+_LARGE = 4_000_000
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
 _SERVERS = ("vllm", "sglang")
 #: Families that draw a residual output projection at std / sqrt(2·L), and its name in the module that draws it.
@@ -182,7 +187,7 @@ def measure(
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} with cross-attention has a third sub-layer that no scheme names.")
     example = usual_example(model) if example is None else example
-    found = anything.locate(model, anything.forward(model, example), blocks)
+    found = locate(model, anything.forward(model, example), blocks)
     names = by_path(model, found)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
@@ -200,6 +205,48 @@ def measure(
             type(norm).kernel_layer_name = "LNSScaled"
     anything.report(model, found, [*measured, *(["initialization"] if words else [])], words)
     return names
+
+
+def locate(model: Any, run: Callable[[], Any], blocks: Any = None) -> Blocks:
+    """As :func:`olmo_lns.integrations.anything.locate`; large blocks are measured on narrow ones built alike."""
+    try:
+        if blocks is None and (twin := _narrow(model)) is not None:
+            narrow = anything.locate(twin, anything.forward(twin, usual_example(twin)))
+            with anything.undisturbed(model):
+                path, real, calls = probe.find_blocks(model, run)
+                if path == narrow.path and list(map(_modules, real)) == list(map(_modules, narrow.blocks)):
+                    numbered = zip(itertools.count(1), real, narrow.names)
+                    norms = {f"{name} of block {n}": b.get_submodule(name) for n, b, own in numbered for name in own}
+                    probe.require_run_once(norms, run)
+                    return replace(narrow, blocks=real, width=calls[0].stream.shape[-1])
+    except (LNSError, RuntimeError):  # what its own blocks do decides
+        pass
+    return anything.locate(model, run, blocks)
+
+
+def _modules(block: nn.Module) -> list[Any]:
+    """The types of a block's modules, and what somebody has put into one: a hook, or another forward."""
+    own = ("forward", "_forward_hooks", "_forward_pre_hooks")
+    kinds = {name: getattr(m, "lns_made_of", (type(m),))[-1] for name, m in block.named_modules()}
+    return [kinds, *(vars(m).get(name) or None for m in block.modules() for name in own)]
+
+
+def _narrow(model: Any) -> Any:
+    """A fresh model of the same class whose heads have 8 channels; None for small blocks and unusual configs."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    heads, blocks = (getattr(text, f"num_{name}", None) for name in ("attention_heads", "hidden_layers"))
+    if not isinstance(heads, int) or sum(p.numel() for p in model.parameters()) < _LARGE * (blocks or 1):
+        return None
+    for name, size in {"hidden_size": 8 * heads, "intermediate_size": 16 * heads, "head_dim": 8}.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, size)
+    config._attn_implementation = "eager"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the run's own draws stay what they are
+            return (model.lns_made_of if isinstance(model, SchemeModel) else type(model))(config)
+    except Exception:  # each family has errors of its own
+        return None
 
 
 def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
