@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from olmo_lns import probe, sites
-from olmo_lns.errors import LNSConfigError, LNSError, MeasurementError
+from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import anything
 from olmo_lns.integrations.anything import Blocks
 from olmo_lns.integrations.transformers.norms import folded
@@ -214,12 +214,14 @@ def locate(model: Any, run: Callable[[], Any], blocks: Any = None) -> Blocks:
             narrow = anything.locate(twin, anything.forward(twin, usual_example(twin)))
             with anything.undisturbed(model):
                 path, real, calls = probe.find_blocks(model, run)
-                if path == narrow.path and list(map(_modules, real)) == list(map(_modules, narrow.blocks)):
-                    numbered = zip(itertools.count(1), real, narrow.names)
-                    norms = {f"{name} of block {n}": b.get_submodule(name) for n, b, own in numbered for name in own}
+                alike = path == narrow.path and list(map(_modules, real)) == list(map(_modules, narrow.blocks))
+                each = list(zip(itertools.count(1), real, calls, narrow.names, strict=False))
+                # Once with their own weights: a block may ask for its width.
+                if alike and all(probe._Replay(b, call, call.stream.dtype).constant(own) for _, b, call, own in each):
+                    norms = {f"{name} of block {n}": b.get_submodule(name) for n, b, _, own in each for name in own}
                     probe.require_run_once(norms, run)
                     return replace(narrow, blocks=real, width=calls[0].stream.shape[-1])
-    except (LNSError, RuntimeError):  # what its own blocks do decides
+    except Exception:  # what its own blocks do decides
         pass
     return anything.locate(model, run, blocks)
 
