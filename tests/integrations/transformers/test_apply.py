@@ -148,3 +148,16 @@ def test_large_blocks_are_measured_on_narrow_ones_unless_somebody_has_changed_a_
         model.save_pretrained(tmp_path)
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         assert widths == [32] * 4
+
+
+def test_a_block_that_is_pre_ln_only_while_it_is_narrow_is_refused(monkeypatch):
+    layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    forward = layer.forward
+
+    def changed(self, x, *args, **kwargs):
+        return forward(self, x, *args, **kwargs) + (0.1 * x.square() if x.shape[-1] > 1000 else 0)
+
+    monkeypatch.setattr(layer, "forward", changed)
+    with pytest.raises(LNSConfigError, match="not Pre-LN"):
+        apply(stock("llama", hidden_size=1536, num_hidden_layers=2))
+    apply(stock("llama"))
