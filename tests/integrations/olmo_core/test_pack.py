@@ -57,7 +57,7 @@ def test_arms_differ_in_the_block_only():
     [
         ("d_model: 512", "d_modle: 512", "the config has no 'model.d_model'"),
         ("init_method: normal", "init_method: llama_depth", "model.init_method='llama_depth', but arm 'lns'"),
-        ("scheme: lns", "scheme: lns:exponent=0.25", "but arm 'lns' is model.block.scheme='lns'"),
+        ("exponent: 0.5", "exponent: 0.25", "but arm 'lns' is model.block.scheme='lns'"),
         ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "is in tokens: expected a multiple of 4096"),
     ],
 )
