@@ -15,7 +15,7 @@ import olmo_core.nn.transformer.config as _upstream
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.hook import require
 from olmo_lns.integrations.olmo_core import blocks, register
-from olmo_lns.integrations.olmo_core.config import scheme_of
+from olmo_lns.integrations.olmo_core.checkpoint import scheme_of
 from olmo_lns.schemes import Scheme
 from olmo_lns.settings import DISABLE, is_set
 
@@ -35,7 +35,6 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         ``reordered_norm`` blocks is *not* the paper's method: its factor is on a norm behind the sub-layer.
     :param exponent: of the factor (block number, from 1) ** -exponent; None means 0.5, the paper's.
     :param initialization: ``plain`` (None) refuses an ``init_method`` with a depth factor, ``upstream`` keeps it.
-    :param scale_router: False leaves the factor off what a mixture's router sees; experts see it always.
     :raises LNSConfigError: a value that is not allowed, or a block type on which the scheme cannot be laid.
 
     Source of ``lns``: arXiv 2502.05795.
@@ -47,7 +46,6 @@ class BlockConfig(_upstream.TransformerBlockConfig):
     scheme: str = "lns"
     exponent: Optional[float] = None  # noqa: UP045
     initialization: Optional[str] = None  # noqa: UP045
-    scale_router: bool = True
 
     def __post_init__(self, attention: Any = None) -> None:  # noqa: RUF033  the parent's InitVar
         if hasattr(_upstream.TransformerBlockConfig, "__post_init__"):  # since 2.5.0
@@ -55,7 +53,12 @@ class BlockConfig(_upstream.TransformerBlockConfig):
         scheme = scheme_of(self.scheme, exponent=self.exponent)
         # What is saved says everything, also what was left to its default.
         self.scheme, self.exponent = scheme.name, scheme.parameters.get("exponent")
-        self.initialization = blocks.resolve(self.initialization)
+        if self.initialization not in (None, "plain", "upstream"):
+            raise LNSConfigError(
+                f"block.initialization={self.initialization!r}: expected plain or upstream (OLMo-core's model draws "
+                "the weights, by init_method)"
+            )
+        self.initialization = self.initialization or "plain"
 
     @property
     def resolved_scheme(self) -> Scheme:
@@ -108,14 +111,11 @@ def apply(config: C, scheme: str = "lns", **fields: Any) -> C:
         blocks.require_supported(made.resolved_scheme, made.name, model.n_layers)
         return made
 
-    if isinstance(model.block, dict):
-        block: Any = {name: with_scheme(each) for name, each in model.block.items()}
-    else:
-        block = with_scheme(model.block)
-    overrides = model.block_overrides
-    if overrides is not None:
-        overrides = {index: with_scheme(each) for index, each in overrides.items()}
-    model.block, model.block_overrides = block, overrides
+    def each(blocks: Any) -> Any:
+        return {key: with_scheme(block) for key, block in blocks.items()} if isinstance(blocks, dict) else blocks
+
+    block = each(model.block) if isinstance(model.block, dict) else with_scheme(model.block)
+    model.block, model.block_overrides = block, each(model.block_overrides)
     return config
 
 

@@ -95,7 +95,7 @@ def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
 
     :raises LNSConfigError: the scheme doesn't fold.
     """
-    from olmo_lns.integrations.transformers.folding import fold
+    from olmo_lns.integrations.transformers import fold
 
     model: Any = opened.model
     stock = (model if opened.scheme.is_pre_ln else fold(model, dtype)).to(dtype=dtype)

@@ -8,21 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping
 
+import numpy as np
 import torch
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.export import HF, OLMO_CORE, huggingface
 from olmo_lns.export.open import Opened, load_state, readable
 from olmo_lns.fold import fold_norms
-from olmo_lns.integrations.olmo_core.config import CLASS, blocks_of
+from olmo_lns.integrations.olmo_core.checkpoint import CLASS, CONFIG_FILE, WEIGHTS, blocks_of
 from olmo_lns.schemes import PRE_LN, Scheme
 from olmo_lns.sites import read_back
 
-#: Folder of the weights inside a checkpoint of OLMo-core's trainer.
-WEIGHTS = "model_and_optim"
 #: The name of OLMo-core's own block config in saved configs.
 STOCK_CLASS = "olmo_core.nn.transformer.config.TransformerBlockConfig"
-_OURS = ("scheme", "exponent", "initialization", "scale_router")
+_OURS = ("scheme", "exponent", "initialization")
 #: OLMo-core's own LNS blocks, and the buffer that holds their factor in most versions.
 DEFAULT_SCALED, BUFFER = "default_scaled", "ln_scale"
 
@@ -41,13 +40,13 @@ def open(folder: Path, scheme: Scheme | None = None) -> Opened:
         ) from None
     from olmo_lns.olmo_core import apply
 
-    with readable(f"{folder / 'config.json'}, expected as OLMo-core's trainer writes it,"):
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with readable(f"{folder / CONFIG_FILE}, expected as OLMo-core's trainer writes it,"):
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         values, weights = config["model"], folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
     blocks = blocks_of(values)
     if scaled := any(block.get("name") == DEFAULT_SCALED for block in blocks):
         _check_buffers(weights, int(values["n_layers"]), scheme, folder)
-    if any(block.get("scale_router") is False for block in blocks):
+    if any(block.pop("scale_router", True) is False for block in blocks):  # of development versions
         raise LNSConfigError(f"{folder}: scale_router=false cannot be folded into norms alone.")
     with readable(folder):
         made = TransformerConfig.from_dict(_with_stock_blocks(values) if scaled else copy.deepcopy(values))
@@ -89,19 +88,16 @@ def _check_buffers(weights: Path, n_layers: int, scheme: Scheme | None, folder: 
 
     stored = get_checkpoint_metadata(str(weights)).state_dict_metadata
     names = [name for i in range(n_layers) if (name := f"model.blocks.{i}.{BUFFER}") in stored]
-    values = [float(value) for value in load_keys(str(weights), names)] if names else []
-    found = f"the factors {', '.join(f'{value:.3g}' for value in values)} in its buffers" if values else "no buffer"
+    found = [float(value) for value in load_keys(str(weights), names)] if names else []
     if scheme is None:
         raise LNSConfigError(
-            f"{folder} was trained with block.name={DEFAULT_SCALED} and has {found}. OLMo-core up to 3.0 overwrites "
-            "that buffer when it initializes weights; without one the factor was a number that nothing overwrites. "
-            "Name the scheme that it was trained with: --scheme lns or --scheme preln."
+            f"{folder} was trained with block.name={DEFAULT_SCALED} and has the factors {found} in its buffers. "
+            "OLMo-core up to 3.0 overwrites a buffer when it initializes weights; without one the factor was a number "
+            "that nothing overwrites. Name the scheme that it was trained with: --scheme lns or --scheme preln."
         )
     wanted = [scheme.plan(number, n_layers, "attn").norm_scale for number in range(1, n_layers + 1)]
-    same = len(values) == n_layers and torch.allclose(torch.tensor(values), torch.tensor(wanted), rtol=1e-6, atol=0)
-    if values and not same:
-        expected = ", ".join(f"{value:.3g}" for value in wanted)
-        raise LNSConfigError(f"{folder} has {found}, expected {expected} under {scheme}: it was not trained with that.")
+    if found and not (len(found) == n_layers and np.allclose(found, wanted, rtol=1e-6, atol=0)):
+        raise LNSConfigError(f"{folder} has the factors {found} in its buffers, expected {wanted} under {scheme}.")
 
 
 def folded(opened: Opened, dtype: torch.dtype | None = None) -> Opened:
@@ -123,9 +119,8 @@ def save(opened: Opened, out: Path) -> None:
     from olmo_core.distributed.checkpoint import save_model_and_optim_state
 
     save_model_and_optim_state(out / WEIGHTS, opened.model)
-    saved = json.loads((opened.folder / "config.json").read_text(encoding="utf-8"))
-    text = json.dumps(saved | {"model": opened.config}, indent=2)
-    (out / "config.json").write_text(text, encoding="utf-8")
+    saved = json.loads((opened.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    (out / CONFIG_FILE).write_text(json.dumps(saved | {"model": opened.config}, indent=2), encoding="utf-8")
 
 
 def to_huggingface(opened: Opened, dtype: torch.dtype | None = None) -> Opened:

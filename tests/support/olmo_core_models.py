@@ -1,7 +1,6 @@
 """Small OLMo-core models for the tests of its integration, in every verified version."""
 
 import copy
-import types
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +9,6 @@ from olmo_core.nn.layer_norm import LayerNormConfig
 from olmo_core.nn.transformer import TransformerConfig
 
 from olmo_lns.olmo_core import apply
-from support import scheme_reference
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 64, 32, 4, 4
 #: Block type -> (scheme, the norms that its factor multiplies).
@@ -96,47 +94,3 @@ def dense_experts(self, x, weights, indices, sizes):
         -1, indices.view(*x.shape[:-1], -1), weights.view(*x.shape[:-1], -1).to(x.dtype)
     )
     return torch.einsum("...e,...ed->...d", chosen, out)
-
-
-def kernel_modules():
-    """Stand-ins for flash-attn's and QuACK's RMSNorm kernels, with their signatures."""
-
-    def rms_norm(x, weight, bias=None, residual=None, *, eps=1e-6):
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight.float()
-        return (y if bias is None else y + bias.float()).to(x.dtype)
-
-    names = ("flash_attn", "flash_attn.ops", "flash_attn.ops.triton", "flash_attn.ops.triton.layer_norm", "quack")
-    modules = {name: types.ModuleType(name) for name in names}
-    modules["flash_attn.ops.triton.layer_norm"].rms_norm_fn = rms_norm
-    modules["quack"].rmsnorm = rms_norm
-    return modules
-
-
-#: A matrix's or gain's name in scheme_reference -> its name in OLMo-core. There ff_proj holds w3 and w1 together.
-_NAMES = {
-    **{f"{name}_proj": f"attention.w_{name}" for name in "qkv"},
-    **{"attn_out": "attention.w_out", "attn_norm": "attention_norm", "attn_norm_out": "post_attention_norm"},
-    **{"ff_out": "feed_forward.w2", "ff_norm": "feed_forward_norm", "ff_norm_out": "post_feed_forward_norm"},
-}
-
-
-def reference_logits(weights, made, exponent):
-    """The model written out in the dtype of ``weights`` (fp64), by the formulas of its scheme."""
-    found = {
-        "transformer.wte.weight": weights["embeddings.weight"],
-        "transformer.ln_f.weight": weights["lm_head.norm.weight"],
-        "transformer.ff_out.weight": weights["lm_head.w_out.weight"],
-    }
-    for at in (f"blocks.{index}" for index in range(made.n_layers)):
-        ours = {
-            name: weights[f"{at}.{other}.weight"] for name, other in _NAMES.items() if f"{at}.{other}.weight" in weights
-        }
-        ours["ff_proj"] = torch.cat([weights[f"{at}.feed_forward.w{number}.weight"] for number in (3, 1)])
-        found |= {f"transformer.{at}.{name}.weight": value for name, value in ours.items()}
-    config = types.SimpleNamespace(
-        n_layers=made.n_layers, d_model=WIDTH, n_heads=HEADS, effective_n_kv_heads=HEADS, block_group_size=1,
-        weight_tying=False, layer_norm_eps=made.block.layer_norm.eps or 1e-5, rope_theta=made.block.sequence_mixer.rope.theta,
-    )  # fmt: skip
-    scheme = SCHEMES[str(made.block.name)][0]
-    states = scheme_reference.states_of(found, config, scheme, "rms", TOKENS, exponent)
-    return scheme_reference.logits_of(found, config, states[-1], "rms")

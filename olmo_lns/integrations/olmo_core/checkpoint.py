@@ -1,45 +1,25 @@
 """Compare an OLMo-core checkpoint's ``config.json`` with the built model before its weights are loaded.
 
-OLMo-core compares no config: a run that is resumed without the flags of its scheme would go on as Pre-LN.
+OLMo-core compares no config: a run that is resumed without the flags of its scheme would go on as Pre-LN. A config is
+read as a plain dict; OLMo-core itself is not imported.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, Callable
 
-from olmo_lns.errors import CheckpointMismatchError, one_line
-from olmo_lns.integrations.olmo_core.config import CLASS, CONFIG_FILE, routers_of_config, scheme_of_config
+from olmo_lns.errors import CheckpointMismatchError, LNSConfigError, LNSError, one_line
+from olmo_lns.integrations.olmo_core.model import scheme_of_model
 from olmo_lns.record import require_same
-from olmo_lns.schemes import PRE_LN, Scheme
+from olmo_lns.schemes import PRE_LN, Scheme, parse
 
+#: The block config's name in saved configs.
+CLASS = "olmo_lns.olmo_core.BlockConfig"
+#: A run's config, which OLMo-core's ConfigSaverCallback writes into each checkpoint.
+CONFIG_FILE = "config.json"
 #: The weights' own folder in a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
-
-
-def read_config(folder: Any) -> Any:
-    """Return the run's config of a checkpoint folder, or of its folder of weights, local or remote; None without one.
-
-    :raises CheckpointMismatchError: it cannot be read.
-    """
-    base = str(folder).rstrip("/")
-    for place in dict.fromkeys((base, base.removesuffix(f"/{WEIGHTS}"))):
-        path = f"{place}/{CONFIG_FILE}"
-        try:
-            if "://" in path:
-                from cached_path import cached_path
-                from olmo_core.io import file_exists
-
-                if not file_exists(path):
-                    continue
-                path = str(cached_path(path, quiet=True))
-            elif not Path(path).is_file():
-                continue
-            return json.loads(Path(path).read_text(encoding="utf-8"))
-        except Exception as error:  # each store's client raises its own
-            raise CheckpointMismatchError(f"{path} cannot be read: {one_line(error)}") from error
-    return None
 
 
 def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +28,6 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, dir: Any, train_module: Any, **kwargs: Any) -> Any:
         from olmo_core.distributed.utils import broadcast_object, get_rank
 
-        parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
         found: Any = None
         if get_rank() == 0:  # one process reads, and all stop together
             try:
@@ -58,34 +37,80 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
         found = broadcast_object(found)
         if isinstance(found, CheckpointMismatchError):
             raise found
-        compare(found, [part for part in parts if part is not None], source=dir)
+        parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
+        running = {scheme_of_model(part) for part in parts if part is not None} or {PRE_LN}
+        if len(running) > 1:
+            raise CheckpointMismatchError(f"found parts of one model with {', '.join(map(str, running))}, expected one")
+        saved = None if found is None else scheme_of_config(found, source=f"{dir}: {CONFIG_FILE}")
+        require_same(saved, running.pop(), source=dir, setting=_setting)
         return load(self, dir, train_module, **kwargs)
 
     return wrapped
 
 
-def compare(config: Any, parts: list[Any], *, source: object) -> None:
-    """Compare a checkpoint's config with the parts of the model that runs.
+def read_config(folder: Any) -> Any:
+    """Return the run's config of a checkpoint folder, or of its folder of weights, local or remote; None without one.
 
-    :param config: a plain dict, or None where the checkpoint has none.
-    :raises CheckpointMismatchError: they differ.
+    :raises CheckpointMismatchError: it cannot be read.
     """
-    from olmo_lns.integrations.olmo_core import blocks
+    from olmo_core.io import file_exists, resource_path
 
-    running = {blocks.scheme_of_model(part) for part in parts} or {PRE_LN}
-    if len(running) > 1:
-        raise CheckpointMismatchError(f"found parts of one model with {', '.join(map(str, running))}, expected one")
-    saved, differing = None, ""
-    if config is not None:
-        saved = scheme_of_config(config, source=f"{source}: {CONFIG_FILE}")
-        routers = {index: scaled for part in parts for index, scaled in blocks.routers_of(part).items()}
-        kept = routers_of_config(config)
-        if wrong := [index for index in routers.keys() & kept.keys() if routers[index] != kept[index]]:
-            differing = f"block.scale_router={str(kept[wrong[0]]).lower()} in block {wrong[0] + 1}"
-    require_same(saved, running.pop(), source=source, setting=_setting, differing=differing)
+    base = str(folder).rstrip("/")
+    for place in dict.fromkeys((base, base.removesuffix(f"/{WEIGHTS}"))):
+        try:
+            if file_exists(f"{place}/{CONFIG_FILE}"):
+                return json.loads(resource_path(place, CONFIG_FILE).read_text(encoding="utf-8"))
+        except Exception as error:  # each store's client raises its own
+            raise CheckpointMismatchError(f"{place}/{CONFIG_FILE} cannot be read: {one_line(error)}") from error
+    return None
 
 
 def _setting(scheme: Scheme) -> str:
     if scheme.is_pre_ln:
         return "no --model.block._CLASS_"
     return f"--model.block._CLASS_={CLASS} --model.block.scheme={scheme}"
+
+
+def scheme_of_config(config: Any, *, source: object) -> Scheme:
+    """Return the scheme of a run's config, a plain dict (``model`` inside it, or the model's own).
+
+    :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not know.
+    """
+    found = set()
+    for block in blocks_of(config):
+        try:
+            ours = block.get("_CLASS_") == CLASS
+            found.add(scheme_of(block.get("scheme", "lns"), block.get("exponent")) if ours else PRE_LN)
+        except LNSError as error:
+            raise CheckpointMismatchError(f"{source}: {error}") from None
+        if block.get("scale_router") is False:
+            raise CheckpointMismatchError(f"{source}: a router without the factor, which this version does not have")
+    if len(found) > 1:
+        raise CheckpointMismatchError(f"{source}: found blocks with {', '.join(sorted(map(str, found)))}, expected one")
+    return found.pop() if found else PRE_LN
+
+
+def scheme_of(text: Any, exponent: Any = None) -> Scheme:
+    """Return the scheme of a block config's fields. :param text: its name, or its full spelling.
+
+    :raises LNSConfigError: an unknown scheme or value, an exponent given twice and differently, or stock Pre-LN.
+    """
+    scheme = parse(str(text))
+    if scheme.is_pre_ln:
+        raise LNSConfigError("scheme=preln is OLMo-core's own block: leave _CLASS_ away")
+    if exponent is None:
+        return scheme
+    # Also where it spells the default, which a scheme leaves out when it is written.
+    if ":" in str(text) and scheme.parameters.get("exponent", exponent) != float(exponent):
+        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other")
+    return Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
+
+
+def blocks_of(config: Any) -> list[dict[str, Any]]:
+    """The config of every block, as OLMo-core resolves it; none for a config without a model."""
+    model = config.get("model", config) if isinstance(config, dict) else None
+    model = model if isinstance(model, dict) else {}
+    block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
+    whose = [pattern[i % len(pattern)] if pattern else "" for i in range(model.get("n_layers", 0))]
+    overrides = {int(index): override for index, override in overrides.items()}  # JSON has words for keys
+    return [overrides.get(i, block[name] if name else block) for i, name in enumerate(whose)]

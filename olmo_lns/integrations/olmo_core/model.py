@@ -10,6 +10,7 @@ from typing import Any, Callable
 
 from olmo_lns import probe, settings, sites
 from olmo_lns.errors import LNSConfigError, MeasurementError
+from olmo_lns.schemes import Scheme
 
 log = logging.getLogger("olmo_lns")
 
@@ -50,15 +51,10 @@ def report(model: Any, n_layers: int) -> None:
         model,
         n_layers,
         measured=["output", "gradient", *(["block"] if all(block.lns_probed for block in blocks) else [])],
-        norm=blocks_norm(model),
+        norm=next(type(module).__name__ for _, module, _ in sites.sites(model)),
         initialization="scaled initialization " + {"plain": "off", "upstream": "as upstream"}.get(drawn, drawn),
     )
     log.info("%s", line)
-
-
-def blocks_norm(model: Any) -> str:
-    """The class of the first norm that has a site, as OLMo-core names it."""
-    return next(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
 
 
 def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +99,25 @@ def check_drawn(block: Any, number: int, init_method: str) -> None:
             ) from None
 
 
+def scheme_of_model(model: Any) -> Scheme:
+    """Return the scheme of a built model, or of one stage of it, whose weights need not have been drawn here.
+
+    :raises MeasurementError: a site of its blocks is not there any more, a block is not in its place, or the norms of
+        one sub-layer have different factors.
+    """
+    scheme = sites.read_back(model)
+    for number, block in () if scheme.is_pre_ln else built_blocks(model).items():
+        sites.check(block, scheme, number, layer_numbers=[number])
+        dense, experts = (getattr(block, f"feed_forward_{name}", None) for name in ("norm", "moe_norm"))
+        if experts is not None and getattr(dense, "lns_scale", 1.0) != getattr(experts, "lns_scale", 1.0):
+            raise MeasurementError(
+                f"block {number}: found different factors on feed_forward_norm and feed_forward_moe_norm, expected "
+                "one. Something has replaced a module since the block was built."
+            )
+    return scheme
+
+
 def built_blocks(model: Any) -> dict[int, Any]:
+    """The blocks in a model or a stage of it, by their numbers from 1."""
     names = ((name.split("."), each) for name, each in model.named_modules())
     return {int(name[-1]) + 1: each for name, each in names if name[-2:-1] == ["blocks"]}

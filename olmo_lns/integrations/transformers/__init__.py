@@ -73,31 +73,19 @@ def apply(
     if not again and trained is None and _is_trained(model):
         setting = "no apply, or trained=True if the weights go on under the scheme"
         require_same(PRE_LN, wanted, source=model.name_or_path, setting=lambda scheme: setting)
-    shared, own = model.config, copy.deepcopy(model.config)
+    drawn = None if again or trained else initialization or "plain"
+    norms = models.measure(model, wanted, blocks, example, initialization=drawn)
     if not again:
-        _give_config(model, own)
-    try:
-        drawn = None if again or trained else initialization or "plain"
-        models.measure(model, wanted, blocks, example, initialization=drawn)
-    except Exception:
-        _give_config(model, shared)
-        raise
-    if not again:
+        shared, own = model.config, copy.deepcopy(model.config)
         kind: Any = type(shared)
-        own.__class__ = models.config_class(kind)
-        own.lns = str(wanted)
+        own.__class__, own.lns, own.lns_norms = models.ours(kind), str(wanted), norms
         if initialization == "upstream":
             own.lns_initialization = initialization
+        for module in model.modules():
+            if vars(module).get("config") is shared:
+                module.config = own
         models.convert(model)
     return model
-
-
-def _give_config(model: Any, config: Any) -> None:
-    """Give ``config`` to ``model`` and to the models inside it that share its present one."""
-    shared = model.config
-    for module in model.modules():
-        if vars(module).get("config") is shared:
-            module.config = config
 
 
 def _is_trained(model: Any) -> bool:
@@ -106,13 +94,31 @@ def _is_trained(model: Any) -> bool:
     return bool(model.name_or_path) and any(bool((gain != gain[0]).any()) for gain in gains)
 
 
-def fold(model: Any) -> Any:
+def fold(model: Any, dtype: Any = None) -> Any:
     """Multiply the factors of a model of ours into its weights, in place: it becomes a stock model and is returned.
 
-    See :func:`olmo_lns.integrations.transformers.folding.fold`.
+    A norm's factor goes into its weight and bias (into 1 + weight where a family adds 1), or, for a norm without
+    them, into the weights of the projections that read it. Products are in fp64 and are rounded once, to the dtype of
+    the weight. Merge adapters first: one that was trained on the unfolded model does not fit the folded.
+
+    :param dtype: torch's, of the weights that are changed; None: their own.
+    :raises LNSConfigError: not a model of ours, weights that two sub-layers share, an adapter on a projection that a
+        factor goes into, or factors that have no place in the weights. The model is then as it was.
 
     Example: ``fold(model).save_pretrained("folded")``.
     """
-    from olmo_lns.integrations.transformers import folding
+    from olmo_lns.fold import fold_norms
+    from olmo_lns.integrations import anything
+    from olmo_lns.integrations.transformers import models
 
-    return folding.fold(model)
+    if not hasattr(model, "lns_made_of"):
+        raise LNSConfigError(f"{type(model).__name__} has no scheme of ours: there is nothing to fold.")
+    models.check(model)
+    with anything.undisturbed(model):
+        fold_norms(model, anything.forward(model, models.usual_example(model)), dtype)
+    for module in (model.config, *model.modules()):
+        if isinstance(module, models.Ours):
+            module.__class__ = module.lns_made_of
+    for name in ("lns", "lns_norms", "lns_initialization"):
+        vars(model.config).pop(name, None)
+    return model

@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import itertools
 import math
 import sys
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Callable
 
 import torch
@@ -24,10 +26,12 @@ from olmo_lns.errors import LNSConfigError, MeasurementError
 from olmo_lns.integrations import anything
 from olmo_lns.integrations.anything import Blocks
 from olmo_lns.integrations.transformers.norms import folded
+from olmo_lns.integrations.transformers.wrapping import PREFIX
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
-PREFIX = "lns_"
+#: Weights a block from which it is measured on a narrow one.
+_LARGE = 4_000_000
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
 _SERVERS = ("vllm", "sglang")
 #: Families that draw a residual output projection at std / sqrt(2·L), and its name in the module that draws it.
@@ -36,21 +40,24 @@ _DEPTH_SCALED = {"gpt2": "c_proj", "gpt_bigcode": "c_proj"}
 _loading: ContextVar[bool] = ContextVar("olmo_lns_loading", default=False)
 
 
-class SchemeConfig:
-    """Mixin of a config class; ``lns_made_of`` is transformers' own."""
+class Ours:
+    """Mixin of a class that :func:`ours` makes. :param lns_made_of: transformers' own class."""
 
     lns_made_of: Any = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (self.lns_made_of,), vars(self)
+
+
+class SchemeConfig(Ours):
+    """Mixin of a config class."""
+
     lns = "lns"
     auto_map: dict[str, str] = {}  # TRL asks a config without a class in transformers for it
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (config_class, self.lns_made_of), vars(self)
 
-
-class SchemeModel:
-    """Mixin of a model class; ``lns_made_of`` is transformers' own."""
-
-    lns_made_of: Any = None
+class SchemeModel(Ours):
+    """Mixin of a model class."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         asked = getattr(config, "_attn_implementation", None)
@@ -90,33 +97,24 @@ class SchemeModel:
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers'. :raises MeasurementError: norms or blocks were changed since the scheme was applied."""
-        found = [site for _, _, site in sites.sites(self)]
-        sites.check(self, scheme_of(self.config), found[0].n_layers if found else self.config.num_hidden_layers)
+        check(self)
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (model_class, self.lns_made_of), vars(self)
 
-
-def _blank(make: Callable[[Any], Any], stock: Any) -> Any:
-    kind = make(stock)
+def _blank(stock: Any) -> Any:
+    kind = ours(stock)
     return kind.__new__(kind)
 
 
 @functools.cache
-def config_class(stock: Any) -> Any:
-    """The config class of ``lns_<model_type>``; one for each of transformers' own."""
-    members = {"model_type": PREFIX + stock.model_type, "lns_made_of": stock, "__module__": stock.__module__}
-    return type(stock)(f"LNS{stock.__name__}", (SchemeConfig, stock), members)
-
-
-@functools.cache
-def model_class(stock: Any) -> Any:
-    """The model class of ours for one of transformers' own, in whose module transformers looks things up."""
-    members = {"lns_made_of": stock, "__module__": stock.__module__, "config_class": config_class(stock.config_class)}
-    made = type(stock)(f"LNS{stock.__name__}", (SchemeModel, stock), members)
+def ours(stock: Any) -> Any:
+    """The class of ours for a config or model class of transformers, in whose module transformers looks things up."""
+    name, members = f"LNS{stock.__name__}", {"lns_made_of": stock, "__module__": stock.__module__}
+    if not issubclass(stock, nn.Module):
+        return type(stock)(name, (SchemeConfig, stock), members | {"model_type": PREFIX + stock.model_type})
+    made = type(stock)(name, (SchemeModel, stock), members | {"config_class": ours(stock.config_class)})
     # Where TRL looks for the class that config.json names, and transformers 5 for what output_hidden_states= records.
-    setattr(importlib.import_module("transformers"), made.__name__, made)
+    setattr(importlib.import_module("transformers"), name, made)
     registry = getattr(sys.modules.get("transformers.modeling_utils"), "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
         dict.__setitem__(registry, str(made), stock._can_record_outputs)
@@ -137,9 +135,8 @@ def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
     """The scheme in the ``config.json`` of a folder or of a name on the hub; None if there is none to be read."""
     from transformers import PretrainedConfig
 
-    known = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
     try:
-        values, _ = PretrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in known if key in kwargs})
+        values, _ = PretrainedConfig.get_config_dict(name, **kwargs)
     except OSError:
         return None
     if not values:  # as transformers 5 says of a folder without the file
@@ -148,15 +145,10 @@ def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
     return parse(values.get("lns", SchemeConfig.lns)) if ours else PRE_LN
 
 
-def under_scheme(config: Any, scheme: Scheme, initialization: str = "plain") -> Any:
-    """A copy of a stock config that says ``scheme``: what ``AutoModelForCausalLM.from_config`` takes."""
-    stock: Any = type(config)
-    made = copy.deepcopy(config)
-    made.__class__ = config_class(stock)
-    made.lns = str(scheme)
-    if initialization != "plain":
-        made.lns_initialization = initialization
-    return made
+def check(model: Any) -> None:
+    """:raises MeasurementError: norms or blocks of a model of ours were changed since the scheme was applied."""
+    n_layers = max((site.n_layers for _, _, site in sites.sites(model)), default=1)
+    sites.check(model, scheme_of(model.config), n_layers)
 
 
 def convert(model: Any) -> None:
@@ -167,7 +159,7 @@ def convert(model: Any) -> None:
         same = isinstance(module, PreTrainedModel) and module.config is model.config
         if same and not isinstance(module, SchemeModel):
             kind: Any = type(module)
-            module.__class__ = model_class(kind)
+            module.__class__ = ours(kind)
 
 
 def _finish(model: Any, initialization: str | None) -> None:
@@ -175,7 +167,7 @@ def _finish(model: Any, initialization: str | None) -> None:
     scheme, names = scheme_of(model.config), getattr(model.config, "lns_norms", None)
     weights = list(model.parameters())  # here, not quantized, not sharded by tensor parallelism or DeepSpeed
     if all(p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements") for p in weights):
-        measure(model, scheme, initialization=initialization)
+        model.config.lns_norms = measure(model, scheme, initialization=initialization)
     elif names is not None:
         anything.report(model, by_names(model, names), ["output", "gradient"])
     else:
@@ -187,31 +179,76 @@ def _finish(model: Any, initialization: str | None) -> None:
 
 def measure(
     model: Any, scheme: Scheme, blocks: Any = None, example: Any = None, *, initialization: str | None = None
-) -> None:
-    """Find the norms, scale them or measure them again, note them in the config, and say so.
+) -> dict[str, Any]:
+    """Find the norms, scale them or measure them again, say so, and return them as :func:`by_path` does.
 
     :param initialization: of freshly drawn weights that are here already, ``plain`` or ``upstream``.
     """
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} with cross-attention has a third sub-layer that no scheme names.")
-    found = anything.locate(
-        model, anything.forward(model, usual_example(model) if example is None else example), blocks
-    )
+    example = usual_example(model) if example is None else example
+    found = locate(model, anything.forward(model, example), blocks)
     names = by_path(model, found)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
             "transformers builds the family in another way: apply the scheme to a stock model of it."
         )
-    scaled = depth_scaled(model, found.blocks) if initialization == "plain" else []
     measured = anything.attach(model, found, scheme, folded)
-    _multiply(scaled, math.sqrt(2.0 * len(found.blocks)))
-    model.config.lns_norms = names
+    try:
+        words = drawn(model, found.blocks, plain=initialization == "plain")
+    except Exception:
+        sites.restore(model)
+        raise
     for _, norm, _ in sites.sites(model):
         if hasattr(norm, "kernel_layer_name"):  # `kernelize` would put a kernel there that knows no factor
             type(norm).kernel_layer_name = "LNSScaled"
-    words = drawn(model, found.blocks)
     anything.report(model, found, [*measured, *(["initialization"] if words else [])], words)
+    return names
+
+
+def locate(model: Any, run: Callable[[], Any], blocks: Any = None) -> Blocks:
+    """As :func:`olmo_lns.integrations.anything.locate`; large blocks are measured on narrow ones built alike."""
+    try:
+        if blocks is None and (twin := _narrow(model)) is not None:
+            narrow = anything.locate(twin, anything.forward(twin, usual_example(twin)))
+            with anything.undisturbed(model):
+                path, real, calls = probe.find_blocks(model, run)
+                alike = path == narrow.path and list(map(_modules, real)) == list(map(_modules, narrow.blocks))
+                each = list(zip(itertools.count(1), real, calls, narrow.names, strict=False))
+                # Once with their own weights: a block may ask for its width.
+                if alike and all(probe._Replay(b, call, call.stream.dtype).constant(own) for _, b, call, own in each):
+                    norms = {f"{name} of block {n}": b.get_submodule(name) for n, b, _, own in each for name in own}
+                    probe.require_run_once(norms, run)
+                    return replace(narrow, blocks=real, width=calls[0].stream.shape[-1])
+    except Exception:  # what its own blocks do decides
+        pass
+    return anything.locate(model, run, blocks)
+
+
+def _modules(block: nn.Module) -> list[Any]:
+    """The types of a block's modules, and what somebody has put into one: a hook, or another forward."""
+    own = ("forward", "_forward_hooks", "_forward_pre_hooks")
+    kinds = {name: getattr(m, "lns_made_of", (type(m),))[-1] for name, m in block.named_modules()}
+    return [kinds, *(vars(m).get(name) or None for m in block.modules() for name in own)]
+
+
+def _narrow(model: Any) -> Any:
+    """A fresh model of the same class whose heads have 8 channels; None for small blocks and unusual configs."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    heads, blocks = (getattr(text, f"num_{name}", None) for name in ("attention_heads", "hidden_layers"))
+    if not isinstance(heads, int) or sum(p.numel() for p in model.parameters()) < _LARGE * (blocks or 1):
+        return None
+    for name, size in {"hidden_size": 8 * heads, "intermediate_size": 16 * heads, "head_dim": 8}.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, size)
+    config._attn_implementation = "eager"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the run's own draws stay what they are
+            return (model.lns_made_of if isinstance(model, SchemeModel) else type(model))(config)
+    except Exception:  # each family has errors of its own
+        return None
 
 
 def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
@@ -255,47 +292,42 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
     return Blocks(name, blocks, each, int(width))
 
 
-def _deviations(model: Any, blocks: list[nn.Module]) -> dict[str, tuple[float, list[nn.Parameter]]]:
-    """For each matrix of a block its standard deviation in units of the config's, over all blocks; and the matrices."""
+def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
+    """Name the draw of the blocks' matrices; ``""`` for loaded weights and for an unknown rule.
+
+    :param plain: take the depth factor off the fresh weights of a family that is known to have it.
+    :raises MeasurementError: such a family draws a matrix by another rule.
+    """
     std = float(getattr(model.config.get_text_config(), "initializer_range", None) or 0.0)
-    found: dict[str, list[nn.Parameter]] = {}
+    matrices: dict[str, list[nn.Parameter]] = {}
     for block in blocks if std and len(blocks) > 1 else ():
         for name, parameter in block.named_parameters():
             if parameter.dim() == 2 and parameter.is_floating_point() and not parameter.is_meta:
-                found.setdefault(name, []).append(parameter)
-    return {n: (float(torch.stack([p.detach().float().std() for p in e]).mean()) / std, e) for n, e in found.items()}
+                matrices.setdefault(name, []).append(parameter)
+    # In units of the config's, over all blocks.
+    found = {
+        n: float(torch.stack([p.detach().float().std() for p in each]).mean()) / std for n, each in matrices.items()
+    }
+    depth = (2.0 * len(blocks)) ** -0.5
 
+    def near(value: float, expected: float) -> bool:
+        return 0.9 * expected < value < 1.1 * expected
 
-def _near(value: float, expected: float) -> bool:
-    return 0.9 * expected < value < 1.1 * expected
-
-
-def drawn(model: Any, blocks: list[nn.Module]) -> str:
-    """Name the draw of the matrices; ``""`` for loaded weights and for an unknown rule."""
-    measured = [value for value, _ in _deviations(model, blocks).values()]
-    if measured and all(_near(value, 1.0) for value in measured):
-        return "scaled initialization off"
-    return "scaled initialization on" if any(_near(v, (2.0 * len(blocks)) ** -0.5) for v in measured) else ""
-
-
-def depth_scaled(model: Any, blocks: list[nn.Module]) -> list[nn.Parameter]:
-    """The freshly drawn matrices with the depth factor of a family that is known to have it.
-
-    :raises MeasurementError: such a family draws a matrix by another rule.
-    """
-    measured = _deviations(model, blocks)
     known = model.config.model_type.removeprefix(PREFIX) in _DEPTH_SCALED
-    if not known or not any(_near(value, 1.0) for value, _ in measured.values()):
-        return []
-    scaled = (2.0 * len(blocks)) ** -0.5
-    for name, (value, _) in measured.items():
-        if not _near(value, 1.0) and not _near(value, scaled):
-            raise MeasurementError(
-                f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, expected "
-                f"1 or {scaled:.3g} times. This transformers draws them by another rule: "
-                'apply(model, initialization="upstream") keeps it.'
-            )
-    return [parameter for value, each in measured.values() if _near(value, scaled) for parameter in each]
+    if plain and known and any(near(value, 1.0) for value in found.values()):
+        for name, value in found.items():
+            if not near(value, 1.0) and not near(value, depth):
+                raise MeasurementError(
+                    f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, "
+                    f"expected 1 or {depth:.3g} times. This transformers draws them by another rule: "
+                    'apply(model, initialization="upstream") keeps it.'
+                )
+        for name in [name for name, value in found.items() if near(value, depth)]:
+            _multiply(matrices[name], 1.0 / depth)
+            found[name] = 1.0
+    if found and all(near(value, 1.0) for value in found.values()):
+        return "scaled initialization off"
+    return "scaled initialization on" if any(near(value, depth) for value in found.values()) else ""
 
 
 def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
@@ -308,6 +340,5 @@ def plain_initialization(model: Any) -> None:
     """Take the depth factor off a freshly drawn stock model. :raises LNSConfigError: its draw is not known."""
     with anything.undisturbed(model):
         _, blocks, _ = probe.find_blocks(model, anything.forward(model, usual_example(model)))
-    _multiply(depth_scaled(model, blocks), math.sqrt(2.0 * len(blocks)))
-    if drawn(model, blocks) != "scaled initialization off":
+    if drawn(model, blocks, plain=True) != "scaled initialization off":
         raise LNSConfigError(f"{type(model).__name__}: found weights that were not drawn just now, or by another rule.")

@@ -30,21 +30,12 @@ class FoldedTorchLayerNorm(Scaled):
         return output
 
 
-class FoldedOlmoLayerNorm(Scaled):
-    """OLMo's: no gain, no bias, eps 1e-5, computed in fp32, output in the dtype of the input."""
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.lns_backend.layer_norm(hidden_states, None, None, 1e-5, self.lns_factor)
-        return output.to(hidden_states.dtype)
-
-
 _KNOWN = {
     "torch.nn.modules.normalization.LayerNorm": FoldedTorchLayerNorm,
     "transformers.models.llama.modeling_llama.LlamaRMSNorm": FoldedLlamaRMSNorm,
     "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm": FoldedLlamaRMSNorm,
     "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm": FoldedLlamaRMSNorm,
     "transformers.models.mistral.modeling_mistral.MistralRMSNorm": FoldedLlamaRMSNorm,
-    "transformers.models.olmo.modeling_olmo.OlmoLayerNorm": FoldedOlmoLayerNorm,
 }
 
 

@@ -24,9 +24,9 @@ def name_configs(module: Any) -> None:
         def __getitem__(self: Any, key: Any) -> Any:
             if (stock := _stock_type(key)) is None or stock not in self:
                 return original(self, key)
-            from olmo_lns.integrations.transformers.models import config_class  # torch: not before one is asked for
+            from olmo_lns.integrations.transformers.models import ours  # torch: not before one is asked for
 
-            return config_class(original(self, stock))
+            return ours(original(self, stock))
 
         return __getitem__
 
@@ -45,7 +45,7 @@ def find_models(module: Any) -> None:
             if (stock := getattr(key, "lns_made_of", None)) is None or key in self._extra_content:
                 return original(self, key)
             found = original(self, stock)
-            return tuple(map(_model_class, found)) if isinstance(found, (tuple, list)) else _model_class(found)
+            return tuple(map(_ours, found)) if isinstance(found, (tuple, list)) else _ours(found)
 
         return __getitem__
 
@@ -65,13 +65,13 @@ def find_models(module: Any) -> None:
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.keys", keys)
 
 
-def _model_class(found: Any) -> Any:
+def _ours(found: Any) -> Any:
     """The class of ours for a model class; a tokenizer or processor is as it is."""
     from transformers import PreTrainedModel
 
-    from olmo_lns.integrations.transformers.models import model_class
+    from olmo_lns.integrations.transformers.models import ours
 
-    return model_class(found) if isinstance(found, type) and issubclass(found, PreTrainedModel) else found
+    return ours(found) if isinstance(found, type) and issubclass(found, PreTrainedModel) else found
 
 
 def convert_weights(module: Any) -> None:

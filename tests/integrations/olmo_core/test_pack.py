@@ -1,6 +1,5 @@
 """configs/olmo_core: every size and arm loads and builds, and two arms differ in the block only."""
 
-import re
 import runpy
 from pathlib import Path
 
@@ -10,7 +9,7 @@ pytest.importorskip("olmo_core.nn", reason="needs ai2-olmo-core 2.5 to 3.0 (make
 
 
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.integrations.olmo_core.blocks import scheme_of_model
+from olmo_lns.integrations.olmo_core.model import scheme_of_model
 from olmo_lns.schemes import Scheme
 from olmo_lns.study.describe import Study
 from olmo_lns.study.engines import OLMO_CORE, olmo_core
@@ -53,27 +52,12 @@ def test_arms_differ_in_the_block_only():
     assert scaled == stock
 
 
-def test_a_config_that_does_not_fit_its_arm_is_a_problem():
-    settings = {"model.block._CLASS_": "olmo_lns.olmo_core.BlockConfig", "model.block.exponent": 0.25}
-    (problem,) = arm_problems("lns", settings, OLMO_CORE)
-    assert "model.block.scheme='lns:exponent=0.25', but arm 'lns' is model.block.scheme='lns'" in problem
-    spelled = settings | {"model.block.scheme": "lns:exponent=0.25"}
-    assert OLMO_CORE.scheme(spelled) == OLMO_CORE.scheme(settings) == Scheme.of("lns", exponent=0.25)
-    assert arm_problems("lns_scaled_init", settings, OLMO_CORE) == [
-        "arm 'lns_scaled_init' exists for OLMo and Megatron only"
-    ]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "olmo_core.BlockConfig",
-            "olmo_core.BlokConfig",
-            "has no attribute 'BlokConfig'|cannot import name 'BlokConfig'|no 'BlokConfig'",
-        ),
         ("d_model: 512", "d_modle: 512", "the config has no 'model.d_model'"),
         ("init_method: normal", "init_method: llama_depth", "model.init_method='llama_depth', but arm 'lns'"),
+        ("exponent: 0.5", "exponent: 0.25", "but arm 'lns' is model.block.scheme='lns'"),
         ("rank_microbatch_size: 32768", "rank_microbatch_size: 30000", "is in tokens: expected a multiple of 4096"),
     ],
 )
@@ -82,13 +66,11 @@ def test_the_check_finds_a_mistake_in_a_config(old, new, message, tmp_path):
     assert old in text
     path = tmp_path / "60M-lns.yaml"
     path.write_text(text.replace(old, new))
-    run = _run(path)
     try:
-        problems = " ".join(check(run, 8, "H100")[0])
-        OLMO_CORE.count(path, run.loaded)
+        problems = " ".join(check(_run(path), 8, "H100")[0])
     except LNSConfigError as error:
         problems = str(error)
-    assert re.search(message, problems), problems
+    assert message in problems
 
 
 def test_the_shapes_of_depthbench_have_the_parameters_of_its_table():

@@ -49,15 +49,11 @@ def test_trainer_equals_a_hand_written_loop_even_when_resumed(tmp_path):
     assert sites.read_back(resumed.model).name == "lns"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
-def test_gradient_checkpointing_gives_the_same_gradients(kind):
-    model = apply(stock(kind)).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model = apply(stock("llama")).train()
     plain = copy.deepcopy(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    same(kind, model, plain, tolerance=1e-6)
+    same("llama", model, plain, tolerance=1e-6)
 
 
 @pytest.mark.slow
