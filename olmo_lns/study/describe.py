@@ -94,7 +94,7 @@ class Launch(_Strict):
     """The start of a run.
 
     :param command: ``train`` (``olmo-lns train``) or the path of a training script. :param nproc: GPUs of a node.
-    :param nodes: of a run, by size; the key ``""`` is for all others. :param workers: runs at a time.
+    :param nodes: of a run, by size; the key ``""`` is for all others.
     :param threads: OMP_NUM_THREADS of each run. :param args: added to every command.
     :param setup: shell lines at the start of a Slurm job, such as ``module load cuda``.
     :param sbatch: further ``#SBATCH`` lines; None leaves out one of ours.
@@ -105,7 +105,6 @@ class Launch(_Strict):
     nodes: Annotated[
         dict[str, Positive], BeforeValidator(lambda value: value if isinstance(value, dict) else {"": value})
     ] = {}
-    workers: Positive = 1
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None
     args: list[Text] = []
     setup: list[Text] = []

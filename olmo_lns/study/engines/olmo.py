@@ -59,7 +59,6 @@ class OLMoEngine(Engine):
         "sequence": "model.max_sequence_length", "batch": "global_train_batch_size",
     }  # fmt: skip
     rate_keys: tuple[str, ...] = ("optimizer.learning_rate", "scheduler.warmup_min_lr")
-    even = False
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         init_fn = arm.init_fn or INIT_FNS.get(arm.initialization)
@@ -91,15 +90,10 @@ class OLMoEngine(Engine):
             "tied": bool(settings["model.weight_tying"]),
             "gain": bool(settings["model.layer_norm_with_affine"]),
             "steps": steps,
-            "min_learning_rate": float(settings["optimizer.learning_rate"]) * float(settings["scheduler.alpha_f"]),
         }
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
-        return Machine(
-            strategy=str(settings["distributed_strategy"]),
-            micro_batch=int(settings["device_train_microbatch_size"]),
-            recompute=settings["activation_checkpointing"] is not None,
-        )
+        return Machine(int(settings["device_train_microbatch_size"]), even=False)
 
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
         total = 0
