@@ -244,6 +244,9 @@ class Study:
         try:
             engine = engine_named(keys.framework)
             runs = tuple(_runs(keys, path, engine))
+            names = [run.name for run in runs]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise LNSConfigError(f"two runs would have the folder {twice[0]}: give each rate and size once")
             _known("launch: nodes", {*keys.launch.nodes} - {""}, {n for r in runs for n in (r.size, r.group)}, "sizes")
         except LNSConfigError as error:
             raise LNSConfigError(f"{path}: {error}") from None

@@ -129,10 +129,13 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it."""
+    """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it.
+
+    Names of files that the locale cannot decode keep their bytes.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
