@@ -121,7 +121,7 @@ def test_a_merge_key_is_no_second_key(tmp_path):
     ("text", "message"),
     [
         ("horizon: [1]\n", "horizon: unknown key; known: arms, config"),
-        ("launch: {worker: 2}\n", "launch: worker: unknown key .did you mean 'workers'"),
+        ("launch: {thread: 2}\n", "launch: thread: unknown key .did you mean 'threads'"),
         ("seeds: [-1]\n", "seeds: .*'-1'.* greater than or equal to 0"),
         ("launch: {nproc: 0}\n", "launch: nproc: '0'"),
         ("final_fraction: 2\n", "final_fraction: '2'"),
@@ -230,8 +230,9 @@ def test_the_page_has_every_key():
     assert rows >= {*Description.model_fields} - {"launch"} | {f"launch.{key}" for key in Launch.model_fields}
 
 
-@pytest.mark.parametrize("end", [">&-", "| head -c 1", "| true"])
-@pytest.mark.parametrize("command", ["study plan", "config list"])
+@pytest.mark.parametrize(
+    ("command", "end"), [("study plan", ">&-"), ("study plan", "| true"), ("config list", "| head -c 1")]
+)
 def test_a_closed_output_is_no_traceback(tmp_path, command, end):
     more = str(write(tmp_path, "")) if command == "study plan" else ""
     line = f"{sys.executable} -m olmo_lns {command} {more} {end}"
