@@ -77,7 +77,7 @@ def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
         "mem": "0",  # all of the node's
         "time": f"{math.ceil(hours)}:00:00" if hours else None,
         "requeue": "true",
-        "output": shlex.quote(f"{out}/slurm-%x-%A_%a.out"),
+        "output": shlex.quote(f"{out}".replace("%", "%%") + "/slurm-%x-%A_%a.out"),
         "open-mode": "append",
         **study.launch.sbatch,
     }

@@ -17,10 +17,10 @@ from olmo_lns.study.collect import attempts, curve_of
 from olmo_lns.study.describe import Study
 
 
-def description(folder, config=f"{REPOSITORY}/configs/megatron/60M-{{arm}}.yaml", sizes="[60M]", **launch):
+def description(folder, sizes="[60M]", **launch):
     """A description of one arm in Megatron, which is not started."""
     path = folder / "s.yaml"
-    keys = {"name": "s", "framework": "megatron", "config": config.replace("{{", "{").replace("}}", "}")}
+    keys = {"name": "s", "framework": "megatron", "config": f"{REPOSITORY}/configs/megatron/60M-{{arm}}.yaml"}
     text = yaml.safe_dump({**keys, "arms": ["lns"], "launch": {"command": "/bin/sh", **launch}}, allow_unicode=True)
     path.write_text(f"{text}sizes: {sizes}\n", encoding="utf-8")
     return path
