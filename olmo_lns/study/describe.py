@@ -18,17 +18,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, BASELINE, arm_named
-from olmo_lns.study.engines import Engine, Run, engine_named, settings_of
+from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
 
 #: GPUs of a node where nobody says how many.
 GPUS_OF_A_NODE = 8
-
-
-def _printable(text: str) -> str:
-    """Text of a description stands in generated shell scripts, where a line break would begin a line of its own."""
-    if not text.isprintable():
-        raise ValueError("expected text without line breaks and control characters")
-    return text
 
 
 def _none(value: Any) -> Any:
@@ -60,7 +53,8 @@ def _rate(text: str) -> str:
     return text
 
 
-Text = Annotated[str, StringConstraints(min_length=1), AfterValidator(_printable)]
+#: Without line breaks and control characters: in a generated shell script they would begin a line of their own.
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.+][A-Za-z0-9_.+-]*$")]
 Size = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._]+$")]
 Positive = Annotated[int, Field(ge=1)]
@@ -116,11 +110,11 @@ class Description(_Strict):
     """The keys of a description; docs/descriptions.md says what each means."""
 
     name: Word
-    framework: Text = "olmo"
+    framework: Literal["olmo", "olmo-core", "megatron"] = "olmo"
     config: Annotated[Text, AfterValidator(_pattern)]
     sizes: Annotated[dict[Size, Settings], BeforeValidator(_table)]
     arms: Annotated[dict[Text, Settings], BeforeValidator(_table)]
-    rates: Annotated[Rates | dict[str, Rates | dict[str, Rates]], BeforeValidator(lambda v: {} if v == "" else v)] = {}
+    rates: Annotated[Rates | dict[str, Rates], BeforeValidator(lambda value: {} if value == "" else value)] = {}
     seeds: Seeds | None = None
     more_seeds: dict[str, Seeds | dict[str, Seeds]] = {}
     only: dict[str, list[str]] = {}
@@ -187,10 +181,6 @@ class Study:
         return self.path.is_dir()
 
     @property
-    def sizes(self) -> list[str]:
-        return list(dict.fromkeys(run.size for run in self.runs))
-
-    @property
     def groups(self) -> list[str]:
         """The sizes without their learning rates."""
         return list(dict.fromkeys(run.group for run in self.runs))
@@ -242,7 +232,7 @@ class Study:
         """
         keys = described(path := files.located(path, "study"))
         try:
-            engine = engine_named(keys.framework)
+            engine = ENGINES[keys.framework]
             runs = tuple(_runs(keys, path, engine))
             names = [run.name for run in runs]
             if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -271,13 +261,12 @@ def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
     arms = {arm_named(name).name: own for name, own in keys.arms.items()}
     if len(arms) < len(keys.arms):
         raise LNSConfigError(f"arms: two names of one arm among {', '.join(keys.arms)}")
-    by_size = isinstance(keys.rates, dict) and {*keys.rates} & {*keys.sizes}
-    rates: dict[str, Any] = keys.rates if by_size else dict.fromkeys(keys.sizes, keys.rates)  # type: ignore[assignment]
-    for key, values in (("only", keys.only), ("more_seeds", keys.more_seeds), ("rates", rates)):
+    tried = _by_arm(keys.rates, arms)
+    for key, values in (("only", keys.only), ("more_seeds", keys.more_seeds)):
         _known(key, values, keys.sizes, "sizes")
     for size, own in keys.sizes.items():
         here = _known("only", [arm_named(arm).name for arm in keys.only.get(size, arms)], arms, "arms")
-        more, tried = _by_arm(keys.more_seeds.get(size, []), arms), _by_arm(rates.get(size) or [], arms)
+        more = _by_arm(keys.more_seeds.get(size, []), arms)
         first = [engine.default_seed] if keys.seeds is None else keys.seeds
         seeds = {arm: [*first, *more.get(arm, [])] for arm in arms if arm in here}
         if any(len({*found}) != len(found) for found in seeds.values()):

@@ -95,14 +95,14 @@ def planned_hours(study: Study, run: Run, gpu: str = GPU) -> float:
 
 def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
     """One line per size, in 80 columns where its name is short; and the study's totals."""
-    width, days = max(len(run.size) for run in runs), 0.0
+    width, total = max(4, *(len(run.size) for run in runs)), 0.0
     lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run disk a run"]
     for size in dict.fromkeys(run.size for run in runs):
         mine = [run for run in runs if run.size == size]
         run, shape, gpus = mine[0], mine[0].shape, math.prod(study.layout(mine[0]))
         spent = hours(run, gpu)
-        days += len(mine) * spent / gpus / 24
-        known = [_short(shape.tokens), f"{shape.steps:,}", _hours(spent), duration(3600 * spent / gpus)]
+        total += len(mine) * spent / gpus
+        known = [_short(shape.tokens), f"{shape.steps:,}", _hours(spent), _lasting(spent / gpus)]
         tokens, steps, cost, lasts = known if shape.steps else ["–"] * 4
         lines.append(
             f"{size:<{width}} {len(mine):>4} {_short(run.engine.count(run.config, run.loaded)):>6} {tokens:>6} "
@@ -112,7 +112,7 @@ def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
     both = " or ".join(f"{_hours(sum(hours(run, name) for run in runs))} {name}" for name in ("A100", "H100"))
     text = (
         f"All {len(runs)} runs{f' ({arms})' if arms else ''}: {sum(run.shape.flops for run in runs):.2e} FLOPs, {both} "
-        f"hours; one after the other {duration(86400 * days)} on {gpu}s; {sum(map(disk, runs)):,.4g} GB of disk, for "
+        f"hours; one after the other {_lasting(total)} on {gpu}s; {sum(map(disk, runs)):,.4g} GB of disk, for "
         "the checkpoints that the configs keep and the one being written. Estimates at "
         f"{UTILISATION:.0%} of the dense bf16 peak, without evaluation, checkpoints and queues."
     )
@@ -159,12 +159,8 @@ def around(study: Study, only: Sequence[str] | None) -> str:
     return "\n".join(lines)
 
 
-def duration(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``3.5 h``, ``2.1 days``."""
-    for limit, unit, text in ((90, 1, "s"), (5400, 60, "min")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {text}"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+def _lasting(value: float) -> str:
+    return f"{value:.3g} h" if value < 48 else f"{value / 24:.1f} days"
 
 
 def _short(number: float) -> str:
