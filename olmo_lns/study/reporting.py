@@ -68,8 +68,6 @@ def markdown(study: Study, results: pd.DataFrame, image: str | None) -> str:
         note = "Of held-out text after the last step, per token with a label (padding counts for nothing)."
         cells = _by_arm(study, study.groups, lambda group, arm: _perplexity(_of(found, group, arm)))
         parts += ["## Perplexity", cells, note]
-    shown = results[["run", "status", "step", "steps", "tokens", "loss", "loss_std", "points"]].fillna("–")
-    parts += ["## Runs", _table([[*shown], *shown.astype(str).values.tolist()])]
     return "\n\n".join(parts + (["## The paper", beside(study, results)] if study.published else [])) + "\n"
 
 
@@ -125,11 +123,7 @@ def _losses(study: Study, results: pd.DataFrame, found: pd.DataFrame) -> str:
 
 def _perplexity(found: pd.DataFrame) -> str:
     """The exponential of the mean held-out loss."""
-    losses = found.heldout.dropna()
-    if not len(losses):
-        return "–"
-    spread = f" ± {losses.map(math.exp).std():.2f} ({len(losses)} seeds)" if len(losses) > 1 else ""
-    return f"{math.exp(losses.mean()):.2f}{spread}"
+    return f"{math.exp(found.heldout.mean()):.2f}" if found.heldout.notna().any() else "–"
 
 
 def corrected(size: str, perplexity: float) -> float | None:

@@ -35,6 +35,15 @@ def test_a_command_names_the_launcher_the_config_the_seed_and_the_folders(tmp_pa
     assert {"--seed=6198", f"--save_folder={tmp_path}/60M-lns-s6198", "--try_load_latest_save=true"} <= set(words)
 
 
+@pytest.mark.parametrize("out", ["with blank", "a #b", "a: b", "{a}, [b]", "größe='x'"])
+def test_the_folder_of_a_run_reaches_olmo_as_it_is(built, out):
+    run = built.study.runs[0]
+    words = [word.removeprefix("--") for word in launch.command(built.study, run, built.out / out) if word[:2] == "--"]
+    from olmo.config import TrainConfig
+
+    assert TrainConfig.load(str(run.config), words).save_folder == f"{built.out}/{out}/{run.name}"
+
+
 def test_a_run_over_several_nodes_prints_its_command_and_is_not_run_here(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").touch()

@@ -6,6 +6,7 @@ Settings are *flat*: ``{"model.d_model": 512, …}`` for OLMo and OLMo-core (dot
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,6 +201,12 @@ class Engine(Protocol):
 
     def used(self, folder: Path) -> dict[str, Any]:
         """Flat settings that the run in ``folder`` really used, as it saved them; empty when it saved none."""
+
+
+def dot_list(settings: Mapping[str, Any]) -> list[str]:
+    """``key=value`` words, whose values OLMo and OLMo-core read as YAML; text that YAML would cut is quoted."""
+    kept = {key: isinstance(value, str) and not re.search(r"(^|\s)#|:\s", value) for key, value in settings.items()}
+    return [f"{k}={v if kept[k] else json.dumps(v, ensure_ascii=False)}" for k, v in settings.items()]
 
 
 @dataclass(frozen=True)

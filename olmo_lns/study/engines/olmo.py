@@ -13,7 +13,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.study import files
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Engine, Machine, Run
+from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
 
 #: Initialization -> init_fn; ``upstream`` is whatever init_fn a config has, and so defines no arm.
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled", "depth_scaled": "normal_depth_scaled"}
@@ -37,14 +37,9 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     with mock.patch.dict(os.environ, missing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo's, at every load
         try:
-            return TrainConfig.load(str(path), _dot_list(overrides or {}), validate_paths=False)
+            return TrainConfig.load(str(path), dot_list(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
             raise LNSConfigError(f"{path}: OLMo refuses it: {one_line(error)}") from error
-
-
-def _dot_list(overrides: Mapping[str, Any]) -> list[str]:
-    words = {None: "null", True: "true", False: "false"}
-    return [f"{k}={words[v] if v is None or isinstance(v, bool) else v}" for k, v in overrides.items()]
 
 
 class OLMoEngine(Engine):
@@ -136,7 +131,7 @@ class OLMoEngine(Engine):
 
     def words(self, run: Run, folder: Path) -> list[str]:
         own = {"save_folder": str(folder), "try_load_latest_save": True, "save_overwrite": True}
-        return [str(run.config.resolve()), *(f"--{word}" for word in _dot_list({**run.overrides, **own}))]
+        return [str(run.config.resolve()), *(f"--{word}" for word in dot_list({**run.overrides, **own}))]
 
     def padding(self, settings: Mapping[str, Any]) -> float:
         """OLMo sums a row's loss over its labels and divides by all its positions.

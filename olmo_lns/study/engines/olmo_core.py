@@ -16,7 +16,7 @@ from typing import Any, Mapping
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Engine, Machine, Run
+from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
 from olmo_lns.study.files import filled, flatten
 from olmo_lns.study.files import read as read_yaml
 
@@ -198,10 +198,8 @@ class OLMoCoreEngine(Engine):
         return found, notes + ([] if available() else ["not loaded by OLMo-core, which is not in this environment"])
 
     def words(self, run: Run, folder: Path) -> list[str]:
-        """The dot list, each value of which OLMo-core reads as YAML, of which JSON is a part."""
-        settings = {**run.overrides, "trainer.save_folder": str(folder), "trainer.save_overwrite": True}
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-        return [str(run.config.resolve()), *(f"--{key}={text}" for key, text in texts.items())]
+        own = {"trainer.save_folder": str(folder), "trainer.save_overwrite": True}
+        return [str(run.config.resolve()), *(f"--{word}" for word in dot_list({**run.overrides, **own}))]
 
     def used(self, folder: Path) -> dict[str, Any]:
         saved = sorted(folder.glob("step*/config.json"), key=lambda path: int(path.parent.name.removeprefix("step")))
