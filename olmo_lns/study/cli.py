@@ -78,7 +78,6 @@ def _launch(args: argparse.Namespace) -> int:
     runs = study.selected(args.only)
     if args.run:
         os.environ.update(launch.environment(study, args.out))  # before the configs that read it are loaded
-        launch.check(study, runs, args.out)
     planning.compare_arms(study.runs)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out))

@@ -178,12 +178,10 @@ def located(name: str | Path, kind: str) -> Path:
     for path in (Path(name), Path(f"{name}.yaml")):  # a copy here, perhaps edited, comes before the pack's
         if path.is_file():
             return path
-    wanted, known = str(name).removeprefix("configs/"), dict[str, str]()
-    for packed in pack_names():
-        spelled = (packed, packed.removeprefix(f"{kind}/"))
-        known |= dict.fromkeys((*spelled, *(os.path.splitext(each)[0] for each in spelled)), packed)
-    if wanted in known:
-        return pack_folder() / known[wanted]
+    wanted = str(name).removeprefix("configs/")
+    packed = (pack_folder() / folder / f"{wanted}{end}" for folder in ("", kind) for end in ("", ".yaml", ".txt"))
+    if found := next((path for path in packed if path.is_file()), None):
+        return found
     here = [os.path.splitext(path)[0].removeprefix(f"{kind}/") for path in pack_names() if path.startswith(kind)]
     hint, text = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
     raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {text}")

@@ -16,6 +16,7 @@ from typing import Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
+from olmo_lns.study.arms import check_environment
 from olmo_lns.study.collect import attempts, curve_of, other_run
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.describe import Run, Study
@@ -79,6 +80,7 @@ def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) ->
     :param here: on this machine, which then must have what the runs need.
     :raises LNSConfigError: the run, what is wrong, and what to set.
     """
+    check_environment()
     script = study.launch.command
     if script != "train" and not os.path.isfile(files.script(script)):
         raise LNSConfigError(

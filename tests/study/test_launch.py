@@ -153,10 +153,17 @@ def test_no_script_is_written_where_one_cannot_be(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("value", [None, ""])
-def test_a_launch_stops_before_the_first_run_if_a_variable_is_not_set(built, monkeypatch, value):
-    monkeypatch.delenv("OLMO_DATA_DIR") if value is None else monkeypatch.setenv("OLMO_DATA_DIR", value)
-    with pytest.raises(LNSConfigError, match=r"reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="):
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("OLMO_DATA_DIR", None, "reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="),
+        ("OLMO_DATA_DIR", "", "reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="),
+        ("OLMO_LNS_INITIALIZATION", "upstream", "an arm sets its scheme and initialization itself: unset it"),
+    ],
+)
+def test_a_launch_stops_before_the_first_run_for_a_variable(built, monkeypatch, variable, value, message):
+    monkeypatch.delenv(variable) if value is None else monkeypatch.setenv(variable, value)
+    with pytest.raises(LNSConfigError, match=message):
         cli.main(["launch", str(built.path), "--out", str(built.out), "--run"])
     assert not built.out.exists()
 
