@@ -51,13 +51,8 @@ class Curve:
         return self.total is not None and self.last >= self.total
 
     def final(self, fraction: float) -> tuple[float, float, int]:
-        """``(mean, standard deviation, number of points)`` of the losses in the last ``fraction`` of the run.
-
-        :raises LNSConfigError: no loss was logged there.
-        """
+        """``(mean, standard deviation, number of points)`` of the losses in the last ``fraction`` of a finished run."""
         tail = [loss for step, loss in self.losses.items() if step > self.last - max(1, round(fraction * self.last))]
-        if not tail:
-            raise LNSConfigError(f"{self.source}: no loss in the last {fraction:.0%} of {self.last} steps")
         return statistics.fmean(tail), statistics.stdev(tail) if len(tail) > 1 else 0.0, len(tail)
 
 
