@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Sequence
 
@@ -155,7 +156,8 @@ def _failed(study: Study, run: Run, out: Path, lock: int) -> bool:
         try:
             code = process.wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise
     print(f"{run.name}: exit {code}", flush=True)
