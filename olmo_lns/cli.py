@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "data": Command(
         "study.data.commands:main", "make and check tokenised data", "",
-        ("olmo-lns data prepare text notes/ --tokenizer my/tokenizer.json --eos '</s>' --out /data/notes",),
+        ("olmo-lns data prepare jsonl notes.jsonl --tokenizer my/tokenizer.json --eos '</s>' --out /data/notes",),
     ),
     "megatron-args": Command(
         "study.engines.megatron:main", "expand a Megatron YAML config to flags", "megatron",

@@ -6,6 +6,7 @@ A new arm is one line of the table, one :func:`define` at run time, or a scheme'
 
 from __future__ import annotations
 
+import colorsys
 import re
 from dataclasses import dataclass
 
@@ -91,13 +92,8 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     *map(_plain, ("admin", "groupln", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "layerscale")),
     *map(_plain, ("skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsafterresidual")),
 )
-#: One for each arm: extend both when the table grows beyond them.
-_COLOURS = (
-    "#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#B8860B", "#00008B", "#7F7F7F",
-    "#8C564B", "#9467BD", "#C5B0D5", "#E377C2", "#F7B6D2", "#AD494A", "#D6616B", "#7B4173", "#17BECF", "#BCBD22",
-    "#2CA02C", "#98DF8A", "#637939", "#B5CF6B", "#8C6D31", "#E7BA52", "#1F77B4", "#AEC7E8", "#6B6ECF", "#9C9EDE",
-    "#31A354", "#756BB1", "#FD8D3C",
-)  # fmt: skip
+#: Okabe and Ito's, of the first arms; the others take hues a golden ratio apart.
+_COLOURS = ("#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000")
 _STYLES = (
     *(("-", "o"), ("--", "s"), ("-.", "^"), (":", "v"), (":", "D"), ("--", "P")),
     *((line, marker) for marker in "Xhp<>*8d" for line in ("-", "--", "-.", ":")),
@@ -105,7 +101,9 @@ _STYLES = (
 
 
 def _style(place: int) -> tuple[str, str, str]:
-    return (_COLOURS[place % len(_COLOURS)], *_STYLES[place % len(_STYLES)])
+    hue = colorsys.hsv_to_rgb(place * 0.618 % 1, 0.75, 0.75)
+    colour = _COLOURS[place] if place < len(_COLOURS) else "#" + "".join(f"{round(255 * part):02X}" for part in hue)
+    return (colour, *_STYLES[place % len(_STYLES)])
 
 
 for _place, (_name, _label, _scheme, _init, _isolates, _init_fn) in enumerate(_TABLE):

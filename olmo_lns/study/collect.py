@@ -51,13 +51,8 @@ class Curve:
         return self.total is not None and self.last >= self.total
 
     def final(self, fraction: float) -> tuple[float, float, int]:
-        """``(mean, standard deviation, number of points)`` of the losses in the last ``fraction`` of the run.
-
-        :raises LNSConfigError: no loss was logged there.
-        """
+        """``(mean, standard deviation, number of points)`` of the losses in the last ``fraction`` of a finished run."""
         tail = [loss for step, loss in self.losses.items() if step > self.last - max(1, round(fraction * self.last))]
-        if not tail:
-            raise LNSConfigError(f"{self.source}: no loss in the last {fraction:.0%} of {self.last} steps")
         return statistics.fmean(tail), statistics.stdev(tail) if len(tail) > 1 else 0.0, len(tail)
 
 
@@ -76,36 +71,31 @@ def read(path: Path) -> Curve:
     if b"\0" in raw:
         raise LNSConfigError(f"{path}: damaged: it has NUL bytes; restore it or rerun the run")
     curve, step = Curve(str(path)), None
+
+    def add(to: dict[int, float], at: int, text: str) -> None:
+        if to is curve.losses and at <= curve.last:
+            raise LNSConfigError(f"{path}: damaged: step {at} comes after step {curve.last}")
+        try:
+            to[at] = float(text.replace(",", ""))
+        except ValueError:
+            raise LNSConfigError(f"{path}: damaged: loss {text!r} at step {at} is not a number") from None
+        if not math.isfinite(to[at]):
+            raise LNSConfigError(f"{path}: loss is {to[at]} at step {at}: the run diverged; it has no final loss")
+
     for line in ANSI.sub("", raw[: raw.rfind(b"\n") + 1].decode(errors="replace")).splitlines():
         if match := STEP.search(line):
             step, curve.total = int(match[1]), None if match[2] == "???" else int(match[2])
         elif step is not None and (match := METRIC.match(line)) and match[1] in LOSSES:
-            _add(curve, step, match[2])
+            add(curve.losses, step, match[2])
         elif step is not None and match and match[1] in HELDOUT:
-            curve.heldout[step] = _number(curve, step, match[2])
+            add(curve.heldout, step, match[2])
         elif match := ITERATION.search(line):
             curve.total = int(match[2])
             if match[3]:
-                _add(curve, int(match[1]), match[3])
+                add(curve.losses, int(match[1]), match[3])
         elif match := VALIDATION.search(line):
-            curve.heldout[int(match[1])] = _number(curve, int(match[1]), match[2])
+            add(curve.heldout, int(match[1]), match[2])
     return curve
-
-
-def _add(curve: Curve, step: int, text: str) -> None:
-    if step <= curve.last:
-        raise LNSConfigError(f"{curve.source}: damaged: step {step} comes after step {curve.last}")
-    curve.losses[step] = _number(curve, step, text)
-
-
-def _number(curve: Curve, step: int, text: str) -> float:
-    try:
-        loss = float(text.replace(",", ""))
-    except ValueError:
-        raise LNSConfigError(f"{curve.source}: damaged: loss {text!r} at step {step} is not a number") from None
-    if not math.isfinite(loss):
-        raise LNSConfigError(f"{curve.source}: loss is {loss} at step {step}: the run diverged; it has no final loss")
-    return loss
 
 
 def merge(curves: Iterable[Curve]) -> Curve:
@@ -113,18 +103,15 @@ def merge(curves: Iterable[Curve]) -> Curve:
 
     :raises LNSConfigError: attempts with different total steps, or a gap between them.
     """
-    found, totals = Curve("no log"), set[int]()
+    found = Curve("no log")
     for part in (curve for curve in curves if curve.losses):
-        first = min(part.losses)
-        found = Curve(
-            part.source,
-            {step: loss for step, loss in found.losses.items() if step < first} | part.losses,
-            {step: loss for step, loss in found.heldout.items() if step < first} | part.heldout,
-            part.total,
-        )
-        totals |= {part.total} - {None}  # type: ignore[arg-type]
-    if len(totals) > 1:
-        raise LNSConfigError(f"{found.source}: {sorted(totals)} total steps in the attempts of one run: expected one")
+        if None not in (found.total, part.total) and found.total != part.total:
+            raise LNSConfigError(f"{part.source}: {part.total} total steps, {found.total} in the attempt before it")
+        for ours, new in ((found.losses, part.losses), (found.heldout, part.heldout)):
+            for step in [step for step in ours if step >= min(part.losses)]:
+                del ours[step]
+            ours |= new
+        found.source, found.total = part.source, part.total or found.total
     pairs = list(itertools.pairwise(sorted(found.losses)))
     usual = statistics.median([b - a for a, b in pairs]) if pairs else 0
     for a, b in pairs:
@@ -158,13 +145,10 @@ def other_run(run: Run, folder: Path) -> str | None:
 
 
 def read_results(path: Path) -> pd.DataFrame:
-    """:raises LNSConfigError: no such file, or not one that ``study collect`` wrote."""
+    """:raises LNSConfigError: ``study collect`` has not written it."""
     if not path.is_file():
         raise LNSConfigError(f"{path}: not there; run `olmo-lns study collect` first")
-    found = pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
-    if lacking := {"run", "size", "arm", "seed", "status", "loss", "heldout"} - {*found.columns}:
-        raise LNSConfigError(f"{path}: not a table of `olmo-lns study collect`: no column {sorted(lacking)[0]}")
-    return found
+    return pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
 
 
 def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataFrame:

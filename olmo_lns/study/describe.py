@@ -18,17 +18,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, BASELINE, arm_named
-from olmo_lns.study.engines import Engine, Run, engine_named, settings_of
+from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
 
 #: GPUs of a node where nobody says how many.
 GPUS_OF_A_NODE = 8
-
-
-def _printable(text: str) -> str:
-    """Text of a description stands in generated shell scripts, where a line break would begin a line of its own."""
-    if not text.isprintable():
-        raise ValueError("expected text without line breaks and control characters")
-    return text
 
 
 def _none(value: Any) -> Any:
@@ -60,7 +53,8 @@ def _rate(text: str) -> str:
     return text
 
 
-Text = Annotated[str, StringConstraints(min_length=1), AfterValidator(_printable)]
+#: Without line breaks and control characters: in a generated shell script they would begin a line of their own.
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.+][A-Za-z0-9_.+-]*$")]
 Size = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._]+$")]
 Positive = Annotated[int, Field(ge=1)]
@@ -94,7 +88,7 @@ class Launch(_Strict):
     """The start of a run.
 
     :param command: ``train`` (``olmo-lns train``) or the path of a training script. :param nproc: GPUs of a node.
-    :param nodes: of a run, by size; the key ``""`` is for all others. :param workers: runs at a time.
+    :param nodes: of a run, by size; the key ``""`` is for all others.
     :param threads: OMP_NUM_THREADS of each run. :param args: added to every command.
     :param setup: shell lines at the start of a Slurm job, such as ``module load cuda``.
     :param sbatch: further ``#SBATCH`` lines; None leaves out one of ours.
@@ -105,7 +99,6 @@ class Launch(_Strict):
     nodes: Annotated[
         dict[str, Positive], BeforeValidator(lambda value: value if isinstance(value, dict) else {"": value})
     ] = {}
-    workers: Positive = 1
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None
     args: list[Text] = []
     setup: list[Text] = []
@@ -117,11 +110,11 @@ class Description(_Strict):
     """The keys of a description; docs/descriptions.md says what each means."""
 
     name: Word
-    framework: Text = "olmo"
+    framework: Literal["olmo", "olmo-core", "megatron"] = "olmo"
     config: Annotated[Text, AfterValidator(_pattern)]
     sizes: Annotated[dict[Size, Settings], BeforeValidator(_table)]
     arms: Annotated[dict[Text, Settings], BeforeValidator(_table)]
-    rates: Annotated[Rates | dict[str, Rates | dict[str, Rates]], BeforeValidator(lambda v: {} if v == "" else v)] = {}
+    rates: Annotated[Rates | dict[str, Rates], BeforeValidator(lambda value: {} if value == "" else value)] = {}
     seeds: Seeds | None = None
     more_seeds: dict[str, Seeds | dict[str, Seeds]] = {}
     only: dict[str, list[str]] = {}
@@ -188,10 +181,6 @@ class Study:
         return self.path.is_dir()
 
     @property
-    def sizes(self) -> list[str]:
-        return list(dict.fromkeys(run.size for run in self.runs))
-
-    @property
     def groups(self) -> list[str]:
         """The sizes without their learning rates."""
         return list(dict.fromkeys(run.group for run in self.runs))
@@ -222,7 +211,7 @@ class Study:
         """
         if only is None:
             return list(self.runs)
-        found: list[Run] = []
+        found: dict[str, Run] = {}
         for wanted in only:
             whole = [run for run in self.runs if any(f"{n}-".startswith(f"{wanted}-") for n in _names(run))]
             if not (mine := whole or [run for run in self.runs if run.name.startswith(wanted)]):
@@ -231,8 +220,8 @@ class Study:
                 raise LNSConfigError(
                     f"{wanted!r} begins no run of study {self.name}{hint}; its runs: {', '.join(names)}"
                 )
-            found += (run for run in mine if run not in found)
-        return found
+            found |= {run.name: run for run in mine}
+        return [*found.values()]
 
     @classmethod
     def load(cls, path: str | Path) -> Study:
@@ -243,8 +232,11 @@ class Study:
         """
         keys = described(path := files.located(path, "study"))
         try:
-            engine = engine_named(keys.framework)
+            engine = ENGINES[keys.framework]
             runs = tuple(_runs(keys, path, engine))
+            names = [run.name for run in runs]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise LNSConfigError(f"two runs would have the folder {twice[0]}: give each rate and size once")
             _known("launch: nodes", {*keys.launch.nodes} - {""}, {n for r in runs for n in (r.size, r.group)}, "sizes")
         except LNSConfigError as error:
             raise LNSConfigError(f"{path}: {error}") from None
@@ -269,17 +261,14 @@ def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
     arms = {arm_named(name).name: own for name, own in keys.arms.items()}
     if len(arms) < len(keys.arms):
         raise LNSConfigError(f"arms: two names of one arm among {', '.join(keys.arms)}")
-    by_size = isinstance(keys.rates, dict) and {*keys.rates} & {*keys.sizes}
-    rates: dict[str, Any] = keys.rates if by_size else dict.fromkeys(keys.sizes, keys.rates)  # type: ignore[assignment]
-    for key, values in (("only", keys.only), ("more_seeds", keys.more_seeds), ("rates", rates)):
+    tried = _by_arm(keys.rates, arms)
+    for key, values in (("only", keys.only), ("more_seeds", keys.more_seeds)):
         _known(key, values, keys.sizes, "sizes")
     for size, own in keys.sizes.items():
         here = _known("only", [arm_named(arm).name for arm in keys.only.get(size, arms)], arms, "arms")
-        more, tried = _by_arm(keys.more_seeds.get(size, []), arms), _by_arm(rates.get(size) or [], arms)
+        more = _by_arm(keys.more_seeds.get(size, []), arms)
         first = [engine.default_seed] if keys.seeds is None else keys.seeds
         seeds = {arm: [*first, *more.get(arm, [])] for arm in arms if arm in here}
-        if any(len({*found}) != len(found) for found in seeds.values()):
-            raise LNSConfigError(f"a seed is listed twice for size {size}")
         for seed in dict.fromkeys(chain.from_iterable(seeds.values())):
             for arm in (arm for arm in seeds if seed in seeds[arm]):
                 for rate in tried.get(arm) or [None]:

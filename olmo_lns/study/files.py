@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Hashable, Mapping, Sequence
+from typing import Any, Hashable, Iterator, Mapping, Sequence
 
 import yaml
 
 import olmo_lns
-from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.errors import LNSConfigError, LNSError, did_you_mean
 
 #: ``${oc.env:NAME}`` or ``${oc.env:NAME,default}``, as OmegaConf reads them.
 VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
@@ -127,10 +129,13 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it."""
+    """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it.
+
+    Names of files that the locale cannot decode keep their bytes.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -173,12 +178,10 @@ def located(name: str | Path, kind: str) -> Path:
     for path in (Path(name), Path(f"{name}.yaml")):  # a copy here, perhaps edited, comes before the pack's
         if path.is_file():
             return path
-    wanted, known = str(name).removeprefix("configs/"), dict[str, str]()
-    for packed in pack_names():
-        spelled = (packed, packed.removeprefix(f"{kind}/"))
-        known |= dict.fromkeys((*spelled, *(os.path.splitext(each)[0] for each in spelled)), packed)
-    if wanted in known:
-        return pack_folder() / known[wanted]
+    wanted = str(name).removeprefix("configs/")
+    packed = (pack_folder() / folder / f"{wanted}{end}" for folder in ("", kind) for end in ("", ".yaml", ".txt"))
+    if found := next((path for path in packed if path.is_file()), None):
+        return found
     here = [os.path.splitext(path)[0].removeprefix(f"{kind}/") for path in pack_names() if path.startswith(kind)]
     hint, text = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
     raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {text}")
@@ -190,10 +193,8 @@ def pack_copy(name: str, out: Path) -> Path:
     :param out: a folder that exists, or the new name.
     :raises LNSConfigError: no such file in the pack, or there is one at the target already.
     """
-    source = path if (path := pack_folder() / name).exists() else pack_folder() / f"{name}.yaml"
-    if not source.exists() or not source.resolve().is_relative_to(pack_folder().resolve()):
-        known = pack_names() + sorted({str(Path(path).parent) for path in pack_names()})
-        raise LNSConfigError(f"the pack has no {name!r}{did_you_mean(name, known)}: `olmo-lns config list` shows it")
+    packed = (pack_folder() / name, pack_folder() / f"{name}.yaml")
+    source = next((path for path in packed if path.exists()), None) or located(name, "")
     target = out / source.name if out.is_dir() else out
     if target.exists():
         raise LNSConfigError(f"{target} exists: give another name with -o")
@@ -230,3 +231,17 @@ def make_folder(path: Path) -> None:
         raise LNSConfigError(f"{path}: cannot be made: {error.strerror}") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise LNSConfigError(f"{path}: no permission to write there")
+
+
+@contextmanager
+def only_one(lock: Path, problem: str) -> Iterator[int]:
+    """Hold a lock file until the block ends, and until every process that inherited the descriptor has ended.
+
+    :raises LNSError: another process holds it: ``problem``.
+    """
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LNSError(f"{problem} (it holds {lock})") from None
+        yield file.fileno()

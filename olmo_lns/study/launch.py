@@ -5,26 +5,25 @@ The training loop and its restart are the framework's own. A run is left out whe
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Sequence
 
-from olmo_lns.errors import LNSConfigError, LNSError
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
+from olmo_lns.study.arms import check_environment
 from olmo_lns.study.collect import attempts, curve_of, other_run
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.describe import Run, Study
 
-#: Seconds between the lines that a launch prints while its runs go, and lines of a failed run's log that it shows.
-EVERY, TAIL = 30.0, 12
+#: Lines of a failed run's log that a launch shows.
+TAIL = 12
 #: Words of a command that the shell expands.
 JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
 
@@ -37,7 +36,7 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
     """
     folder, options = (out / run.name).resolve(), study.launch
     nodes, nproc = study.layout(run)
-    if problem := run.engine.machine(run.settings).problem(run.shape, nodes * nproc, even=run.engine.even):
+    if problem := run.engine.machine(run.settings).problem(run.shape, nodes * nproc):
         raise LNSConfigError(f"run {run.name}: {problem}")
     words = ["-m", "olmo_lns", files.script(options.command), *run.engine.words(run, folder), *options.args]
     if nproc == nodes == 1:
@@ -82,6 +81,7 @@ def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) ->
     :param here: on this machine, which then must have what the runs need.
     :raises LNSConfigError: the run, what is wrong, and what to set.
     """
+    check_environment()
     script = study.launch.command
     if script != "train" and not os.path.isfile(files.script(script)):
         raise LNSConfigError(
@@ -106,58 +106,27 @@ def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) ->
             )
 
 
-@contextmanager
-def only_one(out: Path) -> Iterator[int]:
-    """The descriptor of the folder's lock.
+def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
+    """Run what is not done, one after the other. A killed study continues with the same call.
 
-    :raises LNSError: another launch holds it.
-    """
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LNSError(f"{out}: another launch of this study is running (it holds {out}/.lock)") from None
-        yield file.fileno()
-
-
-def run_here(study: Study, runs: Sequence[Run], out: Path, *, workers: int | None = None) -> int:
-    """Run what is not done, ``workers`` at a time. A killed study continues with the same call.
-
-    SIGINT and SIGTERM end the runs too; a run that outlives a killed launcher keeps the study locked.
+    SIGINT and SIGTERM end the run too; a run that outlives a killed launcher keeps the study locked.
 
     :returns: the number of runs that failed; the end of each one's log is printed.
     """
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
     check(study, runs, out)
     files.make_folder(out)
-    with only_one(out) as lock:
+    with files.only_one(out / ".lock", f"{out}: another launch of this study is running") as lock:
         if study.data in BUILT:
             BUILT[study.data](out / "data")
-        waiting, going, failed, said = _unfinished(runs, out), dict[subprocess.Popen[bytes], Run](), 0, time.monotonic()
-
-        def stop(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGTERM, stop)
+        todo, before = _unfinished(runs, out), signal.signal(signal.SIGTERM, stop)
         try:
-            while waiting or going:
-                while waiting and len(going) < (workers or study.launch.workers):
-                    run = waiting.pop(0)
-                    going[_start(study, run, out, lock)] = run
-                time.sleep(0.1)
-                for process in [process for process in going if process.poll() is not None]:
-                    failed += _ended(going.pop(process), out, process.returncode)
-                if time.monotonic() - said >= EVERY and going:
-                    said = time.monotonic()
-                    steps = (f"{run.name} at step {_at(run, out):,}" for run in going.values())
-                    print("; ".join(steps), flush=True)
+            return sum(_failed(study, run, out, lock) for run in todo)
         finally:
             signal.signal(signal.SIGTERM, before)
-            for process in going:
-                with suppress(ProcessLookupError):  # it has just ended by itself
-                    os.killpg(process.pid, signal.SIGTERM)
-            for process in going:
-                process.wait()
-    return failed
 
 
 def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
@@ -172,29 +141,27 @@ def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
     return todo
 
 
-def _at(run: Run, out: Path) -> int:
-    curve = curve_of(out / run.name)
-    return curve.last if curve else 0
-
-
-def _start(study: Study, run: Run, out: Path, lock: int) -> subprocess.Popen[bytes]:
+def _failed(study: Study, run: Run, out: Path, lock: int) -> bool:
+    """Run it to its end and print how it ended."""
     folder = out / run.name
     files.make_folder(folder)
-    with (folder / f"attempt-{len(attempts(folder)) + 1:02d}.log").open("wb") as file:
+    log = folder / f"attempt-{len(attempts(folder)) + 1:02d}.log"
+    print(f"{run.name}: {log}", flush=True)
+    with log.open("wb") as file:
         env = {**os.environ, **environment(study, out), **run.engine.variables(run)}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command(study, run, out), stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             stdin=subprocess.DEVNULL, pass_fds=(lock,),
         )  # fmt: skip
-
-
-def _ended(run: Run, out: Path, code: int) -> bool:
-    """Print how a run ended. :returns: whether it failed."""
-    log = attempts(out / run.name)[-1]
+        try:
+            code = process.wait()
+        except BaseException:
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
     print(f"{run.name}: exit {code}", flush=True)
     if code:
         end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
-        print(
-            "\n".join([f"{run.name} failed; {log} ends:", *(f"  {line}" for line in end)]), file=sys.stderr, flush=True
-        )
-    return bool(code)
+        print("\n  ".join([f"{run.name} failed; {log} ends:", *end]), file=sys.stderr, flush=True)
+    return code != 0

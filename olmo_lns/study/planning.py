@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import shlex
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, arm_named
 from olmo_lns.study.data.corpora import BUILT, DOLMA
-from olmo_lns.study.describe import Study
+from olmo_lns.study.describe import GPUS_OF_A_NODE, Study
 from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
-from olmo_lns.study.engines.base import GPUS
+from olmo_lns.study.engines.base import CHECKPOINT_BYTES, GPUS
 
 #: A job is planned on this GPU, at this share of its peak, with this margin for evaluation and checkpoints.
 GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
@@ -38,13 +37,15 @@ def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list
     ]
 
 
-def compare_arms(runs: Iterable[Run], settings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Each run must be its arm, and the arms of one size and seed must differ in the arm's keys only.
+def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Require that each run is its arm, and that the arms of one size and seed differ in the arm's keys only.
 
-    :param settings: flat ones of the runs that are known, by the run's name.
+    :param settings: flat ones by the run's name, of the runs that have any; None for those that the configs give.
     :raises LNSConfigError: the two runs, the key and both values.
     """
     firsts: dict[tuple[str, int], Run] = {}
+    if settings is None:
+        settings = {run.name: run.settings for run in runs}
     for run in (run for run in runs if run.name in settings):
         engine, found = run.engine, settings[run.name]
         if problems := arm_problems(run.arm, found, engine):
@@ -61,87 +62,59 @@ def compare_arms(runs: Iterable[Run], settings: Mapping[str, Mapping[str, Any]])
             )
 
 
-def compare_planned(runs: Sequence[Run]) -> None:
-    """:func:`compare_arms` before anything runs, on the settings that the configs give."""
-    compare_arms(runs, {run.name: run.settings for run in runs})
-
-
-def check(
-    run: Run, gpus: int, gpu: str, budget: float | None = None, *, gpus_given: bool = True
-) -> tuple[list[str], list[str]]:
+def check(run: Run, gpus: int | None) -> tuple[list[str], list[str]]:
     """``(problems, notes)`` of one run; a note names what could not be checked.
 
-    :param gpus_given: the batch must divide over them; else they serve an estimate.
+    :param gpus: over which the batch must divide; None where nobody said how many.
     :raises LNSConfigError: the framework does not load its config.
     """
     settings, shape, engine = run.settings, run.shape, run.engine
     problems = arm_problems(run.arm, settings, engine) if run.arm else []
-    found, notes = engine.problems(settings, gpus)
-    machine = engine.machine(settings)
-    memory = machine.memory(shape, gpus)
-    if memory is not None and memory > GPUS[gpu].memory:
-        split = f" with {machine.split_by} (see the config's header for this GPU)" if machine.split_by else ""
-        notes.append(f"{run.size}: {memory / 1e9:.0f} GB a GPU by the estimate{split}, more than {gpu} has")
-    if gpus_given and (problem := machine.problem(shape, gpus, even=engine.even)):
+    found, notes = engine.problems(settings, gpus or GPUS_OF_A_NODE)
+    if gpus and (problem := engine.machine(settings).problem(shape, gpus)):
         found.append(problem)
     if shape.steps and shape.warmup >= shape.steps:
         found.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: it never ends")
-    if budget and shape.steps and shape.steps != (fewest := -(-int(budget) // shape.tokens_per_step)):
-        found.append(f"{shape.steps} steps of {shape.tokens_per_step:,} tokens: expected {fewest} for {budget:.3g}")
     return problems + found, notes
 
 
-def price(run: Run, gpus: int, gpu: str = GPU, mfu: float = UTILISATION) -> dict[str, Any]:
-    """The numbers of one run, the columns of ``--csv``.
-
-    ``flops`` is 6 N D plus attention (:attr:`Shape.flops`); the hours follow from it. ``days`` is for the run on its
-    GPUs. ``memory_gb`` is an estimate for a GPU. ``disk_gb`` is what the run fills: the checkpoints that it keeps, and
-    the one being written.
-    """
-    shape = run.shape
-    memory = run.engine.machine(run.settings).memory(shape, gpus)
-    hours = {name: shape.flops / (kind.peak * mfu) / 3600 for name, kind in GPUS.items()}
-    return {
-        "run": run.name,
-        "size": run.size,
-        "arm": run.arm,
-        "seed": run.seed,
-        "parameters": run.engine.count(run.config, run.loaded),
-        "steps": shape.steps,
-        "tokens": shape.tokens,
-        "warmup_share": shape.warmup / shape.steps if shape.steps else None,
-        "flops": shape.flops,
-        **{f"hours_{name.lower()}": value for name, value in hours.items()},
-        "gpus": gpus,
-        "days": hours[gpu] / gpus / 24,
-        "memory_gb": None if memory is None else memory / 1e9,
-        "checkpoint_gb": shape.checkpoint_bytes / 1e9,
-        "disk_gb": (run.engine.kept(run.settings, shape.steps) + 1) * shape.checkpoint_bytes / 1e9,
-    }
+def hours(run: Run, gpu: str) -> float:
+    """Hours of a run on one GPU: 6 N D plus attention (:attr:`Shape.flops`) at :data:`UTILISATION`."""
+    return run.shape.flops / (GPUS[gpu] * UTILISATION) / 3600
 
 
-def table(rows: Sequence[dict[str, Any]], mfu: float, gpu: str) -> str:
+def disk(run: Run) -> float:
+    """Gigabytes that a run fills: the checkpoints that it keeps, and the one being written."""
+    return (run.engine.kept(run.settings, run.shape.steps) + 1) * CHECKPOINT_BYTES * run.shape.parameters / 1e9
+
+
+def planned_hours(study: Study, run: Run, gpu: str = GPU) -> float:
+    """Hours of a run on its GPUs, with :data:`MARGIN`."""
+    return hours(run, gpu) * MARGIN / math.prod(study.layout(run))
+
+
+def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
     """One line per size, in 80 columns where its name is short; and the study's totals."""
-    width, hours = max(len(row["size"]) for row in rows), f"hours_{gpu.lower()}"
-    lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run GB/GPU disk a run"]
-    for size in dict.fromkeys(row["size"] for row in rows):
-        mine = [row for row in rows if row["size"] == size]
-        row = mine[0]
-        memory = "–" if row["memory_gb"] is None else f"{row['memory_gb']:.0f}"
-        known = [_short(row["tokens"]), f"{row['steps']:,}", _hours(row[hours]), duration(86400 * row["days"])]
-        tokens, steps, spent, lasts = known if row["steps"] else ["–"] * 4
+    width, total = max(4, *(len(run.size) for run in runs)), 0.0
+    lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run disk a run"]
+    for size in dict.fromkeys(run.size for run in runs):
+        mine = [run for run in runs if run.size == size]
+        run, shape, gpus = mine[0], mine[0].shape, math.prod(study.layout(mine[0]))
+        spent = hours(run, gpu)
+        total += len(mine) * spent / gpus
+        known = [_short(shape.tokens), f"{shape.steps:,}", _hours(spent), _lasting(spent / gpus)]
+        tokens, steps, cost, lasts = known if shape.steps else ["–"] * 4
         lines.append(
-            f"{size:<{width}} {len(mine):>4} {_short(row['parameters']):>6} {tokens:>6} {steps:>7} {spent:>7} "
-            f"{row['gpus']:>4} {lasts:>9} {memory:>6} {row['disk_gb']:>7,.3g} GB"
+            f"{size:<{width}} {len(mine):>4} {_short(run.engine.count(run.config, run.loaded)):>6} {tokens:>6} "
+            f"{steps:>7} {cost:>7} {gpus:>4} {lasts:>9} {disk(run):>7,.3g} GB"
         )
-    total = {key: sum(row[key] for row in rows) for key in ("flops", "hours_a100", "hours_h100", "days", "disk_gb")}
-    arms = ", ".join(ARMS[arm].label for arm in dict.fromkeys(row["arm"] for row in rows) if arm)
+    arms = ", ".join(ARMS[arm].label for arm in dict.fromkeys(run.arm for run in runs) if arm)
+    both = " or ".join(f"{_hours(sum(hours(run, name) for run in runs))} {name}" for name in ("A100", "H100"))
     text = (
-        f"All {len(rows)} runs{f' ({arms})' if arms else ''}: {total['flops']:.2e} FLOPs, "
-        f"{_hours(total['hours_a100'])} A100 or {_hours(total['hours_h100'])} H100 hours; one after the other "
-        f"{duration(86400 * total['days'])} on {gpu}s; {total['disk_gb']:,.4g} GB of disk, for the checkpoints that "
-        f"the configs keep and the one being written. Estimates at {mfu:.0%} of the dense bf16 peak, without "
-        "evaluation, checkpoints and queues."
+        f"All {len(runs)} runs{f' ({arms})' if arms else ''}: {sum(run.shape.flops for run in runs):.2e} FLOPs, {both} "
+        f"hours; one after the other {_lasting(total)} on {gpu}s; {sum(map(disk, runs)):,.4g} GB of disk, for "
+        "the checkpoints that the configs keep and the one being written. Estimates at "
+        f"{UTILISATION:.0%} of the dense bf16 peak, without evaluation, checkpoints and queues."
     )
     return "\n".join([*lines, "", textwrap.fill(text, 80)])
 
@@ -169,26 +142,25 @@ def data_advice(study: Study, run: Run) -> list[str]:
     return [f"{what}, in {variable}; to make them (docs/data.md):", *make, *([check] if rows else [])]
 
 
-def around(study: Study, command: Sequence[str]) -> str:
+def around(study: Study, only: Sequence[str] | None) -> str:
     """The data, and the next command."""
-    run = max(study.runs, key=lambda run: run.shape.tokens)
-    first, *more = data_advice(study, run)
+    first, *more = data_advice(study, max(study.runs, key=lambda run: run.shape.tokens))
     lines = [f"data: {first}", *(f"  {line}" for line in more)]
+    name = study.path.stem if study.path.is_relative_to(files.pack_folder()) else str(study.path)
+    words = ["olmo-lns", "study", "launch", name, "--out", "RUNS", *(["--only", *only] if only else [])]
+    for key in ("gpus", "nodes"):
+        words += [f"--{key}", str(value)] if (value := getattr(study, key)) else []
     script = study.launch.command
     where = "" if script == "train" or files.script(script) != script else f"   # in the folder that has {script}"
     several = any(study.layout(run)[0] > 1 for run in study.runs)
-    lines.append(f"next: {shlex.join(command)} {'--slurm JOBS' if several else '--run'}{where}")
+    lines.append(f"next: {shlex.join(words)} {'--slurm JOBS' if several else '--run'}{where}")
     if several:
         lines.append("  (without --slurm JOBS it prints the commands for each node)")
     return "\n".join(lines)
 
 
-def duration(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``3.5 h``, ``2.1 days``."""
-    for limit, unit, text in ((90, 1, "s"), (5400, 60, "min")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {text}"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+def _lasting(value: float) -> str:
+    return f"{value:.3g} h" if value < 48 else f"{value / 24:.1f} days"
 
 
 def _short(number: float) -> str:
@@ -200,11 +172,6 @@ def _short(number: float) -> str:
 
 def _hours(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def planned_hours(study: Study, run: Run, gpu: str = GPU, mfu: float = UTILISATION) -> float:
-    """Hours of a run on its GPUs, with :data:`MARGIN`."""
-    return run.shape.flops / (GPUS[gpu].peak * mfu) / 3600 * MARGIN / math.prod(study.layout(run))
 
 
 def targets(names: Sequence[str]) -> tuple[list[Study], list[str], list[str]]:
@@ -234,34 +201,28 @@ def targets(names: Sequence[str]) -> tuple[list[Study], list[str], list[str]]:
     return [*studies, *(Study.of_configs(found, engine) for engine, found in configs.items())], problems, notes
 
 
-def show(study: Study, *, only: Sequence[str] | None, mfu: float, gpu: str, budget: float | None, csv_file: Path | None,
-         command: Sequence[str]) -> int:  # fmt: skip
+def show(study: Study, only: Sequence[str] | None, gpu: str) -> int:
     """Print the plan of one study. :returns: the number of problems.
 
     :raises LNSConfigError: the arms differ in more than the arm.
     """
     study = replace(study, runs=tuple(study.selected(only)))
-    problems, notes, rows = list[str](), dict[str, None](), []
+    problems, notes, loaded = list[str](), dict[str, None](), list[Run]()
     for run in study.runs:
-        gpus = math.prod(study.layout(run))
         try:
-            found, said = check(run, gpus, gpu, budget, gpus_given=not study.is_configs or study.gpus is not None)
-            rows.append(price(run, gpus, gpu, mfu))
+            asked = not study.is_configs or study.gpus is not None
+            found, said = check(run, math.prod(study.layout(run)) if asked else None)
+            run.engine.count(run.config, run.loaded)
+            loaded.append(run)
         except LNSConfigError as error:
             found, said = [str(error).removeprefix(f"{run.config}: ")], []
         problems += [f"{run.config if study.is_configs else f'run {run.name}'}: {text}" for text in found]
         notes |= dict.fromkeys(said)
-    if not study.is_configs and len(rows) == len(study.runs):
-        compare_planned(study.runs)
-    if rows:
-        print(table(rows, mfu, gpu))
+    if not study.is_configs and len(loaded) == len(study.runs):
+        compare_arms(study.runs)
+    if loaded:
+        print(table(study, loaded, gpu))
     if not study.is_configs:
-        print(f"\n{around(study, command)}")
+        print(f"\n{around(study, only)}")
     print("".join(f"note: {text}\n" for text in notes) + "".join(f"PROBLEM: {text}\n" for text in problems), end="")
-    if csv_file and rows:
-        with csv_file.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        print(f"wrote {csv_file}")
     return len(problems)

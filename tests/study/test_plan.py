@@ -1,6 +1,7 @@
 """Plans: closed forms equal OLMo's own model and counter, wrong configs are named, and the costs and commands printed."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from olmo_lns.study.engines.base import Machine, Shape
 
 SHAPE = Shape(
     layers=8, width=512, heads=8, kv_heads=8, inner=2048, vocabulary=50304, tied=False, gain=True, sequence=4096,
-    batch=256, steps=19074, warmup=2000, learning_rate=6e-4, min_learning_rate=6e-5,
+    batch=256, steps=19074, warmup=2000, learning_rate=6e-4,
 )  # fmt: skip
 
 
@@ -57,34 +58,19 @@ def test_parameters_and_flops_agree_with_olmo(changed):
     assert per_token * shape.tokens == pytest.approx(shape.flops + more * shape.tokens, rel=1e-12)
 
 
-def test_memory_equals_its_computation_by_hand():
-    """Memory holds states, 14 d + 4 inner bf16 activations a token and block, and logits in bf16 and twice in fp32."""
-    tokens = 8 * 4096
-    rest = 2 * tokens * (14 * 512 + 4 * 2048) * 8 + 10 * tokens * 50304
-    assert Machine("ddp", 8).memory(SHAPE, 8) == 16 * SHAPE.parameters + rest
-    sharded = 16 * SHAPE.parameters / 8 + 2 * (2 * (4 * 512**2 + 3 * 512 * 2048) + 50304 * 512)
-    assert Machine("fsdp", 8).memory(SHAPE, 8) == pytest.approx(sharded + rest)
-    kept = 2 * tokens * 512 * 8 + 10 * tokens * 50304
-    assert Machine("ddp", 8, recompute=True).memory(SHAPE, 8) == 16 * SHAPE.parameters + kept
-    # Two GPUs share a model, so that the moments are divided by four.
-    halved = (SHAPE.parameters * (2 + 4 + 12 / 4) + rest) / 2
-    assert Machine("distributed_optimizer", 8, split=2).memory(SHAPE, 8) == pytest.approx(halved)
-    assert Machine("zero9", 8).memory(SHAPE, 8) is None
-
-
 @pytest.mark.parametrize(
-    ("machine", "gpus", "even", "said"),
+    ("machine", "gpus", "said"),
     [
-        (Machine("ddp", 8), 32, True, None),
-        (Machine("ddp", 8), 64, True, "64 GPUs × micro-batch 8 do not divide the batch of 256"),
-        (Machine("ddp", 8), 64, False, None),
-        (Machine("ddp", 8, 4, "TP 4"), 6, True, "TP 4 is more than 6 GPUs, or does not divide them"),
-        (Machine("ddp", 7), 8, True, "256 is not a multiple of the micro-batch of 7"),
+        (Machine(8), 32, None),
+        (Machine(8), 64, "64 GPUs × micro-batch 8 do not divide the batch of 256"),
+        (Machine(8, even=False), 64, None),
+        (Machine(8, 4, "TP 4"), 6, "TP 4 is more than 6 GPUs, or does not divide them"),
+        (Machine(7), 8, "256 is not a multiple of the micro-batch of 7"),
     ],
     ids=str,
 )
-def test_the_number_of_gpus_must_fit_the_batch(machine, gpus, even, said):
-    found = machine.problem(SHAPE, gpus, even=even)
+def test_the_number_of_gpus_must_fit_the_batch(machine, gpus, said):
+    found = machine.problem(SHAPE, gpus)
     assert (found is None) if said is None else said in str(found)
 
 
@@ -103,7 +89,6 @@ def test_every_file_of_the_pack_passes(capsys):
         ("olmo/60M-preln", "stop_at: ${max_duration}", "stop_at: null", "OLMo would run 38157 steps"),
         ("olmo/60M-preln", "stop_at: ${max_duration}", "stop_at: 9", "stop_at 9 is not max_duration 38147"),
         ("olmo/60M-preln", "max_duration: 38147", "max_duration: 1500", "warm-up of 2000 steps"),
-        ("olmo/60M-preln", "max_duration: 38147", "max_duration: 38146", "expected 38147 for"),
         ("olmo/60M-preln", "batch_size: 128", "batch_size: 129", "8 GPUs do not divide the batch of 129"),
         ("olmo/60M-preln", "init_device: cuda", "init_device: meta", "ddp needs model.init_device cuda"),
         ("olmo/60M-preln", "n_layers: 8", "n_layer: 8", "OLMo refuses it: .*n_layer"),
@@ -121,8 +106,8 @@ def test_a_wrong_value_in_a_config_is_named(tmp_path, capsys, name, old, new, me
     text = (REPOSITORY / "configs" / f"{name}.yaml").read_text()
     assert old in text
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / f"{name[-7:].partition('/')[2] or Path(name).name}.yaml").write_text(text.replace(old, new))
-    code, out = plan(capsys, tmp_path, "--budget", "20e9", "--gpus", "8")
+    (tmp_path / "deep" / Path(name).with_suffix(".yaml").name).write_text(text.replace(old, new))
+    code, out = plan(capsys, tmp_path, "--gpus", "8")
     assert code == 1 and any(re.search(message, line) for line in out.splitlines() if "PROBLEM" in line), out
 
 
@@ -148,7 +133,7 @@ def test_a_plan_shows_cost_disk_data_and_the_command_that_starts_it(capsys):
     assert code == 0 and max(map(len, text.split("All 2 runs")[0].splitlines())) <= 80
     said = " ".join(text.split())
     for part in (
-        "1B 2 1.28B 20B 38,147 110 8 13.8 h 43 46.1 GB",  # two checkpoints stay, one is being written
+        "1B 2 1.28B 20B 38,147 110 8 13.8 h 46.1 GB",  # two checkpoints stay, one is being written
         "92.15 GB of disk",
         "ids below 50,280, in $OLMO_DATA_DIR",
         "olmo-lns data fetch dolma --out $OLMO_DATA_DIR --tokens 20000014336",
@@ -166,12 +151,9 @@ def test_what_is_priced_is_launched_with_the_same_gpus_and_nodes(tmp_path, capsy
     study = Study.load("paper-megatron")
     layouts = {(None, None): (4, 8), (16, None): (2, 8), (4, None): (1, 4), (16, 4): (4, 4), (None, 2): (2, 8)}
     for (gpus, nodes), expected in layouts.items():
-        object.__setattr__(study, "gpus", gpus)
-        object.__setattr__(study, "nodes", nodes)
-        assert study.layout(study.runs[-1]) == expected
-    object.__setattr__(study, "gpus", 3)
+        assert replace(study, gpus=gpus, nodes=nodes).layout(study.runs[-1]) == expected
     with pytest.raises(LNSConfigError, match="3 GPUs do not fill 2 nodes evenly"):
-        study.layout(study.runs[-1])
+        replace(study, gpus=3, nodes=2).layout(study.runs[-1])
 
 
 def test_a_study_on_c4_is_told_how_to_make_its_rows(capsys):

@@ -72,17 +72,15 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """Return dtype and vocabulary of a file, from the ``NAME.json`` that ``data prepare`` wrote beside it; else empty.
+    """Return the ``NAME.json`` that ``data prepare`` wrote beside a file, or the one of a whole name; else empty.
 
     :raises LNSConfigError: the record cannot be read.
     """
     for record in (path.with_name(f"{path.stem}.json"), path.with_name(f"{path.stem.rpartition('-')[0]}.json")):
         if record.is_file() and record.name != "tokenizer.json":
             try:
-                found = json.loads(record.read_text(encoding="utf-8"))
-                layout = found.get("layout")
-                return {**(layout if isinstance(layout, dict) else {}), **found}
-            except (ValueError, AttributeError) as error:
+                return dict(json.loads(record.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
                 raise LNSConfigError(f"{record}: not a record of `data prepare`: {error}") from None
     return {}
 
@@ -100,9 +98,10 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
             _tokens(result, vocabulary or DOLMA.embedding, documents=_index(result))
             return result
         known = record_of(path)
-        for name, given in (("dtype", dtype), ("vocabulary", vocabulary)):
-            if given and known.get(name, given) != given and (name == "dtype" or known[name] > int(given)):
-                raise LNSConfigError(f"the record beside it has {name} {known[name]}, {given} was asked for")
+        if dtype and known.get("dtype", dtype) != dtype:
+            raise LNSConfigError(f"the record beside it has dtype {known['dtype']}, {dtype} was asked for")
+        if vocabulary and (recorded := known.get("vocabulary", 0)) > vocabulary:
+            raise LNSConfigError(f"the record beside it has vocabulary {recorded}, {vocabulary} was asked for")
         result.dtype = dtype or str(known.get("dtype") or "uint16")
         if result.dtype not in DTYPES:
             raise LNSConfigError(f"the record beside it has dtype {result.dtype}: expected {', '.join(DTYPES)}")
@@ -150,12 +149,9 @@ def _tokens(result: Data, vocabulary: int, documents: int | None = None) -> None
 def _index(result: Data) -> int:
     """Read Megatron's ``.idx``: magic, version, dtype code, counts; lengths, pointers, documents. Sets the dtype.
 
-    :returns: the documents. :raises LNSConfigError: it is no index, or not of this ``.bin``.
+    :returns: the documents. :raises LNSConfigError: it is no index, or not of this ``.bin``. :raises OSError: no index.
     """
     index = result.path.with_suffix(".idx")
-    for file, other in ((index, result.path), (result.path, index)):
-        if not file.is_file():
-            raise LNSConfigError(f"has no {file.name} beside {other.name}")
     raw = index.read_bytes()
     if raw[:9] != INDEX_HEADER or len(raw) < 34:
         raise LNSConfigError(f"{index.name} does not start with Megatron's index header: not an indexed dataset")

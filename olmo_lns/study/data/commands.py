@@ -35,12 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     fetching.add_argument("list", help="a file, or one of the pack by its name: dolma")
     fetching.add_argument("--tokens", type=float, default=20e9, help="of training text (default 20e9)")
     fetching.add_argument("--heldout", type=float, default=2e6, help="of held-out text (default 2e6)")
-    fetching.add_argument("--stream", action="store_true", help="held-out text only: OLMo reads the other itself")
     fetching.add_argument("-o", "--out", type=_path, required=True, help="folder")
     prepare.arguments(
         commands.add_parser(
             "prepare",
-            help="tokenise C4, text or JSON lines",
+            help="tokenise C4 or JSON lines",
             description="Tokenise text into OLMo's memmaps, whole or not at all.",
             epilog="the papers' C4: olmo-lns data prepare c4 train --tokenizer t5-base --layout rows --sequence 256 "
             "--eos '</s>' --pad '<pad>' --out c4",
@@ -66,10 +65,7 @@ def _fetch(args: argparse.Namespace) -> int:
     heldout = {name: url for name, url in files.items() if name.startswith(HELDOUT)}
     training = {name: url for name, url in files.items() if name not in heldout}
     fetch(heldout, args.out, args.heldout)
-    if args.stream:
-        print(f"--data.paths=[{','.join(training.values())}]")
-    else:
-        fetch(training, args.out, args.tokens)
+    fetch(training, args.out, args.tokens)
     print(f"export OLMO_DATA_DIR={shlex.quote(str(args.out.resolve()))}")
     return 0
 

@@ -7,7 +7,6 @@ are tokens (0–255) and 256 ends a document. The same Python and packages give 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -66,40 +65,35 @@ class Text:
     eos_token_id: int = EOS_TOKEN_ID
 
 
-def documents() -> Iterator[tuple[str, bytes]]:
-    """``(name, text)`` of each document in a fixed order: manual topics, then library sources."""
+def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
+    """``(name, text)`` of each document in a fixed order: manual topics, library sources, and those of ``packages``.
+
+    :raises LNSConfigError: a package that is not installed.
+    """
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
         yield f"pydoc_data/{name}", topics[name].encode("utf-8")
-    root = Path(sysconfig.get_path("stdlib"))
-    names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    for name in sorted(names):
-        parts = name.split("/")
-        generated = parts[-1].startswith("_sysconfigdata") or parts[0].startswith("config-")
-        # pydoc_data.topics is the manual again, in quotes.
-        if _SKIPPED.isdisjoint(parts) and not generated and parts[0] != "pydoc_data":
-            yield name, names[name].read_bytes()
-
-
-def package_documents(packages: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-    """``(name, text)`` of each source file of installed packages, in a fixed order, each text once.
-
-    :raises LNSConfigError: a package that is not installed.
-    """
+    for name, path in _sources(Path(sysconfig.get_path("stdlib"))):
+        top = name.partition("/")[0]
+        generated = path.name.startswith("_sysconfigdata") or top.startswith("config-")
+        if not generated and top != "pydoc_data":  # its topics are the manual again, in quotes
+            yield name, path.read_bytes()
     seen: set[bytes] = set()
     for package in packages:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise LNSConfigError(f"package {package} is not installed: pip install 'olmo-lns[olmo,analysis]'")
-        root = Path(next(iter(spec.submodule_search_locations)))
-        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-            parts = path.relative_to(root).parts
-            if _SKIPPED.isdisjoint(parts) and path.stat().st_size <= _LARGEST:
-                text = path.read_bytes()
-                if text and (digest := hashlib.sha256(text).digest()) not in seen:
-                    seen.add(digest)
-                    yield f"{package}/{'/'.join(parts)}", text
+        for name, path in _sources(Path(next(iter(spec.submodule_search_locations)))):
+            text = path.read_bytes()
+            if 0 < len(text) <= _LARGEST and text not in seen:
+                seen.add(text)
+                yield f"{package}/{name}", text
+
+
+def _sources(root: Path) -> Iterator[tuple[str, Path]]:
+    names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    return ((name, names[name]) for name in sorted(names) if _SKIPPED.isdisjoint(name.split("/")))
 
 
 def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
@@ -121,7 +115,7 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
     whole = all(path.is_file() and path.stat().st_size == 2 * tokens for path, tokens in sizes.items())
     if not (whole and tokenizer.is_file() and facts == facts | here):
         split: tuple[list[bytes], list[bytes]] = ([], [])
-        for number, (_, text) in enumerate(itertools.chain(documents(), package_documents(packages))):
+        for number, (_, text) in enumerate(documents(packages)):
             split[number % HELDOUT_EVERY == HELDOUT_EVERY - 1].append(text)
         if len(split[0]) < 100:
             raise LNSConfigError(

@@ -6,18 +6,18 @@ Of each file only the beginning is fetched, so the servers must answer byte rang
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 import time
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from olmo_lns.errors import LNSConfigError, one_line
+from olmo_lns.study.files import make_folder, only_one
 
 REQUEST = 1 << 26  # bytes
 WIDTH = 2  # bytes of a token: uint16
@@ -44,8 +44,7 @@ def read_list(path: Path) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class _Remote:
+class _Remote(NamedTuple):
     """A file as its server names it. :param tag: its ETag, ``""`` where the server gives none."""
 
     url: str
@@ -61,12 +60,8 @@ def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
         into this folder, or content that is not what the server named.
     """
     share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * WIDTH
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".fetch.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LNSConfigError(f"{out}: another fetch writes into this folder: wait for it") from None
+    make_folder(out)
+    with only_one(out / ".fetch.lock", f"{out}: another fetch writes into this folder: wait for it"):
         for name, url in files.items():
             _fetch_one(out / name, url, share)
 
@@ -122,10 +117,10 @@ def _read(url: str, start: int, stop: int, attempts: int = 5) -> tuple[bytes, _R
             if len(data) == stop - start and sent.split()[-1].startswith(f"{start}-"):
                 return data, remote
             problem = f"{sent} came, {len(data):,} of {stop - start:,} bytes"
-        except HTTPError as error:
-            problem = f"HTTP {error.code} ({error.reason})"
-            if error.code < 500:
-                raise LNSConfigError(f"{url}: {problem}") from None
+        except LNSConfigError:
+            raise
         except (OSError, HTTPException, ValueError, AttributeError) as error:
             problem = one_line(error)
+            if isinstance(error, HTTPError) and error.code < 500:
+                break
     raise LNSConfigError(f"{url}: {problem}; called again, this goes on where it stopped")

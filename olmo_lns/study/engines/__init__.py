@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from olmo_lns.errors import LNSConfigError, did_you_mean
+from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Run
 from olmo_lns.study.engines.megatron import MegatronEngine
 from olmo_lns.study.engines.olmo import OLMoEngine
 from olmo_lns.study.engines.olmo_core import OLMoCoreEngine
 
-__all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "engine_named", "settings_of"]
+__all__ = ["ENGINES", "MEGATRON", "OLMO", "OLMO_CORE", "Engine", "Run", "settings_of"]
 
 OLMO: Engine = OLMoEngine()
 OLMO_CORE: Engine = OLMoCoreEngine()
 MEGATRON: Engine = MegatronEngine()
 #: OLMo-core before OLMo: its files have everything by which OLMo's are known, and more.
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OLMO_CORE, OLMO, MEGATRON)}
-
-
-def engine_named(name: str) -> Engine:
-    """:raises LNSConfigError: an unknown framework, with the nearest known one."""
-    if name not in ENGINES:
-        known = " or ".join(map(repr, ENGINES))
-        raise LNSConfigError(f"framework {name!r}{did_you_mean(name, ENGINES)}: expected {known}")
-    return ENGINES[name]
 
 
 def settings_of(arm: Arm, engine: Engine) -> dict[str, Any]:

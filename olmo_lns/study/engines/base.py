@@ -6,6 +6,7 @@ Settings are *flat*: ``{"model.d_model": 512, …}`` for OLMo and OLMo-core (dot
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,20 +17,9 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.files import flatten
 
-ADAM_BYTES = 16  # per parameter, mixed precision: fp32 weight, fp32 gradient, two fp32 moments
 CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
-BF16 = 2
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU model. :param peak: dense bf16 FLOP/s of the SXM part (vendor data sheet). :param memory: bytes."""
-
-    peak: float
-    memory: float
-
-
-GPUS = {"A100": Gpu(312e12, 80e9), "H100": Gpu(989.5e12, 80e9), "H200": Gpu(989.5e12, 141e9)}
+#: GPU -> dense bf16 FLOP/s of the SXM part (vendor data sheet).
+GPUS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12}
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,6 @@ class Shape:
     steps: int
     warmup: int
     learning_rate: float
-    min_learning_rate: float
 
     @property
     def embedding(self) -> int:
@@ -89,65 +78,33 @@ class Shape:
         n = self.parameters if self.tied else self.parameters - self.embedding
         return (6 * n + 12 * self.layers * self.width * self.sequence) * float(self.tokens)
 
-    @property
-    def checkpoint_bytes(self) -> float:
-        """One checkpoint with optimizer state."""
-        return float(CHECKPOINT_BYTES * self.parameters)
-
 
 @dataclass(frozen=True)
 class Machine:
     """The layout of a run over its GPUs.
 
-    :param strategy: how weights and optimizer state are split: ``ddp``, ``fsdp``, or ``distributed_optimizer``
-        (Megatron's: bf16 weights and fp32 gradients on every GPU, the fp32 weights and moments divided).
     :param micro_batch: sequences a GPU takes at once.
     :param split: GPUs that share one model, by the setting ``split_by``.
-    :param recompute: activations are computed again in the backward pass.
+    :param even: each GPU takes whole micro-batches.
     """
 
-    strategy: str
     micro_batch: int
     split: int = 1
     split_by: str = ""
-    recompute: bool = False
+    even: bool = True
 
-    def memory(self, shape: Shape, gpus: int) -> float | None:
-        """Estimated bytes on each of ``gpus``; None for a strategy without an estimate.
-
-        States are 16 bytes a parameter, divided by the GPUs under fsdp, to which one gathered block and the
-        embedding are added. Activations are the bf16 tensors autograd keeps in a block (with a fused attention
-        kernel): 34 s b d with a 4 d MLP, in SwiGLU's terms 10 d + 4 inner per token times two bytes, plus norms in
-        fp32; ``recompute`` keeps a block's input only. An estimate: allow 20 % for fragmentation and buffers.
-        """
-        copies, tokens = max(1, gpus // self.split), self.micro_batch * shape.sequence
-        states = {
-            "ddp": ADAM_BYTES * shape.parameters,
-            "fsdp": ADAM_BYTES * shape.parameters / copies + BF16 * (2 * shape.block + shape.embedding),
-            "distributed_optimizer": shape.parameters * (BF16 + 4 + CHECKPOINT_BYTES / copies),
-        }.get(self.strategy)
-        if states is None:
-            return None
-        kept = shape.width if self.recompute else 10 * shape.width + 4 * shape.inner + 4 * shape.width
-        activations = BF16 * tokens * kept * shape.layers
-        logits = tokens * shape.vocabulary * (BF16 + 4 + 4)  # bf16 logits, fp32 copy, fp32 gradient
-        return (states + activations + logits) / self.split
-
-    def problem(self, shape: Shape, gpus: int, *, even: bool) -> str | None:
-        """Return the reason why the batch cannot be laid over the GPUs; None when it can.
-
-        :param even: each GPU takes whole micro-batches.
-        """
+    def problem(self, shape: Shape, gpus: int) -> str | None:
+        """Return the reason why the batch cannot be laid over the GPUs; None when it can."""
         if gpus % self.split:
             return f"{self.split_by} is more than {gpus} GPUs, or does not divide them"
-        if even and shape.batch % self.micro_batch:
+        if self.even and shape.batch % self.micro_batch:
             return f"the batch of {shape.batch} is not a multiple of the micro-batch of {self.micro_batch}"
-        copies, each = gpus // self.split, self.micro_batch if even else 1
-        if shape.batch % (copies * each):
+        if shape.batch % (gpus // self.split * (self.micro_batch if self.even else 1)):
             by = f" with {self.split_by}" if self.split > 1 else ""
-            times = f" × micro-batch {each}" if even else ""
-            return f"{gpus} GPUs{by}{times} do not divide the batch of {shape.batch}: take another number of GPUs" + (
-                " or a smaller micro-batch" if even else ""
+            times = f" × micro-batch {self.micro_batch}" if self.even else ""
+            return (
+                f"{gpus} GPUs{by}{times} do not divide the batch of {shape.batch}: take another number of GPUs"
+                f"{' or a smaller micro-batch' if self.even else ''}"
             )
         return None
 
@@ -163,7 +120,6 @@ class Engine(Protocol):
     :param plain_keys: field of the shape -> the setting that is it.
     :param rate_keys: the settings that follow the learning rate, the peak first.
     :param indexed_data: the data are built from a folder of token files (``data megatron``).
-    :param even: GPUs × micro-batch must divide the batch; False where the GPUs alone must.
     """
 
     name: str
@@ -177,7 +133,6 @@ class Engine(Protocol):
     plain_keys: Mapping[str, str]
     rate_keys: tuple[str, ...]
     indexed_data: bool = False
-    even: bool = True
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         """The settings that make a run this arm; None where there is no such arm."""
@@ -246,6 +201,12 @@ class Engine(Protocol):
 
     def used(self, folder: Path) -> dict[str, Any]:
         """Flat settings that the run in ``folder`` really used, as it saved them; empty when it saved none."""
+
+
+def dot_list(settings: Mapping[str, Any]) -> list[str]:
+    """``key=value`` words, whose values OLMo and OLMo-core read as YAML; text that YAML would cut is quoted."""
+    kept = {key: isinstance(value, str) and not re.search(r"(^|\s)#|:\s", value) for key, value in settings.items()}
+    return [f"{k}={v if kept[k] else json.dumps(v, ensure_ascii=False)}" for k, v in settings.items()]
 
 
 @dataclass(frozen=True)

@@ -88,33 +88,40 @@ def available() -> bool:
     return find_spec("megatron") is not None and find_spec("megatron.training") is not None
 
 
-def parse(flags: Sequence[str], *, validate: bool = True) -> argparse.Namespace:
-    """Megatron's own parser (and, with ``validate``, its ``validate_args``) on flags, the plugin's among them.
+def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
+    """Parse flags, the plugin's among them, with Megatron's own parser and ``validate_args``.
 
-    ``megatron.training`` must be importable, or ``MEGATRON_LM_SRC`` name a Megatron-LM checkout.
+    A machine without a GPU counts as one with an H100.
 
-    :raises LNSConfigError: there is none, or Megatron refuses the flags.
+    :param gpus: from which Megatron derives data parallelism.
+    :raises LNSConfigError: ``megatron.training`` cannot be imported, or Megatron refuses the flags.
     """
-    source = os.environ.get("MEGATRON_LM_SRC")
-    if source and source not in sys.path:
-        sys.path.insert(0, source)
+    import torch
+
     from olmo_lns.integrations.megatron import register
 
+    if (source := os.environ.get("MEGATRON_LM_SRC")) and source not in sys.path:
+        sys.path.insert(0, source)
     register()
-    try:
-        from megatron.training import arguments
-    except ImportError as error:
-        raise LNSConfigError(
-            f"megatron.training cannot be imported ({error}): set MEGATRON_LM_SRC to a Megatron-LM checkout"
-        ) from error
-    with mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]):
+    device = None if torch.cuda.is_available() else SimpleNamespace(major=9, minor=0)
+    launched = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
+    with tempfile.TemporaryFile("w+") as printed, contextlib.ExitStack() as stack:  # 0.16 asks stderr for its number
+        stack.enter_context(mock.patch.dict(os.environ, launched))
+        stack.enter_context(mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(printed))
+        if device:
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda _=None: device))
         try:
-            found: argparse.Namespace = arguments.parse_args()
-            return arguments.validate_args(found) if validate else found
-        except SystemExit as error:
-            raise LNSConfigError("Megatron's parser refuses the flags; its message is above") from error
-        except (AssertionError, ValueError) as error:
-            raise LNSConfigError(f"Megatron refuses the flags: {error}") from error
+            from megatron.training import arguments
+
+            found: argparse.Namespace = arguments.validate_args(arguments.parse_args())
+            return found
+        except (ImportError, AssertionError, ValueError, SystemExit) as error:
+            printed.seek(0)
+            lines = [line.strip() for line in printed if "error:" in line]
+            what = "cannot be imported" if isinstance(error, ImportError) else "refuses the flags"
+            raise LNSConfigError(f"Megatron {what}: {lines[-1] if lines else error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,19 +207,13 @@ class MegatronEngine(Engine):
             "tied": not settings.get("untie_embeddings_and_output_weights"),
             "gain": True,
             "warmup": int(settings.get("lr_warmup_iters") or 0),
-            "min_learning_rate": float(settings["min_lr"]),
         }
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
         tensor = int(settings.get("tensor_model_parallel_size") or 1)
         pipeline = int(settings.get("pipeline_model_parallel_size") or 1)
         named = f"tensor-model-parallel-size {tensor}" + (f" and pipeline {pipeline}" if pipeline > 1 else "")
-        return Machine(
-            strategy="distributed_optimizer" if settings.get("use_distributed_optimizer") else "ddp",
-            micro_batch=int(settings.get("micro_batch_size") or 1),
-            split=tensor * pipeline,
-            split_by=named,
-        )
+        return Machine(int(settings.get("micro_batch_size") or 1), tensor * pipeline, named)
 
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
         every = int(settings.get("save_interval") or steps or 1)
@@ -224,7 +225,11 @@ class MegatronEngine(Engine):
         found = [] if decay in (None, steps) else [f"lr-decay-iters {decay} is not train-iters {steps}"]
         if not available():
             return found, ["not parsed by Megatron: set MEGATRON_LM_SRC to a checkout"]
-        return found + _parse(settings, gpus), []
+        try:
+            parse(to_flags(settings, placeholder=True), gpus)
+        except LNSConfigError as error:
+            found.append(str(error))
+        return found, []
 
     def words(self, run: Run, folder: Path) -> list[str]:
         own = read(run.config)
@@ -250,26 +255,3 @@ class MegatronEngine(Engine):
             found = dict(ARGUMENT.findall(block)) if end else found
         words = {"True": True, "False": False, "None": None}
         return {key: words.get(value.strip(), value.strip()) for key, value in found.items()}
-
-
-def _parse(settings: Mapping[str, Any], gpus: int) -> list[str]:
-    """Return the objections of Megatron's own parser and validation, as on an H100 where there is no GPU."""
-    import torch
-
-    flags = to_flags(settings, placeholder=True)
-    # validate_args derives data parallelism from them; the rest is what a launch sets.
-    launched = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
-    with tempfile.TemporaryFile("w+") as printed, contextlib.ExitStack() as stack:  # 0.16 asks stderr for its number
-        stack.enter_context(mock.patch.dict(os.environ, launched))
-        stack.enter_context(contextlib.redirect_stdout(printed))
-        stack.enter_context(contextlib.redirect_stderr(printed))
-        if not torch.cuda.is_available():
-            device = SimpleNamespace(major=9, minor=0)
-            stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda _=None: device))
-        try:
-            parse(flags)
-        except LNSConfigError as error:
-            printed.seek(0)
-            lines = [line for line in printed if "error:" in line]
-            return [lines[-1].strip() if lines else str(error)]
-    return []

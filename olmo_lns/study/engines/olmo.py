@@ -13,7 +13,7 @@ from olmo_lns.errors import LNSConfigError, one_line
 from olmo_lns.integrations.olmo import types
 from olmo_lns.study import files
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Engine, Machine, Run
+from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
 
 #: Initialization -> init_fn; ``upstream`` is whatever init_fn a config has, and so defines no arm.
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled", "depth_scaled": "normal_depth_scaled"}
@@ -37,14 +37,9 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     with mock.patch.dict(os.environ, missing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo's, at every load
         try:
-            return TrainConfig.load(str(path), _dot_list(overrides or {}), validate_paths=False)
+            return TrainConfig.load(str(path), dot_list(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
             raise LNSConfigError(f"{path}: OLMo refuses it: {one_line(error)}") from error
-
-
-def _dot_list(overrides: Mapping[str, Any]) -> list[str]:
-    words = {None: "null", True: "true", False: "false"}
-    return [f"{k}={words[v] if v is None or isinstance(v, bool) else v}" for k, v in overrides.items()]
 
 
 class OLMoEngine(Engine):
@@ -59,7 +54,6 @@ class OLMoEngine(Engine):
         "sequence": "model.max_sequence_length", "batch": "global_train_batch_size",
     }  # fmt: skip
     rate_keys: tuple[str, ...] = ("optimizer.learning_rate", "scheduler.warmup_min_lr")
-    even = False
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
         init_fn = arm.init_fn or INIT_FNS.get(arm.initialization)
@@ -91,15 +85,10 @@ class OLMoEngine(Engine):
             "tied": bool(settings["model.weight_tying"]),
             "gain": bool(settings["model.layer_norm_with_affine"]),
             "steps": steps,
-            "min_learning_rate": float(settings["optimizer.learning_rate"]) * float(settings["scheduler.alpha_f"]),
         }
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
-        return Machine(
-            strategy=str(settings["distributed_strategy"]),
-            micro_batch=int(settings["device_train_microbatch_size"]),
-            recompute=settings["activation_checkpointing"] is not None,
-        )
+        return Machine(int(settings["device_train_microbatch_size"]), even=False)
 
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
         total = 0
@@ -142,7 +131,7 @@ class OLMoEngine(Engine):
 
     def words(self, run: Run, folder: Path) -> list[str]:
         own = {"save_folder": str(folder), "try_load_latest_save": True, "save_overwrite": True}
-        return [str(run.config.resolve()), *(f"--{word}" for word in _dot_list({**run.overrides, **own}))]
+        return [str(run.config.resolve()), *(f"--{word}" for word in dot_list({**run.overrides, **own}))]
 
     def padding(self, settings: Mapping[str, Any]) -> float:
         """OLMo sums a row's loss over its labels and divides by all its positions.

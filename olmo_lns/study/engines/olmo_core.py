@@ -16,7 +16,7 @@ from typing import Any, Mapping
 from olmo_lns.errors import LNSConfigError, LNSError, one_line
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 from olmo_lns.study.arms import Arm
-from olmo_lns.study.engines.base import Engine, Machine, Run
+from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
 from olmo_lns.study.files import filled, flatten
 from olmo_lns.study.files import read as read_yaml
 
@@ -63,19 +63,14 @@ def model_of(path: Path, tree: Mapping[str, Any]) -> Any:
     """
     from olmo_core.config import Config
 
-    sections = {}
     _require_classes(path, tree)
-    for name in SECTIONS:
-        try:
-            sections[name] = Config.from_dict(copy.deepcopy(tree[name]))
-        except Exception as error:  # OLMo-core's and OmegaConf's own, of many kinds
-            raise LNSConfigError(f"{path}: OLMo-core refuses {name}: {one_line(error)}") from error
     try:
+        sections = {name: Config.from_dict(copy.deepcopy(tree[name])) for name in SECTIONS}
         return sections["model"].build(init_device="meta")
     except LNSError:
         raise
-    except Exception as error:  # and torch's
-        raise LNSConfigError(f"{path}: OLMo-core cannot build this model: {one_line(error)}") from error
+    except Exception as error:  # OLMo-core's, OmegaConf's and torch's own, of many kinds
+        raise LNSConfigError(f"{path}: OLMo-core refuses it: {one_line(error)}") from error
 
 
 def _require_classes(path: Path, tree: Mapping[str, Any]) -> None:
@@ -166,7 +161,6 @@ class OLMoCoreEngine(Engine):
         if rest:
             raise LNSConfigError(f"data_loader.global_batch_size is in tokens: expected a multiple of {sequence}")
         value, unit = int(settings["trainer.max_duration.value"]), settings["trainer.max_duration.unit"]
-        lowest = float(settings.get("train_module.scheduler.alpha_f") or 0.0)
         return {
             "kv_heads": int(settings.get(f"{_MIXER}.n_kv_heads") or settings[f"{_MIXER}.n_heads"]),
             "tied": bool(settings.get("model.tie_word_embeddings")),
@@ -174,18 +168,12 @@ class OLMoCoreEngine(Engine):
             "batch": batch,
             "steps": {"steps": value, "tokens": -(-value // (batch * sequence))}.get(unit, 0),
             "warmup": int(settings.get("train_module.scheduler.warmup") or 0),
-            "min_learning_rate": float(settings["train_module.optim.lr"]) * lowest,
         }
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
         tensor = int(settings.get("train_module.tp_config.degree") or 1)
-        return Machine(
-            strategy=str(settings.get("train_module.dp_config.name") or "ddp"),
-            micro_batch=max(1, int(settings["train_module.rank_microbatch_size"]) // self.shape(settings).sequence),
-            split=tensor,
-            split_by=f"tp_config.degree {tensor}" if tensor > 1 else "",
-            recompute="train_module.ac_config.mode" in settings,
-        )
+        micro_batch = max(1, int(settings["train_module.rank_microbatch_size"]) // self.shape(settings).sequence)
+        return Machine(micro_batch, tensor, f"tp_config.degree {tensor}")
 
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
         return -(-steps // int(settings.get(f"{_CHECKPOINTER}.save_interval") or 250))  # the last step's stays too
@@ -210,10 +198,8 @@ class OLMoCoreEngine(Engine):
         return found, notes + ([] if available() else ["not loaded by OLMo-core, which is not in this environment"])
 
     def words(self, run: Run, folder: Path) -> list[str]:
-        """The dot list, each value of which OLMo-core reads as YAML, of which JSON is a part."""
-        settings = {**run.overrides, "trainer.save_folder": str(folder), "trainer.save_overwrite": True}
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-        return [str(run.config.resolve()), *(f"--{key}={text}" for key, text in texts.items())]
+        own = {"trainer.save_folder": str(folder), "trainer.save_overwrite": True}
+        return [str(run.config.resolve()), *(f"--{word}" for word in dot_list({**run.overrides, **own}))]
 
     def used(self, folder: Path) -> dict[str, Any]:
         saved = sorted(folder.glob("step*/config.json"), key=lambda path: int(path.parent.name.removeprefix("step")))

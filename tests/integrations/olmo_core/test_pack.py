@@ -30,12 +30,9 @@ def _run(path):
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_config_passes_its_check_and_has_its_number_of_parameters(size, arm):
     run = _run(PACK / f"{size}-{arm}.yaml")
-    assert run.arm == arm and check(run, 8, "H100", 20e9) == ([], [])
+    assert run.arm == arm and check(run, 8) == ([], [])
     assert OLMO_CORE.count(run.config, run.loaded) == run.shape.parameters == PARAMETERS[size]
-    assert (
-        OLMO_CORE.machine(run.settings).strategy in ("ddp", "fsdp")
-        and OLMO_CORE.kept(run.settings, run.shape.steps) == 2
-    )
+    assert OLMO_CORE.kept(run.settings, run.shape.steps) == 2
 
 
 def _model(path, overrides=None):
@@ -67,7 +64,9 @@ def test_the_check_finds_a_mistake_in_a_config(old, new, message, tmp_path):
     path = tmp_path / "60M-lns.yaml"
     path.write_text(text.replace(old, new))
     try:
-        problems = " ".join(check(_run(path), 8, "H100")[0])
+        run = _run(path)
+        problems = " ".join(check(run, 8)[0])
+        OLMO_CORE.count(path, run.loaded)
     except LNSConfigError as error:
         problems = str(error)
     assert message in problems

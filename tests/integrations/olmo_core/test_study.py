@@ -65,7 +65,7 @@ def micro(tmp_path, monkeypatch):
         "model.n_layers": 2,
         "model.d_model": 32,
         "model.block.sequence_mixer.n_heads": 2,
-        "trainer.max_duration.value": 12,
+        "trainer.max_duration.value": 60,
         "train_module.scheduler.warmup": 2,
         "trainer.callbacks.checkpointer.save_interval": 5,
     }
@@ -78,7 +78,7 @@ def micro(tmp_path, monkeypatch):
         "arms": ["preln", "lns"],
         "seeds": [1],
         "final_fraction": 0.5,
-        "launch": {"command": str(CONFIGS / "olmo_core" / "train.py"), "workers": 2, "threads": 1},
+        "launch": {"command": str(CONFIGS / "olmo_core" / "train.py"), "threads": 1},
     }
     path = tmp_path / "micro.yaml"
     path.write_text(yaml.safe_dump(description))
@@ -88,7 +88,8 @@ def micro(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_killed_study_goes_on_and_is_reported(micro, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "olmo_lns", "study", "all", str(micro), "--out", str(out)]
+    study = [sys.executable, "-m", "olmo_lns", "study"]
+    command = [*study, "launch", str(micro), "--out", str(out), "--run"]
     process = subprocess.Popen(command, start_new_session=True)
     saved = out / "s-lns-s1" / "step5" / "config.json"
     deadline = time.monotonic() + 500
@@ -96,17 +97,18 @@ def test_a_killed_study_goes_on_and_is_reported(micro, tmp_path):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGTERM)
     process.wait()
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for words in (command, *([*study, word, str(micro), "--out", str(out)] for word in ("collect", "report"))):
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = {row.arm: row for row in read_results(out / "results.csv").itertuples()}
     assert {arm: (row.status, row.step, row.points) for arm, row in rows.items()} == dict.fromkeys(
-        ("preln", "lns"), ("complete", 12, 6)
+        ("preln", "lns"), ("complete", 60, 30)
     )
     assert rows["lns"].loss != rows["preln"].loss
     assert rows["lns"].heldout and rows["preln"].heldout and rows["lns"].heldout != rows["preln"].heldout
     assert (out / "report" / "report.md").is_file()
     # The saved config shows what a run used: another exponent there is found, even if the log does not name it.
-    config = out / "s-lns-s1" / "step12" / "config.json"
+    config = out / "s-lns-s1" / "step60" / "config.json"
     text = json.loads(config.read_text())
     text["model"]["block"]["exponent"] = 0.25
     config.write_text(json.dumps(text))
