@@ -50,7 +50,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 def short_error(parser: argparse.ArgumentParser, message: str) -> Any:
     """Exit with two lines: what is wrong and the nearest name, and where the right ones are.
 
-    :func:`olmo_lns.cli.main` gives it to every parser of a command, which would print its whole usage.
+    It replaces argparse's own, which prints the whole usage.
     """
     hint = ""
     if wrong := re.match(r"unrecognized arguments: (?:.*? )??(--[^\s=]+)", message):

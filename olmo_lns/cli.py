@@ -11,7 +11,6 @@ import sys
 import warnings
 from dataclasses import dataclass
 from typing import Sequence
-from unittest import mock
 
 import yaml
 
@@ -87,9 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # goes into looking for some to collect.
     gc.set_threshold(10_000, 10, 10)
     degrade()
+    before = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = short_error  # type: ignore[method-assign, assignment]
     try:
-        with mock.patch.object(argparse.ArgumentParser, "error", short_error):
-            code = _main(list(sys.argv[1:] if argv is None else argv))
+        code = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `olmo-lns config list | head`: nobody reads on
@@ -99,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _close_stdout()
         print(f"olmo-lns: standard output: {error.strerror}", file=sys.stderr)
         return 1
+    finally:
+        argparse.ArgumentParser.error = before  # type: ignore[method-assign]
 
 
 def _close_stdout() -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Trained:
-    """A finished run. :param before, after: output variance of each block, block 1 first, around training."""
+    """A finished run. :param before, after: output variance of each block before and after training, block 1 first."""
 
     run: Run
     curve: Curve
@@ -95,9 +95,16 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
     return study
 
 
+def losses(run: Run, out: Path) -> Curve | None:
+    """Read the curve of a run; None before its first loss, and where it diverged."""
+    with suppress(LNSConfigError):
+        return curve_of(out / run.name)
+    return None
+
+
 def finished(run: Run, out: Path) -> bool:
     """Tell whether a run has its last checkpoint and its held-out loss."""
-    curve, steps = curve_of(out / run.name), run.shape.steps
+    curve, steps = losses(run, out), run.shape.steps
     return curve is not None and steps in curve.heldout and (out / run.name / f"step{steps}-unsharded").exists()
 
 
@@ -115,7 +122,8 @@ def train(study: Study, out: Path, console: Console) -> None:
 
     :raises LNSError: a run failed. The others go on to their end.
     """
-    going = [(run, start(study, run, out)) for run in study.runs if not finished(run, out)]
+    todo = [run for run in study.runs if not finished(run, out)]
+    going = [(run, start(study, run, out)) for run in todo]
     announced = set[str]()
     columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     try:
@@ -123,7 +131,7 @@ def train(study: Study, out: Path, console: Console) -> None:
             task = bar.add_task("starting", total=sum(run.shape.steps for run, _ in going))
             while any(process.poll() is None for _, process in going):
                 time.sleep(0.5)
-                done = {run.arm: curve.last for run, _ in going if (curve := curve_of(out / run.name))}
+                done = {run.arm: curve.last for run, _ in going if (curve := losses(run, out))}
                 where = ", ".join(f"{arm} {step}" for arm, step in done.items())
                 bar.update(task, completed=sum(done.values()), description=where)
                 for run in (run for run, _ in going if done.get(run.arm) and run.arm not in announced):

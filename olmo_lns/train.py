@@ -58,8 +58,10 @@ def _mended_state() -> Iterator[None]:
     cuda, get, put = torch.cuda.is_available(), torch.cuda.get_rng_state, torch.cuda.set_rng_state
     with (
         torch.serialization.safe_globals(_STATE_TYPES),
-        mock.patch.object(torch.cuda, "get_rng_state", lambda *a: get(*a) if cuda else None),
-        mock.patch.object(torch.cuda, "set_rng_state", lambda s, *a: put(s, *a) if cuda and s is not None else None),
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *a, **k: get(*a, **k) if cuda else None),
+        mock.patch.object(
+            torch.cuda, "set_rng_state", lambda s, *a, **k: put(s, *a, **k) if cuda and s is not None else None
+        ),
     ):
         yield
 

@@ -56,7 +56,7 @@ def test_every_command_line_of_the_pages_parses(page, words, monkeypatch):
         raise _Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
-    values = {"$what": "variance", "$on": "--model m --data d", "$log": "--log", "$arm": "lns"}
+    values = {"$what": "variance", "$on": "--model m --data d", "$arm": "lns"}
     words = re.sub(r"\$\(.*?\)", "a.json b.json", words)
     for name, value in values.items():
         words = words.replace(name, value)

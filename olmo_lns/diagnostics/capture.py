@@ -136,7 +136,7 @@ def run(
 def run_observed(
     model: nn.Module, blocks: Sequence[nn.Module], batches: Batches, device: torch.device | str, seen: Any
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """:func:`run` the blocks; ``seen`` is called as :data:`Observer`, with the batch's mask behind."""
+    """:func:`run` the blocks; ``seen`` is called as :data:`Observer`, with the batch's mask as last argument."""
     forward = forward_of(model, logits=False)
 
     def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:

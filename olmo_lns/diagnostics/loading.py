@@ -28,8 +28,9 @@ class LoadedModel(Opened):
     @property
     def vocabulary(self) -> int:
         """Number of token ids the model was made for (padding rows of its embedding do not count)."""
-        size = getattr(getattr(self.model, "config", None), "vocab_size", None)
-        return size if isinstance(size, int) else self.embedding.num_embeddings
+        if isinstance(size := getattr(getattr(self.model, "config", None), "vocab_size", None), int):
+            return size
+        return max(each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding))
 
     @property
     def dtype(self) -> str:

@@ -125,7 +125,7 @@ def table(results: Sequence[Measurement]) -> str:
     """A row a block and a column a model, under a line that names the numbers; empty cells for missing blocks."""
     import pandas
 
-    columns = pandas.concat({result.label: pandas.Series(result.main) for result in results}, axis=1)
+    columns = pandas.concat([pandas.Series(result.main, name=result.label) for result in results], axis=1)
     columns.index = pandas.RangeIndex(1, len(columns) + 1, name="block")
     shows = MEASURES[results[0].what].shows
     return f"{shows[0].upper()}{shows[1:]}\n\n{columns.to_string(float_format='{:.4g}'.format, na_rep='')}"

@@ -27,15 +27,15 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     for name, module in model.named_modules():
         members = list(module.children()) if isinstance(module, _LISTS) else []
         outermost = not any(name.startswith(f"{outer}.") for outer in lists)
-        if name == path or (path is None and outermost and len(members) > 1 and len(set(map(type, members))) == 1):
+        if name == path or (outermost and len(members) > 1 and len(set(map(type, members))) == 1):
             lists[name] = members
-    if len(lists) != 1:
+    if (path or next(iter(lists), None)) not in lists or (path is None and len(lists) > 1):
         found = ", ".join(f"{name} ({len(each)} x {type(each[0]).__name__})" for name, each in lists.items())
         raise LNSError(
             f"{type(model).__name__}: expected one list of two or more modules of one class, found "
-            f"{found or 'none'}{f' at {path!r}' if path else ''}: name it with --blocks"
+            f"{found or 'none'}{f', none at {path!r}' if path else ''}: name it with --blocks"
         )
-    (members,) = lists.values()
+    members = lists[path or next(iter(lists))]
     inner = [getattr(block, "_fsdp_wrapped_module", block) for block in members]
     if any(isinstance(each, _LISTS) for each in inner):
         members = [block for group in inner for block in group.children()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,7 +53,7 @@ def finished(out: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise LNSConfigError(f"{out} exists, and nothing is overwritten. Give a new folder.")
-    part = out.with_name(f".{out.name}.{os.getpid()}")
+    part = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     part.mkdir(parents=True)
     try:
         yield part

@@ -20,11 +20,10 @@ from olmo_lns.sites import read_back
 _SAME, _SAME_ROUNDED = 1e-4, 0.05
 
 
-def open(folder: Path, scheme: Scheme | None = None, **how: Any) -> Opened:
+def open(folder: Path, scheme: Scheme | None = None) -> Opened:
     """Open a transformers folder, ours (``lns_llama``, …) or stock; transformers decides which files it reads.
 
     :param folder: or a name of the hub. :param scheme: that a stock folder was trained with.
-    :param how: for ``from_pretrained``; None is as if it were not given.
     :raises LNSConfigError: transformers cannot load it, or weights are missing.
     """
     import transformers
@@ -34,9 +33,8 @@ def open(folder: Path, scheme: Scheme | None = None, **how: Any) -> Opened:
     register()
     with readable(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
-        given = {name: value for name, value in how.items() if value is not None}
         loader = getattr(transformers, auto_class(config))
-        model = _loaded(loader, folder, folder, torch_dtype="auto", **given)
+        model = _loaded(loader, folder, folder, torch_dtype="auto")
     has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
     eos = getattr(config, "eos_token_id", None)
     opened = Opened(

@@ -74,19 +74,18 @@ def module_of(kind: str) -> Any:
     return importlib.import_module(f"olmo_lns.export.{'huggingface' if kind == HF else kind.replace('-', '_')}")
 
 
-def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None, **how: Any) -> Opened:
+def open_checkpoint(folder: str | Path, scheme: str | Scheme | None = None) -> Opened:
     """Open ``folder`` on the CPU in the dtype that it was saved in.
 
     :param folder: a checkpoint folder, or a name of the Hugging Face hub.
     :param scheme: for a checkpoint that doesn't say it, such as ``"lns"``.
-    :param how: for transformers' ``from_pretrained``, such as ``device_map="auto"``.
     :raises LNSConfigError: damaged, incomplete, or says another scheme.
 
     Example: ``open_checkpoint("runs/lns/step1000-unsharded").model``.
     """
     folder, asked = Path(folder), parse(scheme) if isinstance(scheme, str) else scheme
     kind = kind_of(folder)
-    opened: Opened = module_of(kind).open(folder, asked, **(how if kind == HF else {}))
+    opened: Opened = module_of(kind).open(folder, asked)
     opened.model.eval()
     if asked is not None and opened.scheme != asked:
         raise LNSConfigError(f"{folder} says scheme {opened.scheme}, --scheme says {asked}. Leave --scheme out.")

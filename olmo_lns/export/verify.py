@@ -41,6 +41,8 @@ def verify(checkpoint: Path, export: Path, *, scheme: Scheme | None = None, leng
     """
     if not export.is_dir():
         raise LNSConfigError(f"There is no such folder: {export}. Give the one that olmo-lns export wrote.")
+    if checkpoint.resolve() == export.resolve():
+        raise LNSConfigError(f"{export} is the checkpoint itself. Give the folder of its export.")
     found = open_checkpoint(export)
     if not found.scheme.is_pre_ln:
         raise LNSConfigError(

@@ -216,7 +216,7 @@ class Study:
             whole = [run for run in self.runs if any(f"{n}-".startswith(f"{wanted}-") for n in _names(run))]
             if not (mine := whole or [run for run in self.runs if run.name.startswith(wanted)]):
                 names = [run.name for run in self.runs]
-                hint = did_you_mean(wanted, [*self.sizes, *names])
+                hint = did_you_mean(wanted, [*self.groups, *names])
                 raise LNSConfigError(
                     f"{wanted!r} begins no run of study {self.name}{hint}; its runs: {', '.join(names)}"
                 )

@@ -58,10 +58,11 @@ def test_results_are_read_back_and_compared_in_tables_and_figures(what, results,
     assert result.tokens == {"jacobian": 4, "layer-drop": 562, "gradnorm": 562}.get(what, 600)
     rows = pandas.read_csv(files[0].with_suffix(".csv"))
     assert list(rows["block"]) == [1, 2, 3, 4] and list(rows) == list(result.frame())
-    assert analyze("compare", *files, "-o", "x.png", "-o", "x.svg", "--table", "x.csv") == 0
+    assert analyze("compare", *files, "-o", "x.png", "-o", "x.svg", "-o", "again.svg", "--table", "x.csv") == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["olmo", "llama"] in printed and ["1", f"{result.main[0]:.4g}", f"{other.main[0]:.4g}"] in printed
     assert Path("x.png").read_bytes()[:4] == b"\x89PNG" and Path("x.svg").read_text().startswith("<?xml")
+    assert Path("x.svg").read_bytes() == Path("again.svg").read_bytes()
     assert list(pandas.read_csv("x.csv")["model"]) == ["olmo"] * 4 + ["llama"] * 3
 
 

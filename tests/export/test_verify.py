@@ -53,7 +53,13 @@ def test_a_wrong_weight_is_found(made, dtype, change, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("rms_norm_eps", 2e-6), ("rope_theta", 5000.0), ("hidden_act", "gelu"), ("sliding_window", 4)],
+    [
+        ("rms_norm_eps", 2e-6),
+        ("rope_theta", 5000.0),
+        ("hidden_act", "gelu"),
+        ("sliding_window", 4),
+        ("max_position_embeddings", 8),
+    ],
 )
 def test_a_wrong_setting_is_found(made, setting, value, tmp_path, capsys):
     """A window or a limit changes nothing within a short prompt, so that only the config tells."""

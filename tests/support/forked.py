@@ -1,7 +1,7 @@
 """Run programs in forks of one interpreter that has imported torch and what the frameworks import, and no framework.
 
 A new interpreter needs seconds for these imports. The start-up hook has run in it as in any other. Where the imports or
-the start of an interpreter are what is tested, start a new one.
+the start of an interpreter are what is tested, start a new one. A fork runs no atexit functions.
 """
 
 import atexit
@@ -9,32 +9,17 @@ import functools
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 
-IMPORTS = (
-    *(
-        "torch",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "torch.distributed.tensor",
-        "torch.distributions",
-    ),
-    *(
-        "torch._dynamo",
-        "numpy",
-        "omegaconf",
-        "cached_path",
-        "rich",
-        "datasets",
-        "wandb",
-        "sklearn.metrics",
-        "tokenizers",
-    ),
-    *("safetensors.torch", "huggingface_hub", "boto3", "google.cloud.storage"),
-)
+IMPORTS = """
+torch torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor torch.distributions torch._dynamo
+numpy omegaconf cached_path rich datasets wandb sklearn.metrics tokenizers safetensors.torch huggingface_hub boto3
+google.cloud.storage
+"""
 FRAMEWORKS = ("olmo", "olmo_core", "megatron", "transformers", "olmo_lns")
 
 
@@ -42,7 +27,8 @@ FRAMEWORKS = ("olmo", "olmo_core", "megatron", "transformers", "olmo_lns")
 def _server():
     """The interpreter that forks."""
     command = [sys.executable, "-W", "ignore", __file__]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # huggingface_hub reads it when it is imported
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=offline)
     atexit.register(lambda: (process.kill(), process.wait()))
     return process
 
@@ -53,6 +39,10 @@ def run(code, *arguments, path=None, cwd=None, **changes):
     :param path: a folder that comes first on ``sys.path``.
     """
     environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+    if not sys.platform.startswith("linux"):  # a fork after these imports is not safe elsewhere
+        environment |= {"PYTHONPATH": os.pathsep.join([str(path), environment.get("PYTHONPATH", "")])} if path else {}
+        command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=900)
     asked = {"code": code, "argv": ["-c", *map(str, arguments)], "env": environment}
     asked |= {"path": str(path) if path else None, "cwd": str(cwd) if cwd else os.getcwd()}
     print(json.dumps(asked), file=_server().stdin, flush=True)
@@ -71,6 +61,8 @@ def _child(asked):
     try:
         exec(compile(asked["code"], "<string>", "exec"), vars(main))
     except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
@@ -79,7 +71,7 @@ def _child(asked):
 
 
 def _serve():
-    for name in IMPORTS:
+    for name in IMPORTS.split():
         try:
             importlib.import_module(name)
         except ImportError:
@@ -88,6 +80,7 @@ def _serve():
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             if not (child := os.fork()):
+                signal.alarm(900)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)

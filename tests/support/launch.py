@@ -123,7 +123,7 @@ def run(command, *, cwd, timeout=900, env=None):
 
 def python(code, *arguments, cwd, **changes):
     """Run ``python -c code`` in an interpreter that has imported torch (forked.py); stderr comes first in the text."""
-    done = forked.run(code, *arguments, cwd=cwd, **changes)
+    done = forked.run(code, *arguments, cwd=cwd, **(dict.fromkeys(os.environ) | environment(**changes)))
     return Result(done.returncode, done.stderr + done.stdout)
 
 

@@ -31,6 +31,7 @@ def test_the_patch_loads_the_plugin_once_with_and_without_the_hook_and_reverts(t
     subprocess.run(["git", "apply", PATCH], cwd=tmp_path, check=True)
     for before in (NO_HOOK, ""):
         done = forked.run(before + PROBE, path=tmp_path)
+        assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == f"1 1 {tmp_path}/olmo/__init__.py"
     subprocess.run(["git", "apply", "-R", PATCH], cwd=tmp_path, check=True)
     assert (tmp_path / "olmo/__init__.py").read_bytes() == (source / "olmo/__init__.py").read_bytes()

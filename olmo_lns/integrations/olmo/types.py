@@ -169,7 +169,8 @@ def require_supported(config: Any) -> None:
     from olmo.exceptions import OLMoConfigurationError
 
     hook.require("olmo")
-    settings.check()
+    if has_scheme(config.layer_norm_type):
+        settings.check()
     kind, problem = f"layer_norm_type={config.layer_norm_type!s}", ""
     if config.norm_after and has_scheme(config.layer_norm_type):
         raise OLMoConfigurationError(

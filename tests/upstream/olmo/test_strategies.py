@@ -28,12 +28,15 @@ def initialized(*kinds, **model):
 
 COMPARED = {
     "ddp": case(*OF_EACH_FORM),
+    "ddp, compiled": case(compile="aot_eager"),
     "fsdp by_block": case(*OTHERS, wrap="by_block"),
     "fsdp by_block, flat parameters": case("layerscale_rms", "deepnorm_rms", wrap="by_block", use_orig_params=False),
     "fsdp by_block_and_size, llama blocks": case(wrap="by_block_and_size", model={"block_type": "llama"}),
     "fsdp by_block_group": case(wrap="by_block_group", model={"block_group_size": 2}),
     "fsdp, compiled and checkpointing": case("mixln_rms", "layerscale_rms", wrap="by_block", **COMPILED),
-    "fsdp amp_bf16 mixed": case("mixln_rms", "layerscale_rms", wrap="by_block", autocast=True, precision="mixed"),
+    "fsdp amp_bf16 mixed": case(
+        "mixln_rms", "admin_rms", "sandwich_depth_rms", wrap="by_block", autocast=True, precision="mixed"
+    ),
 }
 INITIALIZED = {
     "fsdp meta init": initialized(*OTHERS, init_fn="normal"),
