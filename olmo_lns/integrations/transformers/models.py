@@ -307,7 +307,7 @@ def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
 def plain_initialization(model: Any) -> None:
     """Take the depth factor off a freshly drawn stock model. :raises LNSConfigError: its draw is not known."""
     with anything.undisturbed(model):
-        _, blocks, _ = probe.find_blocks(model, anything.forward(model, usual_example(model)))
+        blocks = probe.find_blocks(model, anything.forward(model, usual_example(model))).blocks
     _multiply(depth_scaled(model, blocks), math.sqrt(2.0 * len(blocks)))
     if drawn(model, blocks) != "scaled initialization off":
         raise LNSConfigError(f"{type(model).__name__}: found weights that were not drawn just now, or by another rule.")
