@@ -76,7 +76,7 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
 
 
 def _run_callbacks(name: str, module: ModuleType) -> None:
-    _ran[name] = module.__spec__
+    _ran[name] = _spec(module)
     done: set[Callable[[ModuleType], object]] = set()
     while todo := [callback for callback in _callbacks.get(name, ()) if callback not in done]:  # one may ask for others
         for callback in todo:
@@ -100,14 +100,19 @@ def _catch_up() -> None:
     """Run the callbacks of modules that were executed by a loader that this finder has not seen."""
     for name in list(_callbacks):
         module = sys.modules.get(name)
-        if module is not None and _is_executed(module) and _ran.get(name) is not module.__spec__:
+        if module is not None and _is_executed(module) and _ran.get(name) is not _spec(module):
             _run_callbacks(name, module)
 
 
 def _is_executed(module: Any) -> bool:
     """Return true for a module that its loader has executed; a stand-in of a test is not wrapped."""
-    spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
+    spec = _spec(module)
     return bool(getattr(spec, "loader", None)) and not getattr(spec, "_initializing", False)
+
+
+def _spec(module: Any) -> Any:
+    """The spec of a module. An attribute of it may be asked for by the class alone: a lazy one would execute itself."""
+    return vars(ModuleType)["__dict__"].__get__(module).get("__spec__") if isinstance(module, ModuleType) else None
 
 
 class _Finder:
@@ -163,7 +168,7 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     known[callback] = None
     install()
     if _is_executed(module := sys.modules.get(name)):
-        _ran[name] = module.__spec__  # type: ignore[union-attr]
+        _ran[name] = _spec(module)
         _run(callback, module)  # type: ignore[arg-type]
 
 

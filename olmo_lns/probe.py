@@ -246,8 +246,9 @@ def twin(block: nn.Module, like: nn.Module | None = None) -> nn.Module:
     start = 0
     for parameter in copied.parameters():
         # A prime length: rows differ. Drawing 200 million numbers anew takes seconds.
-        part = pool.to(parameter.device).roll(-start).repeat(-(-parameter.numel() // len(pool)))[: parameter.numel()]
-        start += 7919
+        end = start + parameter.numel()
+        part = pool.to(parameter.device).repeat(-(-end // len(pool)))[start:end]
+        start = (start + 7919) % len(pool)
         drawn = part.reshape(parameter.shape) if parameter.dim() else torch.tensor(1.3)
         wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
         parameter.data = (drawn * wide if parameter.dim() > 1 else 1 + 0.2 * drawn).to(parameter.device)
