@@ -214,11 +214,12 @@ def pre_ln_sites(
     """
     problem: Exception | None = None
     known, drawn = (names, None) if like is None else (like.names, like.twin)
+    cancelled = None if like is None else like.cancelled
     for dtype in (torch.float32, torch.bfloat16):  # some kernels take half precision alone
         try:
             # Each run is seeded; the launch's own random numbers go on as they would have.
             with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
-                return _Replay(twin(block, drawn).to(dtype), _cast(call, dtype), dtype).sites(known)
+                return _Replay(twin(block, drawn).to(dtype), _cast(call, dtype), dtype).sites(known, cancelled)
         except _NotPreLN as reason:
             raise LNSConfigError(
                 f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
@@ -340,8 +341,8 @@ class _Replay:
         """The change of the block's output where these modules give something else, its sites held."""
         return self.run(self.x, self.names, dict.fromkeys(modules, change or _turned))[0] - self.rest
 
-    def sites(self, known: tuple[str, ...] | None = None) -> Found:
-        """:param known: the names that are expected."""
+    def sites(self, known: tuple[str, ...] | None, cancelled: tuple[str, ...] | None) -> Found:
+        """:param known: the names that are expected. :param cancelled: those that are cancelled in a block alike."""
         if not self.norms:
             raise _NotPreLN("none of its modules is a norm of the stream; norms that are functions cannot be scaled")
         if known is not None and not self.norms.keys() >= set(known):
@@ -355,12 +356,15 @@ class _Replay:
             )
         self.rest = self.run(self.x, self.names)[0]
         self._check(" and ".join(self.names))
-        return Found(self.names, tuple(filter(self._is_cancelled, self.names)), self.block)
+        if cancelled is None:
+            cancelled = tuple(filter(self._is_cancelled, self.names))
+        return Found(self.names, cancelled, self.block)
 
     def _check(self, words: str) -> None:
         """:raises _NotPreLN: a site without effect, another norm on a branch, or not two branches."""
-        for name in self.names:
-            if float(self.effect(self.norms[name]).norm()) < self.same * float(self.rest.norm()):
+        alone = [self.effect(self.norms[name]) for name in self.names]
+        for name, effect in zip(self.names, alone, strict=True):
+            if float(effect.norm()) < self.same * float(self.rest.norm()):
                 raise _NotPreLN(f"nothing reads its norm {name}")
         for name in self.norms.keys() - set(self.names):
             moved = self.effect(self.norms[name], change=_one_channel_more)
@@ -368,7 +372,7 @@ class _Replay:
                 raise _NotPreLN(f"its norm {name} sits on a branch, besides {words} (Sandwich-LN)")
         if len(self.names) > 2:
             raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
-        if self._branches() < 2:
+        if self._branches(alone) < 2:
             raise _NotPreLN(f"it has one branch, behind {words}; expected attention and feed-forward")
         for module in self.block.modules():
             module.training = not isinstance(module, nn.modules.dropout._DropoutNd)
@@ -383,12 +387,17 @@ class _Replay:
         zero, small, large = (self.effect(self.norms[name], change=lambda y, k=k: k * y) for k in (0.0, 64.0, 128.0))  # type: ignore[misc]
         return float((large - small).norm()) < 0.05 * float((small - zero).norm())
 
-    def _branches(self) -> int:
+    def _branches(self, alone: Sequence[torch.Tensor]) -> int:
         """The number of branches. The sites, or the children that read the only one, act on the stream together only
         within a branch: queries, keys and values do; attention and feed-forward are added.
+
+        :param alone: the effect of each site.
         """
-        units = [self.norms[name] for name in self.names] if len(self.names) > 1 else self._readers(self.names[0])
-        alone, branch = [self.effect(unit) for unit in units], list(range(len(units)))
+        units = [self.norms[name] for name in self.names]
+        if len(units) == 1:
+            units = self._readers(self.names[0])
+            alone = [self.effect(unit) for unit in units]
+        branch = list(range(len(units)))
         for i, j in itertools.combinations(range(len(units)), 2):
             together = self.effect(units[i], units[j]) - alone[i] - alone[j]
             if float(together.norm()) > 10 * self.same * float(self.rest.norm()):
