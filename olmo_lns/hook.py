@@ -18,9 +18,9 @@ import functools
 import importlib
 import inspect
 import logging
-import os
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Sequence
 
@@ -49,8 +49,8 @@ _activated: set[str] = set()
 _missing: dict[str, list[str]] = {}
 
 
-def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """Find ``name`` by the other finders, and arrange that its callbacks run after its ``exec_module``."""
+def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    """Find ``name`` for the start-up finder by the others, and arrange that its callbacks run after it is executed."""
     if (framework := name.partition(".")[0]) in INTEGRATIONS:
         activate(framework)
     _catch_up()
@@ -115,46 +115,15 @@ def _spec(module: Any) -> Any:
     return vars(ModuleType)["__dict__"].__get__(module).get("__spec__") if isinstance(module, ModuleType) else None
 
 
-class _Finder:
-    """The finder where the start-up hook does not run (``-S``, ``pip --target``)."""
-
-    olmo_lns_start_up = False  # the hook's has True
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return start_up(name, path, target)
-
-
 def _is_ours(finder: Any) -> bool:
     return hasattr(finder, "olmo_lns_start_up")
 
 
-def start_up(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-    """Find ``name`` for the start-up finder. None of the others is removed: a finder of this package is put in front
-    again where somebody has put another there.
-    """
-    if sys.meta_path and not _is_ours(sys.meta_path[0]):
-        sys.meta_path.insert(0, _Finder())
-        for framework in INTEGRATIONS:
-            if isinstance(sys.modules.get(framework), ModuleType):
-                activate(framework)
-    return find_spec(name, path, target)
-
-
-def path_hook(path: str) -> Any:
-    """A function for ``sys.path_hooks``: at the folder of a framework that is being imported it calls
-    :func:`start_up`. It finds nothing itself.
-    """
-    name = os.path.basename(path)
-    if name in INTEGRATIONS and name in sys.modules:
-        start_up(name)
-    raise ImportError
-
-
 def install() -> None:
-    """Put a finder in front, where the start-up hook did not run. Idempotent."""
+    """Run the start-up hook where it did not run (``-S``, ``pip --target``). Idempotent."""
     if not any(map(_is_ours, sys.meta_path)):
-        sys.meta_path.insert(0, _Finder())
-        sys.path_hooks.insert(0, path_hook)
+        exec(Path(__file__).with_name("integrations").joinpath("olmo_lns_autoload.pth").read_text())
+        type(sys.meta_path[0]).olmo_lns_start_up = False  # type: ignore[attr-defined]
 
 
 def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
