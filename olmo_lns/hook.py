@@ -18,9 +18,9 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Sequence
 
@@ -115,15 +115,34 @@ def _spec(module: Any) -> Any:
     return vars(ModuleType)["__dict__"].__get__(module).get("__spec__") if isinstance(module, ModuleType) else None
 
 
+class _Finder:
+    """The start-up finder where its file did not run (``-S``, ``pip --target``): it does the same."""
+
+    olmo_lns_start_up = False  # the file's has True
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not _is_ours(sys.meta_path[0]):
+            sys.meta_path.insert(0, self)
+        return start_up(name, path, target)
+
+    def path_hook(self, path: str) -> Any:
+        """Come first again at the folder of a framework that is being imported; find nothing."""
+        name = os.path.basename(path)
+        if name in INTEGRATIONS and name in sys.modules:
+            self.find_spec(name)
+        raise ImportError
+
+
 def _is_ours(finder: Any) -> bool:
     return hasattr(finder, "olmo_lns_start_up")
 
 
 def install() -> None:
-    """Run the start-up hook where it did not run (``-S``, ``pip --target``). Idempotent."""
+    """Put a finder in front, where the start-up hook did not run. Idempotent."""
     if not any(map(_is_ours, sys.meta_path)):
-        exec(Path(__file__).with_name("integrations").joinpath("olmo_lns_autoload.pth").read_text())
-        type(sys.meta_path[0]).olmo_lns_start_up = False  # type: ignore[attr-defined]
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        sys.path_hooks.insert(0, finder.path_hook)
 
 
 def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:

@@ -191,6 +191,13 @@ def test_another_finder_answers_first_where_nothing_of_olmo_was_imported():
     assert run(f"{FINDERS['typeguard']}\n{BUILD}print(build())").stdout.strip() == BUILT
 
 
+def test_the_launchers_finder_does_the_same_as_the_start_up_hook(before_olmo):
+    code = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'olmo_lns_start_up')]\n"
+    code += "sys.path_hooks[:] = [h for h in sys.path_hooks if getattr(h, '__name__', '') != '_p']\n"
+    code += f"from olmo_lns import hook; hook.install()\n{FINDERS['typeguard']}\n{BUILD}"
+    assert before_olmo(f"{code}print(build(), hook.autoload_active())") == f"{BUILT} False"
+
+
 def test_a_scheme_is_there_or_stops_where_a_finder_executes_at_the_first_use(before_olmo):
     lazy = f"{OTHER_FINDER}change = lambda spec: util.LazyLoader(spec.loader)\n{BUILD}print(build())"
     assert (done := before_olmo(lazy)) == BUILT or "UpstreamChangedError" in done
