@@ -49,8 +49,8 @@ _activated: set[str] = set()
 _missing: dict[str, list[str]] = {}
 
 
-def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """Find ``name`` by the other finders, and arrange that its callbacks run after its ``exec_module``."""
+def start_up(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    """Find ``name`` for the start-up finder by the others, and arrange that its callbacks run after it is executed."""
     if (framework := name.partition(".")[0]) in INTEGRATIONS:
         activate(framework)
     _catch_up()
@@ -76,7 +76,7 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
 
 
 def _run_callbacks(name: str, module: ModuleType) -> None:
-    _ran[name] = module.__spec__
+    _ran[name] = _spec(module)
     done: set[Callable[[ModuleType], object]] = set()
     while todo := [callback for callback in _callbacks.get(name, ()) if callback not in done]:  # one may ask for others
         for callback in todo:
@@ -100,56 +100,49 @@ def _catch_up() -> None:
     """Run the callbacks of modules that were executed by a loader that this finder has not seen."""
     for name in list(_callbacks):
         module = sys.modules.get(name)
-        if module is not None and _is_executed(module) and _ran.get(name) is not module.__spec__:
+        if module is not None and _is_executed(module) and _ran.get(name) is not _spec(module):
             _run_callbacks(name, module)
 
 
 def _is_executed(module: Any) -> bool:
     """Return true for a module that its loader has executed; a stand-in of a test is not wrapped."""
-    spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
+    spec = _spec(module)
     return bool(getattr(spec, "loader", None)) and not getattr(spec, "_initializing", False)
 
 
-class _Finder:
-    """The finder where the start-up hook does not run (``-S``, ``pip --target``)."""
+def _spec(module: Any) -> Any:
+    """The spec of a module. An attribute of it may be asked for by the class alone: a lazy one would execute itself."""
+    return vars(ModuleType)["__dict__"].__get__(module).get("__spec__") if isinstance(module, ModuleType) else None
 
-    olmo_lns_start_up = False  # the hook's has True
+
+class _Finder:
+    """The start-up finder where its file did not run (``-S``, ``pip --target``): it does the same."""
+
+    olmo_lns_start_up = False  # the file's has True
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not _is_ours(sys.meta_path[0]):
+            sys.meta_path.insert(0, self)
         return start_up(name, path, target)
+
+    def path_hook(self, path: str) -> Any:
+        """Come first again at the folder of a framework that is being imported; find nothing."""
+        name = os.path.basename(path)
+        if name in INTEGRATIONS and name in sys.modules:
+            self.find_spec(name)
+        raise ImportError
 
 
 def _is_ours(finder: Any) -> bool:
     return hasattr(finder, "olmo_lns_start_up")
 
 
-def start_up(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-    """Find ``name`` for the start-up finder. None of the others is removed: a finder of this package is put in front
-    again where somebody has put another there.
-    """
-    if sys.meta_path and not _is_ours(sys.meta_path[0]):
-        sys.meta_path.insert(0, _Finder())
-        for framework in INTEGRATIONS:
-            if isinstance(sys.modules.get(framework), ModuleType):
-                activate(framework)
-    return find_spec(name, path, target)
-
-
-def path_hook(path: str) -> Any:
-    """A function for ``sys.path_hooks``: at the folder of a framework that is being imported it calls
-    :func:`start_up`. It finds nothing itself.
-    """
-    name = os.path.basename(path)
-    if name in INTEGRATIONS and name in sys.modules:
-        start_up(name)
-    raise ImportError
-
-
 def install() -> None:
     """Put a finder in front, where the start-up hook did not run. Idempotent."""
     if not any(map(_is_ours, sys.meta_path)):
-        sys.meta_path.insert(0, _Finder())
-        sys.path_hooks.insert(0, path_hook)
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        sys.path_hooks.insert(0, finder.path_hook)
 
 
 def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
@@ -163,7 +156,7 @@ def on_import(name: str, callback: Callable[[ModuleType], object]) -> None:
     known[callback] = None
     install()
     if _is_executed(module := sys.modules.get(name)):
-        _ran[name] = module.__spec__  # type: ignore[union-attr]
+        _ran[name] = _spec(module)
         _run(callback, module)  # type: ignore[arg-type]
 
 

@@ -13,28 +13,30 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Callable, Container, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
 
 from olmo_lns.errors import LNSConfigError, MeasurementError
-from olmo_lns.response import Response, agree, check_drawn, response
-from olmo_lns.response import first as _first
+from olmo_lns.response import Response, agree, check_drawn, first, response
 
 __all__ = [
     "Call",
     "Found",
+    "Ran",
     "Response",
     "agree",
     "check_drawn",
     "find_blocks",
     "pre_ln_sites",
     "response",
-    "structure",
     "twin",
 ]
+
+_Hook = Callable[..., Any]
+_Change = Callable[[torch.Tensor], torch.Tensor]
 
 #: Relative difference below which two fp32 results are the same.
 SAME = 1e-4
@@ -61,34 +63,32 @@ class Call:
         (args if isinstance(self.place, int) else kwargs)[self.place] = x.clone()  # type: ignore[index]
         # On a CPU torch.manual_seed keeps a stack trace of each call for GPUs that may come: half the time of a probe.
         (torch.default_generator if x.device.type == "cpu" else torch).manual_seed(0)
-        return stream_of(block(*args, **kwargs))
+        output = block(*args, **kwargs)
+        if (after := _stream(output)) is None:
+            raise _NotPreLN(f"the block gives a {type(output).__name__}, expected a tensor or a tuple of one and more")
+        return after
 
 
 @dataclass(frozen=True)
 class Found:
-    """The Pre-LN sites of a block. :param names: of the norms, in the order in which they run: two, or one that both
-    branches of a parallel block read. :param cancelled: those whose factor a norm behind them takes off again.
+    """The Pre-LN sites of a block.
+
+    :param names: of the norms, in the order in which they run: two, or one that both branches of a parallel block read.
+    :param cancelled: those whose factor a norm behind them takes off again. :param twin: the copy that was run.
     """
 
     names: tuple[str, ...]
-    cancelled: tuple[str, ...] = ()
+    cancelled: tuple[str, ...]
+    twin: nn.Module = field(repr=False, compare=False)
 
 
 class _NotPreLN(Exception):
     """The reason why a block is not Pre-LN."""
 
 
-def stream_of(output: Any) -> torch.Tensor:
-    """The first tensor of a block's output: itself, the first of a tuple, or ``last_hidden_state``."""
-    if (found := _stream(output)) is None:
-        raise _NotPreLN(f"the block gives a {type(output).__name__}, expected a tensor or a tuple that begins with one")
-    return found
-
-
 def _stream(output: Any) -> torch.Tensor | None:
-    if isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    output = getattr(output, "last_hidden_state", output)
+    """The first tensor of a block's output: itself, the first of a tuple, or ``last_hidden_state``."""
+    output = getattr(first(output), "last_hidden_state", first(output))
     return output if torch.is_tensor(output) else None
 
 
@@ -112,44 +112,50 @@ def _hooks(handles: Iterable[Any]) -> Iterator[None]:
             handle.remove()
 
 
-def find_blocks(
-    model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None
-) -> tuple[str, list[nn.Module], list[Call]]:
+class Ran(NamedTuple):
+    """One forward of a model.
+
+    :param name: of the list of blocks, ``""`` where they were given. :param calls: the call of each block.
+    :param times: module -> the number of its runs.
+    """
+
+    name: str
+    blocks: list[nn.Module]
+    calls: list[Call]
+    times: Mapping[nn.Module, int]
+
+
+def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Ran:
     """Find the blocks of ``model``: the outermost list whose elements each run once, in order, on one stream.
 
     :param run: runs one forward of the model.
-    :param blocks: the blocks themselves, where they are known; the name is then ``""``.
-    :returns: the list's name, the blocks, and the call of each.
+    :param blocks: the blocks themselves, where they are known.
     :raises LNSConfigError: there is no such list, or there are several.
     """
-    lists = {
-        name: list(module.children())
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and len(list(module.children()))
-    }
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    lists = {name: list(module.children()) for name, module in model.named_modules() if isinstance(module, kinds)}
     # A layer without parts is no block: the head of a model may be a Sequential of its norm and a dropout.
-    lists = {name: each for name, each in lists.items() if all(any(block.children()) for block in each)}
+    lists = {name: each for name, each in lists.items() if each and all(any(block.children()) for block in each)}
     if blocks is not None:
         lists = {"": list(blocks)}
-    ran: dict[nn.Module, list[tuple[Any, Any, Any]]] = {block: [] for each in lists.values() for block in each}
-    order: list[nn.Module] = []
+    members = {block for each in lists.values() for block in each}
+    times: dict[nn.Module, int] = {}
+    calls: dict[nn.Module, Call | None] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        order.append(module)
-        ran[module].append((args, dict(kwargs), output))
+        times[module] = times.get(module, 0) + 1
+        if module in members:
+            calls[module] = _call(args, kwargs, output)
 
-    kinds, others = {type(block) for block in ran}, set()
-    alike = [module for module in model.modules() if type(module) in kinds and module not in ran]
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in ran]
-    handles += [module.register_forward_hook(lambda module, args, output: others.add(module)) for module in alike]
-    with _hooks(handles), torch.no_grad():
+    watched = members.union(model.modules())
+    with _hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
         run()
     found: dict[str, list[Call]] = {}
     for name, each in lists.items():
-        whole = [call for call in (_call(*ran[block][0]) if len(ran[block]) == 1 else None for block in each) if call]
-        members, inside = set(each), any(name.startswith(f"{outer}.") for outer in found)
-        in_order = [module for module in order if module in members] == each
-        if in_order and not inside and len(whole) == len(each) and len({c.stream.shape for c in whole}) == 1:
+        whole = [call for block in each if times.get(block) == 1 and (call := calls[block])]
+        in_order = [block for block in calls if block in set(each)] == each
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if in_order and not inside and len(whole) == len(each) and len({call.stream.shape for call in whole}) == 1:
             found[name] = whole
     if len(found) != 1:
         names = ", ".join(found) or "none"
@@ -159,11 +165,11 @@ def find_blocks(
         )
     ((name, whole),) = found.items()
     if blocks is None:
-        _require_all(model, name, lists[name], others | {block for block, calls in ran.items() if calls})
-    return name, lists[name], whole
+        _require_all(model, name, lists[name], times)
+    return Ran(name, lists[name], whole, times)
 
 
-def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: set[nn.Module]) -> None:
+def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: Container[nn.Module]) -> None:
     """:raises LNSConfigError: the list is a part of a model, or blocks like its own ran besides it."""
     keys = [key for key, _ in model.get_submodule(name).named_children()]
     if all(key.isdigit() for key in keys) and [int(key) for key in keys] != list(range(len(keys))):
@@ -172,33 +178,11 @@ def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: 
             "factor of a block depends on its number in the whole model. Apply before the model is split into stages."
         )
     kinds, inside = {type(block) for block in blocks}, {module for block in blocks for module in block.modules()}
-    besides = [at for at, module in model.named_modules() if module in ran and type(module) in kinds - {nn.Sequential}]
-    if besides := [at for at in besides if model.get_submodule(at) not in inside]:
+    alike = {at: module for at, module in model.named_modules() if type(module) in kinds - {nn.Sequential}}
+    if besides := [at for at, module in alike.items() if module in ran and module not in inside]:
         raise LNSConfigError(
             f"{type(model).__name__}: found {len(blocks)} blocks in {name} and others like them besides: "
             f"{', '.join(besides)}; expected all in one list. Give all of them in order: blocks=[…]."
-        )
-
-
-def require_run_once(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> None:
-    """Check that one forward of the model runs each site once: nothing computes past it, nothing else reads it.
-
-    :raises LNSConfigError: found and expected number of runs.
-    """
-    count = dict.fromkeys(modules, 0)
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            count[name] += 1
-
-        return hook
-
-    with _hooks(module.register_forward_hook(note(name)) for name, module in modules.items()), torch.no_grad():
-        run()
-    if wrong := [f"{name} {times} times" for name, times in count.items() if times != 1]:
-        raise LNSConfigError(
-            f"one forward of the model runs the norms {', '.join(wrong)}, expected each once: something computes past "
-            "them, or another part of the model has the same norm. Give each place a norm of its own."
         )
 
 
@@ -209,62 +193,64 @@ def structure(block: nn.Module) -> Any:
 
 
 def pre_ln_sites(
-    block: nn.Module, call: Call, *, where: str = "block 1", names: tuple[str, ...] | None = None
+    block: nn.Module,
+    call: Call,
+    *,
+    where: str = "block 1",
+    names: tuple[str, ...] | None = None,
+    like: Found | None = None,
 ) -> Found:
     """Find the norms that ``block`` reads its stream through, by running a copy of it.
 
     :param block: called as block(x, …); its weights may be of any floating dtype, not on the meta device.
     :param call: its arguments in a real forward.
-    :param names: what was found in a block that is built alike, to be confirmed: a block may ask for its number.
+    :param names: the norms that are to be confirmed.
+    :param like: of a block that is built alike, to be confirmed: a block may ask for its number. The copy takes the
+        drawn parameters of that block's.
     :raises LNSConfigError: it is not Pre-LN; the message names the block and the reason.
     :raises MeasurementError: the copy cannot be run again.
 
     Example: ``pre_ln_sites(model.model.layers[0], call).names`` is ``("input_layernorm", "post_attention_layernorm")``
     for a Llama.
     """
-
-    def measure(dtype: torch.dtype) -> Found:
-        return _Replay(twin(block).to(dtype), _cast(call, dtype), dtype).sites(names)
-
-    try:
-        # Each run is seeded; the launch's own random numbers go on as they would have.
-        with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
-            try:
-                return measure(torch.float32)
-            except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # kernels for half precision alone
-                try:
-                    return measure(torch.bfloat16)
-                except _NotPreLN:
-                    raise
-                except Exception:
-                    raise error from None
-    except _NotPreLN as reason:
-        raise LNSConfigError(
-            f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches read "
-            "the stream through a norm that is a module; docs/without-a-plugin.md scales other models."
-        ) from None
-    except Exception as error:
-        raise MeasurementError(
-            f"{where} ({type(block).__name__}) could not be run a second time ({type(error).__name__}: {error}). "
-            "Expected a forward without caches that other calls share; give an example= that uses none."
-        ) from error
+    problem: Exception | None = None
+    known, drawn = (names, None) if like is None else (like.names, like.twin)
+    cancelled = None if like is None else like.cancelled
+    for dtype in (torch.float32, torch.bfloat16):  # some kernels take half precision alone
+        try:
+            # Each run is seeded; the launch's own random numbers go on as they would have.
+            with torch.no_grad(), torch.random.fork_rng([call.stream.device] if call.stream.is_cuda else []):
+                return _Replay(twin(block, drawn).to(dtype), _cast(call, dtype), dtype).sites(known, cancelled)
+        except _NotPreLN as reason:
+            raise LNSConfigError(
+                f"{where} ({type(block).__name__}) is not Pre-LN: {reason}. A scheme needs a block whose two branches "
+                "read the stream through a norm that is a module; docs/without-a-plugin.md scales other models."
+            ) from None
+        except Exception as error:
+            problem = problem or error
+    raise MeasurementError(
+        f"{where} ({type(block).__name__}) could not be run a second time ({type(problem).__name__}: {problem}). "
+        "Expected a forward without caches that other calls share; give an example= that uses none."
+    ) from problem
 
 
-def twin(block: nn.Module) -> nn.Module:
-    """A copy of ``block`` in fp32 and evaluation mode, its parameters drawn at random."""
+def twin(block: nn.Module, like: nn.Module | None = None) -> nn.Module:
+    """A copy of ``block`` in fp32 and evaluation mode, its parameters drawn at random, or those of ``like``."""
     if any(parameter.is_meta for parameter in block.parameters()):
         raise _NotPreLN("its weights are on the meta device; build or load them first")
     if any(not parameter.is_floating_point() for parameter in block.parameters()):
         raise _NotPreLN("its weights are quantized; apply the scheme before quantization")
+    if like is not None:
+        pairs = zip(block.parameters(), like.parameters(), strict=True)
+        return copy.deepcopy(block, {id(own): drawn for own, drawn in pairs}).float().eval()
     copied = copy.deepcopy(block).float().eval()
     pool = torch.randn(1_000_003, generator=torch.Generator().manual_seed(1), device="cpu")
     start = 0
     for parameter in copied.parameters():
         # A prime length: rows differ. Drawing 200 million numbers anew takes seconds.
-        part = pool[start : start + parameter.numel()].to(parameter.device)
-        if len(part) < parameter.numel():
-            part = pool.to(parameter.device).roll(-start).repeat(-(-parameter.numel() // len(pool)))
-            part = part[: parameter.numel()]
+        end = start + parameter.numel()
+        whole = pool if end <= len(pool) else pool.to(parameter.device).repeat(-(-end // len(pool)))
+        part = whole[start:end].to(parameter.device)
         start = (start + 7919) % len(pool)
         drawn = part.reshape(parameter.shape) if parameter.dim() else torch.tensor(1.3)
         wide = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
@@ -284,9 +270,9 @@ def _cast(call: Call, dtype: torch.dtype) -> Call:
 
 
 class _Replay:
-    """A block that is run again and again with the outputs of some of its norms held fixed."""
+    """A block that is run again and again: the outputs of its sites are held, those of other modules changed."""
 
-    def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, block: nn.Module, call: Call, dtype: torch.dtype) -> None:
         self.block, self.call = block, call
         self.same = SAME if dtype == torch.float32 else SAME_HALF
         generator = torch.Generator().manual_seed(2)
@@ -295,137 +281,130 @@ class _Replay:
         def draw() -> torch.Tensor:
             return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
-        self.x, self.other, self.held = draw(), 3.0 * draw(), {}
+        self.x, self.other = draw(), 3.0 * draw()
         self.norms = self._norms()
-        for name in self.norms:
-            self.held[name] = draw()
-        self.step = draw()
+        self.held = {name: draw() for name in self.norms}
+        self.names: tuple[str, ...] = ()
 
     def _norms(self) -> dict[str, nn.Module]:
         """The norms of the stream's shape that ran once, by what they do: the size of their input does not matter."""
-        ran: dict[str, list[tuple[Any, Any]]] = {}
+        ran: dict[str, list[tuple[Any, Any, Any]]] = {}
         leaves = {name: module for name, module in self.block.named_modules() if name and not any(module.children())}
 
-        def note(name: str) -> Callable[..., None]:
-            return lambda module, args, kwargs, output: ran.setdefault(name, []).append(((args, kwargs), output))
+        def note(name: str) -> _Hook:
+            return lambda module, args, kwargs, output: ran.setdefault(name, []).append((args, kwargs, output))
 
         with _hooks(m.register_forward_hook(note(name), with_kwargs=True) for name, m in leaves.items()):
             self.call.on(self.block, self.x)
         found = {}
         for name, calls in ran.items():
-            (args, kwargs), output = calls[0]
-            if torch.is_tensor(_first(output)) and torch.is_tensor(_input(args, kwargs)) and _first(output).dim():
-                same = _first(output).shape[-1] == self.x.shape[-1] and _first(output).numel() == self.x.numel()
+            args, kwargs, output = calls[0]
+            if torch.is_tensor(first(output)) and torch.is_tensor(_input(args, kwargs)) and first(output).dim():
+                same = first(output).shape[-1] == self.x.shape[-1] and first(output).numel() == self.x.numel()
                 if same and _is_norm(leaves[name], args, kwargs):
                     if len(calls) > 1:
                         raise _NotPreLN(f"its norm {name} ran {len(calls)} times in one forward, expected once")
                     found[name] = leaves[name]
         return found
 
-    def delta(self, x: torch.Tensor, held: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``block(x) - x`` with the outputs of the norms in ``held`` replaced, and the input of each minus x."""
+    def run(
+        self, x: torch.Tensor, names: Sequence[str], changes: Mapping[nn.Module, _Change] | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """``block(x) - x`` with the outputs of these norms held, and the input of each minus x.
+
+        :param changes: module -> the change of its output, which for a norm that is held is the held one.
+        """
         inputs: dict[str, torch.Tensor] = {}
 
-        def hold(name: str) -> Callable[..., Any]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        def hold(name: str) -> _Hook:
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
                 inputs[name] = (_input(args, kwargs).detach().reshape(x.shape) - x).double()
-                value = held[name].reshape(_first(output).shape)
-                return (value, *output[1:]) if isinstance(output, tuple) else value
+                return _with(output, self.held[name].reshape(first(output).shape))
 
             return hook
 
-        with _hooks(self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in held):
-            return self.call.on(self.block, x).detach().double() - x.double(), inputs
+        def change(function: _Change) -> _Hook:
+            return lambda module, args, output: _with(output, function(first(output)))
+
+        handles = [self.norms[name].register_forward_hook(hold(name), with_kwargs=True) for name in names]
+        handles += [module.register_forward_hook(change(function)) for module, function in (changes or {}).items()]
+        with _hooks(handles):
+            moved = self.call.on(self.block, x).detach().double() - x.double()
+        return moved, [inputs[name] for name in names if name in inputs]  # training may drop branches
 
     def constant(self, names: Sequence[str]) -> bool:
         """Return true if, with these norms held, neither block(x) - x nor the input of a norm minus x depends on x."""
-        held = {name: self.held[name] for name in names}
-        (one, inputs), (two, others) = self.delta(self.x, held), self.delta(self.other, held)
+        (one, inputs), (two, others) = self.run(self.x, names), self.run(self.other, names)
         scale = self.other.double().norm()
-        pairs = [(one, two), *((inputs[name], others[name]) for name in inputs)]  # training may drop branches
+        pairs = [(one, two), *zip(inputs, others, strict=True)]
         return all(float((a - b).norm()) < self.same * float(a.norm() + b.norm() + scale) for a, b in pairs)
 
-    def sites(self, known: tuple[str, ...] | None = None) -> Found:
+    def effect(self, *modules: nn.Module, change: _Change | None = None) -> torch.Tensor:
+        """The change of the block's output where these modules give something else, its sites held."""
+        return self.run(self.x, self.names, dict.fromkeys(modules, change or _turned))[0] - self.rest
+
+    def sites(self, known: tuple[str, ...] | None, cancelled: tuple[str, ...] | None) -> Found:
+        """:param known: the names that are expected. :param cancelled: those that are cancelled in a block alike."""
         if not self.norms:
             raise _NotPreLN("none of its modules is a norm of the stream; norms that are functions cannot be scaled")
         if known is not None and not self.norms.keys() >= set(known):
             raise _NotPreLN(f"found {', '.join(self.norms)}, expected {', '.join(known)} as in a block built alike")
+        # The smallest set: norms of queries and keys are not in it.
         sets = (names for count in (1, 2, 3) for names in itertools.combinations(self.norms, count))
-        names = next(
-            filter(self.constant, sets if known is None else [known]), None
-        )  # the smallest: norms of queries and keys are not in it
-        if names is None:
+        self.names = next(filter(self.constant, sets if known is None else [known]), ())
+        if not self.names:
             raise _NotPreLN(
                 f"held fixed, its norms {', '.join(self.norms)} do not separate its branches from the stream"
             )
-        self._check(names)
-        return Found(names, tuple(name for name in names if self._is_cancelled(name, names)))
+        self.rest = self.run(self.x, self.names)[0]
+        self._check(" and ".join(self.names))
+        if cancelled is None:
+            cancelled = tuple(filter(self._is_cancelled, self.names))
+        return Found(self.names, cancelled, self.block)
 
-    def _check(self, names: tuple[str, ...]) -> None:
-        base = {name: self.held[name] for name in names}
-        before, _ = self.delta(self.x, base)
-        for name in names:
-            after, _ = self.delta(self.x, {**base, name: base[name] + self.step})
-            if float((after - before).norm()) < self.same * float(before.norm()):
+    def _check(self, words: str) -> None:
+        """:raises _NotPreLN: a site without effect, another norm on a branch, or not two branches."""
+        alone = [self.effect(self.norms[name]) for name in self.names]
+        for name, effect in zip(self.names, alone, strict=True):
+            if float(effect.norm()) < self.same * float(self.rest.norm()):
                 raise _NotPreLN(f"nothing reads its norm {name}")
-        for name in self.norms.keys() - set(names):
-            if self._is_on_branch(name, base):
-                raise _NotPreLN(f"its norm {name} sits on a branch, besides {' and '.join(names)} (Sandwich-LN)")
-        if len(names) > 2:
-            raise _NotPreLN(f"{len(names)} norms read the stream ({', '.join(names)}), expected two")
-        if self._branches(names) < 2:
-            raise _NotPreLN(f"it has one branch, behind {' and '.join(names)}; expected attention and feed-forward")
+        for name in self.norms.keys() - set(self.names):
+            moved = self.effect(self.norms[name], change=_one_channel_more)
+            if float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm()):
+                raise _NotPreLN(f"its norm {name} sits on a branch, besides {words} (Sandwich-LN)")
+        if len(self.names) > 2:
+            raise _NotPreLN(f"{len(self.names)} norms read the stream ({', '.join(self.names)}), expected two")
+        if self._branches(alone) < 2:
+            raise _NotPreLN(f"it has one branch, behind {words}; expected attention and feed-forward")
         for module in self.block.modules():
             module.training = not isinstance(module, nn.modules.dropout._DropoutNd)
         with torch.enable_grad():
-            trains = self.constant(names)
+            trains = self.constant(self.names)
         self.block.eval()
         if not trains:
-            raise _NotPreLN(f"in training its branches read the stream past {' and '.join(names)}")
+            raise _NotPreLN(f"in training its branches read the stream past {words}")
 
-    def _is_on_branch(self, name: str, base: Mapping[str, torch.Tensor]) -> bool:
-        """Return true if the norm's output is added to the stream channel by channel: one moves one."""
-        step = torch.zeros_like(self.step)
-        step[..., 0] = 1.0
-        held = {**base, name: self.held[name]}
-        moved = self.delta(self.x, {**held, name: held[name] + step})[0] - self.delta(self.x, held)[0]
-        return float(moved.norm()) > 1e-6 and float(moved[..., 1:].norm()) < 1e-3 * float(moved[..., 0].norm())
-
-    def _is_cancelled(self, name: str, names: Sequence[str]) -> bool:
+    def _is_cancelled(self, name: str) -> bool:
         """Return true if a norm behind it makes the branch the same at 64 and at 128 times its output."""
-        base = {other: self.held[other] for other in names}
-        zero, _ = self.delta(self.x, {**base, name: torch.zeros_like(self.step)})
-        small, large = (self.delta(self.x, {**base, name: k * base[name]})[0] - zero for k in (64.0, 128.0))
-        return float((large - small).norm()) < 0.05 * float(small.norm())
+        zero, small, large = (self.effect(self.norms[name], change=lambda y, k=k: k * y) for k in (0.0, 64.0, 128.0))  # type: ignore[misc]
+        return float((large - small).norm()) < 0.05 * float((small - zero).norm())
 
-    def _branches(self, names: tuple[str, ...]) -> int:
-        """The number of branches: what the norms give, or the children that read the only norm, acts on the stream
-        together only within a branch (queries, keys and values do; attention and feed-forward are added).
+    def _branches(self, alone: Sequence[torch.Tensor]) -> int:
+        """The number of branches. The sites, or the children that read the only one, act on the stream together only
+        within a branch: queries, keys and values do; attention and feed-forward are added.
+
+        :param alone: the effect of each site.
         """
-        base = {name: self.held[name] for name in names}
-        units = [self.norms[name] for name in names] if len(names) > 1 else self._readers(names[0])
-        zero = self._moved(base, [])
-        alone = [self._moved(base, [unit]) - zero for unit in units]
+        units = [self.norms[name] for name in self.names]
+        if len(units) == 1:
+            units = self._readers(self.names[0])
+            alone = [self.effect(unit) for unit in units]
         branch = list(range(len(units)))
         for i, j in itertools.combinations(range(len(units)), 2):
-            both = self._moved(base, [units[i], units[j]]) - zero
-            if float((both - alone[i] - alone[j]).norm()) > 10 * self.same * float(zero.norm()):
+            together = self.effect(units[i], units[j]) - alone[i] - alone[j]
+            if float(together.norm()) > 10 * self.same * float(self.rest.norm()):
                 branch = [branch[i] if of == branch[j] else of for of in branch]
         return len(set(branch))
-
-    def _moved(self, base: Mapping[str, torch.Tensor], units: Sequence[nn.Module]) -> torch.Tensor:
-        """``block(x) - x`` with these norms held, and what each of ``units`` gives doubled and turned round."""
-
-        def move(module: nn.Module, args: Any, output: Any) -> Any:
-            if not torch.is_tensor(_first(output)):
-                return output
-            value = 2.0 * _first(output).roll(1, -1)
-            return (value, *output[1:]) if isinstance(output, tuple) else value
-
-        norms = {self.norms[name]: name for name in base}
-        held = {**base, **{norms[unit]: move(unit, (), base[norms[unit]]) for unit in units if unit in norms}}
-        with _hooks(unit.register_forward_hook(move) for unit in units if unit not in norms):
-            return self.delta(self.x, held)[0]
 
     def _readers(self, name: str) -> list[nn.Module]:
         """The children of the block that take the norm's output."""
@@ -439,8 +418,22 @@ class _Replay:
 
         children = [child for child in self.block.children() if child is not self.norms[name]]
         with _hooks(child.register_forward_pre_hook(note, with_kwargs=True) for child in children):
-            self.delta(self.x, {name: value})
+            self.run(self.x, [name])
         return list(readers)
+
+
+def _turned(y: torch.Tensor) -> torch.Tensor:
+    return 2.0 * y.roll(1, -1)
+
+
+def _one_channel_more(y: torch.Tensor) -> torch.Tensor:
+    """A branch that ends in this norm hands the one channel on alone."""
+    return y + torch.eye(1, y.shape[-1], dtype=y.dtype, device=y.device)[0]
+
+
+def _with(output: Any, value: Any) -> Any:
+    """A module's output with another first tensor."""
+    return (value, *output[1:]) if isinstance(output, tuple) else value
 
 
 def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -455,9 +448,8 @@ def _is_norm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         return False
 
     def give(value: torch.Tensor) -> torch.Tensor:
-        if args:
-            return torch.as_tensor(_first(module(value, *args[1:], **kwargs))).double()
-        return torch.as_tensor(_first(module(**{**kwargs, next(iter(kwargs)): value}))).double()
+        given = ((value, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): value})
+        return torch.as_tensor(first(module(*given[0], **given[1]))).double()
 
     x, y = torch.randn((2, *like.shape), generator=torch.Generator().manual_seed(3), device="cpu").to(like)
     small, large, other = give(64.0 * x), give(128.0 * x), give(64.0 * y)

@@ -16,7 +16,7 @@ __all__ = ["Response", "agree", "check_drawn", "first", "response"]
 
 def first(output: Any) -> Any:
     """A module's output, or the first of its outputs."""
-    return output[0] if isinstance(output, tuple) and output else output
+    return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
 @dataclass(frozen=True)

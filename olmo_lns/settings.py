@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from functools import lru_cache
-from typing import Callable
 
 from olmo_lns.errors import LNSConfigError, did_you_mean
 
@@ -70,10 +69,10 @@ def check() -> None:
             raise LNSConfigError(f"{name}={value}: expected 1, which is on, or 0; set {name}=1, or unset it")
 
 
-def warn(checking: Callable[[], None] = check) -> None:
-    """Log what ``checking`` refuses as a warning, once a process: the import of a framework must not fail."""
+def warn() -> None:
+    """Log what :func:`check` refuses as a warning, once a process: the import of a framework must not fail."""
     try:
-        checking()
+        check()
     except LNSConfigError as error:
         _warn_once(str(error))
 

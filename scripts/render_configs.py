@@ -130,8 +130,8 @@ LLAMAS = (
         why_rate="the Mix-LN paper",
         why_warmup="run_7b.sh of pixeli99, who owns the Mix-LN code too (_GaLore, 4a08a12); a tenth of the steps",
         why_steps="that script's. The Mix-LN paper stops at 13,000: --stop_at=13000 repeats it. By that script's\n"
-        "# warm-up the rate is then at 13/15 of its peak, 4.33e-4, and has never decayed: its curves compare models at a\n"
-        "# rising rate.",
+        "# warm-up the rate is then at 13/15 of its peak, 4.33e-4, and has never decayed: its curves compare models\n"
+        "# at a rising rate.",
         clip="1.0", why_clip="that script; the authors' scripts of the other sizes say 0.0", sharded=True,
     ),
 )  # fmt: skip

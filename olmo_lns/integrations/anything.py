@@ -7,7 +7,6 @@ blocks, the probe finds the norms in front of their two branches, and each norm 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
 import sys
@@ -164,19 +163,22 @@ def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module]
     """
     blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
     with undisturbed(model):
-        path, found, calls = probe.find_blocks(model, run, blocks)
+        ran = probe.find_blocks(model, run, blocks)
         kinds: dict[Any, probe.Found] = {}
-        names = []
-        for number, (block, call) in enumerate(zip(found, calls, strict=True), start=1):
+        names, wrong = [], []
+        for number, (block, call) in enumerate(zip(ran.blocks, ran.calls, strict=True), start=1):
             kind = probe.structure(block)
-            known = kinds[kind].names if kind in kinds else None
-            kinds[kind] = probe.pre_ln_sites(block, call, where=f"block {number}", names=known)
+            kinds[kind] = probe.pre_ln_sites(block, call, where=f"block {number}", like=kinds.get(kind))
             names.append(kinds[kind].names)
-        numbered = zip(itertools.count(1), found, names)
-        norms = {f"{name} of block {n}": b.get_submodule(name) for n, b, own in numbered for name in own}
-        probe.require_run_once(norms, run)
+            times = {f"{name} of block {number}": ran.times.get(block.get_submodule(name), 0) for name in names[-1]}
+            wrong += [f"{name} {count} times" for name, count in times.items() if count != 1]
+    if wrong:
+        raise LNSConfigError(
+            f"one forward of the model runs the norms {', '.join(wrong)}, expected each once: something computes past "
+            "them, or another part of the model has the same norm. Give each place a norm of its own."
+        )
     cancelled = dict.fromkeys(name for kind in kinds.values() for name in kind.cancelled)
-    return Blocks(path, found, names, calls[0].stream.shape[-1], tuple(cancelled))
+    return Blocks(ran.name, ran.blocks, names, ran.calls[0].stream.shape[-1], tuple(cancelled))
 
 
 def attach(

@@ -57,9 +57,8 @@ def rms_norm(
     :param zero_centered: the gain is ``weight + 1`` (Megatron's ``apply_layernorm_1p``).
     :param backend: a :class:`Backend`, or what :func:`choose_backend` takes: a name, or None. A module chooses once,
         when it is built, and passes the object.
-    :returns: shape of ``x``. Statistics are fp32 (fp64 for fp64). dtype: that of ``x * weight + bias`` as in OLMo's
-        RMSLayerNorm; under autocast the autocast dtype instead of fp32, rounded once, so that the linear layer that
-        follows sees the values it would have made itself.
+    :returns: shape of ``x``, dtype of ``x * weight + bias`` as in OLMo's and Llama's RMSNorm, under autocast too.
+        Statistics are fp32 (fp64 for fp64).
     :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
     :raises BackendUnavailableError: ``te`` was asked for and cannot run here.
 
@@ -80,8 +79,8 @@ def layer_norm(
 ) -> torch.Tensor:
     """``scale * ((x - mean(x)) / sqrt(var(x) + eps) * weight + bias)``.
 
-    Parameters, errors and statistics as in :func:`rms_norm`. The dtype is that of ``x`` as in
-    ``torch.nn.functional.layer_norm``, under autocast the autocast dtype instead of fp32.
+    Parameters, errors and statistics as in :func:`rms_norm`. The dtype is that of ``x``, and fp32 under autocast on a
+    GPU, as in ``torch.nn.functional.layer_norm``.
 
     Example: ``layer_norm(x, weight, bias, 1e-5, lns_scale(7))`` is the norm of block 7.
     """

@@ -22,38 +22,29 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast uses on this kind of device right now, None where autocast is off."""
-    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
+def _under_autocast(x: torch.Tensor) -> bool:
+    return x.device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(x.device.type)
 
 
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Switches autocast off where it is on; entering ``torch.autocast`` for nothing costs more than a small norm."""
-    if _autocast_dtype(device_type) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Switch autocast off where it is on; entering ``torch.autocast`` for nothing costs more than a small norm."""
+    return torch.autocast(x.device.type, enabled=False) if _under_autocast(x) else contextlib.nullcontext()
 
 
-def output_dtype(base: torch.dtype, device_type: str) -> torch.dtype:
-    """Dtype of the result, given the one that the upstream norm would return without autocast.
+def output_dtype(x: torch.Tensor, *parameters: torch.Tensor | None, centred: bool) -> torch.dtype:
+    """Dtype of the result, as upstream's norms have it.
 
-    Under autocast an upstream norm returns fp32 and the linear layer behind it rounds that to the
-    autocast dtype. Rounding here, once, gives that layer the same values and saves the cast.
+    torch's LayerNorm returns that of ``x``, and fp32 under autocast except on a CPU. OLMo's and Llama's RMSNorm
+    multiply by the parameters, whose dtype counts too.
     """
-    if base == torch.float32:
-        return _autocast_dtype(device_type) or base
-    return base
-
-
-def rms_output_dtype(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.dtype:
-    """Dtype of an RMSNorm's result: what OLMo's RMSLayerNorm gives, but see :func:`output_dtype`."""
+    if centred:
+        wide = x.device.type != "cpu" and x.dtype != torch.float64 and _under_autocast(x)
+        return torch.float32 if wide else x.dtype
     base = x.dtype
-    for parameter in (weight, bias):
+    for parameter in parameters:
         if parameter is not None:
             base = torch.promote_types(base, parameter.dtype)
-    return output_dtype(base, x.device.type)
+    return base
 
 
 def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_centered: bool = False) -> torch.Tensor:

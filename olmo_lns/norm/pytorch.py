@@ -10,15 +10,7 @@ import torch
 import torch.nn.functional as F
 from packaging.version import Version
 
-from olmo_lns.norm.dtypes import (
-    check_shapes,
-    compute_dtype,
-    fold,
-    folded_gain,
-    output_dtype,
-    rms_output_dtype,
-    without_autocast,
-)
+from olmo_lns.norm.dtypes import check_shapes, compute_dtype, fold, folded_gain, output_dtype, without_autocast
 
 
 def has_fused_rms_norm() -> bool:
@@ -41,10 +33,10 @@ def norm(
 ) -> torch.Tensor:
     """:func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
     check_shapes(x, weight, bias)
-    out = output_dtype(x.dtype, x.device.type) if centred else rms_output_dtype(x, weight, bias)
+    out = output_dtype(x, weight, bias, centred=centred)
     dtype = torch.promote_types(x.dtype, out) if x.is_cuda and (centred or _FUSED) else compute_dtype(x.dtype)
     # Autocast would run the kernel in fp32; mixed dtypes would fall back to the formula, which rounds before the gain.
-    with without_autocast(x.device.type):
+    with without_autocast(x):
         gain, wide = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), x.to(dtype)
         if centred:
             shift = None if bias is None else fold(bias, scale, dtype=dtype)

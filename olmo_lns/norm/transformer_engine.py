@@ -16,7 +16,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from olmo_lns.norm import pytorch
-from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, output_dtype, rms_output_dtype
+from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, output_dtype
 
 #: Oldest and first unsupported release: the kernels' signatures are the same in 2.1, 2.5, 2.11 and 2.20.
 SUPPORTED = (Version("2.1"), Version("3"))
@@ -85,7 +85,7 @@ def norm(
     if not _has_kernel(x):
         return pytorch.norm(x, weight, bias, eps, scale, centred=centred, zero_centered=zero_centered)
     check_shapes(x, weight, bias)
-    out = output_dtype(x.dtype, x.device.type) if centred else rms_output_dtype(x, weight, bias)
+    out = output_dtype(x, weight, bias, centred=centred)
     dtype = torch.promote_types(x.dtype, out)
     gain, shift = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), None
     if centred:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 
-__all__ = ["DEFAULT_EXPONENT", "LARGEST_EXPONENT", "check_exponent", "lns_scale"]
+__all__ = ["DEFAULT_EXPONENT", "LARGEST_EXPONENT", "lns_scale"]
 
 #: The paper's exponent: 1/sqrt(l) (arXiv 2502.05795, section 4).
 DEFAULT_EXPONENT = 0.5
@@ -35,13 +35,8 @@ def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float
         raise TypeError(f"layer_number must be an integer >= 1, got {layer_number!r}") from None
     if number < 1:
         raise ValueError(f"layer_number is 1-based: expected an integer >= 1, got {number}")
-    return float(number ** -check_exponent(exponent))
-
-
-def check_exponent(exponent: float) -> float:
-    """:raises ValueError: not finite, negative, or larger than :data:`LARGEST_EXPONENT`."""
     if not 0 <= exponent < math.inf:  # also false for NaN
         raise ValueError(f"exponent must be a finite number >= 0, got {exponent!r}")
     if exponent > LARGEST_EXPONENT:
         raise ValueError(f"exponent must be at most {LARGEST_EXPONENT:g} (0.5 is the paper's), got {exponent:g}")
-    return exponent
+    return float(number**-exponent)

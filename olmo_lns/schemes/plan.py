@@ -60,18 +60,9 @@ class Plan:
         return self.pre + self.branch + self.post
 
     @property
-    def learned(self) -> tuple[Learned, ...]:
-        return tuple(factor for factor in (self.gate, self.omega) if factor is not None)
-
-    @property
     def keeps_forward(self) -> bool:
         """Only the norm in front is multiplied: the framework's own forward of the block serves."""
         return replace(self, norm_scale=1.0) == Plan()
-
-    @property
-    def stock_keys(self) -> bool:
-        """Its weights have exactly a Pre-LN block's names and shapes, and would load as one in silence."""
-        return self.norms == 1 and not self.learned
 
     @property
     def folds_into_pre_ln(self) -> bool:
@@ -81,7 +72,3 @@ class Plan:
         """
         other = (self.branch, self.post, self.omega is not None, self.groups != 1)
         return self.pre and not any(other) and self.alpha == self.pre_scale == self.stream_scale == 1.0
-
-    def extra_parameters(self, hidden_size: int, norm_parameters: int) -> int:
-        """Parameters more than a Pre-LN sub-layer's. :param norm_parameters: of one norm."""
-        return (self.norms - 1) * norm_parameters + sum(factor.elements(hidden_size) for factor in self.learned)

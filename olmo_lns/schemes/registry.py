@@ -185,15 +185,8 @@ class Scheme:
         """Return the number of norms in the blocks of a model."""
         return sum(plan.norms for _, _, plan in self.plans(n_layers))
 
-    def extra_parameters(self, n_layers: int, hidden_size: int, norm_parameters: int) -> int:
-        """Parameters more than a Pre-LN model's."""
-        return sum(plan.extra_parameters(hidden_size, norm_parameters) for _, _, plan in self.plans(n_layers))
-
     def keeps_forward(self, n_layers: int) -> bool:
         return all(plan.keeps_forward for _, _, plan in self.plans(n_layers))
-
-    def stock_keys(self, n_layers: int) -> bool:
-        return all(plan.stock_keys for _, _, plan in self.plans(n_layers))
 
     def folds_into_pre_ln(self, n_layers: int) -> bool:
         return all(plan.folds_into_pre_ln for _, _, plan in self.plans(n_layers))

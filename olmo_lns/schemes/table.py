@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from decimal import ROUND_HALF_UP, Decimal
-from typing import Callable
+from typing import Any, Callable
 
 from olmo_lns.schemes.factor import DEFAULT_EXPONENT, lns_scale
-from olmo_lns.schemes.plan import Learned, Plan
+from olmo_lns.schemes.plan import SUB_LAYERS, Learned, Plan
 from olmo_lns.schemes.registry import Definition, Parameter, Scheme, define
 
 _LNS_PAPER, _MIX_LN_PAPER = "arXiv 2502.05795", "arXiv 2412.13795"
@@ -42,27 +42,31 @@ ALPHA = Parameter(0.25, _share, "share of the blocks, from the first, that are P
 GROUPS = Parameter(8, _count, "groups of d_model / groups channels over which a norm's statistics are taken")
 START = Parameter(0.0, _start, "first value of the learned factor; 0 is the scheme's own formula")
 
-
-def _pre_ln(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-    """x + f(N(x))"""
-    return Plan()
+_Plan = Callable[..., Plan]
+_POST_LN = Plan(pre=False, post=True)
 
 
-def _lns(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """x + f(N(x) / sqrt(l))"""
-    return Plan(norm_scale=lns_scale(layer_number, exponent=exponent))
+def _always(plan: Plan) -> _Plan:
+    """The same plan in every block."""
+    return lambda layer_number, n_layers, sub_layer: plan
 
 
-def _post_ln(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-    """N(x + f(x)); the model's final norm stays, so that it ends in two norms, as in the papers' code."""
-    return Plan(pre=False, post=True)
+def _with_factor(field: str, *sub_layers: str, **form: Any) -> _Plan:
+    """LNS's factor in the place ``field`` of a plan, in these sub-layers. :param form: the rest of the plan."""
+
+    def plan(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
+        scaled = sub_layer in (sub_layers or SUB_LAYERS)
+        factor: dict[str, Any] = {field: lns_scale(layer_number, exponent=exponent) if scaled else 1.0}
+        return Plan(**factor, **form)
+
+    return plan
 
 
 def _mix_ln(layer_number: int, n_layers: int, sub_layer: str, *, alpha: float) -> Plan:
     """Post-LN in the first round(alpha * L) blocks (half up), Pre-LN above; alpha 0.25, 0.0625 for 7B (table 7)."""
     # Of the decimal that was written: in floats 0.29 * 50 is less than 14.5.
     posts = (Decimal(str(alpha)) * n_layers).to_integral_value(ROUND_HALF_UP)
-    return _post_ln(1, 1, "") if layer_number <= posts else Plan()
+    return _POST_LN if layer_number <= posts else Plan()
 
 
 def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
@@ -73,26 +77,6 @@ def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
     gain = (8 * n_layers) ** -0.25
     gains = tuple((role, gain) for role in ("v", "o", "ff_in", "ff_out"))
     return Plan(pre=False, post=True, alpha=(2 * n_layers) ** 0.25, gains=gains)
-
-
-def _sandwich(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-    """x + N'(f(N(x))): arXiv 2105.13290; the block of Peri-LN, arXiv 2502.02732."""
-    return Plan(branch=True)
-
-
-def _sandwich_depth(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """x + l^-exponent N'(f(N(x))): sandwich with LNS's factor on the branch. In no paper."""
-    return Plan(branch=True, branch_scale=lns_scale(layer_number, exponent=exponent))
-
-
-def _branch_ln(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-    """x + N(f(x)): OLMo 2's order (arXiv 2501.00656), which OLMo calls norm_after."""
-    return Plan(pre=False, branch=True)
-
-
-def _branch_ln_depth(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """x + l^-exponent N(f(x)): OLMo 2's order with LNS's factor. In no paper."""
-    return Plan(pre=False, branch=True, branch_scale=lns_scale(layer_number, exponent=exponent))
 
 
 def _admin(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
@@ -124,52 +108,47 @@ def _skip_init(layer_number: int, n_layers: int, sub_layer: str, *, start: float
     return Plan(gate=Learned(per_channel=False, start=start or n_layers**-0.5))
 
 
-def _lns_before(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """x + f(N(x / sqrt(l))): Pre-LN but for the norm's eps, since a norm cancels a factor."""
-    return Plan(pre_scale=lns_scale(layer_number, exponent=exponent))
-
-
-def _lns_after(*scaled: str) -> Callable[..., Plan]:
-    """x + f(N(x)) / sqrt(l) for the sub-layers ``scaled``, Pre-LN for the others."""
-
-    def plan(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-        return Plan(branch_scale=lns_scale(layer_number, exponent=exponent) if sub_layer in scaled else 1.0)
-
-    plan.__doc__ = f"x + f(N(x)) / sqrt(l) for {' and '.join(scaled)}"
-    return plan
-
-
-def _lns_after_residual(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
-    """(x + f(N(x))) / sqrt(l): Pre-LN whose branches grow with the running product of sqrt(l); it diverges."""
-    return Plan(stream_scale=lns_scale(layer_number, exponent=exponent))
-
-
-_POSITIONS = f"{_LNS_PAPER}, table 8"
 _E = {"exponent": EXPONENT}
+_TABLE_8, _IN_NO_PAPER = f"{_LNS_PAPER}, table 8", f"none: with the factor of {_LNS_PAPER}"
 
-define(Definition("preln", "Pre-LN", "Pre-LN", _pre_ln, f"{_LNS_PAPER}, eq. 2-3", initialization="upstream"))
-define(Definition("lns", "LayerNorm Scaling", "Pre-LN + LNS", _lns, f"{_LNS_PAPER}, eq. 12", _E))
-define(Definition("postln", "Post-LN", "Post-LN", _post_ln, f"{_MIX_LN_PAPER}, figure 1a"))
-define(Definition("mixln", "Mix-LN", "Mix-LN", _mix_ln, f"{_MIX_LN_PAPER}, section 4 and table 7", {"alpha": ALPHA}))
-define(Definition("deepnorm", "DeepNorm", "DeepNorm", _deep_norm, "arXiv 2203.00555, figure 2"))
-define(Definition("sandwich", "Sandwich-LN", "Sandwich-LN", _sandwich, "arXiv 2105.13290; arXiv 2502.02732"))
-_title, _source = "Sandwich-LN with depth factor", f"none: sandwich with the factor of {_LNS_PAPER}"
-define(Definition("sandwich_depth", _title, "Sandwich-LN / l^0.5", _sandwich_depth, _source, _E))
-define(Definition("branchln", "Branch-LN", "OLMo 2's order", _branch_ln, "arXiv 2501.00656, section 3"))
-_title, _source = "Branch-LN with depth factor", f"none: OLMo 2's order with the factor of {_LNS_PAPER}"
-define(Definition("branchln_depth", _title, "OLMo 2's order / l^0.5", _branch_ln_depth, _source, _E))
-define(Definition("admin", "Admin", "Admin", _admin, "arXiv 2004.08249; admin-torch's closed form"))
+
+def _row(name: str, title: str, label: str, plan: _Plan, source: str, **more: Any) -> None:
+    define(Definition(name, title, label, plan, source, **more))
+
+
+# x + f(N(x)), and with LNS's factor x + f(N(x) / sqrt(l))
+_row("preln", "Pre-LN", "Pre-LN", _always(Plan()), f"{_LNS_PAPER}, eq. 2-3", initialization="upstream")
+_row("lns", "LayerNorm Scaling", "Pre-LN + LNS", _with_factor("norm_scale"), f"{_LNS_PAPER}, eq. 12", parameters=_E)
+# N(x + f(x)); the model's final norm stays, so that it ends in two norms, as in the papers' code
+_row("postln", "Post-LN", "Post-LN", _always(_POST_LN), f"{_MIX_LN_PAPER}, figure 1a")
+_row("mixln", "Mix-LN", "Mix-LN", _mix_ln, f"{_MIX_LN_PAPER}, section 4 and table 7", parameters={"alpha": ALPHA})
+_row("deepnorm", "DeepNorm", "DeepNorm", _deep_norm, "arXiv 2203.00555, figure 2")
+# x + N'(f(N(x))), the block of Peri-LN too, and x + l^-exponent N'(f(N(x)))
+_row("sandwich", "Sandwich-LN", "Sandwich-LN", _always(Plan(branch=True)), "arXiv 2105.13290; arXiv 2502.02732")
+_plan = _with_factor("branch_scale", branch=True)
+_row("sandwich_depth", "Sandwich-LN with depth factor", "Sandwich-LN / l^0.5", _plan, _IN_NO_PAPER, parameters=_E)
+# x + N(f(x)), which OLMo calls norm_after, and x + l^-exponent N(f(x))
+_plan = _always(Plan(pre=False, branch=True))
+_row("branchln", "Branch-LN", "OLMo 2's order", _plan, "arXiv 2501.00656, section 3")
+_plan = _with_factor("branch_scale", pre=False, branch=True)
+_row("branchln_depth", "Branch-LN with depth factor", "OLMo 2's order / l^0.5", _plan, _IN_NO_PAPER, parameters=_E)
+_row("admin", "Admin", "Admin", _admin, "arXiv 2004.08249; admin-torch's closed form")
 _source = f"{_LNS_PAPER}, table 7, made causal"
-define(Definition("groupln", "Group-LN", "Group-LN", _group_ln, _source, {"groups": GROUPS}))
-define(Definition("layerscale", "LayerScale", "LayerScale", _layer_scale, "arXiv 2103.17239, eq. 2", {"start": START}))
-define(Definition("skipinit", "SkipInit", "SkipInit", _skip_init, f"{_LNS_PAPER}, section 6 (3)", {"start": START}))
-define(Definition("lnsbefore", "LNS before the norm", "LNS before LN", _lns_before, _POSITIONS, _E))
-_title, _plan = "LNS after attention and feed-forward", _lns_after("attn", "ff")
-define(Definition("lnsafterbranch", _title, "LNS after Attn/FFN", _plan, _POSITIONS, _E))
-define(Definition("lnsafterattn", "LNS after attention", "LNS after Attn", _lns_after("attn"), _POSITIONS, _E))
-define(Definition("lnsafterff", "LNS after feed-forward", "LNS after FFN", _lns_after("ff"), _POSITIONS, _E))
-_title = "LNS after the residual addition"
-define(Definition("lnsafterresidual", _title, "LNS after residual", _lns_after_residual, _POSITIONS, _E))
+_row("groupln", "Group-LN", "Group-LN", _group_ln, _source, parameters={"groups": GROUPS})
+_row("layerscale", "LayerScale", "LayerScale", _layer_scale, "arXiv 2103.17239, eq. 2", parameters={"start": START})
+_row("skipinit", "SkipInit", "SkipInit", _skip_init, f"{_LNS_PAPER}, section 6 (3)", parameters={"start": START})
+# x + f(N(x / sqrt(l))): Pre-LN but for the norm's eps, since a norm cancels a factor
+_row("lnsbefore", "LNS before the norm", "LNS before LN", _with_factor("pre_scale"), _TABLE_8, parameters=_E)
+# x + f(N(x)) / sqrt(l), in both sub-layers or one
+_plan = _with_factor("branch_scale")
+_row("lnsafterbranch", "LNS after attention and feed-forward", "LNS after Attn/FFN", _plan, _TABLE_8, parameters=_E)
+_plan = _with_factor("branch_scale", "attn")
+_row("lnsafterattn", "LNS after attention", "LNS after Attn", _plan, _TABLE_8, parameters=_E)
+_plan = _with_factor("branch_scale", "ff")
+_row("lnsafterff", "LNS after feed-forward", "LNS after FFN", _plan, _TABLE_8, parameters=_E)
+# (x + f(N(x))) / sqrt(l): Pre-LN whose branches grow with the running product of sqrt(l); it diverges
+_plan = _with_factor("stream_scale")
+_row("lnsafterresidual", "LNS after the residual addition", "LNS after residual", _plan, _TABLE_8, parameters=_E)
 
 #: Stock: nothing of a framework is touched.
 PRE_LN = Scheme.of("preln")

@@ -75,28 +75,8 @@ def _first(tree):
     return next(node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
-def comment(text):
-    line = _first(ast.parse(text)).body[0].lineno
-    lines = text.splitlines()
-    return "\n".join([*lines[: line - 1], "    # Said by upstream since last week.", *lines[line - 1 :]]) + "\n"
-
-
-def logging_line(text):
-    tree = ast.parse(text)
-    _first(tree).body.insert(0, ast.parse("__import__('logging').getLogger('upstream').debug('called')").body[0])
-    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
-
-
-def new_keyword(text):
-    tree = ast.parse(text)
-    found = _first(tree).args
-    found.kwonlyargs.append(ast.arg("since_last_week"))
-    found.kw_defaults.append(ast.Constant(None))
-    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
-
-
-def renamed_local(text):
-    """One local variable under another name; a function without one is written anew only."""
+def edited(text):
+    """A logging line, a new keyword, a local variable under another name where there is one, and a comment."""
     tree = ast.parse(text)
     function = _first(tree)
     arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
@@ -108,7 +88,10 @@ def renamed_local(text):
     for node in ast.walk(function):
         if own and isinstance(node, ast.Name) and node.id == own[0]:
             node.id = f"{own[0]}_renamed"
-    return ast.unparse(tree) + "\n"
+    function.body.insert(0, ast.parse("__import__('logging').getLogger('upstream').debug('called')").body[0])
+    function.args.kwonlyargs.append(ast.arg("since_last_week"))
+    function.args.kw_defaults.append(ast.Constant(None))
+    return ast.unparse(ast.fix_missing_locations(tree)) + "  # Said by upstream since last week.\n"
 
 
 def decorated(function):

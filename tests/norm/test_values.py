@@ -1,5 +1,6 @@
 """The PyTorch backend has the values, gradients and shapes of a definition in fp64, and the dtypes of OLMo's norms."""
 
+import copy
 import itertools
 
 import pytest
@@ -8,9 +9,11 @@ from olmo.config import ModelConfig
 from olmo.model import RMSLayerNorm
 from support import norm_reference as reference
 
-from olmo_lns import lns_scale
+from olmo_lns import lns_scale, sites
 from olmo_lns.errors import LNSConfigError
-from olmo_lns.norm import layer_norm, rms_norm
+from olmo_lns.integrations.olmo.block import FoldedRMSNorm
+from olmo_lns.integrations.transformers.norms import folded
+from olmo_lns.norm import rms_norm
 
 EPS = 1e-6
 SCALE = lns_scale(7)
@@ -124,29 +127,23 @@ def test_the_dtype_is_that_of_olmos_norm_and_the_error_is_no_larger(x_dtype, p_d
         assert reference.relative_error(ours, wanted) <= 1.05 * reference.relative_error(theirs, wanted) + 1e-7
 
 
-@pytest.mark.parametrize(("x_dtype", "low"), [(FP32, BF16), (BF16, BF16), (FP32, FP16)])
-def test_under_autocast_the_next_linear_sees_the_same_values(x_dtype, low):
-    stock, linear = stock_rms(FP32), torch.nn.Linear(WIDTH, 8)
-    x = torch.randn(4, 33, WIDTH).to(x_dtype)
-    norms = (
-        lambda: rms_norm(x, stock.weight, EPS, SCALE),
-        lambda: layer_norm(x.float(), stock.weight, None, EPS, SCALE),
-    )
-    full = [norm() for norm in norms]  # outside autocast: fp32
-    with torch.autocast("cpu", dtype=low):
-        assert stock(x).dtype == FP32  # OLMo's norm leaves this cast to the linear layer
-        for norm, wide in zip(norms, full, strict=True):
-            assert (
-                wide.dtype == FP32 and torch.equal(norm(), wide.to(low)) and torch.equal(linear(norm()), linear(wide))
-            )
-        assert all(rms_norm(x.to(dtype), None, EPS, SCALE).dtype == dtype for dtype in (FP64, FP16, BF16))
+@pytest.mark.parametrize("x_dtype", [FP32, BF16])
+@pytest.mark.parametrize("kind", ["OLMo", "Llama", "torch"])
+def test_under_autocast_a_scaled_norm_has_the_dtype_and_values_of_the_stock_one(kind, x_dtype):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    stock = {"OLMo": stock_rms(FP32), "Llama": llama.LlamaRMSNorm(WIDTH), "torch": torch.nn.LayerNorm(WIDTH)}[kind]
+    scaled, x = copy.deepcopy(stock), torch.randn(4, 33, WIDTH).to(x_dtype)
+    mixin = FoldedRMSNorm if kind == "OLMo" else folded(scaled)
+    sites.scale(scaled, SCALE, where="", width=WIDTH, folded=mixin)
+    assert isinstance(scaled, mixin)
+    with torch.autocast("cpu", dtype=BF16):
+        theirs, ours = stock(x), scaled(x)
+    assert ours.dtype == theirs.dtype and reference.relative_error(ours, theirs * SCALE) < torch.finfo(x_dtype).eps
 
 
 def test_statistics_are_fp32_and_extreme_rows_stay_finite():
     with torch.autocast("cpu", dtype=FP16):  # the sum of squares would overflow fp16
-        torch.testing.assert_close(
-            rms_norm(torch.full((2, 4096), 300.0), None, EPS, 1.0), torch.ones(2, 4096, dtype=FP16)
-        )
+        torch.testing.assert_close(rms_norm(torch.full((2, 4096), 300.0), None, EPS, 1.0), torch.ones(2, 4096))
     x = torch.tensor([[0.0] * 8, [6e4] * 8, [1e-4] * 8], dtype=FP16, requires_grad=True)
     y = rms_norm(x, None, EPS, SCALE)
     assert torch.isfinite(y).all() and torch.isfinite(torch.autograd.grad(y.sum(), x)[0]).all()

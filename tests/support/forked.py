@@ -24,29 +24,30 @@ FRAMEWORKS = ("olmo", "olmo_core", "megatron", "transformers", "olmo_lns")
 
 
 @functools.cache
-def _server():
-    """The interpreter that forks."""
-    command = [sys.executable, "-W", "ignore", __file__]
+def _server(first):
+    """The interpreter that forks, after ``first``."""
+    command = [sys.executable, "-W", "ignore", __file__, first]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # huggingface_hub reads it when it is imported
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=offline)
     atexit.register(lambda: (process.kill(), process.wait()))
     return process
 
 
-def run(code, *arguments, path=None, cwd=None, **changes):
+def run(code, *arguments, path=None, cwd=None, first="", **changes):
     """Run ``code`` as ``python -c`` would, in the environment of the tests with ``changes``; None removes a name.
 
-    :param path: a folder that comes first on ``sys.path``.
+    :param path: a folder that comes first on ``sys.path``. :param first: code that is run before the fork.
     """
     environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
     if not sys.platform.startswith("linux"):  # a fork after these imports is not safe elsewhere
         environment |= {"PYTHONPATH": os.pathsep.join([str(path), environment.get("PYTHONPATH", "")])} if path else {}
-        command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+        command = [sys.executable, "-W", "ignore", "-c", f"{first}\n{code}", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=900)
     asked = {"code": code, "argv": ["-c", *map(str, arguments)], "env": environment}
     asked |= {"path": str(path) if path else None, "cwd": str(cwd) if cwd else os.getcwd()}
-    print(json.dumps(asked), file=_server().stdin, flush=True)
-    returncode, stdout, stderr = json.loads(_server().stdout.readline())
+    server = _server(first)
+    print(json.dumps(asked), file=server.stdin, flush=True)
+    returncode, stdout, stderr = json.loads(server.stdout.readline())
     return subprocess.CompletedProcess(asked["argv"], returncode, stdout, stderr)
 
 
@@ -77,6 +78,7 @@ def _serve():
         except ImportError:
             continue
         assert not (found := set(FRAMEWORKS).intersection(sys.modules)), f"importing {name} has imported {found}"
+    exec(sys.argv[1], {"__name__": "__main__"})
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             if not (child := os.fork()):

@@ -1,7 +1,8 @@
 """Where each causal-LM family of transformers has its norms, read off the additions of a real forward.
 
-The tracer knows no family and shares no code with the package. A block's input is the stream. A stream plus something
-that depends on it is the stream again, and what was added is a branch. The label of a block says how its branches read the
+The tracer knows no family and shares no code with the package. It reads autograd's graph from a block's input, the stream, to
+its output; a norm is one node of it. A stream plus something that depends on it is the stream again, and what was added is a
+branch. The label of a block says how its branches read the
 stream, and what they end in:
 
     pre        each branch reads the stream through a norm; two branches, one after the other
@@ -15,19 +16,14 @@ stream, and what they end in:
 """
 
 import json
-import os
-import signal
 import sys
-import time
-import warnings
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 FILE = Path(__file__).with_name("families.json")
-VOCABULARY, WIDTH, LAYERS, LENGTH, SECONDS = 96, 32, 3, 6, 60
+VOCABULARY, WIDTH, LAYERS, LENGTH = 96, 32, 3, 6
 
 #: Value -> the fields of a config that get it. What a family does not have is left out.
 _SIZES = {
@@ -167,13 +163,10 @@ def forward(model, ids):
 
 # ---------------------------------------------------------------------------------------------------- the trace
 
-#: Operators that hand a tensor on as it is.
-SAME = {
-    "view", "_unsafe_view", "reshape", "alias", "detach", "clone", "_to_copy", "unsqueeze", "squeeze", "transpose", "t", "permute",
-    "contiguous", "expand", "native_dropout", "dropout", "lift_fresh", "copy_", "slice", "select",
-}  # fmt: skip
-ADD = {"add", "add_"}
-FACTOR = {"mul", "mul_", "div", "div_"}
+#: Operators that hand a tensor on as it is, as autograd names them.
+_SAME = "View UnsafeView ReshapeAlias Alias Clone ToCopy Unsqueeze Squeeze Transpose T Permute Expand NativeDropout Slice Select"
+SAME = {*_SAME.split(), "CopyBackwards"}
+ADD, FACTOR = {"Add"}, {"Mul", "Div"}
 
 
 def is_norm(module):
@@ -181,246 +174,190 @@ def is_norm(module):
     return "norm" in type(module).__name__.lower() and all(p.dim() < 2 for p in module.parameters())
 
 
-class Node:
-    """One result: the operator, what it was made from, and the norm that made it."""
+class Norm(torch.autograd.Function):
+    """One node for a whole norm."""
 
-    __slots__ = ("norm", "op", "parents", "time")
-
-    def __init__(self, op, parents=(), norm=None, time=0):
-        self.op, self.parents, self.norm, self.time = op, parents, norm, time
-
-
-class Trace(TorchDispatchMode):
-    """The graph of a forward. A norm is one node, whatever is inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.nodes, self.writes, self.alive, self.inside, self.time = {}, {}, [], 0, 0
-
-    def node(self, tensor):
-        """The node of a tensor; a later write through a view of the same memory counts."""
-        found = self.nodes.get(id(tensor)) or self.put(tensor, Node("leaf"))
-        written = self.writes.get(tensor.untyped_storage().data_ptr())
-        if written is not None and written.time > found.time and tensor.numel():
-            return self.put(tensor, Node("written", (found, written)))
-        return found
-
-    def put(self, tensor, node):
-        self.time += 1
-        node.time = self.time
-        self.nodes[id(tensor)] = node
-        self.alive.append(tensor)
-        return node
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = function.overloadpacket.__name__
-        if self.inside:
-            return function(*args, **kwargs)
-        parents = tuple(self.node(t) for t in tree_leaves((args, kwargs)) if torch.is_tensor(t))
-        result = function(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor):
-                node = self.put(tensor, Node(name, parents))
-                if (name.endswith("_") and not name.startswith("_")) or name == "index_put_":
-                    self.writes[tensor.untyped_storage().data_ptr()] = node
-        return result
+    @staticmethod
+    def forward(ctx, source, output, path):
+        ctx.path = path
+        return output.detach().clone()
 
 
-def tensors(value):
+def operator(node):
+    return "norm" if hasattr(node, "path") else node.name().split("Backward")[0]
+
+
+def parents(node):
+    return [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def floating(value):
     """The floating tensors of a module's arguments or of its result."""
     leaves = tree_leaves(list(value.values()) if isinstance(value, dict) else value)
     return [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.is_floating_point()]
 
 
-def trace(model, run):
-    """Run ``run()``; return for each list of blocks its path and (block, input node, output node) in order of calls."""
-    graph, calls, handles = Trace(), {}, []
-    holders = [(path, m) for path, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
-    for path, holder in holders:
-        for block in holder:
+def stream(args, kwargs):
+    return next((t for t in floating((args, list(kwargs.values()))) if t.dim() >= 2), None)
 
-            def before(module, args, kwargs, path=path):
-                hidden = [t for t in tensors((args, list(kwargs.values()))) if t.dim() >= 2]
-                calls.setdefault(path, []).append([module, graph.node(hidden[0]) if hidden else None, None])
 
-            def after(module, args, output, path=path):
-                hidden = tensors(output)
-                next(c for c in reversed(calls[path]) if c[0] is module)[2] = graph.node(hidden[0]) if hidden else None
+def blocks_of(model, run):
+    """Path of the outermost list whose elements each ran once; of several, the one with most parameters."""
+    calls, handles = {}, []
+    holders = {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
+    for block in {block for holder in holders.values() for block in holder}:
 
-            handles += [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
+        def note(module, args, kwargs, output):
+            calls.setdefault(module, []).append(stream(args, kwargs) is not None and bool(floating(output)))
+
+        handles.append(block.register_forward_hook(note, with_kwargs=True))
+    with torch.no_grad():
+        run()
+    for handle in handles:
+        handle.remove()
+    good = [path for path, holder in holders.items() if all(calls.get(block) == [True] for block in holder)]
+    outer = [p for p in good if not any(p.startswith(q + ".") for q in good if q != p)]
+    return max(outer, key=lambda p: sum(q.numel() for q in holders[p].parameters()), default=None)
+
+
+def trace(model, blocks, run):
+    """Run ``run()``; return (block, node of its input, node of its output) in order of calls."""
+    calls, inside, handles = [], [], []
+
+    def before(module, args, kwargs):
+        x = stream(args, kwargs)
+        leaf = x.detach().requires_grad_().clone()  # a block may add in place
+        calls.append([module, leaf.grad_fn, None])
+        return tree_map(lambda value: leaf if value is x else value, (args, kwargs))
+
+    def after(module, args, output):
+        calls[-1][2] = floating(output)[0].grad_fn
+
     for path, module in model.named_modules():
-        if not is_norm(module):
-            continue
+        if is_norm(module):
 
-        def enter(module, args, kwargs):
-            graph.inside += 1
+            def leave(module, args, kwargs, output, path=path):
+                inside.pop()
+                source = floating((args, list(kwargs.values())))[:1]
+                if not inside and source and source[0].requires_grad:
+                    return tree_map(lambda value: Norm.apply(source[0], value, path), output)
 
-        def leave(module, args, kwargs, output, path=path):
-            graph.inside -= 1
-            if not graph.inside:
-                sources = tuple(graph.node(t) for t in tensors((args, list(kwargs.values()))))
-                for tensor in tensors(output):
-                    graph.put(tensor, Node("norm", sources[:1], (path, sources)))
-
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, with_kwargs=True))
-    with torch.no_grad(), graph:
+            handles.append(module.register_forward_pre_hook(lambda module, args: inside.append(module)))
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    for block in blocks:
+        handles += [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
+    model.requires_grad_(False)
+    with torch.enable_grad():
         run()
     for handle in handles:
         handle.remove()
     return calls
 
 
-def blocks_of(model, calls):
-    """Path and calls of the outermost list whose elements each ran once; of several, the one with most parameters."""
-    good = {}
-    for path, found in calls.items():
-        holder = model.get_submodule(path)
-        if len(found) == len(holder) == len({id(c[0]) for c in found}) and all(c[1] and c[2] for c in found):
-            good[path] = found
-    outer = [p for p in good if not any(p.startswith(q + ".") for q in good if q != p)]
-    if not outer:
-        return None, []
-    best = max(outer, key=lambda p: sum(q.numel() for q in model.get_submodule(p).parameters()))
-    return best, good[best]
-
-
-def ancestors(end, start):
-    """The nodes between the input of a block and its output, in order, and those among them that depend on the input."""
-    seen, todo = {}, [end]
+def between(start, end):
+    """The nodes from the input of a block to its output, in the order in which they were made."""
+    seen, todo = {start}, [end]
     while todo:
-        node = todo.pop()
-        if id(node) not in seen:
-            seen[id(node)] = node
-            todo += [] if node is start else node.parents
-    ordered = sorted(seen.values(), key=lambda n: n.time)
-    depends = {id(start)}
-    for node in ordered:
-        if any(id(p) in depends for p in node.parents):
-            depends.add(id(node))
-    return ordered, depends
+        if (node := todo.pop()) not in seen and node is not None:
+            seen.add(node)
+            todo += parents(node)
+    return sorted(seen, key=lambda node: node._sequence_nr())
 
 
-def stream_of(ordered, depends, start, through_norms):
-    """Node -> version of the stream that it is, and for each addition its node and branch."""
-    version, added = {id(start): 0}, []
+def stream_of(ordered, start, through_norms):
+    """Node -> version of the stream that it is, and for each addition the branch."""
+    version, added = {start: 0}, []
     for node in ordered:
-        if id(node) in version:
+        mine = [p for p in parents(node) if p in version]
+        others = [p for p in parents(node) if p not in version]
+        if node is start or not mine:
             continue
-        mine = [p for p in node.parents if id(p) in version]
-        others = [p for p in node.parents if id(p) in depends and id(p) not in version]
-        if not mine:
-            continue
-        if node.op in ADD and others:
-            added.append((node, others[0]))
-            version[id(node)] = len(added)
-        elif (node.op in SAME | FACTOR | ADD and not others and len(mine) == 1) or (
-            node.op == "norm" and through_norms
+        if operator(node) in ADD and others:
+            added.append(others[0])
+            version[node] = len(added)
+        elif (through_norms and operator(node) == "norm") or (
+            operator(node) in SAME | FACTOR | ADD and not others and len(mine) == 1
         ):
-            version[id(node)] = version[id(mine[0])]
+            version[node] = version[mine[0]]
     return version, added
 
 
 def multiplied(start, end, version):
     """Whether the stream is multiplied on its way through a block."""
-    todo, seen = [end], {id(start)}
-    while todo:
-        node = todo.pop()
-        if id(node) not in seen and id(node) in version:
-            seen.add(id(node))
-            if node.op in FACTOR:
-                return True
-            todo += node.parents
-    return False
+    return any(operator(node) in FACTOR for node in between(start, end) if node in version and node is not start)
 
 
-def reads(branch, version, depends):
+def reads(branch, version):
     """What a branch reads: {(path of a norm or None, version of the stream)}."""
     found, todo, seen = set(), [branch], set()
     while todo:
-        node = todo.pop()
-        if id(node) in seen or id(node) not in depends:
+        if (node := todo.pop()) in seen:
             continue
-        seen.add(id(node))
-        if id(node) in version:
-            found.add((None, version[id(node)]))
-        elif node.op == "norm" and any(id(p) in version for p in node.parents):
-            found.add((node.norm[0], next(version[id(p)] for p in node.parents if id(p) in version)))
+        seen.add(node)
+        mine = [version[p] for p in parents(node) if p in version]
+        if node in version:
+            found.add((None, version[node]))
+        elif operator(node) == "norm" and mine:
+            found.add((node.path, mine[0]))
         else:
-            todo += node.parents
+            todo += parents(node)
     return found
 
 
-def parts(branch, version, depends):
+def parts(node):
     """The summands of a branch, without what only scales or reshapes them."""
-    node = branch
-    while True:
-        dependent = [p for p in node.parents if id(p) in depends]
-        if node.op in SAME | FACTOR and len(dependent) == 1:
-            node = dependent[0]
-        elif node.op in ADD and len(dependent) == 2:
-            return [part for p in dependent for part in parts(p, version, depends)]
-        elif node.op in ADD and len(dependent) == 1:
-            node = dependent[0]
-        else:
-            return [node]
+    while operator(node) in SAME | FACTOR | ADD and len(parents(node)) == 1:
+        (node,) = parents(node)
+    if operator(node) in ADD:
+        return [part for parent in parents(node) for part in parts(parent)]
+    return [node]
 
 
 def label_of(start, end):
     """Label, paths of the sites in the order of the calls, and a note, of one block."""
-    ordered, depends = ancestors(end, start)
-    version, added = stream_of(ordered, depends, start, through_norms=False)
-    if id(end) not in version:
-        version, added = stream_of(ordered, depends, start, through_norms=True)
-        if id(end) not in version:
+    if start is None or end is None:  # in a function that has a backward of its own
+        return "other", [], "the output is no sum with the input"
+    ordered = between(start, end)
+    version, added = stream_of(ordered, start, through_norms=False)
+    if end not in version:
+        version, added = stream_of(ordered, start, through_norms=True)
+        if end not in version:
             return "other", [], "the output is no sum with the input"
-        norms = [n.norm[0] for n in ordered if n.op == "norm" and id(n) in version and n is not start]
-        return "post", list(dict.fromkeys(norms)), ""
-    sites, raw, ends, versions = [], False, [], []
-    for _, branch in added:
-        found = reads(branch, version, depends)
-        sites += sorted(path for path, _ in found if path and path not in sites)
-        raw |= any(path is None for path, _ in found)
-        versions.append({number for _, number in found})
-        ends += [n.norm[0] for n in parts(branch, version, depends) if n.op == "norm"]
-    summands = [len(parts(branch, version, depends)) for _, branch in added]
+        return "post", list(dict.fromkeys(n.path for n in ordered if operator(n) == "norm" and n in version)), ""
+    found = [reads(branch, version) for branch in added]
+    sites = list(dict.fromkeys(path for each in found for path in sorted({p for p, _ in each if p})))
+    ends = [n.path for branch in added for n in parts(branch) if operator(n) == "norm"]
+    versions = [{number for _, number in each} for each in found]
     if not added:
         return "other", sites, "nothing is added to the stream"
-    if raw:
+    if any(path is None for each in found for path, _ in each):
         return (
             ("branch", ends, "") if ends and not sites else ("other", sites + ends, "a branch reads the stream itself")
         )
     if ends:
         return "sandwich", sites + ends, ""
-    if any(len(v) > 1 for v in versions):
+    if any(len(each) > 1 for each in versions):
         return "other", sites, "a branch reads two states of the stream"
-    if all(v == {0} for v in versions):
-        if len(added) == 1 and summands == [1]:
-            return "other", sites, "one branch"
-        return "parallel", sites, "the stream is multiplied" if multiplied(start, end, version) else ""
-    if multiplied(start, end, version):
-        return "other", sites, "the stream is multiplied"
-    return (
-        ("pre", sites, "")
-        if len(added) == 2 == len(sites)
-        else ("other", sites, f"{len(added)} branches, {len(sites)} norms")
-    )
+    scaled = "the stream is multiplied" if multiplied(start, end, version) else ""
+    if all(each == {0} for each in versions):
+        one = len(added) == 1 == len(parts(added[0]))
+        return ("other", sites, "one branch") if one else ("parallel", sites, scaled)
+    if scaled:
+        return "other", sites, scaled
+    two = len(added) == 2 == len(sites)
+    return ("pre", sites, "") if two else ("other", sites, f"{len(added)} branches, {len(sites)} norms")
 
 
 def describe(model_type):
     """The row of a family in families.json. Where the blocks differ, ``sites`` has a list for each of them."""
     model, ids = tiny(model_type)
-    calls = trace(model, lambda: forward(model, ids))
-    path, found = blocks_of(model, calls)
-    if path is None:
+    if (path := blocks_of(model, lambda: forward(model, ids))) is None:
         return {"label": "other", "note": "no list whose elements each ran once"}
-    rows = []
-    for block, start, end in found:
-        name = next(n for n, m in model.named_modules() if m is block)
+    names, rows = {module: name for name, module in model.named_modules()}, []
+    for block, start, end in trace(model, model.get_submodule(path), lambda: forward(model, ids)):
         label, sites, note = label_of(start, end)
-        rows.append((label, tuple(s.removeprefix(name + ".") for s in sites), note))
-    labels, sites = {row[0] for row in rows}, [list(row[1]) for row in rows]
+        rows.append((label, [site.removeprefix(names[block] + ".") for site in sites], note))
+    labels, sites = {label for label, _, _ in rows}, [own for _, own, _ in rows]
     row = {"label": labels.pop() if len(labels) == 1 else "other", "blocks": path}
     row["sites"] = sites[0] if all(each == sites[0] for each in sites) else sites
     notes = dict.fromkeys(note or (label if label != row["label"] else "") for label, _, note in rows)
@@ -428,33 +365,15 @@ def describe(model_type):
     return row | ({"note": note} if note else {})
 
 
-def _row(model_type, seconds=SECONDS):
-    def stop(*_):
-        raise TimeoutError(f"more than {seconds} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        return describe(model_type)
-    except Exception as error:
-        text = str(error).strip().splitlines() or [""]
-        return {"label": "not built", "note": f"{type(error).__name__}: {text[0][:160]}"}
-    finally:
-        signal.alarm(0)
-
-
 def main(names):
-    os.nice(10)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    rows = json.loads(FILE.read_text()) if FILE.exists() and names else {}
+    rows = json.loads(FILE.read_text()) if names else {}
     for name in names or families():
-        began = time.time()
-        rows[name] = _row(name)
-        print(f"{name:28} {time.time() - began:5.1f} s  {json.dumps(rows[name])}", flush=True)
+        try:
+            rows[name] = describe(name)
+        except Exception as error:
+            text = str(error).strip().splitlines() or [""]
+            rows[name] = {"label": "not built", "note": f"{type(error).__name__}: {text[0][:160]}"}
+        print(f"{name:28} {json.dumps(rows[name])}", flush=True)
     FILE.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(rows[k])}" for k in sorted(rows)) + "\n}\n")
 
 

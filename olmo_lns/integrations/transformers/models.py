@@ -8,15 +8,12 @@ and the norms that were found (``lns_norms``), by which a model on the meta devi
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
-import itertools
 import math
 import sys
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +28,6 @@ from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
 #: Weights a block from which it is measured on a narrow one.
-_LARGE = 4_000_000
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
 _SERVERS = ("vllm", "sglang")
 #: Families that draw a residual output projection at std / sqrt(2·L), and its name in the module that draws it.
@@ -187,7 +183,7 @@ def measure(
     if getattr(model.config, "add_cross_attention", False):
         raise LNSConfigError(f"{type(model).__name__} with cross-attention has a third sub-layer that no scheme names.")
     example = usual_example(model) if example is None else example
-    found = locate(model, anything.forward(model, example), blocks)
+    found = anything.locate(model, anything.forward(model, example), blocks)
     names = by_path(model, found)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
@@ -205,50 +201,6 @@ def measure(
             type(norm).kernel_layer_name = "LNSScaled"
     anything.report(model, found, [*measured, *(["initialization"] if words else [])], words)
     return names
-
-
-def locate(model: Any, run: Callable[[], Any], blocks: Any = None) -> Blocks:
-    """As :func:`olmo_lns.integrations.anything.locate`; large blocks are measured on narrow ones built alike."""
-    try:
-        if blocks is None and (twin := _narrow(model)) is not None:
-            narrow = anything.locate(twin, anything.forward(twin, usual_example(twin)))
-            with anything.undisturbed(model):
-                path, real, calls = probe.find_blocks(model, run)
-                alike = path == narrow.path and list(map(_modules, real)) == list(map(_modules, narrow.blocks))
-                each = list(zip(itertools.count(1), real, calls, narrow.names, strict=False))
-                # Once with their own weights: a block may ask for its width.
-                if alike and all(probe._Replay(b, call, call.stream.dtype).constant(own) for _, b, call, own in each):
-                    norms = {f"{name} of block {n}": b.get_submodule(name) for n, b, _, own in each for name in own}
-                    probe.require_run_once(norms, run)
-                    return replace(narrow, blocks=real, width=calls[0].stream.shape[-1])
-    except Exception:  # what its own blocks do decides
-        pass
-    return anything.locate(model, run, blocks)
-
-
-def _modules(block: nn.Module) -> list[Any]:
-    """The types of a block's modules, and what somebody has put into one: a hook, or another forward."""
-    own = ("forward", "_forward_hooks", "_forward_pre_hooks")
-    kinds = {name: getattr(m, "lns_made_of", (type(m),))[-1] for name, m in block.named_modules()}
-    return [kinds, *(vars(m).get(name) or None for m in block.modules() for name in own)]
-
-
-def _narrow(model: Any) -> Any:
-    """A fresh model of the same class whose heads have 8 channels; None for small blocks and unusual configs."""
-    config = copy.deepcopy(model.config)
-    text = config.get_text_config()
-    heads, blocks = (getattr(text, f"num_{name}", None) for name in ("attention_heads", "hidden_layers"))
-    if not isinstance(heads, int) or sum(p.numel() for p in model.parameters()) < _LARGE * (blocks or 1):
-        return None
-    for name, size in {"hidden_size": 8 * heads, "intermediate_size": 16 * heads, "head_dim": 8}.items():
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, size)
-    config._attn_implementation = "eager"
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the run's own draws stay what they are
-            return (model.lns_made_of if isinstance(model, SchemeModel) else type(model))(config)
-    except Exception:  # each family has errors of its own
-        return None
 
 
 def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
@@ -339,6 +291,6 @@ def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
 def plain_initialization(model: Any) -> None:
     """Take the depth factor off a freshly drawn stock model. :raises LNSConfigError: its draw is not known."""
     with anything.undisturbed(model):
-        _, blocks, _ = probe.find_blocks(model, anything.forward(model, usual_example(model)))
+        blocks = probe.find_blocks(model, anything.forward(model, usual_example(model))).blocks
     if drawn(model, blocks, plain=True) != "scaled initialization off":
         raise LNSConfigError(f"{type(model).__name__}: found weights that were not drawn just now, or by another rule.")
