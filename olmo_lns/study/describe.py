@@ -269,6 +269,8 @@ def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
         more = _by_arm(keys.more_seeds.get(size, []), arms)
         first = [engine.default_seed] if keys.seeds is None else keys.seeds
         seeds = {arm: [*first, *more.get(arm, [])] for arm in arms if arm in here}
+        if any(len(set(each)) < len(each) for each in seeds.values()):
+            raise LNSConfigError(f"a seed is listed twice for size {size}")
         for seed in dict.fromkeys(chain.from_iterable(seeds.values())):
             for arm in (arm for arm in seeds if seed in seeds[arm]):
                 for rate in tried.get(arm) or [None]:

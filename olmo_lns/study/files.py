@@ -194,7 +194,8 @@ def pack_copy(name: str, out: Path) -> Path:
     :raises LNSConfigError: no such file in the pack, or there is one at the target already.
     """
     packed = (pack_folder() / name, pack_folder() / f"{name}.yaml")
-    source = next((path for path in packed if path.exists()), None) or located(name, "")
+    inside = (path for path in packed if path.resolve().is_relative_to(pack_folder().resolve()))
+    source = next((path for path in inside if path.exists()), None) or located(name, "")
     target = out / source.name if out.is_dir() else out
     if target.exists():
         raise LNSConfigError(f"{target} exists: give another name with -o")

@@ -55,6 +55,7 @@ def quoted(words: Sequence[str]) -> str:
 
 def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
     """Print one command a run; for a run over several nodes the one that is started on each of them."""
+    check_environment()
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(study, out).items()]
     for run in runs:
         if (nodes := study.layout(run)[0]) > 1:

@@ -95,13 +95,13 @@ def planned_hours(study: Study, run: Run, gpu: str = GPU) -> float:
 
 def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
     """One line per size, in 80 columns where its name is short; and the study's totals."""
-    width, total = max(4, *(len(run.size) for run in runs)), 0.0
+    width = max(4, *(len(run.size) for run in runs))
+    total = sum(hours(run, gpu) / math.prod(study.layout(run)) for run in runs)
     lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run disk a run"]
     for size in dict.fromkeys(run.size for run in runs):
         mine = [run for run in runs if run.size == size]
         run, shape, gpus = mine[0], mine[0].shape, math.prod(study.layout(mine[0]))
         spent = hours(run, gpu)
-        total += len(mine) * spent / gpus
         known = [_short(shape.tokens), f"{shape.steps:,}", _hours(spent), _lasting(spent / gpus)]
         tokens, steps, cost, lasts = known if shape.steps else ["–"] * 4
         lines.append(
@@ -129,10 +129,10 @@ def data_advice(study: Study, run: Run) -> list[str]:
     folder = "TOKENS" if run.engine.indexed_data else variable
     if masks:
         how = f"--tokenizer t5-base --eos '</s>' --pad '<pad>' --layout rows --sequence {shape.sequence} --out {folder}"
-        make = [f"olmo-lns data prepare c4 train {how} --rows {rows}"]
+        make = [f"olmo-lns data prepare c4 train {how} --rows {rows or 'ROWS'}"]
         make += [f"olmo-lns data prepare c4 validation --name validation {how} --tokens 1e7"]
     elif DOLMA.vocabulary <= vocabulary <= DOLMA.embedding:
-        make = [f"olmo-lns data fetch dolma --out {folder} --tokens {shape.tokens}"]
+        make = [f"olmo-lns data fetch dolma --out {folder} --tokens {shape.tokens or 'TOKENS'}"]
     else:
         make = [f"olmo-lns data prepare … --tokenizer ONE_WITH_{vocabulary}_IDS --out {folder}"]
     what = f"{_short(shape.tokens)} tokens with ids below {vocabulary:,}{' and label masks' if masks else ''}"

@@ -123,7 +123,11 @@ def _losses(study: Study, results: pd.DataFrame, found: pd.DataFrame) -> str:
 
 def _perplexity(found: pd.DataFrame) -> str:
     """The exponential of the mean held-out loss."""
-    return f"{math.exp(found.heldout.mean()):.2f}" if found.heldout.notna().any() else "–"
+    losses = found.heldout.dropna()
+    if not len(losses):
+        return "–"
+    spread = f" ± {losses.map(math.exp).std():.2f} ({len(losses)} seeds)" if len(losses) > 1 else ""
+    return f"{math.exp(losses.mean()):.2f}{spread}"
 
 
 def corrected(size: str, perplexity: float) -> float | None:
@@ -164,9 +168,10 @@ def figure(study: Study, results: pd.DataFrame, path: Path) -> bool:
     chart = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = chart.subplots()
     for arm in (arm for arm in study.arms if (found.arm == arm).any()):
-        losses = found[found.arm == arm].groupby("parameters").loss
-        mean, spread, style = losses.mean(), losses.std().fillna(0), ARMS[arm]
-        axes.errorbar(mean.index, mean, spread, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
+        by = found[found.arm == arm].groupby("group", sort=False)
+        mean, spread, style = by.loss.mean(), by.loss.std().fillna(0), ARMS[arm]
+        at = by.parameters.first()
+        axes.errorbar(at, mean, spread, fmt=style.marker, color=style.colour, label=style.label, capsize=3)
     for point in [] if study.data in BUILT else published()["points"]:
         for style in (ARMS["preln"], ARMS["lns"]):
             axes.plot(point["parameters"], point[style.name], color=style.colour, marker=style.marker, fillstyle="none")

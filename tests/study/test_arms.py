@@ -9,7 +9,7 @@ from olmo_lns.errors import LNSConfigError
 from olmo_lns.schemes import LNS, PRE_LN, Scheme
 from olmo_lns.study import arms
 from olmo_lns.study.arms import ARMS, Arm
-from olmo_lns.study.engines import MEGATRON, OLMO
+from olmo_lns.study.engines import MEGATRON, OLMO, OLMO_CORE
 from olmo_lns.study.planning import arm_problems
 
 
@@ -57,6 +57,7 @@ def test_settings_that_contradict_the_arm_are_named():
     (problem,) = arm_problems("lns", printed, MEGATRON)
     assert problem == "layernorm_scaling_exponent=0.25, but arm 'lns' is layernorm_scaling_exponent=0.5"
     assert arm_problems("lns", printed | {"layernorm_scaling_exponent": "0.5"}, MEGATRON) == []
+    assert "OLMo and Megatron only" in arm_problems("lns_scaled_init", {}, OLMO_CORE)[0]
     assert arm_problems("preln_mitchell", {}, MEGATRON) == ["arm 'preln_mitchell' exists for OLMo only"]
 
 

@@ -132,6 +132,7 @@ def test_a_merge_key_is_no_second_key(tmp_path):
         ("published: lns-2\n", "published: 'lns-2'.*did you mean 'lns-"),
         ("sizes: [a/b]\n", "sizes: a/b"),
         ("sizes: [60M, 60M]\n", "a name is listed twice"),
+        ("more_seeds: {60M: [1]}\n", "a seed is listed twice"),
         ("arms: [lns, 'lns:exponent=0.5']\n", "two names of one arm"),
         ("only: {1B: [lns]}\n", "only names 1B, which is not among the sizes: 60M"),
         ("launch: {nodes: {1B: 2}}\n", "launch: nodes names 1B"),

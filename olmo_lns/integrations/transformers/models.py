@@ -27,7 +27,6 @@ from olmo_lns.integrations.transformers.wrapping import PREFIX
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
-#: Weights a block from which it is measured on a narrow one.
 #: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
 _SERVERS = ("vllm", "sglang")
 #: Families that draw a residual output projection at std / sqrt(2·L), and its name in the module that draws it.

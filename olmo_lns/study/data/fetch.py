@@ -122,5 +122,5 @@ def _read(url: str, start: int, stop: int, attempts: int = 5) -> tuple[bytes, _R
         except (OSError, HTTPException, ValueError, AttributeError) as error:
             problem = one_line(error)
             if isinstance(error, HTTPError) and error.code < 500:
-                break
+                raise LNSConfigError(f"{url}: {problem}") from None
     raise LNSConfigError(f"{url}: {problem}; called again, this goes on where it stopped")

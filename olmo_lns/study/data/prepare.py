@@ -129,8 +129,8 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, facts: dict[str, Any], te
     if saved.is_file() and tokenizer_of(str(saved)).to_str() != tokenizer.to_str():
         raise LNSConfigError(f"{saved}: of another tokenizer than --tokenizer {args.tokenizer}: use another --out")
     with tempfile.TemporaryDirectory(dir=args.out, prefix=f".{args.name}-") as folder:
-        stem = Path(folder) / f"{args.name}-00000"
-        with stem.with_suffix(".npy").open("wb") as data, stem.with_suffix(".mask").open("wb") as masks:
+        stem = f"{args.name}-00000"
+        with Path(folder, f"{stem}.npy").open("wb") as data, Path(folder, f"{stem}.mask").open("wb") as masks:
             while facts["tokens"] < args.tokens and facts["documents"] < args.rows:
                 size = int(max(1, min(BATCH, args.rows - facts["documents"])))
                 if not (batch := tokenizer.encode_batch(list(islice(texts, size)))):
@@ -146,7 +146,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, facts: dict[str, Any], te
                 os.replace(path, args.out / path.name)
     write_whole(saved, tokenizer.to_str(pretty=True))
     write_whole(record, json.dumps(facts, indent=1) + "\n")
-    print(f"\n{args.out / stem.name}.npy is complete")
+    print(f"\n{args.out / stem}.npy is complete")
     if args.layout == "rows":
         share = facts["labels"] / (facts["documents"] * (args.sequence - 1))
         print(f"{share:.1%} of the positions are real: with label masks OLMo's losses are averages over all positions")

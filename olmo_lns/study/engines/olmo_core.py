@@ -97,9 +97,7 @@ _CHECKPOINTER, _MIXER = "trainer.callbacks.checkpointer", "model.block.sequence_
 
 class OLMoCoreEngine(Engine):
     name, title, file_key = "olmo-core", "OLMo-core", "train_module"
-    arm_keys = frozenset(
-        {_BLOCK, _SCHEME, _EXPONENT, _INITIALIZATION, "model.block.scale_router", _NAME, _METHOD, _RESIDUAL}
-    )
+    arm_keys = frozenset({_BLOCK, _SCHEME, _EXPONENT, _INITIALIZATION, _NAME, _METHOD, _RESIDUAL})
     compared = re.compile(
         r"model\.(?!_CLASS_|block\.sequence_mixer\.(backend|use_flash))|dataset\.(paths|sequence|label_mask|tokenizer\.(?!id))"
         r"|data_loader\.(global|seed|ignore)|train_module\.(optim|scheduler|max_|z_loss|autocast|label)"

@@ -92,3 +92,7 @@ def test_every_sub_layer_is_a_site_and_the_schemes_of_config_and_model_agree(blo
     lost = made.as_config_dict() | {"block_overrides": {"1": small.config(block).block.as_config_dict()}}
     with pytest.raises(CheckpointMismatchError, match="expected one"):
         scheme_of_config(lost, source="x")
+    lost = made.as_config_dict()
+    lost["block"]["scale_router"] = False
+    with pytest.raises(CheckpointMismatchError, match="router"):
+        scheme_of_config(lost, source="x")

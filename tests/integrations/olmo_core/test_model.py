@@ -87,8 +87,9 @@ _MODES = [
 
 
 @pytest.mark.parametrize(("mode", "arguments"), _MODES)
-def test_activation_checkpointing_gives_the_same_gradients(mode, arguments):
-    made = small.with_scheme(small.config())
+@pytest.mark.parametrize("block", ["default", "reordered_norm"])
+def test_activation_checkpointing_gives_the_same_gradients(mode, arguments, block):
+    made = small.with_scheme(small.config(block))
     expected = _gradients(small.model(made))
     built = small.model(made)
     built.apply_activation_checkpointing(mode, **arguments)
