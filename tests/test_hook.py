@@ -73,7 +73,7 @@ def test_the_hook_imports_nothing_and_a_missing_framework_is_an_ordinary_import_
     code += "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
     code += f"sys.path.append({str(HOOK.parents[2])!r})\n"
     code += "try:\n    import olmo\nexcept ModuleNotFoundError as e:\n    print(e.name)"
-    assert run(code, new=True).stdout == "[]\nolmo\n"
+    assert run(code).stdout == "[]\nolmo\n"
 
 
 def test_the_hook_knows_every_framework():
@@ -84,10 +84,10 @@ def test_the_hook_knows_every_framework():
 def test_a_moved_checkout_stops_olmo_but_not_transformers(tmp_path, name, stops):
     (tmp_path / f"{name}.py").write_text("")
     gone = "sys.modules['olmo_lns'] = None\n"  # as in an editable installation whose folder was moved
-    done = run(gone + f"import {name}\nprint('imported')", path=tmp_path, check=False, new=True)
+    done = run(gone + f"import {name}\nprint('imported')", path=tmp_path, check=False)
     assert ("imported" in done.stdout) != stops
     assert "its code is not where it was" in done.stderr and "OLMO_LNS_DISABLE=1" in done.stderr
-    assert run(gone + f"import {name}", path=tmp_path, new=True, OLMO_LNS_DISABLE="1").stderr == ""
+    assert run(gone + f"import {name}", path=tmp_path, OLMO_LNS_DISABLE="1").stderr == ""
 
 
 def test_a_namesake_of_olmo_is_imported_as_it_is(tmp_path):

@@ -87,7 +87,7 @@ class Saved:
 
     def scheme(self, asked: Scheme | None) -> Scheme:
         """The scheme that the saved arguments name, or ``asked`` where they name none."""
-        own = Settings.of(self.args).scheme
+        own = Settings.of_saved(self.args).scheme
         if asked is not None and asked.name not in (LNS.name, PRE_LN.name):
             raise LNSConfigError(f"--scheme {asked}: {self.folder} is Megatron's, which has lns and its exponent only.")
         if own.is_pre_ln or asked is None or asked == own:

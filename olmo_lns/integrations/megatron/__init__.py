@@ -89,10 +89,11 @@ def plain_initialization(config: Any) -> None:
     Example: ``plain_initialization(config)``, then ``GPTModel(config, ...)``.
     """
     register()
-    from olmo_lns.integrations.megatron.launch import apply_to
+    from olmo_lns.integrations.megatron import launch
 
     config = getattr(config, "transformer", config)
-    apply_to(config, Settings(no_scaled_init=True))
+    launch.require("megatron.core.")
+    launch.mark(config, Settings(no_scaled_init=True))
     if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge finalizes it later
         from megatron.core.utils import init_method_normal
 

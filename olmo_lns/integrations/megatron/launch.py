@@ -94,7 +94,7 @@ def model_built(original: Function) -> Function:
         configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
         marks = {found for found in map(Settings.of, configs) if found != Settings()}
         applied = [found for found in marks if found.layernorm_scaling]
-        words = asked.words or " ".join(word for word in sys.argv[1:] if word.split("=")[0] in FLAGS)
+        words = asked.words or " ".join(word for word in sys.argv[1:] if word.split("=")[0] in (FLAGS[0], FLAGS[3]))
         if asked.layernorm_scaling:
             _check_stages(chunks, asked)
         elif words and not marks:
@@ -150,8 +150,9 @@ def load_args(original: Function) -> Function:
     def load_args_from_checkpoint(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = original(args, *rest, **kwargs)
         # Not a tuple: no checkpoint, or one without arguments. Who allows a mismatch means the command line.
-        saved = Settings.of(result[1]) if isinstance(result, tuple) else Settings()
-        if Settings.of(args) == Settings() != saved and not is_set(ALLOW_MISMATCH):
+        saved = Settings.of_saved(result[1]) if isinstance(result, tuple) else Settings()
+        given = any(word.split("=")[0] in FLAGS for word in sys.argv[1:])
+        if not given and Settings.of(args) == Settings() != saved and not is_set(ALLOW_MISMATCH):
             saved.store(args)
             layers.say(f"from the checkpoint's arguments: {saved.words}")
         return result
@@ -199,7 +200,7 @@ def compare(saved: Any, running: Settings, source: object) -> None:
 
     :raises CheckpointMismatchError: the schemes differ.
     """
-    settings = Settings.of(saved)
+    settings = Settings.of_saved(saved)
     words = settings.words if settings.layernorm_scaling else f"without {FLAGS[0]}"
     scheme: Scheme | None = None if saved is None else settings.scheme
     require_same(scheme, running.scheme, source=source, setting=lambda scheme: words)

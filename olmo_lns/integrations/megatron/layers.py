@@ -206,6 +206,7 @@ def _check_numbers(model: Any, config: Any, places: list[tuple[nn.Module, int, s
     end = int(config.num_layers) * (1 if is_hybrid else 2)
     found = [2 * number - (sub_layer == "attn") for _, number, sub_layer in places]
     wrong = end % 2 == 1 or found != list(range(found[0], found[0] + len(found))) if found else False
+    wrong |= is_hybrid and found != [int(layer.layer_number) for layer in layers_of(model)]
     if found and hasattr(model, "pre_process"):
         # Such a first stage may hold the embedding alone, so that block 1 is in the second.
         layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")

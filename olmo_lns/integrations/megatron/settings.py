@@ -38,14 +38,19 @@ class Settings:
 
     @classmethod
     def of(cls, holder: Any) -> Settings:
-        """Read them from parsed arguments, a marked config or the arguments of a checkpoint.
+        """Read them from parsed arguments or a marked config."""
+        found = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+    @classmethod
+    def of_saved(cls, arguments: Any) -> Settings:
+        """Read them from the arguments of a checkpoint.
 
         :raises LNSConfigError: a development version saved the name of another scheme there.
         """
-        if other := getattr(holder, "norm_scheme", ""):
+        if other := getattr(arguments, "norm_scheme", ""):
             raise LNSConfigError(f"norm_scheme={other!r} in Megatron is of a development version only.")
-        found = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        return cls.of(arguments)
 
     def store(self, holder: Any) -> None:
         """Write all of them as attributes."""

@@ -9,6 +9,18 @@ import pytest
 from support import megatron_launch
 from support.megatron_launch import losses, pretrain
 
+#: What the wrapper of ModelOpt's loader relies on. Mocks stand in for ModelOpt's own modules.
+MODELOPT = """
+import inspect, sys
+from unittest import mock
+names = (".torch", ".torch.opt", ".torch.opt.plugins", ".torch.opt.plugins.mcore_dist_checkpointing",
+         ".torch.quantization", ".torch.quantization.utils", ".torch.utils")
+sys.modules.update({"modelopt" + name: mock.MagicMock() for name in ("", *names)})
+from megatron.post_training.checkpointing import load_modelopt_checkpoint as loader
+from olmo_lns import hook
+stock = loader.__wrapped__
+print(hook.is_wrapped(loader), "get_sharded_load_dir" in stock.__globals__, "load_arg" in inspect.signature(stock).parameters)
+"""
 LNS = "--layernorm-scaling"
 THREE_STEPS = ("--save-interval", "3", "--exit-interval", "3")
 
@@ -68,6 +80,14 @@ def test_training_equals_the_reference_and_stock_is_stock(tree, monkeypatch):
     assert lns == pytest.approx(losses(pretrain(tree)), rel=2e-6) and len(lns) == 6
     assert installed == stock
     assert max(abs(a - b) for a, b in zip(lns, stock, strict=True)) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_loader_of_modelopts_scripts_is_what_its_wrapper_expects(tree):
+    variables = megatron_launch.environment()
+    variables["PYTHONPATH"] = f"{tree}:{variables['PYTHONPATH']}"
+    done = subprocess.run([sys.executable, "-c", MODELOPT], env=variables, capture_output=True, text=True)
+    assert done.stdout.split()[-3:] == ["True"] * 3, done.stderr[-3000:]
 
 
 @pytest.mark.slow

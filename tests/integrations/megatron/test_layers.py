@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import megatron_tiny as tiny
 from support.hooked import hooked
 
@@ -220,6 +221,25 @@ def test_of_a_norm_that_also_returns_the_residual_the_output_alone_is_scaled(kin
     torch.testing.assert_close(y, 0.5 * kind(*how)(x)[0])
 
 
+def test_the_output_of_megatrons_wrapper_of_apex_is_multiplied(monkeypatch):
+    from megatron.core.fusions import fused_layer_norm
+
+    class InPython:
+        def forward(x, weight, bias, shape, eps, memory_efficient=False):
+            return F.layer_norm(x, shape, weight, bias, eps)
+
+        apply = staticmethod(forward)
+
+    monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
+    monkeypatch.setattr(fused_layer_norm, "FusedLayerNormAffineFunction", InPython, raising=False)
+    cfg = tiny.under(init_method_std=0.2, normalization="LayerNorm", persist_layer_norm=False)
+    layer = tiny.local_spec(cfg)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = fused_layer_norm.FusedLayerNorm
+    model = tiny.perturb(tiny.build(cfg, layer))
+    assert {norm.lns_way for norm in tiny.scaled_norms(model)} == {"outputs multiplied"}
+    tiny.assert_equation(model, normalization="LayerNorm")
+
+
 def test_a_scaled_norm_keeps_its_class_name_and_its_factor_when_saved_or_copied():
     """Megatron-FSDP and recipes for quantization go by class names."""
     norm = tiny.model_of().decoder.layers[2].input_layernorm
@@ -277,3 +297,16 @@ def test_attention_and_mlp_layers_of_a_hybrid_stack_share_a_block_number(capsys)
 def test_a_hybrid_pattern_that_is_not_attention_and_mlp_in_turn_is_refused(pattern, words):
     with pytest.raises((LNSConfigError, MeasurementError), match=words):
         apply(hybrid(pattern))
+
+
+@pytest.mark.parametrize(("pattern", "wrong"), [("*--*", [2, 3]), ("*-*-", [])])
+def test_a_stage_of_one_layer_tells_a_wrong_hybrid_pattern_by_its_number(pattern, wrong):
+    for place in range(4):
+        stack = hybrid(pattern)
+        stack.layers = torch.nn.ModuleList([stack.layers[place]])
+        stack.pre_process, stack.post_process = place == 0, place == 3
+        if place in wrong:
+            with pytest.raises(MeasurementError, match="attention and MLP in turn"):
+                apply(stack)
+        else:
+            assert apply(stack) == 1

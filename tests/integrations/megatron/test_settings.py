@@ -147,6 +147,9 @@ def test_use_checkpoint_args_restores_the_flags_that_were_not_given(monkeypatch)
     assert restore(parse(LNS, EXPONENT, "1"), saved) == Settings(True, 1.0)
     assert restore(parse(), parse(PLAIN)).no_scaled_init
     assert restore(parse(), SimpleNamespace()) == Settings()  # saved without the plugin
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["pretrain_gpt.py", f"{EXPONENT}=0.5"])
+        assert restore(parse(EXPONENT, "0.5"), saved) == Settings()
     args = parse(LNS)  # no checkpoint
     assert launch.load_args(lambda args, load_arg="load": args)(args) is args
     monkeypatch.setenv(ALLOW_MISMATCH, "1")
