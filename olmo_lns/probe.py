@@ -147,7 +147,7 @@ def find_blocks(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Mo
         if module in members:
             calls[module] = _call(args, kwargs, output)
 
-    watched = members.union(model.modules())
+    watched = members.union(each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule))
     with _hooks(module.register_forward_hook(note, with_kwargs=True) for module in watched), torch.no_grad():
         run()
     found: dict[str, list[Call]] = {}
@@ -187,9 +187,9 @@ def _require_all(model: nn.Module, name: str, blocks: Sequence[nn.Module], ran: 
 
 
 def structure(block: nn.Module) -> Any:
-    """Equal for blocks that are built alike: the types of their modules and the shapes of their parameters."""
+    """Equal for blocks that are built alike: the types of their modules, the shapes and devices of their parameters."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
-    return modules, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    return modules, tuple((name, tuple(p.shape), p.device) for name, p in block.named_parameters())
 
 
 def pre_ln_sites(

@@ -15,7 +15,6 @@ import functools
 import inspect
 import logging
 import sys
-import weakref
 from dataclasses import dataclass, fields, replace
 from typing import Any, Callable, Iterable, Iterator
 
@@ -78,8 +77,6 @@ def sites(model: Any) -> Iterator[tuple[str, Any, Site]]:
 def read_back(model: Any) -> Scheme:
     """Return the scheme that the built model has; Pre-LN if it has no site.
 
-    It is read once more before the first step of an optimizer: until then a norm or its forward may be replaced.
-
     :raises MeasurementError: two schemes in one model, or a module whose class or factor is not its plan's.
     """
     found = list(sites(model))
@@ -97,38 +94,7 @@ def read_back(model: Any) -> Scheme:
                 f"{name} ({site}): found {'; '.join(found_instead)} under {site.scheme}. Something has replaced the "
                 "module or its forward since the block was built; apply the scheme after that."
             )
-    if model not in _places:
-        named = [(name.rpartition("."), site) for name, _, site in found if name]
-        _places[model] = [(weakref.ref(model.get_submodule(at)), key, site) for (at, _, key), site in named]
-        _read_before_the_first_step()
     return found[0][2].scheme
-
-
-#: Model -> its sites, each with its parent and its name there. Until they are read for the second time.
-_places: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Any], str, Site]]] = weakref.WeakKeyDictionary()
-
-
-@functools.cache
-def _read_before_the_first_step() -> None:
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    register_optimizer_step_pre_hook(_read_again)
-
-
-def _read_again(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """:raises MeasurementError: a norm with a site was replaced, or its forward was."""
-    for model in () if torch.compiler.is_compiling() else list(_places):
-        read_back(model)
-        present = set(model.modules())
-        for parent, name, site in _places[model]:
-            # Without the name, or out of the model: its block was removed, as from a pipeline stage.
-            now = vars(parent())["_modules"].get(name) if parent() in present else None
-            if now is not None and not any(map(_own, now.modules())):
-                raise MeasurementError(
-                    f"{site}: found a {type(now).__name__} {name} without a factor, expected the module that was "
-                    "scaled. Something has replaced it; apply the scheme after that."
-                )
-        _places.pop(model)
 
 
 def check(model: Any, scheme: Scheme, n_layers: int, *, layer_numbers: Iterable[int] | None = None) -> None:
@@ -333,7 +299,6 @@ def restore(model: Any) -> None:
             )
             _ungive(module, stock, own.forward if isinstance(own, Product) else own)
         vars(module).pop("lns_sites", None)
-        _places.pop(module, None)
 
 
 # --- the start-up line ----------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ def test_forward_and_backward_agree_with_fp64(shape, x_dtype, p_dtype, kind, aff
     inputs = reference.tensors(shape, x_dtype, p_dtype, affine, "cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         y = reference.ours(kind, *inputs, EPS, SCALE, backend=backend)
+    if autocast and "float32" in (str(x_dtype)[6:], str(p_dtype)[6:]):
+        assert y.dtype == torch.float32
     expected = reference.norm(kind, *inputs, EPS, SCALE)
     coarsest = max(torch.finfo(y.dtype).eps, torch.finfo(x_dtype).eps, 5e-6)
     assert reference.relative_error(y, expected) < coarsest
