@@ -1,6 +1,6 @@
-"""The arms that are compared: the one table of them.
+"""The table of the compared arms.
 
-An arm is a scheme with an initialization; what a framework has to be told follows from the two.
+An arm is a scheme with an initialization; the framework's settings follow from the two.
 A new arm is one line of the table, one :func:`define` at run time, or a scheme's spelling in a description.
 """
 
@@ -14,19 +14,19 @@ from olmo_lns import settings
 from olmo_lns.errors import LNSConfigError, did_you_mean
 from olmo_lns.schemes import INITIALIZATIONS, LNS, PRE_LN, Scheme, definition, names, parse
 
-#: The arm that the others are compared with.
+#: The arm with which the others are compared.
 BASELINE = "preln"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """:param name: lower-case letters, digits and ``_``: it names files and folders. :param label: for tables.
+    """An arm. :param name: lower-case letters, digits and ``_``, for files and folders. :param label: for tables.
 
-    :param colour: with ``line`` and ``marker`` in matplotlib's words.
-    :param initialization: of the residual output projections, one of :data:`olmo_lns.schemes.INITIALIZATIONS`.
-    :param isolates: the one thing in which the arm differs from :data:`BASELINE`; ``""`` for an arm that changes
-        more than one and is reported beside the others.
-    :param init_fn: an initialization of OLMo's own, for an arm that exists there only.
+    :param colour: matplotlib name, as ``line`` and ``marker``.
+    :param initialization: one of :data:`olmo_lns.schemes.INITIALIZATIONS`, for the residual output projections.
+    :param isolates: the only difference of the arm to :data:`BASELINE`; ``""`` for an arm with several differences,
+        which is reported beside the others.
+    :param init_fn: OLMo's initialization, for an arm that exists in OLMo only.
     """
 
     name: str
@@ -45,12 +45,12 @@ ARMS: dict[str, Arm] = {}
 
 
 def define(arm: Arm) -> Arm:
-    """Add an arm, for the life of the process.
+    """Add an arm in this process.
 
     >>> define(Arm("half", "Halved", "#123456", "--", "*", LNS, "scaled", ""))  # doctest: +SKIP
 
-    :raises ValueError: its name is taken or cannot name a folder, its initialization is unknown, or is not what
-        becomes of an ``init_fn`` of OLMo's: a scheme takes the depth factor out of it.
+    :raises ValueError: the name is taken or cannot name a folder, the initialization is unknown, or it contradicts
+        OLMo's ``init_fn``, whose depth factor a scheme removes.
     """
     if arm.name in ARMS or not re.fullmatch(r"[a-z0-9_.]+", arm.name):
         raise ValueError(f"arm name {arm.name!r}: taken, or not lower-case letters, digits, _ and .")
@@ -58,20 +58,20 @@ def define(arm: Arm) -> Arm:
         raise ValueError(f"arm {arm.name!r}: initialization {arm.initialization!r}, expected one of {INITIALIZATIONS}")
     if arm.init_fn and arm.initialization != ("upstream" if arm.scheme.is_pre_ln else "plain"):
         raise ValueError(
-            f"arm {arm.name!r}: init_fn {arm.init_fn!r} is for Pre-LN with initialization upstream, or, without its "
-            "depth factor, for another scheme with plain"
+            f"arm {arm.name!r}: init_fn {arm.init_fn!r} needs Pre-LN with initialization upstream, or another "
+            "scheme, which removes its depth factor, with plain"
         )
     ARMS[arm.name] = arm
     return arm
 
 
 def _plain(name: str) -> tuple[str, str, Scheme, str, str, str]:
-    """The arm of a scheme under its own name. A scheme with a depth factor of its own isolates nothing."""
+    """Return the row of a scheme's arm, named like the scheme. A scheme with a depth factor isolates nothing."""
     found = definition(name)
     return name, found.label, Scheme.of(name), "plain", "" if name.endswith("_depth") else found.title, ""
 
 
-#: name, label, scheme, initialization, what it isolates, OLMo's init_fn; the style of each follows from its place.
+#: name, label, scheme, initialization, the isolated difference, OLMo's init_fn; the style follows from the place.
 _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     ("preln", "Pre-LN", PRE_LN, "plain", "nothing", ""),
     ("preln_scaled_init", "Pre-LN + scaled init", PRE_LN, "scaled", "scaled initialization", ""),
@@ -80,7 +80,7 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     ("preln_mitchell", "Pre-LN, OLMo's mitchell init", PRE_LN, "upstream", "", "mitchell"),
     ("lns_scaled_init", "Pre-LN + LNS + scaled init", LNS, "scaled", "", ""),
     ("preln_depth_scaled_init", "Pre-LN + depth-scaled init", PRE_LN, "depth_scaled", "depth-scaled init", ""),
-    # Under a scheme the depth factor of full_megatron is taken out: what is left is the head at 1/sqrt(d).
+    # A scheme removes the depth factor of full_megatron; the head at 1/sqrt(d) remains.
     ("preln_head", "Pre-LN, head at 1/sqrt(d)", Scheme.of("lns", exponent=0), "plain", "the head", "full_megatron"),
     ("lns_head", "Pre-LN + LNS, head at 1/sqrt(d)", LNS, "plain", "", "full_megatron"),
     *map(_plain, ("postln", "deepnorm", "mixln")),
@@ -92,7 +92,7 @@ _TABLE: tuple[tuple[str, str, Scheme, str, str, str], ...] = (
     *map(_plain, ("admin", "groupln", "sandwich", "sandwich_depth", "branchln", "branchln_depth", "layerscale")),
     *map(_plain, ("skipinit", "lnsbefore", "lnsafterbranch", "lnsafterattn", "lnsafterff", "lnsafterresidual")),
 )
-#: Okabe and Ito's, of the first arms; the others take hues a golden ratio apart.
+#: Okabe and Ito's colours for the first arms; the others have hues a golden ratio apart.
 _COLOURS = ("#D55E00", "#E69F00", "#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#000000")
 _STYLES = (
     *(("-", "o"), ("--", "s"), ("-.", "^"), (":", "v"), (":", "D"), ("--", "P")),
@@ -111,9 +111,9 @@ for _place, (_name, _label, _scheme, _init, _isolates, _init_fn) in enumerate(_T
 
 
 def arm_named(name: str) -> Arm:
-    """An arm of the table, or a scheme as it is spelled, with plain initialization.
+    """Return an arm of the table, or the arm of a spelled scheme with plain initialization.
 
-    :raises LNSConfigError: neither, with the nearest known arm, or a parameter that the scheme does not take.
+    :raises LNSConfigError: an unknown arm (the message has the nearest one), or a parameter that the scheme lacks.
 
     >>> arm_named("lns:exponent=0.3").name
     'lns_exponent_0.3'
@@ -135,6 +135,6 @@ def arm_named(name: str) -> Arm:
 
 
 def check_environment() -> None:
-    """:raises LNSConfigError: a variable that would change an arm into another under the same name."""
+    """Check the environment. :raises LNSConfigError: a variable that would change the arms."""
     if value := settings.read(name := settings.INITIALIZATION):
-        raise LNSConfigError(f"{name}={value}: an arm sets its scheme and initialization itself: unset it")
+        raise LNSConfigError(f"{name}={value}: each arm sets its own scheme and initialization: unset the variable")

@@ -1,4 +1,4 @@
-"""``olmo-lns study``: plan, launch, collect and report a comparison of arms; plan checks any config."""
+"""``olmo-lns study``: plan, launch, collect and report a comparison of arms. ``plan`` checks any config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _whole(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """:returns: 0, or 1 when a run failed or the plan has a problem. Errors of the study itself are LNSErrors."""
+    """Run ``olmo-lns study``. :returns: 0, or 1 if a run failed or the plan has a problem. :raises LNSError: others."""
     files.degrade_output()
     args = _parser().parse_args(argv)
     code: int = args.run_command(args)
@@ -38,29 +38,27 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run_command=function)
         if name == "plan":
-            command.add_argument(
-                "study", nargs="+", help="descriptions, config files or folders; names of the pack too"
-            )
+            command.add_argument("study", nargs="+", help="descriptions, config files, folders, or names of the pack")
             return command
-        command.add_argument("study", help="the description: a file, or one of the pack by its name, such as paper")
-        command.add_argument("--out", type=Path, required=True, help="folder of the study: one folder per run")
+        command.add_argument("study", help="the description: a file, or a name of the pack, such as paper")
+        command.add_argument("--out", type=Path, required=True, help="folder of the study, with a folder for each run")
         return command
 
     plan = add("plan", _plan, "load, count, check and price a study or config files, without running anything")
     starting = add("launch", _launch, "print the commands, run them here, or write Slurm array scripts")
     how = starting.add_mutually_exclusive_group()
-    how.add_argument("--run", action="store_true", help="run here what is not done (resumes after a kill)")
+    how.add_argument("--run", action="store_true", help="run the unfinished runs here (resumes after a kill)")
     how.add_argument("--slurm", type=Path, metavar="FOLDER", help="write Slurm array scripts to this folder")
     collecting = add("collect", _collect, "read the logs into <out>/results.csv; check that the arms are comparable")
     add("report", _report, "write <out>/report/: tables and figures")
     for command in (plan, starting):
-        command.add_argument("--gpus", type=_whole, help="GPUs of a run, instead of the description's")
-        command.add_argument("--nodes", type=_whole, help="nodes of a run (default: one for each 8 GPUs)")
+        command.add_argument("--gpus", type=_whole, help="GPUs of a run (default: the description's)")
+        command.add_argument("--nodes", type=_whole, help="nodes of a run (default: one per 8 GPUs)")
         command.add_argument(
-            "--gpu", choices=sorted(GPUS), default=planning.GPU, help="plan for this GPU (default A100)"
+            "--gpu", choices=sorted(GPUS), default=planning.GPU, help="GPU for the estimates (default A100)"
         )
-        command.add_argument("--only", nargs="+", metavar="RUN", help="runs by the beginning of their names: 7B-preln")
-    collecting.add_argument("--allow-missing", action="store_true", help="report missing runs instead of refusing")
+        command.add_argument("--only", nargs="+", metavar="RUN", help="runs whose names begin so: 7B-preln")
+    collecting.add_argument("--allow-missing", action="store_true", help="report missing runs instead of an error")
     return parser
 
 
@@ -77,7 +75,7 @@ def _launch(args: argparse.Namespace) -> int:
     study = replace(Study.load(args.study), gpus=args.gpus, nodes=args.nodes)
     runs = study.selected(args.only)
     if args.run:
-        os.environ.update(launch.environment(study, args.out))  # before the configs that read it are loaded
+        os.environ.update(launch.environment(study, args.out))  # before the configs that read these variables
     planning.compare_arms(study.runs)
     if args.run:
         return min(1, launch.run_here(study, runs, args.out))

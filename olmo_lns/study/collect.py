@@ -1,4 +1,4 @@
-"""Read what runs leave behind: their logs and saved settings, and the table of their results."""
+"""Read the logs and saved settings of runs; write the table of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from olmo_lns.study.planning import arm_problems, compare_arms
 
 COMPLETE, INCOMPLETE, MISSING = "complete", "incomplete", "missing"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-#: OLMo and OLMo-core: a line with the step, and its metrics in the lines below it.
+#: OLMo and OLMo-core: a line with the step, then lines with its metrics.
 STEP = re.compile(r"\[step=(\d+)/(\d+|\?\?\?)(?:,epoch=\d+)?(?:,eta=[^\]]*)?\]\s*$")
 METRIC = re.compile(r"^ {4,}(\S.*?)=(\S+)\s*$")
 LOSSES = ("train/CrossEntropyLoss", "train/CE loss")
@@ -31,9 +31,9 @@ VALIDATION = re.compile(r"validation loss at iteration (\d+)(?: on validation se
 
 @dataclass
 class Curve:
-    """Loss (nats per token) by optimizer step. :param total: the steps the run was to make, None where unknown.
+    """Loss (nats per token) by optimizer step. :param total: planned steps of the run, None if unknown.
 
-    :param heldout: loss on held-out data, at the steps after which it was measured.
+    :param heldout: loss on held-out data, by the step before the measurement.
     """
 
     source: str
@@ -47,29 +47,29 @@ class Curve:
 
     @property
     def done(self) -> bool:
-        """True if the log has the loss of the last step of the run."""
+        """True if the log has the loss of the run's last step."""
         return self.total is not None and self.last >= self.total
 
     def final(self, fraction: float) -> tuple[float, float, int]:
-        """``(mean, standard deviation, number of points)`` of the losses in the last ``fraction`` of a finished run."""
+        """Return ``(mean, standard deviation, points)`` of the losses in the last ``fraction`` of a finished run."""
         tail = [loss for step, loss in self.losses.items() if step > self.last - max(1, round(fraction * self.last))]
         return statistics.fmean(tail), statistics.stdev(tail) if len(tail) > 1 else 0.0, len(tail)
 
 
 def attempts(folder: Path) -> list[Path]:
-    """The console logs of a run folder, oldest first: by the numbers in their names, ``-99`` before ``-100``."""
+    """Return the console logs of a run folder, oldest first, by number: ``-99`` before ``-100``."""
     parts = {path: re.split(r"(\d+)", path.name) for path in folder.glob("*.log")}
     return sorted(parts, key=lambda path: [int(part) if part.isdigit() else part for part in parts[path]])
 
 
 def read(path: Path) -> Curve:
-    """The losses in a console log of any of the frameworks, up to its last whole line: a kill may cut a number.
+    """Read the losses in a console log of any framework, up to the last whole line: a kill may cut a number.
 
     :raises LNSConfigError: the log is damaged, or a loss is not finite.
     """
     raw = path.read_bytes()
     if b"\0" in raw:
-        raise LNSConfigError(f"{path}: damaged: it has NUL bytes; restore it or rerun the run")
+        raise LNSConfigError(f"{path}: damaged: it has NUL bytes; restore the log or repeat the run")
     curve, step = Curve(str(path)), None
 
     def add(to: dict[int, float], at: int, text: str) -> None:
@@ -99,7 +99,7 @@ def read(path: Path) -> Curve:
 
 
 def merge(curves: Iterable[Curve]) -> Curve:
-    """The attempts of one run, oldest first: a later attempt replaces the steps it repeats.
+    """Merge the attempts of one run, oldest first; a later attempt replaces repeated steps.
 
     :raises LNSConfigError: attempts with different total steps, or a gap between them.
     """
@@ -123,15 +123,15 @@ def merge(curves: Iterable[Curve]) -> Curve:
 
 
 def curve_of(folder: Path) -> Curve | None:
-    """The losses of all attempts of a run; None without a log.
+    """Return the losses of all attempts of a run; None without a log.
 
-    :raises LNSConfigError: as :func:`read` and :func:`merge`.
+    :raises LNSConfigError: errors of :func:`read` and :func:`merge`.
     """
     return merge(map(read, logs)) if (logs := attempts(folder)) else None
 
 
 def other_run(run: Run, folder: Path) -> str | None:
-    """Name the difference of the run in a folder, by the config that its framework saved; None where there is none."""
+    """Name the difference between ``run`` and the config saved in its folder; None if there is none."""
     if not (used := run.engine.used(folder)):
         return None
     if problems := arm_problems(run.arm, used, run.engine):
@@ -140,14 +140,14 @@ def other_run(run: Run, folder: Path) -> str | None:
     for key in (key for key in keys if key in used and run.engine.compared.match(key)):
         if str(used[key]) != str(run.settings.get(key)):
             there, here = used[key], run.settings.get(key)
-            return f"{folder}: was started with other settings: {key}: {there!r} then, {here!r} now"
+            return f"{folder}: found a run with other settings: {key}: {there!r} there, {here!r} in this study"
     return None
 
 
 def read_results(path: Path) -> pd.DataFrame:
-    """:raises LNSConfigError: ``study collect`` has not written it."""
+    """Read ``results.csv``. :raises LNSConfigError: ``study collect`` has not written it."""
     if not path.is_file():
-        raise LNSConfigError(f"{path}: not there; run `olmo-lns study collect` first")
+        raise LNSConfigError(f"{path}: no such file; run `olmo-lns study collect` first")
     return pd.read_csv(path, dtype={"run": str, "size": str, "arm": str})
 
 
@@ -155,13 +155,13 @@ def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataF
     """Read every run of the study from ``<out>/<run>/`` and write ``<out>/results.csv``.
 
     ``loss`` is the mean over the last part of a run (nats per token), None unless its ``status`` is complete;
-    ``last_loss`` the latest, of an incomplete run too; ``heldout`` the loss on held-out data after the last step, where
-    the config has an evaluator ``heldout``.
+    ``last_loss`` is the latest loss, also of an incomplete run; ``heldout`` is the loss on held-out data after the last
+    step, if the config has an evaluator ``heldout``.
 
-    :param allow_missing: report a run of which nothing was found as missing, instead of refusing the study.
+    :param allow_missing: report a run without a log as missing, instead of an error.
     :returns: a row for each run, in the description's order.
     :raises LNSConfigError: a missing run, a damaged log, a loss that is not finite, a run that is not the
-        description's, or arms that differ in more than the arm; each with the run and what was found.
+        description's, or arms that differ in more than the arm; the message names the run and the finding.
     """
     settings: dict[str, Any] = {}
     rows = []
@@ -169,7 +169,7 @@ def collect(study: Study, out: Path, *, allow_missing: bool = False) -> pd.DataF
         curve = curve_of(out / run.name)
         if curve is None and not allow_missing:
             raise LNSConfigError(
-                f"run {run.name} is missing: no log in {out / run.name}: launch it, or --allow-missing"
+                f"run {run.name} is missing: no log in {out / run.name}: launch it, or pass --allow-missing"
             )
         if curve and curve.losses:
             if problem := other_run(run, out / run.name):
@@ -189,7 +189,7 @@ def _row(study: Study, run: Run, curve: Curve, used: dict[str, Any] | None) -> d
     if shape.steps and curve.total not in (None, shape.steps):
         raise LNSConfigError(
             f"run {run.name}: its log counts to {curve.total} steps, the study's config to {shape.steps}: "
-            "not a run of this study"
+            "expected a run of this study"
         )
     mean, std, points = curve.final(study.final_fraction) if curve.done else (None, None, 0)
     heldout = curve.heldout.get(curve.total or -1)

@@ -1,7 +1,7 @@
 """Read a study's description: sizes × arms × seeds over the files of the config pack, as a list of runs.
 
-People write it by hand, so a schema checks each value. docs/descriptions.md has every key. Every scalar is read as text
-and the schema says what it is: quoted or not, ``48:00:00`` is a time and ``no`` a word.
+A schema checks each value; docs/descriptions.md has every key. Every scalar is read as text, and the schema sets its
+type: quoted or not, ``48:00:00`` is a time and ``no`` a word.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from olmo_lns.study import files
 from olmo_lns.study.arms import ARMS, BASELINE, arm_named
 from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
 
-#: GPUs of a node where nobody says how many.
+#: Default number of GPUs of a node.
 GPUS_OF_A_NODE = 8
 
 
@@ -29,7 +29,7 @@ def _none(value: Any) -> Any:
 
 
 def _table(value: Any) -> Any:
-    """``[a, b]`` or ``{a: {settings}, b: }`` as ``{a: {...}, b: {}}``."""
+    """Return ``[a, b]`` or ``{a: {settings}, b: }`` as ``{a: {...}, b: {}}``."""
     if isinstance(value, list):
         if len({*map(str, value)}) < len(value):
             raise ValueError("a name is listed twice")
@@ -43,22 +43,22 @@ def _pattern(text: str) -> str:
     try:
         text.format(size="", arm="")
     except (KeyError, IndexError, ValueError, AttributeError):
-        raise ValueError("expected a path, with {size} and {arm} where they belong and no other braces") from None
+        raise ValueError("expected a path with {size} and {arm} and no other braces") from None
     return text
 
 
 def _rate(text: str) -> str:
-    if not 0 < float(text.removesuffix("x")) < float("inf"):  # float's own ValueError is as good
+    if not 0 < float(text.removesuffix("x")) < float("inf"):  # or float's ValueError
         raise ValueError("expected a learning rate above 0, or a multiple of the config's such as 2x")
     return text
 
 
-#: Without line breaks and control characters: in a generated shell script they would begin a line of their own.
+#: Text without line breaks and control characters, which would start a new line in a generated shell script.
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.+][A-Za-z0-9_.+-]*$")]
 Size = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._]+$")]
 Positive = Annotated[int, Field(ge=1)]
-#: The seeds that OLMo and Megatron take.
+#: Seeds that OLMo and Megatron accept.
 Seeds = list[Annotated[int, Field(ge=0, lt=2**32)]]
 Settings = Annotated[dict[Text, Any], AfterValidator(files.resolved)]
 Rates = Annotated[list[Annotated[Text, AfterValidator(_rate)]], Field(min_length=1)]
@@ -69,9 +69,9 @@ class _Strict(BaseModel):
 
 
 class Container(_Strict):
-    """The image in which a Slurm job runs its training processes.
+    """The image for the training processes of a Slurm job.
 
-    :param runtime: ``pyxis`` (``srun --container-image``) or ``apptainer``; by the image's ending where it isn't given.
+    :param runtime: ``pyxis`` (``srun --container-image``) or ``apptainer``; by default from the image's ending.
     :param mounts: folders of the host, ``/data`` or ``/data:/inside``.
     """
 
@@ -85,13 +85,13 @@ class Container(_Strict):
 
 
 class Launch(_Strict):
-    """The start of a run.
+    """Launch settings of a run.
 
     :param command: ``train`` (``olmo-lns train``) or the path of a training script. :param nproc: GPUs of a node.
-    :param nodes: of a run, by size; the key ``""`` is for all others.
-    :param threads: OMP_NUM_THREADS of each run. :param args: added to every command.
+    :param nodes: number of nodes of a run, by size; the key ``""`` is for all other sizes.
+    :param threads: OMP_NUM_THREADS of each run. :param args: arguments for every command.
     :param setup: shell lines at the start of a Slurm job, such as ``module load cuda``.
-    :param sbatch: further ``#SBATCH`` lines; None leaves out one of ours.
+    :param sbatch: further ``#SBATCH`` lines; None removes a default line.
     """
 
     command: Text = "train"
@@ -107,7 +107,7 @@ class Launch(_Strict):
 
 
 class Description(_Strict):
-    """The keys of a description; docs/descriptions.md says what each means."""
+    """The keys of a description (docs/descriptions.md)."""
 
     name: Word
     framework: Literal["olmo", "olmo-core", "megatron"] = "olmo"
@@ -126,15 +126,15 @@ class Description(_Strict):
 
 @cache
 def published() -> dict[str, Any]:
-    """The papers' numbers: ``tables``, ``points`` and ``batches`` of published.yaml."""
+    """Return the papers' numbers: ``tables``, ``points`` and ``batches`` of published.yaml."""
     found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
     return found
 
 
 def described(path: Path) -> Description:
-    """The checked keys of a file.
+    """Read and check the keys of a file.
 
-    :raises LNSConfigError: a key that is missing, unknown or given twice, or the value and what is expected.
+    :raises LNSConfigError: a missing, unknown or repeated key, or a wrong value with the expectation.
     """
     try:
         found = Description.model_validate(files.read_text(path))
@@ -156,12 +156,12 @@ def described(path: Path) -> Description:
 
 @dataclass(frozen=True)
 class Study:
-    """A description, read: its runs and how they are started.
+    """A description with its runs and their launch settings.
 
     >>> Study.load("paper").arms[:2]
     ['preln', 'preln_scaled_init']
 
-    :param gpus, nodes: of a run, instead of the description's; see :meth:`layout`.
+    :param gpus, nodes: numbers for a run, None: the description's; see :meth:`layout`.
     """
 
     name: str
@@ -190,7 +190,7 @@ class Study:
         return list(dict.fromkeys(run.arm for run in self.runs))
 
     def layout(self, run: Run) -> tuple[int, int]:
-        """``(nodes, GPUs of a node)`` of a run: the description's, or those that were asked for.
+        """Return ``(nodes, GPUs of a node)`` of a run: the requested numbers, else the description's.
 
         :raises LNSConfigError: GPUs that do not fill the nodes evenly.
         """
@@ -205,9 +205,9 @@ class Study:
         return nodes, self.gpus // nodes
 
     def selected(self, only: Iterable[str] | None) -> list[Run]:
-        """The runs whose names begin with one of ``only``: ``7B``, ``7B-preln`` or a whole name.
+        """Return the runs whose names begin with one of ``only``: ``7B``, ``7B-preln`` or a whole name.
 
-        :raises LNSConfigError: no run begins so.
+        :raises LNSConfigError: no run's name begins so.
         """
         if only is None:
             return list(self.runs)
@@ -218,7 +218,7 @@ class Study:
                 names = [run.name for run in self.runs]
                 hint = did_you_mean(wanted, [*self.groups, *names])
                 raise LNSConfigError(
-                    f"{wanted!r} begins no run of study {self.name}{hint}; its runs: {', '.join(names)}"
+                    f"no run of study {self.name} begins with {wanted!r}{hint}; its runs: {', '.join(names)}"
                 )
             found |= {run.name: run for run in mine}
         return [*found.values()]
@@ -227,8 +227,8 @@ class Study:
     def load(cls, path: str | Path) -> Study:
         """Read a description.
 
-        :param path: a file, or a description of the pack by its name: ``paper``.
-        :raises LNSConfigError: no such file, or a value, arm, size or framework that is not known.
+        :param path: a file, or the name of a description of the pack: ``paper``.
+        :raises LNSConfigError: no such file, or an unknown value, arm, size or framework.
         """
         keys = described(path := files.located(path, "study"))
         try:
@@ -244,7 +244,7 @@ class Study:
 
     @classmethod
     def of_configs(cls, paths: Iterable[Path], engine: Engine) -> Study:
-        """Config files as runs, each of the arm that the file is named after: ``60M-lns.yaml``."""
+        """Return config files as a study; each file name has the arm: ``60M-lns.yaml``."""
         runs = [
             Run(path.stem, arm if (arm := path.stem.partition("-")[2]) in ARMS else "", 0, engine, path, {})
             for path in paths
@@ -257,10 +257,10 @@ def _names(run: Run) -> tuple[str, str]:
 
 
 def _runs(keys: Description, path: Path, engine: Engine) -> Iterable[Run]:
-    """Size by size as listed, and within a size the arms of a seed together: a study cut short still compares arms."""
+    """Yield the runs by size; within a size the arms of a seed together, so that a partial study compares arms."""
     arms = {arm_named(name).name: own for name, own in keys.arms.items()}
     if len(arms) < len(keys.arms):
-        raise LNSConfigError(f"arms: two names of one arm among {', '.join(keys.arms)}")
+        raise LNSConfigError(f"arms: found one arm twice among {', '.join(keys.arms)}")
     tried = _by_arm(keys.rates, arms)
     for key, values in (("only", keys.only), ("more_seeds", keys.more_seeds)):
         _known(key, values, keys.sizes, "sizes")
@@ -286,7 +286,7 @@ def _known(key: str, names: Iterable[str], known: Iterable[str], what: str) -> l
 
 
 def _by_arm(value: Any, arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by arm; a list holds for every arm."""
+    """Return values by arm; a list applies to every arm."""
     if not isinstance(value, Mapping):
         return dict.fromkeys(arms, value)
     found = {arm_named(name).name: item for name, item in value.items()}
@@ -297,9 +297,9 @@ def _by_arm(value: Any, arms: Mapping[str, Any]) -> dict[str, Any]:
 def _run(
     path: Path, pattern: str, engine: Engine, size: str, arm: str, seed: int, extra: dict[str, Any], tried: str | None
 ) -> Run:
-    """The file of the arm, or where it has none a stock one with the arm's keys.
+    """Return the run with the arm's file, or with a stock file and the arm's keys.
 
-    The file is looked for where the description says, then in the pack.
+    A file is searched at the description's path, then in the pack.
     """
 
     def file(of: str) -> Path:
@@ -312,7 +312,7 @@ def _run(
     if "{arm}" not in pattern:
         overrides |= own
     elif not config.is_file():
-        # Megatron's files of this arm have no flag that would have to be taken back.
+        # Megatron's stock files have no flag that would have to be removed.
         base = "preln_scaled_init" if engine.arm(ARMS["preln_scaled_init"]) == {} else BASELINE
         config = file(base)
         overrides |= dict.fromkeys(settings_of(ARMS[base], engine)) | own

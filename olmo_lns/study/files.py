@@ -1,4 +1,4 @@
-"""The config pack, YAML whose values stay as they are written, and files that are written whole."""
+"""The config pack, YAML with values as text, files written by rename, and locks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 
 
 class _Text(yaml.SafeLoader):
-    """YAML in which every scalar is text, quoted or not, and a key that is given twice is an error."""
+    """YAML in which every scalar is text, quoted or not, and a repeated key is an error."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("^(?:<<)$"))]}
 
@@ -41,9 +41,9 @@ class _Text(yaml.SafeLoader):
 
 
 def read_text(path: Path) -> dict[str, Any]:
-    """The mapping in a file, its scalars as text; an empty value is ``""``.
+    """Return the mapping in a file, its scalars as text; an empty value is ``""``.
 
-    :raises LNSConfigError: no such file, not YAML, a key that is given twice, or not a mapping.
+    :raises LNSConfigError: no such file, not YAML, a repeated key, or not a mapping.
     """
     if not path.is_file():
         raise LNSConfigError(f"{path}: no such file")
@@ -57,7 +57,7 @@ def read_text(path: Path) -> dict[str, Any]:
 
 
 def resolved(node: Any) -> Any:
-    """Text, or lists and mappings of it, as JSON's ``true``, ``null`` and numbers; ``no`` and ``010`` stay text.
+    """Convert text, or nested text, to JSON's ``true``, ``null`` and numbers; ``no`` and ``010`` stay text.
 
     >>> resolved({"a": "1e-3", "b": "010", "c": "null"})
     {'a': 0.001, 'b': '010', 'c': None}
@@ -76,25 +76,25 @@ def resolved(node: Any) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The mapping in a config file, with its variables as they are written.
+    """Return the mapping in a config file without replacing its variables.
 
-    :raises LNSConfigError: as :func:`read_text`.
+    :raises LNSConfigError: errors of :func:`read_text`.
     """
     found: dict[str, Any] = resolved(read_text(path))
     return found
 
 
 def needed(path: Path) -> list[str]:
-    """The variables without a default that a file reads."""
+    """Return the variables without a default that a file reads."""
     found = VARIABLE.findall(path.read_text(encoding="utf-8"))
     return list(dict.fromkeys(name for name, default in found if not default))
 
 
 def filled(node: Any, where: str, *, placeholder: bool = False) -> Any:
-    """Text, or lists and mappings of it, with the variables replaced.
+    """Replace the variables in text or nested text.
 
-    :param placeholder: a variable that is not set becomes ``/NAME-is-not-set`` instead of an error.
-    :raises LNSConfigError: a variable that is not set and has no default.
+    :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of an error.
+    :raises LNSConfigError: an unset variable without a default.
     """
     if isinstance(node, dict):
         return {key: filled(value, where, placeholder=placeholder) for key, value in node.items()}
@@ -113,7 +113,7 @@ def filled(node: Any, where: str, *, placeholder: bool = False) -> Any:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """A dataclass or nested mapping as ``{"model.d_model": 512, …}``, with the values that JSON has."""
+    """Return a dataclass or nested mapping as ``{"model.d_model": 512, …}``, with JSON values."""
     tree = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config  # type: ignore[arg-type]
     flat: dict[str, Any] = {}
 
@@ -131,7 +131,7 @@ def flatten(config: Any) -> dict[str, Any]:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write ``path`` by rename, text as UTF-8: neither a kill nor a full disk leaves half of it.
 
-    Names of files that the locale cannot decode keep their bytes.
+    File names that the locale cannot decode keep their bytes.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -142,16 +142,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def degrade_output() -> None:
-    """Print ``?`` for what the locale's encoding cannot say, instead of an error."""
+    """Print ``?`` for characters that the locale lacks, instead of an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
 def pack_folder() -> Path:
-    """The folder of the pack: in the package, or beside it in a clone.
+    """Return the folder of the pack: in the package, or beside it in a clone.
 
-    :raises LNSConfigError: neither, as in an installation without package data.
+    :raises LNSConfigError: no pack, as in an installation without package data.
     """
     package = Path(olmo_lns.__file__).parent
     for candidate in (package / "configs", package.parent / "configs"):
@@ -161,21 +161,21 @@ def pack_folder() -> Path:
 
 
 def pack_names() -> list[str]:
-    """The files of the pack, such as ``olmo/60M-lns.yaml``."""
+    """Return the files of the pack, such as ``olmo/60M-lns.yaml``."""
     found = (path.relative_to(pack_folder()) for path in pack_folder().rglob("*") if path.is_file())
     return sorted(str(path) for path in found if "__pycache__" not in path.parts)
 
 
 def located(name: str | Path, kind: str) -> Path:
-    """A file by its path, or one of the pack by its name: ``paper``, ``60M-lns``; an existing path comes first.
+    """Return a file by its path, or by its name in the pack: ``paper``, ``60M-lns``; an existing path comes first.
 
     :param kind: the folder of the pack, such as ``study``; ``""`` for names such as ``study/paper``.
-    :raises LNSConfigError: neither.
+    :raises LNSConfigError: no such file.
 
     >>> located("paper", "study").name
     'paper.yaml'
     """
-    for path in (Path(name), Path(f"{name}.yaml")):  # a copy here, perhaps edited, comes before the pack's
+    for path in (Path(name), Path(f"{name}.yaml")):  # a local copy comes before the pack's file
         if path.is_file():
             return path
     wanted = str(name).removeprefix("configs/")
@@ -184,14 +184,14 @@ def located(name: str | Path, kind: str) -> Path:
         return found
     here = [os.path.splitext(path)[0].removeprefix(f"{kind}/") for path in pack_names() if path.startswith(kind)]
     hint, text = did_you_mean(Path(name).stem, here), ", ".join(here) if kind else "`olmo-lns config list` shows it"
-    raise LNSConfigError(f"{name}: no such file, and none of the pack{hint}: {text}")
+    raise LNSConfigError(f"{name}: no such file here or in the pack{hint}: {text}")
 
 
 def pack_copy(name: str, out: Path) -> Path:
     """Copy one file, or a folder such as ``study`` with all its files, to ``out``; nothing is overwritten.
 
     :param out: a folder that exists, or the new name.
-    :raises LNSConfigError: no such file in the pack, or there is one at the target already.
+    :raises LNSConfigError: no such file in the pack, or an existing target.
     """
     packed = (pack_folder() / name, pack_folder() / f"{name}.yaml")
     inside = (path for path in packed if path.resolve().is_relative_to(pack_folder().resolve()))
@@ -205,12 +205,12 @@ def pack_copy(name: str, out: Path) -> Path:
 
 
 def config(argv: Sequence[str] | None = None) -> int:
-    """``olmo-lns config list`` and ``copy NAME``."""
+    """Run ``olmo-lns config list`` or ``copy NAME``."""
     degrade_output()
     parser = argparse.ArgumentParser(prog="olmo-lns config", description="List and copy the configs of the package.")
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("list", help="the files of the pack")
-    copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study', to here")
+    copying = commands.add_parser("copy", help="copy a file, or a folder such as 'study'")
     copying.add_argument("name")
     copying.add_argument("-o", "--out", type=Path, default=Path("."), help="folder or file name (default: here)")
     args = parser.parse_args(argv)
@@ -219,30 +219,30 @@ def config(argv: Sequence[str] | None = None) -> int:
 
 
 def script(word: str) -> str:
-    """A training script by its path here, or in the pack (``configs/olmo_core/train.py``); other words unchanged."""
+    """Return a script's path here or in the pack (``configs/olmo_core/train.py``); other words unchanged."""
     here = [path for path in (Path(word), pack_folder().parent / word) if path.is_file()]
     return os.path.abspath(here[0]) if here else word
 
 
 def make_folder(path: Path) -> None:
-    """:raises LNSConfigError: it cannot be made or written to."""
+    """Create a folder. :raises LNSConfigError: it cannot be created or written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LNSConfigError(f"{path}: cannot be made: {error.strerror}") from error
+        raise LNSConfigError(f"{path}: cannot be created: {error.strerror}") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise LNSConfigError(f"{path}: no permission to write there")
 
 
 @contextmanager
 def only_one(lock: Path, problem: str) -> Iterator[int]:
-    """Hold a lock file until the block ends, and until every process that inherited the descriptor has ended.
+    """Hold a lock file until the block and every process that inherited its descriptor have ended.
 
-    :raises LNSError: another process holds it: ``problem``.
+    :raises LNSError: another process holds the lock; the message is ``problem``.
     """
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LNSError(f"{problem} (it holds {lock})") from None
+            raise LNSError(f"{problem} (lock: {lock})") from None
         yield file.fileno()

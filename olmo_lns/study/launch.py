@@ -1,6 +1,6 @@
-"""Start a study's runs on this machine, or print their commands; ``study.slurm`` writes the same as array scripts.
+"""Start a study's runs on this machine, or print their commands; ``study.slurm`` writes array scripts.
 
-The training loop and its restart are the framework's own. A run is left out when its log says that it is done.
+The training loop and its restart are the framework's own. A run whose log is complete is skipped.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from olmo_lns.study.collect import attempts, curve_of, other_run
 from olmo_lns.study.data.corpora import BUILT
 from olmo_lns.study.describe import Run, Study
 
-#: Lines of a failed run's log that a launch shows.
+#: Number of lines that a launch shows of a failed run's log.
 TAIL = 12
 #: Words of a command that the shell expands.
 JOB, ENDPOINT = "$SLURM_JOB_ID", "$HEAD:29500"
 
 
 def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, job: str = "") -> list[str]:
-    """The command line of one run; it starts the run or resumes it from its last checkpoint.
+    """Return the command line that starts a run or resumes it from its last checkpoint.
 
-    :param job: a name that is the same on all nodes of a run.
+    :param job: a name, the same on all nodes of a run.
     :raises LNSConfigError: the run's GPUs do not divide its batch.
     """
     folder, options = (out / run.name).resolve(), study.launch
@@ -49,12 +49,12 @@ def command(study: Study, run: Run, out: Path, *, python: str = sys.executable, 
 
 
 def quoted(words: Sequence[str]) -> str:
-    """A command for a shell, which expands two words of ours."""
+    """Quote a command for a shell, except :data:`JOB` and :data:`ENDPOINT`."""
     return " ".join(f'"{word}"' if word in (JOB, ENDPOINT) else shlex.quote(word) for word in words)
 
 
 def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
-    """Print one command a run; for a run over several nodes the one that is started on each of them."""
+    """Print one command per run; a run over several nodes starts it on each node."""
     check_environment()
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(study, out).items()]
     for run in runs:
@@ -62,11 +62,11 @@ def print_commands(study: Study, runs: Sequence[Run], out: Path) -> None:
             lines.append(f"# on each of {nodes} nodes, with HEAD set to the host name of one of them:")
         own = [f"{name}={value}" for name, value in run.engine.variables(run).items()]
         lines.append(" ".join([*own, quoted(command(study, run, out, python="python"))]))
-    print("\n".join(lines))  # only when every command could be written
+    print("\n".join(lines))  # after all commands, which may raise
 
 
 def environment(study: Study, out: Path) -> dict[str, str]:
-    """Return the variables that config files and launch read, on top of the present environment."""
+    """Return the variables that config files and launch read besides the current environment."""
     extra = {study.engine.save_variable: str(out.resolve())}
     if study.launch.threads:
         extra["OMP_NUM_THREADS"] = str(study.launch.threads)
@@ -79,15 +79,15 @@ def environment(study: Study, out: Path) -> dict[str, str]:
 def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) -> None:
     """Check every run before the first one starts.
 
-    :param here: on this machine, which then must have what the runs need.
-    :raises LNSConfigError: the run, what is wrong, and what to set.
+    :param here: the runs start on this machine, which must then have their requirements.
+    :raises LNSConfigError: the run, the problem, and the setting to change.
     """
     check_environment()
     script = study.launch.command
     if script != "train" and not os.path.isfile(files.script(script)):
         raise LNSConfigError(
-            f"{study.path}: launch.command {script!r} is not a file here: call this in the framework's checkout, or "
-            "name the script with its path"
+            f"{study.path}: launch.command {script!r} is not a file here: run the command in the framework's checkout, "
+            "or give the script's path"
         )
     given = {**os.environ, **environment(study, out)}
     for run in runs:
@@ -96,11 +96,11 @@ def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) ->
             continue
         if (nodes := study.layout(run)[0]) > 1:
             raise LNSConfigError(
-                f"run {run.name} asks for {nodes} nodes: leave --run away to have the commands printed, write Slurm "
-                "scripts with --slurm FOLDER, or give --nodes 1"
+                f"run {run.name} needs {nodes} nodes: omit --run to print the commands, write Slurm scripts with "
+                "--slurm FOLDER, or give --nodes 1"
             )
         if shutil.which(words[0]) is None:
-            raise LNSConfigError(f"run {run.name}: {words[0]} is not on PATH: activate the environment that has torch")
+            raise LNSConfigError(f"run {run.name}: {words[0]} is not on PATH: activate the environment with torch")
         if missing := [name for name in files.needed(run.config) if not given.get(name)]:
             raise LNSConfigError(
                 f"run {run.name}: {run.config} reads {' and '.join(missing)}, not set: export {missing[0]}=…"
@@ -108,11 +108,11 @@ def check(study: Study, runs: Sequence[Run], out: Path, *, here: bool = True) ->
 
 
 def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
-    """Run what is not done, one after the other. A killed study continues with the same call.
+    """Run the unfinished runs one after the other. The same call continues a killed study.
 
-    SIGINT and SIGTERM end the run too; a run that outlives a killed launcher keeps the study locked.
+    SIGINT and SIGTERM also end the run; a run that survives a killed launcher keeps the study locked.
 
-    :returns: the number of runs that failed; the end of each one's log is printed.
+    :returns: the number of failed runs; the end of each failed log is printed.
     """
 
     def stop(*_: object) -> None:
@@ -131,11 +131,11 @@ def run_here(study: Study, runs: Sequence[Run], out: Path) -> int:
 
 
 def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
-    """:raises LNSConfigError: a run's folder holds a run with other settings."""
+    """Return the unfinished runs. :raises LNSConfigError: a run's folder has a run with other settings."""
     todo = []
     for run in runs:
         if problem := other_run(run, out / run.name):
-            raise LNSConfigError(f"{problem}; use another --out, or remove the folder to start it anew")
+            raise LNSConfigError(f"{problem}; use another --out, or remove the folder to start again")
         if done := (curve := curve_of(out / run.name)) is not None and curve.done:
             print(f"{run.name}: done", flush=True)
         todo += [] if done else [run]
@@ -143,7 +143,7 @@ def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
 
 
 def _failed(study: Study, run: Run, out: Path, lock: int) -> bool:
-    """Run it to its end and print how it ended."""
+    """Run one run to its end; return true if it failed."""
     folder = out / run.name
     files.make_folder(folder)
     log = folder / f"attempt-{len(attempts(folder)) + 1:02d}.log"
@@ -157,7 +157,7 @@ def _failed(study: Study, run: Run, out: Path, lock: int) -> bool:
         try:
             code = process.wait()
         except BaseException:
-            with suppress(ProcessLookupError):  # it has just ended by itself
+            with suppress(ProcessLookupError):  # the run has just ended
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise

@@ -17,14 +17,14 @@ from olmo_lns.study.describe import GPUS_OF_A_NODE, Study
 from olmo_lns.study.engines import ENGINES, Engine, Run, settings_of
 from olmo_lns.study.engines.base import CHECKPOINT_BYTES, GPUS
 
-#: A job is planned on this GPU, at this share of its peak, with this margin for evaluation and checkpoints.
+#: Default GPU of the plan, share of its peak, and margin for evaluation and checkpoints.
 GPU, UTILISATION, MARGIN = "A100", 0.4, 1.25
-#: Files of other commands, which check them themselves: the key that tells them -> whose they are.
+#: Key of config files that other commands check -> the command.
 ELSEWHERE = {"dataset_name": "TRL's own command", "augment": "olmo-lns vision train"}
 
 
 def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list[str]:
-    """Flat settings that contradict the arm's definition; empty when none does."""
+    """Return the flat settings that contradict the arm's definition."""
     try:
         wanted = engine.defining(settings_of(arm_named(name), engine))
     except LNSConfigError as error:
@@ -38,9 +38,9 @@ def arm_problems(name: str, settings: Mapping[str, Any], engine: Engine) -> list
 
 
 def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Require that each run is its arm, and that the arms of one size and seed differ in the arm's keys only.
+    """Check that each run is its arm, and that the arms of one size and seed differ in the arm's keys only.
 
-    :param settings: flat ones by the run's name, of the runs that have any; None for those that the configs give.
+    :param settings: run name -> flat settings, for some runs; None uses the configs' settings of all runs.
     :raises LNSConfigError: the two runs, the key and both values.
     """
     firsts: dict[tuple[str, int], Run] = {}
@@ -63,9 +63,9 @@ def compare_arms(runs: Sequence[Run], settings: Mapping[str, Mapping[str, Any]] 
 
 
 def check(run: Run, gpus: int | None) -> tuple[list[str], list[str]]:
-    """``(problems, notes)`` of one run; a note names what could not be checked.
+    """Return ``(problems, notes)`` of one run; a note names a check that was not possible.
 
-    :param gpus: over which the batch must divide; None where nobody said how many.
+    :param gpus: number of GPUs that must divide the batch; None if unknown.
     :raises LNSConfigError: the framework does not load its config.
     """
     settings, shape, engine = run.settings, run.shape, run.engine
@@ -74,27 +74,27 @@ def check(run: Run, gpus: int | None) -> tuple[list[str], list[str]]:
     if gpus and (problem := engine.machine(settings).problem(shape, gpus)):
         found.append(problem)
     if shape.steps and shape.warmup >= shape.steps:
-        found.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: it never ends")
+        found.append(f"warm-up of {shape.warmup} steps in a run of {shape.steps}: expected fewer")
     return problems + found, notes
 
 
 def hours(run: Run, gpu: str) -> float:
-    """Hours of a run on one GPU: 6 N D plus attention (:attr:`Shape.flops`) at :data:`UTILISATION`."""
+    """Return the hours of a run on one GPU: 6 N D plus attention (:attr:`Shape.flops`) at :data:`UTILISATION`."""
     return run.shape.flops / (GPUS[gpu] * UTILISATION) / 3600
 
 
 def disk(run: Run) -> float:
-    """Gigabytes that a run fills: the checkpoints that it keeps, and the one being written."""
+    """Return the gigabytes of a run: its kept checkpoints and one being written."""
     return (run.engine.kept(run.settings, run.shape.steps) + 1) * CHECKPOINT_BYTES * run.shape.parameters / 1e9
 
 
 def planned_hours(study: Study, run: Run, gpu: str = GPU) -> float:
-    """Hours of a run on its GPUs, with :data:`MARGIN`."""
+    """Return the hours of a run on its GPUs, with :data:`MARGIN`."""
     return hours(run, gpu) * MARGIN / math.prod(study.layout(run))
 
 
 def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
-    """One line per size, in 80 columns where its name is short; and the study's totals."""
+    """Return one line per size, in 80 columns for short names, and the study's totals."""
     width = max(4, *(len(run.size) for run in runs))
     total = sum(hours(run, gpu) / math.prod(study.layout(run)) for run in runs)
     lines = [f"{'size':<{width}} runs params tokens   steps  {gpu} h GPUs     a run disk a run"]
@@ -120,7 +120,7 @@ def table(study: Study, runs: Sequence[Run], gpu: str) -> str:
 
 
 def data_advice(study: Study, run: Run) -> list[str]:
-    """The data that a run reads, and the commands that make them."""
+    """Return the data of a run, and the commands that make them."""
     shape, variable = run.shape, f"${run.engine.data_variable}"
     if study.data:
         return ["text that the launch makes" if study.data in BUILT else str(study.path.parent / study.data)]
@@ -142,8 +142,8 @@ def data_advice(study: Study, run: Run) -> list[str]:
     return [f"{what}, in {variable}; to make them (docs/data.md):", *make, *([check] if rows else [])]
 
 
-def around(study: Study, only: Sequence[str] | None) -> str:
-    """The data, and the next command."""
+def next_steps(study: Study, only: Sequence[str] | None) -> str:
+    """Return the data of a study, and the next command."""
     first, *more = data_advice(study, max(study.runs, key=lambda run: run.shape.tokens))
     lines = [f"data: {first}", *(f"  {line}" for line in more)]
     name = study.path.stem if study.path.is_relative_to(files.pack_folder()) else str(study.path)
@@ -155,7 +155,7 @@ def around(study: Study, only: Sequence[str] | None) -> str:
     several = any(study.layout(run)[0] > 1 for run in study.runs)
     lines.append(f"next: {shlex.join(words)} {'--slurm JOBS' if several else '--run'}{where}")
     if several:
-        lines.append("  (without --slurm JOBS it prints the commands for each node)")
+        lines.append("  (without --slurm JOBS the command prints the commands for each node)")
     return "\n".join(lines)
 
 
@@ -175,7 +175,7 @@ def _hours(value: float) -> str:
 
 
 def targets(names: Sequence[str]) -> tuple[list[Study], list[str], list[str]]:
-    """``(studies, problems, notes)``: each description, and the config files of each framework as one study.
+    """Return ``(studies, problems, notes)``: each description, and the config files of each framework as one study.
 
     :param names: files, folders (searched), or names of the pack.
     :raises LNSConfigError: a name without a file.
@@ -195,7 +195,7 @@ def targets(names: Sequence[str]) -> tuple[list[Study], list[str], list[str]]:
             elif engine := next((engine for engine in ENGINES.values() if engine.file_key in raw), None):
                 configs.setdefault(engine, []).append(path)
             else:
-                problems.append(f"{path}: of no known kind: expected a study (arms:) or a framework's config")
+                problems.append(f"{path}: unknown kind of file, expected a study (arms:) or a framework's config")
         except LNSConfigError as error:
             problems.append(str(error))
     return [*studies, *(Study.of_configs(found, engine) for engine, found in configs.items())], problems, notes
@@ -223,6 +223,6 @@ def show(study: Study, only: Sequence[str] | None, gpu: str) -> int:
     if loaded:
         print(table(study, loaded, gpu))
     if not study.is_configs:
-        print(f"\n{around(study, only)}")
+        print(f"\n{next_steps(study, only)}")
     print("".join(f"note: {text}\n" for text in notes) + "".join(f"PROBLEM: {text}\n" for text in problems), end="")
     return len(problems)

@@ -1,4 +1,4 @@
-"""The study's report: Markdown tables, the papers' numbers beside them, and loss against parameters."""
+"""The study's report: Markdown tables with the papers' numbers, and a figure of loss against parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from olmo_lns.study.describe import Study, published
 
 
 def complete(study: Study, results: pd.DataFrame) -> pd.DataFrame:
-    """The complete runs, a row each. ``group`` is the size without its rate; ``rate`` is NaN where none is tried."""
+    """Return the complete runs. ``group`` is the size without its rate; ``rate`` is NaN without ``rates``."""
     runs = {run.name: run for run in study.runs}
     found = results[(results.status == COMPLETE) & results.loss.notna() & results.run.isin([*runs])]
     return found.assign(
@@ -25,13 +25,13 @@ def complete(study: Study, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def best(found: pd.DataFrame) -> pd.DataFrame:
-    """Of each size and arm the runs at the rate whose mean loss is lowest."""
+    """Return the runs of each size and arm at the rate with the lowest mean loss."""
     mean = found.groupby(["group", "arm", "size"]).loss.transform("mean")
     return found[mean == mean.groupby([found.group, found.arm]).transform("min")]
 
 
 def difference(found: pd.DataFrame, group: str, arm: str, base: str = BASELINE) -> pd.Series:
-    """``loss(arm) - loss(base)`` of each seed that both have."""
+    """Return ``loss(arm) - loss(base)`` for each common seed."""
     by = found[found.group == group].pivot_table(index="seed", columns="arm", values="loss")
     return (by[arm] - by[base]).dropna() if {arm, base} <= set(by) else pd.Series(dtype=float)
 
@@ -46,15 +46,15 @@ def write(study: Study, results: pd.DataFrame, out: Path) -> list[Path]:
 
 
 def markdown(study: Study, results: pd.DataFrame, image: str | None) -> str:
-    """The report; every number is of ``results``, the papers' are labelled."""
+    """Return the report. Numbers come from ``results``; the papers' are labelled."""
     every = complete(study, results)
     found = best(every)
     parts = [
         f"# Scaling study `{study.name}`",
         f"{len(every)} of {len(study.runs)} runs complete. A run's loss is the mean training loss (nats per token) "
-        f"over the last {study.final_fraction:.0%} of its steps; ± is the standard deviation over seeds, given only "
-        "where there are two or more. Arms of one size and seed saw the same batches in the same order; `study "
-        "collect` checked that their settings differ in nothing but the arm.",
+        f"over the last {study.final_fraction:.0%} of its steps; ± is the standard deviation over seeds, given "
+        "for two seeds or more. Arms of one size and seed read the same batches in the same order; `study collect` "
+        "checked that their settings differ only in the arm.",
     ]
     if image:
         parts.append(f"![loss against parameters]({image})")
@@ -65,7 +65,7 @@ def markdown(study: Study, results: pd.DataFrame, image: str | None) -> str:
         rows = [[group, f"{rate:g}", *row] for (group, rate), *row in tried[arms].fillna("–").sort_index().itertuples()]
         parts += ["## Every rate", _table([["size", "rate", *(ARMS[arm].label for arm in arms)], *rows])]
     if found.heldout.notna().any():
-        note = "Of held-out text after the last step, per token with a label (padding counts for nothing)."
+        note = "On held-out text after the last step, per token with a label (padding is excluded)."
         cells = _by_arm(study, study.groups, lambda group, arm: _perplexity(_of(found, group, arm)))
         parts += ["## Perplexity", cells, note]
     return "\n\n".join(parts + (["## The paper", beside(study, results)] if study.published else [])) + "\n"
@@ -77,13 +77,13 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _by_arm(study: Study, columns: Sequence[str], cell: Callable[[str, str], str]) -> str:
-    """A line for each arm, a column for each size, by its name."""
+    """Return a table with a line for each arm and a column for each size."""
     rows = [[ARMS[arm].label, *(cell(column.split(" ")[0], arm) for column in columns)] for arm in study.arms]
     return _table([["arm", *columns], *rows])
 
 
 def _number(values: pd.Series, digits: int = 4, sign: str = "") -> str:
-    """Over the seeds; ``–`` for none."""
+    """Return the mean over seeds as text; ``–`` without any."""
     if not len(values):
         return "–"
     spread = "1 seed" if len(values) == 1 else f"{len(values)} seeds"
@@ -97,7 +97,7 @@ def _of(found: pd.DataFrame, group: str, arm: str) -> pd.DataFrame:
 
 
 def _losses(study: Study, results: pd.DataFrame, found: pd.DataFrame) -> str:
-    """A line for each arm: its loss, and its difference to the baseline."""
+    """Return a table with each arm's loss and its difference to the baseline."""
 
     def cell(group: str, arm: str) -> str:
         if not len(mine := _of(found, group, arm)):
@@ -109,20 +109,20 @@ def _losses(study: Study, results: pd.DataFrame, found: pd.DataFrame) -> str:
         return f"{text}; {_number(gap, sign='+')}" if len(gap) else text
 
     parameters = {run.group: run.shape.parameters for run in study.runs}
-    note = f"Per size the loss, and after the semicolon its difference to {ARMS[BASELINE].label}, paired by seed: "
+    note = f"The loss for each size; after the semicolon the difference to {ARMS[BASELINE].label}, paired by seed: "
     note += "negative is lower."
     if several := [ARMS[arm].label for arm in study.arms if not ARMS[arm].isolates]:
-        note += f" Changing more than one thing, and so beside the others: {'; '.join(several)}."
+        note += f" Arms that change more than one thing: {'; '.join(several)}."
     if found.rate.notna().any():
-        note += " Each arm is at the best of its learning rates, chosen by these losses, which flatters each a little."
+        note += " Each arm is at its best learning rate, chosen by these losses, which favours each arm slightly."
     if len(results[results.status != COMPLETE]):
-        note += " Runs that did not finish take no part in any number."
+        note += " Unfinished runs are excluded from all numbers."
     columns = [f"{group} ({parameters[group]:,})" for group in study.groups]
     return f"{_by_arm(study, columns, cell)}\n\n{note}"
 
 
 def _perplexity(found: pd.DataFrame) -> str:
-    """The exponential of the mean held-out loss."""
+    """Return the exponential of the mean held-out loss."""
     losses = found.heldout.dropna()
     if not len(losses):
         return "–"
@@ -131,13 +131,13 @@ def _perplexity(found: pd.DataFrame) -> str:
 
 
 def corrected(size: str, perplexity: float) -> float | None:
-    """A published perplexity without the batch too many; None for sizes whose batches are not known."""
+    """Correct a published perplexity for the additional batch; None for sizes with an unknown number of batches."""
     batches = published()["batches"].get(size)
     return None if batches is None else math.exp(math.log(perplexity) * (batches + 1) / batches)
 
 
 def beside(study: Study, results: pd.DataFrame) -> str:
-    """The table that the description names: this study's number and the published one, size by size and arm by arm."""
+    """Return the description's published table with this study's numbers beside, by size and arm."""
     table, found = published()["tables"][study.published], best(complete(study, results))
     cells, of_loss = table["cells"], table["measure"] == "loss"
     groups = [group for group in study.groups if group in cells]
@@ -151,14 +151,14 @@ def beside(study: Study, results: pd.DataFrame) -> str:
             row.append("–" if value is None else f"{value:g}" + (f" ({better:.2f})" if better else ""))
         rows.append(row)
     notes = [text for note in table["notes"] for text in ([note] if isinstance(note, str) else note)]
-    head = f"{table['title']} ({table['measure']}), as published and not ours:"
+    head = f"{table['title']} ({table['measure']}), as published:"
     return "\n".join([head, "", _table(rows), "", *(f"- {note}" for note in notes)])
 
 
 def figure(study: Study, results: pd.DataFrame, path: Path) -> bool:
-    """Draw loss against parameters; False, and no file, when no run is complete.
+    """Draw loss against parameters; return False, without a file, if no run is complete.
 
-    The paper's points are hollow and named; beside losses of bytes they would not be comparable, and are left out.
+    The paper's points are hollow and named; they are omitted for losses of bytes, which are not comparable.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Slurm array scripts for a study: one per size, an array over its arms and seeds; a task resumes its run."""
+"""Write Slurm array scripts for a study: one per size, an array over arms and seeds; a task resumes its run."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ case "$RUN" in
 esac
 mkdir -p "$OUT/$RUN"
 ATTEMPT=$(printf %02d $(($(find "$OUT/$RUN" -maxdepth 1 -name 'attempt-*.log' | wc -l) + 1)))
-# srun does not inherit the cores of the job by itself from Slurm 22.05 on.
+# From Slurm 22.05 on srun does not inherit the cores of the job.
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}
 srun {container}"${{COMMAND[@]}}" >"$OUT/$RUN/attempt-$ATTEMPT.log" 2>&1
 """
 
-#: Cores of a job for each GPU: as many as the config files have data workers.
+#: Cores of a job per GPU, the number of data workers in the config files.
 CORES = 8
 
 
 def write(study: Study, runs: Sequence[Run], out: Path, folder: Path, gpu: str = GPU) -> list[Path]:
-    """Write ``<folder>/<size>.sbatch`` for every size, and make ``out``, where Slurm writes the tasks' output.
+    """Write ``<folder>/<size>.sbatch`` for every size, and create ``out``, into which Slurm writes the tasks' output.
 
-    ``launch.sbatch`` of the description adds ``#SBATCH`` lines or replaces one of ours; null leaves it out. ``time`` is
-    the plan's (:func:`planned_hours`) unless it is given there; options of ``sbatch`` itself win over both.
+    ``launch.sbatch`` of the description adds or replaces ``#SBATCH`` lines; null removes one. ``time`` is by default
+    the plan's (:func:`planned_hours`); options of the command ``sbatch`` take precedence.
 
-    The variables of the config files (``OLMO_DATA_DIR``, or ``MEGATRON_DATA``) must be set where it is submitted.
+    The variables of the config files (``OLMO_DATA_DIR`` or ``MEGATRON_DATA``) must be set at submission.
 
     :raises LNSConfigError: the study's data are built on one machine.
     """
     if study.data in BUILT:
-        raise LNSConfigError(f"{study.path}: data: {study.data} is for one machine; name your data's folder, or none")
+        raise LNSConfigError(
+            f"{study.path}: data: {study.data} is for one machine; give your data's folder, or remove the key"
+        )
     check(study, runs, out, here=False)
     texts = {}
     for size in dict.fromkeys(run.size for run in runs):
@@ -74,7 +76,7 @@ def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
         "cpus-per-task": str(CORES * nproc),
         "gpus-per-node": str(nproc),
         "exclusive": "true",
-        "mem": "0",  # all of the node's
+        "mem": "0",  # all memory of the node
         "time": f"{math.ceil(hours)}:00:00" if hours else None,
         "requeue": "true",
         "output": shlex.quote(f"{out}".replace("%", "%%") + "/slurm-%x-%A_%a.out"),
@@ -86,7 +88,7 @@ def _options(study: Study, runs: Sequence[Run], out: Path, gpu: str) -> str:
 
 
 def _container(study: Study, runs: Sequence[Run], out: Path) -> str:
-    """Words between srun and the command: the image, and the folders that the run reads and writes."""
+    """Return the words between srun and the command: the image, and the folders that the run reads and writes."""
     if (container := study.launch.container) is None:
         return ""
     paths = [Path.cwd(), out, *(run.config.resolve().parent for run in runs)]

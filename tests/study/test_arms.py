@@ -58,7 +58,7 @@ def test_settings_that_contradict_the_arm_are_named():
     assert problem == "layernorm_scaling_exponent=0.25, but arm 'lns' is layernorm_scaling_exponent=0.5"
     assert arm_problems("lns", printed | {"layernorm_scaling_exponent": "0.5"}, MEGATRON) == []
     assert "OLMo and Megatron only" in arm_problems("lns_scaled_init", {}, OLMO_CORE)[0]
-    assert arm_problems("preln_mitchell", {}, MEGATRON) == ["arm 'preln_mitchell' exists for OLMo only"]
+    assert arm_problems("preln_mitchell", {}, MEGATRON) == ["arm 'preln_mitchell' is supported by OLMo only"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_settings_that_contradict_the_arm_are_named():
         ({"name": "lns"}, "'lns': taken"),
         ({"name": "a-b"}, "'a-b': taken, or not lower-case letters"),
         ({"initialization": "big"}, "initialization 'big', expected one of"),
-        ({"scheme": LNS, "initialization": "upstream", "init_fn": "mitchell"}, "'mitchell' is for Pre-LN"),
+        ({"scheme": LNS, "initialization": "upstream", "init_fn": "mitchell"}, "'mitchell' needs Pre-LN"),
     ],
 )
 def test_an_invalid_arm_is_refused(wrong, message):

@@ -108,7 +108,7 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_difference(built):
     for changed, message in (
         ({"model.layer_norm_type": "rms"}, "b-lns-s1 is not its arm: model.layer_norm_type='rms'"),
         ({"optimizer.weight_decay": 0.3}, "b-preln-s1 and b-lns-s1 differ in more than the arm: optimizer.weight"),
-        ({"global_train_batch_size": 16}, "other settings: global_train_batch_size: 16 then, 8 now"),
+        ({"global_train_batch_size": 16}, "other settings: global_train_batch_size: 16 there, 8 in this study"),
         ({"optimizer.learning_rate": 2e-3}, "other settings: optimizer.learning_rate: 0.002 then, 0.001 now"),
         ({"data.paths": ["/elsewhere.npy"]}, "differ in more than the arm: data.paths"),
     ):
@@ -161,7 +161,7 @@ def test_runs_of_megatron_are_collected_and_compared(tmp_path):
     ] * 2
     for changed, message in (
         ({"data_path": "['/data/y']"}, r"data_path is .*x.* and .*y"),
-        ({"num_layers": 9}, "other settings: num_layers: '9' then, 8 now"),
+        ({"num_layers": 9}, "other settings: num_layers: '9' there, 8 in this study"),
         ({"layernorm_scaling_exponent": 0.25}, "is not its arm: layernorm_scaling_exponent=0.25"),
     ):
         megatron_run(out, second, **changed)

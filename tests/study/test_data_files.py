@@ -59,7 +59,7 @@ def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, ca
         (
             lambda p: tokens().astype("u4").tofile(p),
             (),
-            "every second token is 0 or nearly: .* wider dtype than uint16",
+            "every second token is 0 or close to 0: .* wider dtype than uint16",
         ),
         (lambda p: tokens(vocabulary=128_000).astype("u4").tofile(p), (), "wider dtype than uint16"),
         (lambda p: tokens().astype("u8").tofile(p), ("--dtype", "uint32"), "wider dtype than uint32"),
@@ -68,8 +68,12 @@ def test_the_budget_is_compared_with_the_tokens_that_are_trained_on(tmp_path, ca
         (lambda p: tokens(vocabulary=128).astype("u1").tofile(p), (), "token 50279 never occurs"),
         (lambda p: tokens(vocabulary=128_000).astype("u2").tofile(p), (), "outside the vocabulary"),  # wrapped
         (lambda p: tokens().astype("f4").tofile(p), (), "outside the vocabulary"),
-        (lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]), (), "19,999 bytes are no multiple of 2"),
-        (lambda p: p.write_bytes(tokens().astype("u4").tobytes()[:-2]), ("--dtype", "uint32"), "no multiple of 4"),
+        (lambda p: p.write_bytes(tokens().astype("u2").tobytes()[:-1]), (), "19,999 bytes, expected a multiple of 2"),
+        (
+            lambda p: p.write_bytes(tokens().astype("u4").tobytes()[:-2]),
+            ("--dtype", "uint32"),
+            "expected a multiple of 4",
+        ),
         (lambda p: np.save(p, tokens().astype("u2")), (), "has a NumPy header"),
         (lambda p: np.full(999, 7, "u2").tofile(p), (), "end-of-document token 50279 never occurs"),
         (lambda p: p.touch(), (), "is empty"),
@@ -98,8 +102,8 @@ def test_the_record_beside_a_file_says_its_dtype_and_vocabulary(tmp_path, capsys
     data = IndexedDataset(str(tmp_path / "m" / "train-00000"))
     assert len(data) == 100 and np.concatenate([data[n] for n in range(100)]).tolist() == ids.tolist()
     for words, message in (
-        (("--dtype", "uint16"), "has dtype uint32, uint16 was asked for"),
-        (("--vocab-size", "50280"), "has vocabulary 128000, 50280 was asked for"),
+        (("--dtype", "uint16"), "has dtype uint32, expected uint16"),
+        (("--vocab-size", "50280"), "has vocabulary 128000, expected 50280"),
     ):
         assert message in check(tmp_path / "train-00000.npy", *words, capsys=capsys)[1]
         with pytest.raises(LNSConfigError, match=message):

@@ -133,11 +133,11 @@ def test_a_merge_key_is_no_second_key(tmp_path):
         ("sizes: [a/b]\n", "sizes: a/b"),
         ("sizes: [60M, 60M]\n", "a name is listed twice"),
         ("more_seeds: {60M: [1]}\n", "a seed is listed twice"),
-        ("arms: [lns, 'lns:exponent=0.5']\n", "two names of one arm"),
+        ("arms: [lns, 'lns:exponent=0.5']\n", "found one arm twice"),
         ("only: {1B: [lns]}\n", "only names 1B, which is not among the sizes: 60M"),
         ("launch: {nodes: {1B: 2}}\n", "launch: nodes names 1B"),
         ("arms: [preln, lnss]\n", "unknown arm 'lnss'"),
-        ("arms: [lns, mixln]\n", "arm 'mixln' exists for OLMo only"),
+        ("arms: [lns, mixln]\n", "arm 'mixln' is supported by OLMo only"),
         ("seeds: [1e3]\n", "seeds: .*'1e3'.* integer"),
         ("rates: [1e-3, 0.001]\n", "two runs would have the folder 60Mx0.001-"),
         ("rates: [1x, 6.0e-4]\n", "two runs would have the folder 60Mx0.0006-"),
@@ -190,7 +190,7 @@ def test_only_takes_the_beginning_of_a_name(tmp_path, only, found):
     """Whole parts first: `60M-preln` is not `60M-preln_scaled_init`."""
     study = load(tmp_path, sizes=["60M", "150M"], seeds=[1, 2], arms=["preln", "preln_scaled_init", "lns"])
     assert len(study.selected(only)) == found
-    with pytest.raises(LNSConfigError, match="'7B' begins no run of study mine"):
+    with pytest.raises(LNSConfigError, match="no run of study mine begins with '7B'"):
         study.selected(["7B"])
 
 

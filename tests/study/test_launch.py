@@ -57,7 +57,7 @@ def test_a_run_over_several_nodes_prints_its_command_and_is_not_run_here(tmp_pat
     )
     assert "-m olmo_lns pretrain_gpt.py --lns-config" in command.replace(f"{tmp_path}/", "")
     assert f"--load {tmp_path}/runs/7B-lns-s6198 --tensorboard-dir" in command and "7B-lns.yaml --seed 6198" in command
-    with pytest.raises(LNSConfigError, match="asks for 4 nodes: .*--nodes 1"):
+    with pytest.raises(LNSConfigError, match="needs 4 nodes: .*--nodes 1"):
         cli.main([*words, "--run"])
     assert cli.main([*words, "--gpus", "8"]) == 0 and "--standalone" in capsys.readouterr().out
     with pytest.raises(LNSConfigError, match="6 GPUs .* do not divide the batch"):
@@ -148,7 +148,7 @@ def test_scripts_are_utf_8_whatever_the_locale(tmp_path, locale, encoding):
 
 def test_no_script_is_written_where_one_cannot_be(tmp_path):
     words = ["launch", str(description(tmp_path, sizes="{a: {}, b: {bf16: null}}")), "--out", str(tmp_path / "out")]
-    with pytest.raises(LNSError, match="cannot be said on Megatron's command line"):
+    with pytest.raises(LNSError, match="has no form on Megatron's command line"):
         cli.main([*words, "--slurm", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
 
@@ -158,7 +158,7 @@ def test_no_script_is_written_where_one_cannot_be(tmp_path):
     [
         ("OLMO_DATA_DIR", None, "reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="),
         ("OLMO_DATA_DIR", "", "reads OLMO_DATA_DIR, not set: export OLMO_DATA_DIR="),
-        ("OLMO_LNS_INITIALIZATION", "upstream", "an arm sets its scheme and initialization itself: unset it"),
+        ("OLMO_LNS_INITIALIZATION", "upstream", "each arm sets its own scheme and initialization"),
     ],
 )
 def test_a_launch_stops_before_the_first_run_for_a_variable(built, monkeypatch, variable, value, message):
@@ -177,7 +177,9 @@ def test_a_finished_run_is_left_out_and_a_folder_of_another_run_is_refused(built
         cli.main(words)
     built.description["sizes"]["a"]["max_duration"] = 21
     built.save()
-    with pytest.raises(LNSConfigError, match="was started with other settings: max_duration: 20 then, 21 now"):
+    with pytest.raises(
+        LNSConfigError, match="found a run with other settings: max_duration: 20 there, 21 in this study"
+    ):
         cli.main(words)
 
 

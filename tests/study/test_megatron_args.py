@@ -53,7 +53,11 @@ def test_explicit_flags_win_wherever_they_stand(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("num_layers: 2\n", "key 'num_layers'"), ("model: {num-layers: 2}\n", "must be flat"), ("a: [\n", "not YAML")],
+    [
+        ("num_layers: 2\n", "key 'num_layers'"),
+        ("model: {num-layers: 2}\n", "expected a value or a list of values"),
+        ("a: [\n", "not YAML"),
+    ],
 )
 def test_a_malformed_config_is_refused(tmp_path, text, message):
     with pytest.raises(LNSConfigError, match=message):

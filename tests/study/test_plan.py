@@ -93,7 +93,7 @@ def test_every_file_of_the_pack_passes(capsys):
         ("olmo/60M-preln", "init_device: cuda", "init_device: meta", "ddp needs model.init_device cuda"),
         ("olmo/60M-preln", "n_layers: 8", "n_layer: 8", "OLMo refuses it: .*n_layer"),
         ("olmo/60M-preln", "n_layers: 8", "n_layers: 8\n  n_layers: 9", "'n_layers' is given twice"),
-        ("olmo/60M-preln", "\nmodel:", "\nmodle:", "of no known kind"),
+        ("olmo/60M-preln", "\nmodel:", "\nmodle:", "unknown kind of file"),
         ("megatron/60M-lns", "layernorm-scaling: true", "bf16: true", "given twice"),
         ("megatron/60M-lns", "layernorm-scaling: true", "fp16: false", "layernorm_scaling=False, but arm 'lns'"),
         ("megatron/60M-lns", "lr-decay-iters: 38147", "lr-decay-iters: 100", "lr-decay-iters 100 is not train-iters"),

@@ -45,7 +45,7 @@ def test_a_report_shows_each_arm_at_its_best_rate(built):
     text = report.markdown(built.study, given, None)
     assert "| Pre-LN | 3.0000 (1 seed) at 0.001 | " in text
     assert "| Pre-LN + LNS | 2.9000 (1 seed) at 0.004; -0.1000 (1 seed) | " in text
-    assert "| a | 0.002 | 3.2000 (1 seed) | 3.1000 (1 seed) |" in text and "best of its learning rates" in text
+    assert "| a | 0.002 | 3.2000 (1 seed) | 3.1000 (1 seed) |" in text and "at its best learning rate" in text
 
 
 def test_a_report_names_incomplete_runs(built, capsys):

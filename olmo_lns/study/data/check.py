@@ -18,15 +18,15 @@ DTYPES = ("uint8", "uint16", "uint32", "uint64")
 NUMPY_HEADER = b"\x93NUMPY"
 INDEX_HEADER = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-CHUNK = 1 << 26  # tokens looked at together
+CHUNK = 1 << 26  # tokens per check
 
 
 @dataclass
 class Data:
-    """One data file. :param documents: end-of-document tokens, or Megatron's own count.
+    """One data file. :param documents: number of end-of-document tokens, or Megatron's count.
 
-    :param eos: the id that ends a document.
-    :param labels: tokens that a loss is taken over, by the label mask beside the file; None without a mask.
+    :param eos: id of the end of a document.
+    :param labels: number of tokens with a loss, by the label mask beside the file; None without a mask.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Data:
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """OLMo's ``*.npy`` and Megatron's ``*.bin`` of the folders, linked ones too, or the files themselves; each once.
+    """Return OLMo's ``*.npy`` and Megatron's ``*.bin`` in folders (also linked ones), or the given files; each once.
 
     :raises LNSConfigError: a path that does not exist, or nothing found.
     """
@@ -64,7 +64,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if (real := os.path.realpath(root)) in seen:  # a link to a folder above it
+        if (real := os.path.realpath(root)) in seen:  # a link to a parent folder
             folders.clear()
             continue
         seen.add(real)
@@ -72,7 +72,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """Return the ``NAME.json`` that ``data prepare`` wrote beside a file, or the one of a whole name; else empty.
+    """Return the ``NAME.json`` that ``data prepare`` wrote beside a file, by part or whole name; else empty.
 
     :raises LNSConfigError: the record cannot be read.
     """
@@ -86,10 +86,10 @@ def record_of(path: Path) -> dict[str, Any]:
 
 
 def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None = None, eos: int | None = None) -> Data:
-    """Read one memmap and check it; what is wrong is in ``problems``, and nothing is raised.
+    """Read and check one memmap; faults are in ``problems``, and nothing is raised.
 
-    :param dtype, vocabulary: what the training config has, None to take the record beside the file (without one uint16,
-        and the vocabulary of the shipped configs); a Megatron file has its own dtype. :param eos: the same; -1: none.
+    :param dtype, vocabulary: those of the training config; None reads the record beside the file (without one uint16,
+        and the vocabulary of the shipped configs); a Megatron file names its dtype. :param eos: the same; -1: none.
     """
     result = Data(path, dtype or "uint16")
     try:
@@ -99,9 +99,9 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
             return result
         known = record_of(path)
         if dtype and known.get("dtype", dtype) != dtype:
-            raise LNSConfigError(f"the record beside it has dtype {known['dtype']}, {dtype} was asked for")
+            raise LNSConfigError(f"the record beside it has dtype {known['dtype']}, expected {dtype}")
         if vocabulary and (recorded := known.get("vocabulary", 0)) > vocabulary:
-            raise LNSConfigError(f"the record beside it has vocabulary {recorded}, {vocabulary} was asked for")
+            raise LNSConfigError(f"the record beside it has vocabulary {recorded}, expected {vocabulary}")
         result.dtype = dtype or str(known.get("dtype") or "uint16")
         if result.dtype not in DTYPES:
             raise LNSConfigError(f"the record beside it has dtype {result.dtype}: expected {', '.join(DTYPES)}")
@@ -120,13 +120,15 @@ def check_file(path: Path, *, dtype: str | None = None, vocabulary: int | None =
 
 
 def _tokens(result: Data, vocabulary: int, documents: int | None = None) -> None:
-    """:param documents: as an index counts them, whatever they end with."""
+    """Check the ids of a memmap. :param documents: number in Megatron's index; None counts end tokens."""
     eos = None if result.eos == -1 else result.eos
     size, width = result.path.stat().st_size, np.dtype(result.dtype).itemsize
     if not size:
         raise LNSConfigError("is empty")
     if size % width:
-        raise LNSConfigError(f"{size:,} bytes are no multiple of {width} ({result.dtype}): truncated, or another dtype")
+        raise LNSConfigError(
+            f"{size:,} bytes, expected a multiple of {width} ({result.dtype}): truncated, or another dtype"
+        )
     memmap = np.memmap(result.path, dtype=result.dtype, mode="r")
     result.tokens, result.lowest, odd, ends = len(memmap), int(memmap[0]), 0, 0
     for part in (memmap[i : i + CHUNK] for i in range(0, len(memmap), CHUNK)):
@@ -134,9 +136,9 @@ def _tokens(result: Data, vocabulary: int, documents: int | None = None) -> None
         ends += 0 if eos is None else int((part == eos).sum())
         odd = max(odd, int(part[1::2].max(initial=0)))
     result.documents = ends if documents is None else documents
-    if len(memmap) > 1 and result.highest > 255 and odd < 16:  # the high halves of ids below a million
+    if len(memmap) > 1 and result.highest > 255 and odd < 16:  # high halves of ids below a million
         raise LNSConfigError(
-            f"every second token is 0 or nearly: the file looks like a wider dtype than {result.dtype}"
+            f"every second token is 0 or close to 0: the file seems to have a wider dtype than {result.dtype}"
         )
     if result.lowest < 0 or result.highest >= vocabulary:
         bad = result.lowest if result.lowest < 0 else result.highest
@@ -149,7 +151,7 @@ def _tokens(result: Data, vocabulary: int, documents: int | None = None) -> None
 def _index(result: Data) -> int:
     """Read Megatron's ``.idx``: magic, version, dtype code, counts; lengths, pointers, documents. Sets the dtype.
 
-    :returns: the documents. :raises LNSConfigError: it is no index, or not of this ``.bin``. :raises OSError: no index.
+    :returns: number of documents. :raises LNSConfigError: not an index of this ``.bin``. :raises OSError: no index.
     """
     index = result.path.with_suffix(".idx")
     raw = index.read_bytes()
@@ -168,25 +170,25 @@ def _index(result: Data) -> int:
 
 
 def held_out(path: Path) -> bool:
-    """Return true for a held-out file, by its folder or the beginning of its name."""
+    """Return true for a held-out file, by its folder or the start of its name."""
     return bool({path.parent.name, path.stem.split("-")[0]} & {"heldout", "validation"})
 
 
 def report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> int:
-    """Print the files and their problems. :returns: the number of problems, too few tokens or sequences among them."""
+    """Print the files and their problems. :returns: the number of problems, including too few tokens or sequences."""
     for result in results:
         labels = "" if result.labels is None else f", {result.labels:,} with a label"
         ids = f"ids {result.lowest}…{result.highest}, {result.documents:,} documents{labels}"
         print(f"{result.path}: {result.dtype}, {result.tokens:,} tokens, {ids}")
         for problem in result.problems:
             print(f"{result.path}: PROBLEM: {problem}")
-    # OLMo drops the rest of a file that does not fill a sequence; padding has no label; nobody trains on held-out text.
+    # OLMo drops the end of a file that does not fill a sequence; padding has no label; held-out text is not trained on.
     trained = [r for r in results if not r.problems and not held_out(r.path)]
     sequences = sum(r.tokens // sequence for r in trained)
     usable = sum(r.tokens // sequence * sequence if r.labels is None else r.labels for r in trained)
     kinds, bad = {result.dtype for result in results}, sum(bool(result.problems) for result in results)
     if len(kinds) > 1:
-        print(f"PROBLEM: more than one dtype: {', '.join(sorted(kinds))}; a config names one")
+        print(f"PROBLEM: more than one dtype: {', '.join(sorted(kinds))}; expected one for a config")
         bad += 1
     trained_on = f"{usable:,} tokens to train on in {sequences:,} sequences of {sequence}"
     print(f"{len(results)} files, {trained_on}, {bad} problems")
@@ -194,6 +196,6 @@ def report(results: Sequence[Data], budget: float, rows: int, sequence: int) -> 
         if wanted:
             short = f"short: the run would read the data {wanted / max(1, found):.3g} times"
             word = "enough" if found >= wanted else short
-            print(f"wanted {wanted:,.0f} {what}: {word if found else 'there are none'}")
+            print(f"wanted {wanted:,.0f} {what}: {word if found else 'found none'}")
             bad += found < wanted
     return bad

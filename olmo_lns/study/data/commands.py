@@ -15,32 +15,32 @@ from olmo_lns.study.files import degrade_output, located
 
 
 def _path(text: str) -> Path:
-    if not text.strip():  # Path("") would be the present folder
+    if not text.strip():  # Path("") would be the current folder
         raise argparse.ArgumentTypeError("the path is empty: is the variable on the command line set?")
     return Path(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """:returns: 1 when a checked file has a problem or the data do not reach the budget."""
+    """Run ``olmo-lns data``. :returns: 1 if a checked file has a problem, or the data are smaller than the budget."""
     degrade_output()
     parser = argparse.ArgumentParser(prog="olmo-lns data", description="Make and check tokenised training data.")
     commands = parser.add_subparsers(required=True, dest="command")
     checking = commands.add_parser(
-        "check", help="dtype, size, vocabulary range and number of tokens; exit code 1 when something is wrong"
+        "check", help="check dtype, size, vocabulary range and number of tokens; exit code 1 for a problem"
     )
     checking.add_argument("--budget", type=float, default=0, help="tokens to train on, without padding, such as 20e9")
     checking.add_argument("--rows", type=float, default=0, help="sequences a run reads: steps × batch")
     checking.add_argument("--sequence", type=int, default=4096, help="sequence length (default 4096)")
-    fetching = commands.add_parser("fetch", help="fetch a list of tokenised files, as much of each as is needed")
-    fetching.add_argument("list", help="a file, or one of the pack by its name: dolma")
-    fetching.add_argument("--tokens", type=float, default=20e9, help="of training text (default 20e9)")
-    fetching.add_argument("--heldout", type=float, default=2e6, help="of held-out text (default 2e6)")
+    fetching = commands.add_parser("fetch", help="fetch a list of tokenised files, of each only the needed part")
+    fetching.add_argument("list", help="a file, or a name of the pack: dolma")
+    fetching.add_argument("--tokens", type=float, default=20e9, help="tokens of training text (default 20e9)")
+    fetching.add_argument("--heldout", type=float, default=2e6, help="tokens of held-out text (default 2e6)")
     fetching.add_argument("-o", "--out", type=_path, required=True, help="folder")
     prepare.arguments(
         commands.add_parser(
             "prepare",
             help="tokenise C4 or JSON lines",
-            description="Tokenise text into OLMo's memmaps, whole or not at all.",
+            description="Tokenise text into OLMo's memmaps. No partial files are left.",
             epilog="the papers' C4: olmo-lns data prepare c4 train --tokenizer t5-base --layout rows --sequence 256 "
             "--eos '</s>' --pad '<pad>' --out c4",
         )
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (checking, converting):
         command.add_argument("paths", nargs="+", type=_path, help="folders (searched recursively) or files")
         command.add_argument(
-            "--dtype", choices=check.DTYPES, help="of the .npy files (default: their record's, uint16)"
+            "--dtype", choices=check.DTYPES, help="dtype of the .npy files (default: their record's, uint16)"
         )
         command.add_argument("--vocab-size", type=int, help=f"default: the record's, without one {DOLMA.vocabulary}")
         command.add_argument("--eos", type=int, help=f"end of document (default: the record's, {DOLMA.eos}); -1: none")

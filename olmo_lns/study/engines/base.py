@@ -1,4 +1,4 @@
-"""The facts of a training framework that a study needs (:class:`Engine`), and one run of it.
+"""A training framework as a study needs it (:class:`Engine`), and one run.
 
 Settings are *flat*: ``{"model.d_model": 512, …}`` for OLMo and OLMo-core (dotted keys of their configs),
 ``{"num_layers": 8, …}`` for Megatron (names of its argument namespace).
@@ -26,10 +26,10 @@ GPUS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12}
 class Shape:
     """A Pre-LN decoder with SwiGLU and no biases, and its training budget.
 
-    :param inner: width of the SwiGLU product (OLMo's ``mlp_hidden_size`` is twice that).
+    :param inner: width of the SwiGLU product, half of OLMo's ``mlp_hidden_size``.
     :param vocabulary: rows of the embedding table, padding included.
     :param sequence: tokens in a sequence. :param batch: sequences in an optimizer step.
-    :param steps: optimizer steps; 0 where the config has a duration in epochs, which depends on the data.
+    :param steps: optimizer steps; 0 for a duration in epochs, which depends on the data.
     """
 
     layers: int
@@ -83,9 +83,9 @@ class Shape:
 class Machine:
     """The layout of a run over its GPUs.
 
-    :param micro_batch: sequences a GPU takes at once.
-    :param split: GPUs that share one model, by the setting ``split_by``.
-    :param even: each GPU takes whole micro-batches.
+    :param micro_batch: sequences per GPU and forward.
+    :param split: number of GPUs that share one model, by the setting ``split_by``.
+    :param even: each GPU needs whole micro-batches.
     """
 
     micro_batch: int
@@ -94,7 +94,7 @@ class Machine:
     even: bool = True
 
     def problem(self, shape: Shape, gpus: int) -> str | None:
-        """Return the reason why the batch cannot be laid over the GPUs; None when it can."""
+        """Return the reason why the batch cannot be divided over the GPUs; None if it can."""
         if gpus % self.split:
             return f"{self.split_by} is more than {gpus} GPUs, or does not divide them"
         if self.even and shape.batch % self.micro_batch:
@@ -110,16 +110,16 @@ class Machine:
 
 
 class Engine(Protocol):
-    """One framework. Methods without a body are each framework's own.
+    """One framework, whose class implements the methods without a body.
 
-    :param name: as ``framework:`` of a description. :param title: in sentences.
-    :param file_key: a key that only this framework's config files have at the top.
-    :param arm_keys: keys that define an arm; they may differ between two arms of one size.
-    :param compared: keys that change the loss by more than rounding; names, folders and the machine do not.
+    :param name: ``framework:`` in a description. :param title: name in sentences.
+    :param file_key: top-level key that identifies this framework's config files.
+    :param arm_keys: keys that define an arm and may differ between two arms of one size.
+    :param compared: keys that change the loss by more than rounding; not names, folders and the machine.
     :param save_variable, data_variable: environment variables that the config files read.
-    :param plain_keys: field of the shape -> the setting that is it.
-    :param rate_keys: the settings that follow the learning rate, the peak first.
-    :param indexed_data: the data are built from a folder of token files (``data megatron``).
+    :param plain_keys: field of the shape -> the setting with the same value.
+    :param rate_keys: settings that scale with the learning rate, the peak first.
+    :param indexed_data: true if the data need an index of token files (``data megatron``).
     """
 
     name: str
@@ -135,86 +135,86 @@ class Engine(Protocol):
     indexed_data: bool = False
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
-        """The settings that make a run this arm; None where there is no such arm."""
+        """Return the settings of an arm; None if the framework does not support it."""
 
     def defining(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that define an arm; a missing one has its default."""
+        """Return the settings that define an arm, missing ones at their default."""
         return {key: settings.get(key) for key in sorted(self.arm_keys, reverse=True)}
 
     def identity(self, name: str, seed: int) -> dict[str, Any]:
-        """Overrides that name a run and set its seed."""
+        """Return overrides with a run's name and seed."""
 
     def rate(self, config: Path, rate: float) -> dict[str, Any]:
-        """Overrides that set the peak learning rate; the lowest keeps its share of it."""
+        """Return overrides for the peak learning rate, with the lowest rate in proportion."""
         return {self.rate_keys[0]: rate}
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """A file with overrides, as the framework loads it. The variables in it need not be set.
+        """Load a file with overrides as the framework does. Its variables need not be set.
 
         :raises LNSConfigError: the framework refuses it.
         """
 
     def settings(self, loaded: Any) -> dict[str, Any]:
-        """Flat settings of what :meth:`load` returned."""
+        """Return the flat settings of a :meth:`load` result."""
         return flatten(loaded)
 
     def shape(self, settings: Mapping[str, Any]) -> Shape:
-        """:raises LNSConfigError: a key that is missing, or a value that is not a number."""
+        """Return the shape. :raises LNSConfigError: a missing key, or a value that is not a number."""
         try:
             plain = {name: int(settings[key]) for name, key in self.plain_keys.items()}
             return Shape(**plain | {"learning_rate": float(settings[self.rate_keys[0]])} | self.derived(settings))
         except KeyError as error:
-            raise LNSConfigError(f"the config has no {error.args[0]!r}: it must be complete") from error
+            raise LNSConfigError(f"the config has no {error.args[0]!r}: expected a complete config") from error
         except (TypeError, ValueError) as error:
             raise LNSConfigError(f"a number of the config cannot be read: {error}") from error
 
     def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the shape that are not one key of the settings."""
+        """Return the fields of the shape that need more than one setting."""
 
     def machine(self, settings: Mapping[str, Any]) -> Machine:
         """Return the layout of a run over its GPUs."""
 
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
-        """The checkpoints that a run of ``steps`` leaves on disk."""
+        """Return the number of checkpoints that a run of ``steps`` leaves on disk."""
 
     def corpus(self, settings: Mapping[str, Any]) -> tuple[int, bool]:
-        """``(vocabulary, whether label masks are read)`` of the data that the config expects."""
+        """Return ``(vocabulary, uses label masks)`` of the config's data."""
         return self.shape(settings).vocabulary, False
 
     def count(self, path: Path, loaded: Any) -> int:
-        """Parameters, by the framework's own model where it can be asked."""
+        """Count the parameters, with the framework's model if it can be built."""
         return self.shape(self.settings(loaded)).parameters
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
-        """``(problems, notes)`` of a file that the framework loads; a note names what could not be checked."""
+        """Return ``(problems, notes)`` of a loaded file; a note names a check that was not possible."""
 
     def words(self, run: Run, folder: Path) -> list[str]:
-        """Config and flags of a run in ``folder``, started or resumed, for the training script."""
+        """Return the training script's arguments for a run in ``folder``, new or resumed."""
 
     def variables(self, run: Run) -> dict[str, str]:
-        """Environment variables of this run, beyond those of its config file."""
+        """Return environment variables of this run besides those of its config file."""
         return {}
 
     def padding(self, settings: Mapping[str, Any]) -> float:
-        """The factor of a held-out loss where the framework averages over positions without a label too."""
+        """Return the correction factor of a held-out loss that is averaged over positions without a label too."""
         return 1.0
 
     def used(self, folder: Path) -> dict[str, Any]:
-        """Flat settings that the run in ``folder`` really used, as it saved them; empty when it saved none."""
+        """Return the flat settings that the run in ``folder`` saved; empty without any."""
 
 
 def dot_list(settings: Mapping[str, Any]) -> list[str]:
-    """``key=value`` words, whose values OLMo and OLMo-core read as YAML; text that YAML would cut is quoted."""
+    """Return ``key=value`` words for OLMo and OLMo-core, which read YAML; text that YAML would change is quoted."""
     kept = {key: isinstance(value, str) and not re.search(r"(^|\s)#|:\s", value) for key, value in settings.items()}
     return [f"{k}={v if kept[k] else json.dumps(v, ensure_ascii=False)}" for k, v in settings.items()]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a study; ``name`` is its folder's.
+    """One training run of a study; ``name`` is also its folder.
 
     :param arm: ``""`` for a config without an arm's name.
-    :param rate: the learning rate where the description's ``rates`` give it; then ``size`` ends in it: ``60Mx0.0006``.
+    :param rate: learning rate from the description's ``rates``, else None; ``size`` then ends in it: ``60Mx0.0006``.
     """
 
     size: str
@@ -227,7 +227,7 @@ class Run:
 
     @property
     def group(self) -> str:
-        """The size without the learning rate: runs of one group and seed are compared."""
+        """The size without the learning rate; runs of the same group and seed are compared."""
         return self.size if self.rate is None else self.size.replace(f"x{self.rate:g}", "", 1)
 
     @property
@@ -236,12 +236,12 @@ class Run:
 
     @cached_property
     def loaded(self) -> Any:
-        """The config as its framework takes it, loaded once."""
+        """The config as the framework loads it, cached."""
         return self.engine.load(self.config, self.overrides)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Flat settings, all of them."""
+        """All flat settings."""
         return self.engine.settings(self.loaded)
 
     @property

@@ -1,7 +1,7 @@
-"""Megatron-LM in a study: configs of its flags, the arguments it prints, its console log.
+"""Megatron-LM in a study: configs of its flags, its printed arguments, its console log.
 
-A config is a YAML file. A key is a flag without its dashes; ``true`` is a bare flag, ``false`` and ``null`` leave it
-out, a list gives several values. Megatron's own ``--yaml-cfg`` is another format, whose example does not parse.
+A config is a YAML file. A key is a flag without its dashes; ``true`` is a bare flag, ``false`` and ``null`` omit it, a
+list has several values. Megatron's own ``--yaml-cfg`` is another format, whose example does not parse.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTION = "--lns-config"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's settings under Megatron's argument names (``num_layers``), variables not yet replaced.
+    """Return the file's settings under Megatron's argument names (``num_layers``), without replacing variables.
 
     :raises LNSConfigError: no such file, not a flat mapping, or a key written with an underscore.
     """
@@ -40,14 +40,14 @@ def read(path: Path) -> dict[str, Any]:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
             raise LNSConfigError(f"{path}: key {key!r}: expected a Megatron flag without dashes, such as num-layers")
         if any(isinstance(item, (dict, list)) for item in (value if isinstance(value, list) else [value])):
-            raise LNSConfigError(f"{path}: {key}: expected a value or a list of values: the file must be flat")
+            raise LNSConfigError(f"{path}: {key}: expected a value or a list of values")
     return {key.replace("-", "_"): value for key, value in raw.items()}
 
 
 def to_flags(settings: Mapping[str, Any], *, placeholder: bool = False) -> list[str]:
-    """Flags and values for an argument list.
+    """Return flags and values for an argument list.
 
-    :param placeholder: a variable that is not set becomes ``/NAME-is-not-set`` instead of an error.
+    :param placeholder: replace an unset variable by ``/NAME-is-not-set`` instead of an error.
     :raises LNSConfigError: a variable that is not set.
     """
     flags: list[str] = []
@@ -57,17 +57,17 @@ def to_flags(settings: Mapping[str, Any], *, placeholder: bool = False) -> list[
         flags.append(flag := "--" + key.replace("_", "-"))
         for text in map(str, [] if value is True else value if isinstance(value, list) else [value]):
             found = filled(text, flag, placeholder=placeholder)
-            # A value that is one variable may hold several words, as --data-path does.
+            # A variable may hold several words, as for --data-path.
             flags += shlex.split(found) if VARIABLE.fullmatch(text) else [found]
     return flags
 
 
 def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
-    """Replace ``--lns-config FILE`` by the file's flags; a flag that is given explicitly wins over the file.
+    """Replace ``--lns-config FILE`` by the file's flags; explicit flags take precedence.
 
     >>> expand(["--lns-config", "60M-lns.yaml", "--micro-batch-size", "4"])   # doctest: +SKIP
 
-    :raises LNSConfigError: no file after the option, the option twice, or what :func:`read` and :func:`to_flags` raise.
+    :raises LNSConfigError: no file after the option, a repeated option, or errors of :func:`read` and :func:`to_flags`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, action="append", nargs="?", default=[], dest="files")
@@ -82,18 +82,18 @@ def expand(argv: Sequence[str], *, placeholder: bool = False) -> list[str]:
 
 
 def available() -> bool:
-    """Return true if there is a ``megatron.training``: ``MEGATRON_LM_SRC``, or one that is installed."""
+    """Return true if ``megatron.training`` is in ``MEGATRON_LM_SRC`` or installed."""
     if os.environ.get("MEGATRON_LM_SRC"):
         return True
     return find_spec("megatron") is not None and find_spec("megatron.training") is not None
 
 
 def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
-    """Parse flags, the plugin's among them, with Megatron's own parser and ``validate_args``.
+    """Parse flags, including the plugin's, with Megatron's parser and ``validate_args``.
 
-    A machine without a GPU counts as one with an H100.
+    A machine without a GPU is treated as one with an H100.
 
-    :param gpus: from which Megatron derives data parallelism.
+    :param gpus: number of GPUs, from which Megatron derives data parallelism.
     :raises LNSConfigError: ``megatron.training`` cannot be imported, or Megatron refuses the flags.
     """
     import torch
@@ -105,7 +105,7 @@ def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
     register()
     device = None if torch.cuda.is_available() else SimpleNamespace(major=9, minor=0)
     launched = {"RANK": "0", "WORLD_SIZE": str(gpus)} | variables(flags)
-    with tempfile.TemporaryFile("w+") as printed, contextlib.ExitStack() as stack:  # 0.16 asks stderr for its number
+    with tempfile.TemporaryFile("w+") as printed, contextlib.ExitStack() as stack:  # 0.16 needs stderr's descriptor
         stack.enter_context(mock.patch.dict(os.environ, launched))
         stack.enter_context(mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]))
         stack.enter_context(contextlib.redirect_stdout(printed))
@@ -125,22 +125,20 @@ def parse(flags: Sequence[str], gpus: int = 8) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what a config expands to."""
-    parser = argparse.ArgumentParser(
-        prog="olmo-lns megatron-args", description="Print the Megatron flags that a config expands to."
-    )
-    parser.add_argument("config", help="a file, or one of the pack by its name: 60M-lns")
+    """Print the flags of a config."""
+    parser = argparse.ArgumentParser(prog="olmo-lns megatron-args", description="Print the Megatron flags of a config.")
+    parser.add_argument("config", help="a file, or a name of the pack: 60M-lns")
     parser.add_argument("--one-per-line", action="store_true")
     args, explicit = parser.parse_known_args(argv)
     text = shlex.join(expand([OPTION, args.config, *explicit], placeholder=True))
     print(text.replace(" --", "\n--") if args.one_per_line else text)
     for name in dict.fromkeys(re.findall(r"/(\w+)-is-not-set", text)):
-        print(f"note: {name} is not set: export {name}=…, or give the flag yourself", file=sys.stderr)
+        print(f"note: {name} is not set: export {name}=…, or give the flag", file=sys.stderr)
     return 0
 
 
 ARGUMENT = re.compile(r"^(?:\[?\w*\d+\]?:\s*)? {2}([a-z0-9_]+) \.{2,} (.*)$", re.M)
-#: The plugin's arguments, and their defaults.
+#: The plugin's arguments with their defaults.
 DEFAULTS = {
     "layernorm_scaling": False,
     "layernorm_scaling_exponent": DEFAULT_EXPONENT,
@@ -168,8 +166,8 @@ class MegatronEngine(Engine):
     rate_keys: tuple[str, ...] = ("lr", "min_lr")
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
-        """Its arguments that are not at their default."""
-        scaled = arm.initialization in ("scaled", "upstream")  # Megatron's own initialization is the scaled one
+        """Return the arm's arguments that are not at their default."""
+        scaled = arm.initialization in ("scaled", "upstream")  # Megatron's default is scaled
         if arm.init_fn or arm.scheme.name not in (PRE_LN.name, LNS.name) or arm.initialization == "depth_scaled":
             return None
         if arm.scheme.is_pre_ln:
@@ -193,12 +191,12 @@ class MegatronEngine(Engine):
         return {"lr": rate, "min_lr": float(f"{rate * float(found['min_lr']) / float(found['lr']):.6g}")}
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """The keys of the file with the overrides."""
+        """Return the file's settings with the overrides."""
         return read(path) | {key.replace("-", "_"): value for key, value in overrides.items()}
 
     def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         groups = settings.get("num_query_groups") if settings.get("group_query_attention") else None
-        # The padded vocabulary: the next multiple of divisible-by × TP from the tokenizer's size.
+        # The padded vocabulary: the tokenizer's size up to the next multiple of divisible-by × TP.
         multiple = int(settings.get("make_vocab_size_divisible_by") or 128)
         multiple *= int(settings.get("tensor_model_parallel_size") or 1)
         return {
@@ -218,7 +216,7 @@ class MegatronEngine(Engine):
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
         every = int(settings.get("save_interval") or steps or 1)
         retained = int(settings.get("save_retain_interval") or every)
-        return steps // retained + (steps % retained > 0)  # the last one stays in any case
+        return steps // retained + (steps % retained > 0)  # the last checkpoint always stays
 
     def problems(self, settings: Mapping[str, Any], gpus: int) -> tuple[list[str], list[str]]:
         decay, steps = settings.get("lr_decay_iters"), self.shape(settings).steps
@@ -237,8 +235,8 @@ class MegatronEngine(Engine):
             in_file = own.get(key.replace("-", "_"))
             if (value is None or value is False) and not (in_file is None or in_file is False):
                 raise LNSConfigError(
-                    f"run {run.name}: {key}: {value} cannot be said on Megatron's command line, and {run.config} has "
-                    f"{key}: {in_file}. Take the key out of the file, and set it for the sizes or arms that need it."
+                    f"run {run.name}: {key}: {value} has no form on Megatron's command line, and {run.config} has "
+                    f"{key}: {in_file}. Remove the key from the file, and set it for the sizes or arms that need it."
                 )
         words = ["--lns-config", str(run.config.resolve()), *to_flags(run.overrides)]
         return [*words, "--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
@@ -247,7 +245,7 @@ class MegatronEngine(Engine):
         return variables(to_flags(run.settings, placeholder=True))
 
     def used(self, folder: Path) -> dict[str, Any]:
-        """The ``arguments`` block that Megatron prints, of the latest log that has one."""
+        """Return the ``arguments`` block that Megatron printed in the latest log with one."""
         found: dict[str, str] = {}
         for path in sorted(folder.glob("*.log")):
             _, _, block = path.read_text(encoding="utf-8", errors="replace").partition("- arguments -")

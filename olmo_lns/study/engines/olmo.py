@@ -1,4 +1,4 @@
-"""OLMo in a study: its ``TrainConfig``, its launcher's dot list, what it saves and logs."""
+"""OLMo in a study: its ``TrainConfig``, its launcher's dot list, its saved config and log."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from olmo_lns.study import files
 from olmo_lns.study.arms import Arm
 from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
 
-#: Initialization -> init_fn; ``upstream`` is whatever init_fn a config has, and so defines no arm.
+#: Initialization -> init_fn; ``upstream`` keeps the config's init_fn and so defines no arm.
 INIT_FNS = {"plain": "normal", "scaled": "normal_scaled", "depth_scaled": "normal_depth_scaled"}
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
-    """The ``TrainConfig`` of a file as ``scripts/train.py file --key=value`` gets it, data paths not required to exist.
+    """Load a ``TrainConfig`` like ``scripts/train.py file --key=value``; data paths need not exist.
 
-    :raises LNSConfigError: OLMo's own complaint, with the file's name.
+    :raises LNSConfigError: OLMo's error, with the file's name.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -32,10 +32,10 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     from olmo.config import TrainConfig
     from olmo.exceptions import OLMoConfigurationError
 
-    files.read_text(path)  # a key that is given twice, in a sentence
+    files.read_text(path)  # refuses a repeated key
     missing = {name: f"/{name}-is-not-set" for name in files.needed(path) if name not in os.environ}
     with mock.patch.dict(os.environ, missing), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo's, at every load
+        warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # OLMo warns at every load
         try:
             return TrainConfig.load(str(path), dot_list(overrides or {}), validate_paths=False)
         except (OLMoConfigurationError, OmegaConfBaseException, TypeError, ValueError) as error:
@@ -65,7 +65,7 @@ class OLMoEngine(Engine):
         return {"run_name": name, "seed": seed}
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """OLMo's ``TrainConfig``."""
+        """Load OLMo's ``TrainConfig``."""
         return load(path, overrides)
 
     def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class OLMoEngine(Engine):
         return int(settings["model.vocab_size"]), settings.get("data.label_mask_paths") is not None
 
     def count(self, path: Path, loaded: Any) -> int:
-        """By OLMo's own model on the meta device."""
+        """Count the parameters of OLMo's model on the meta device."""
         from olmo.model import OLMo
 
         try:
@@ -119,10 +119,10 @@ class OLMoEngine(Engine):
         if not steps:
             notes.append(
                 f"max_duration {settings['max_duration']} is in epochs: steps, tokens, hours and warm-up are not "
-                "checked; give steps or tokens ('20e9T') to have them checked"
+                "checked; give steps or tokens ('20e9T') to check them"
             )
         elif stop is None:
-            found.append(f"stop_at is not set: OLMo would run {steps + 10} steps; expected {steps}")
+            found.append(f"stop_at is not set and OLMo would run {steps + 10} steps; expected {steps}")
         elif int(stop) != steps:
             found.append(f"stop_at {stop} is not max_duration {steps}: the schedule would be cut or idle")
         if settings["distributed_strategy"] == "ddp" and settings["model.init_device"] == "meta":
@@ -134,9 +134,9 @@ class OLMoEngine(Engine):
         return [str(run.config.resolve()), *(f"--{word}" for word in dot_list({**run.overrides, **own}))]
 
     def padding(self, settings: Mapping[str, Any]) -> float:
-        """OLMo sums a row's loss over its labels and divides by all its positions.
+        """Correct OLMo's average, which divides a row's summed loss by all its positions.
 
-        :raises LNSConfigError: masks that are not there, or of rows of which only a part is evaluated.
+        :raises LNSConfigError: missing masks, or an evaluation of a part of the rows.
         """
         import numpy as np
 
@@ -144,10 +144,10 @@ class OLMoEngine(Engine):
         for evaluator in settings.get("evaluators") or []:
             masks = evaluator["label"] == "heldout" and evaluator["data"].get("label_mask_paths")
             if masks and evaluator.get("subset_num_batches"):
-                raise LNSConfigError("evaluator heldout: with label masks all rows are needed, not a subset")
+                raise LNSConfigError("evaluator heldout: expected all rows with label masks, found a subset")
             for path in masks or ():
                 if not Path(path).is_file():
-                    raise LNSConfigError(f"label mask {path} is not there: set OLMO_DATA_DIR to the folder of the data")
+                    raise LNSConfigError(f"no label mask {path}: set OLMO_DATA_DIR to the folder of the data")
                 mask = np.fromfile(path, dtype=np.bool_)
                 mask = mask[: len(mask) // length * length].reshape(-1, length)
                 rows, labels = rows + len(mask), labels + int(mask[:, 1:].sum())

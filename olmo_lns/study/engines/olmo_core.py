@@ -1,4 +1,4 @@
-"""OLMo-core in a study: its config files, its dot list, the config it saves and the metrics it logs.
+"""OLMo-core in a study: its config files, its dot list, its saved config and logged metrics.
 
 A config file has the sections of an ``ExperimentConfig``, as YAML or as the ``config.json`` of a run.
 """
@@ -20,22 +20,22 @@ from olmo_lns.study.engines.base import Engine, Machine, Run, dot_list
 from olmo_lns.study.files import filled, flatten
 from olmo_lns.study.files import read as read_yaml
 
-#: Sections of a run, in the order in which they are built.
+#: Sections of a run, in the order of their construction.
 SECTIONS = ("model", "dataset", "data_loader", "train_module", "trainer")
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The file as nested mappings, its variables replaced.
+    """Return the file as nested mappings, its variables replaced.
 
-    :raises LNSConfigError: no such file, a variable that is not set, or a section that is missing.
+    :raises LNSConfigError: no such file, an unset variable, or a missing section.
     """
     return planned(Path(path), placeholder=False)
 
 
 def planned(path: Path, overrides: Mapping[str, Any] | None = None, *, placeholder: bool = True) -> dict[str, Any]:
-    """:func:`read` with flat overrides, where variables need not be set and OLMo-core need not be there.
+    """:func:`read` with flat overrides, without set variables and without OLMo-core.
 
-    :raises LNSConfigError: also a key below something that is not a section.
+    :raises LNSConfigError: also a key below a value that is not a section.
     """
     tree: dict[str, Any] = filled(read_yaml(path), str(path), placeholder=placeholder)
     if lacking := [name for name in SECTIONS if not isinstance(tree.get(name), dict)]:
@@ -57,9 +57,9 @@ def available() -> bool:
 
 
 def model_of(path: Path, tree: Mapping[str, Any]) -> Any:
-    """The model of a config on the meta device, without memory; each of its sections is loaded.
+    """Build the model of a config on the meta device, and load each section.
 
-    :raises LNSConfigError: OLMo-core's own complaint, or a class that it does not have, with the file's name.
+    :raises LNSConfigError: OLMo-core's error, or a class that it lacks, with the file's name.
     """
     from olmo_core.config import Config
 
@@ -69,15 +69,15 @@ def model_of(path: Path, tree: Mapping[str, Any]) -> Any:
         return sections["model"].build(init_device="meta")
     except LNSError:
         raise
-    except Exception as error:  # OLMo-core's, OmegaConf's and torch's own, of many kinds
+    except Exception as error:  # errors of OLMo-core, OmegaConf and torch
         raise LNSConfigError(f"{path}: OLMo-core refuses it: {one_line(error)}") from error
 
 
 def _require_classes(path: Path, tree: Mapping[str, Any]) -> None:
-    """OLMo-core takes a class that it cannot find for none, and builds its default in silence."""
+    """Refuse unknown classes, for which OLMo-core silently builds its default."""
     classes = {key: str(value) for key, value in flatten(tree).items() if key.endswith("_CLASS_")}
     if lacking := [name for name in SECTIONS if f"{name}._CLASS_" not in classes]:
-        raise LNSConfigError(f"{path}: {lacking[0]} has no _CLASS_: name its class of OLMo-core")
+        raise LNSConfigError(f"{path}: {lacking[0]} has no _CLASS_: give its class in OLMo-core")
     for key, name in classes.items():
         module, _, attribute = name.rpartition(".")
         try:
@@ -87,7 +87,7 @@ def _require_classes(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 STOCK, OURS = "olmo_core.nn.transformer.TransformerBlockConfig", "olmo_lns.olmo_core.BlockConfig"
-#: Scheme -> type of the block that it is laid on.
+#: Scheme -> block type.
 BLOCKS = {"preln": "default", "lns": "default", "branchln_depth": "reordered_norm"}
 _BLOCK, _SCHEME, _EXPONENT = "model.block._CLASS_", "model.block.scheme", "model.block.exponent"
 _INITIALIZATION, _NAME, _METHOD = "model.block.initialization", "model.block.name", "model.init_method"
@@ -111,7 +111,7 @@ class OLMoCoreEngine(Engine):
     rate_keys: tuple[str, ...] = ("train_module.optim.lr",)
 
     def arm(self, arm: Arm) -> dict[str, Any] | None:
-        # Its scaled initializations change the embedding and the head as well; train.py scales the residual outputs.
+        # OLMo-core's scaled initializations also change embedding and head; train.py scales the residual outputs only.
         block = BLOCKS.get(arm.scheme.name)
         if (
             block is None
@@ -144,13 +144,13 @@ class OLMoCoreEngine(Engine):
         return {"init_seed": seed, "model.init_seed": seed, "data_loader.seed": seed}
 
     def load(self, path: Path, overrides: Mapping[str, Any]) -> Any:
-        """The sections of the file, with its overrides."""
+        """Return the sections of the file with the overrides."""
         return planned(path, overrides)
 
     def settings(self, loaded: Any) -> dict[str, Any]:
         flat = super().settings(loaded)
         if str(flat.get(_BLOCK, "")).rpartition(".")[2] == STOCK.rpartition(".")[2]:
-            flat[_BLOCK] = STOCK  # saved under the module that defines it
+            flat[_BLOCK] = STOCK  # saved under its defining module
         return flat
 
     def derived(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class OLMoCoreEngine(Engine):
         return Machine(micro_batch, tensor, f"tp_config.degree {tensor}")
 
     def kept(self, settings: Mapping[str, Any], steps: int) -> int:
-        return -(-steps // int(settings.get(f"{_CHECKPOINTER}.save_interval") or 250))  # the last step's stays too
+        return -(-steps // int(settings.get(f"{_CHECKPOINTER}.save_interval") or 250))  # including the last step's
 
     def corpus(self, settings: Mapping[str, Any]) -> tuple[int, bool]:
         masks = bool(settings.get("dataset.label_mask_paths"))
