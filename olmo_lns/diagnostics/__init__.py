@@ -1,7 +1,7 @@
 """The papers' diagnostics: output variance, angular distance, layer removal, Jacobians, gradient norms.
 
-Definitions and the layout of the result files are in ``docs/diagnostics.md``; every diagnostic is ``olmo-lns analyze
-<what>``, and a function that takes a model and an iterable of batches and returns a :class:`~.results.Measurement`.
+``docs/diagnostics.md`` has the definitions and the layout of the result files. Every diagnostic is a command,
+``olmo-lns analyze <what>``, and a function: model, batches -> :class:`~.results.Measurement`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["MEASURES", "Measure"]
 
 @dataclass(frozen=True)
 class Measure:
-    """One diagnostic, without torch, so that ``--help`` doesn't load it.
+    """One diagnostic. It does not import torch, to keep ``--help`` fast.
 
-    :param title: for help and reports. :param function: ``module:name`` below this package.
-    :param column: of the result, the number that stands for a block in tables. :param shows: its name and unit.
-    :param tokens: read by default, None for all. :param longest: longest sequence unless asked otherwise.
+    :param title: title in help and reports. :param function: ``module:name`` below this package.
+    :param column: the result's column for tables. :param shows: name and unit of the column.
+    :param tokens: default number of tokens, None for all. :param longest: default limit of the sequence length.
     """
 
     title: str
@@ -30,7 +30,7 @@ class Measure:
     longest: int = 2048
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, which is imported now."""
+        """Import and call the function."""
         module, _, name = self.function.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
         return function(*args, **kwargs)

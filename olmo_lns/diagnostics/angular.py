@@ -21,14 +21,14 @@ from olmo_lns.diagnostics.capture import Batches, block_input, first_tensor, not
 from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 
-#: Tokens per matrix product: bounds the float64 copy of the states.
+#: Tokens per matrix product, to bound the float64 copy of the states.
 CHUNK = 512
 
 
 def pairwise_angles(states: torch.Tensor) -> torch.Tensor:
-    """Angles between all states of each token, as a fraction of pi.
+    """Return the angles between all states of each token, as a fraction of pi.
 
-    :param states: (tokens, states, d_model), floating. A zero vector is at 1/2 from everything.
+    :param states: (tokens, states, d_model), floating. The angle to a zero vector is 1/2.
     :returns: (tokens, states, states) in [0, 1], float64.
     """
     states = states.double()
@@ -44,19 +44,19 @@ def angular_distance(
     batches: Batches,
     device: torch.device | str = "cpu",
 ) -> Measurement:
-    """d(l, l + n) for all pairs, averaged over the tokens of ``batches``; arguments as in ``block_output_variance``.
+    """Average d(l, l + n) over the tokens of ``batches`` for all pairs; arguments as in ``block_output_variance``.
 
-    The result's column ``d<n>`` has d(l, l + n) for block l, None where l + n is above L + 1; ``d1`` is the angle by
-    which block l turns the residual stream.
+    The result's column ``d<n>`` has d(l, l + n) for block l, None if l + n is above L + 1; ``d1`` is the angle by which
+    block l turns the residual stream.
 
-    :raises LNSError: no token, or states that are not finite (the first block that made them so is named).
+    :raises LNSError: no token, or states that are not finite (the message names the first such block).
 
     Example: ``angular_distance(model, None, [torch.arange(64)[None]]).blocks["d1"]`` has one number per block.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     count = len(blocks) + 1
     states: list[torch.Tensor] = []
-    # A state that is not finite makes the angle with itself NaN.
+    # For a state that is not finite, the angle with itself is NaN.
     total, tokens = torch.zeros(count, count, dtype=torch.float64), 0
 
     def keep(block: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, _: Any) -> None:
@@ -82,7 +82,7 @@ def angular_distance(
 
 @torch.no_grad()
 def _sums(states: Sequence[torch.Tensor], selected: torch.Tensor) -> torch.Tensor:
-    """The angles of all pairs, summed over the ``selected`` (batch, sequence) tokens.
+    """Sum the angles of all pairs over the ``selected`` (batch, sequence) tokens.
 
     :param states: (batch, sequence, d_model) each.
     """

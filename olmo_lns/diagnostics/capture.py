@@ -1,7 +1,7 @@
-"""Parts that all diagnostics share: batches, hooks on blocks (compiled ones too), the loss.
+"""Shared parts of the diagnostics: batches, hooks on blocks (also compiled), the loss.
 
-The hooks see the *raw* inputs and outputs of the blocks. Hugging Face's ``hidden_states[-1]`` is not the last
-block's output but what the final norm made of it, which hides the very growth that LayerNorm Scaling is about.
+The hooks see the *raw* inputs and outputs of the blocks. Hugging Face's ``hidden_states[-1]`` is the final norm's
+output, not the last block's, and hides the growth that LayerNorm Scaling removes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from olmo_lns.errors import LNSError
 #: Token ids of shape (batch, sequence), alone or with an ``attention_mask`` of the same shape (1 = real token).
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Batches = Iterable[Batch]
-#: Called with the 0-based block, the arguments of its call, and what it returned.
+#: Called with the 0-based block, the arguments of its call, and its output.
 Observer = Callable[[int, tuple[Any, ...], dict[str, Any], Any], None]
 #: Ids and mask -> negative log-likelihood in nats (batch, positions), float32, and which positions count.
 TokenLoss = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """The hidden state in a block's output: the output itself, or the first element of a tuple."""
+    """Return the hidden state in a block's output: the output itself, or the first element of a tuple."""
     hidden = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(hidden, torch.Tensor):
         raise LNSError(
@@ -37,12 +37,12 @@ def first_tensor(output: Any) -> torch.Tensor:
 
 
 def block_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The hidden state among a block's call arguments: the first positional one, or by its usual name."""
+    """Return the hidden state among a block's arguments: the first positional one, or by its usual name."""
     for candidate in (*args[:1], kwargs.get("hidden_states"), kwargs.get("x")):
         if isinstance(candidate, torch.Tensor):
             return candidate
     raise LNSError(
-        f"a block was called without a hidden state: found arguments {sorted(kwargs)}, expected it first "
+        f"a block was called without a hidden state: found arguments {sorted(kwargs)}, expected a positional one "
         "or as hidden_states; name the list of transformer blocks with --blocks"
     )
 
@@ -51,8 +51,8 @@ def block_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
 def observe(blocks: Sequence[nn.Module], seen: Observer) -> Iterator[None]:
     """Call ``seen`` after every call of every block while the context is open.
 
-    A module compiled in place (``block.compile()``, as OLMo does) runs its hooks inside the compiled graph, where a
-    hook added later isn't seen. There the compiled call is wrapped from the outside: nothing is recompiled.
+    A module that is compiled in place (``block.compile()``, as in OLMo) runs its hooks inside the compiled graph, which
+    ignores a later hook. For such a module the compiled call is wrapped from outside, without recompilation.
     """
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
@@ -74,34 +74,34 @@ def _observe_one(stack: ExitStack, block: nn.Module, index: int, seen: Observer)
         seen(index, args, kwargs, output)
         return output
 
-    # An instance attribute that nn.Module.__call__ reads; __dict__, because Module would not let us set it twice.
+    # nn.Module.__call__ reads this instance attribute. Module.__setattr__ refuses a second assignment.
     block.__dict__["_compiled_call_impl"] = call
     stack.callback(block.__dict__.__setitem__, "_compiled_call_impl", compiled)
 
 
 def not_finite(where: str) -> LNSError:
-    """The error that names ``where`` NaN or infinity was found."""
+    """Return the error for NaN or infinity in ``where``."""
     return LNSError(
-        f"{where} holds NaN or infinity: expected finite activations; check the checkpoint and the dtype "
-        "(fp16 overflows where bf16 and fp32 do not)"
+        f"{where} holds NaN or infinity, expected finite activations: check the checkpoint and the dtype "
+        "(fp16 overflows earlier than bf16 and fp32)"
     )
 
 
 def unpack(batch: Batch, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Token ids, and the mask of real tokens as bool (None: every token is real)."""
+    """Return the token ids and the bool mask of real tokens (None: every token is real)."""
     ids, mask = (batch, None) if isinstance(batch, torch.Tensor) else (batch["input_ids"], batch.get("attention_mask"))
     real = None if mask is None or bool(mask.bool().all()) else mask.to(device).bool()
     return ids.to(device), real
 
 
 def real_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The mask of real tokens, bool, of the shape of ``ids``."""
+    """Return the bool mask of real tokens, in the shape of ``ids``."""
     return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """``model.eval()`` inside, each module's own mode again afterwards."""
+    """Switch to ``model.eval()``; restore each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -118,9 +118,9 @@ def run(
     device: torch.device | str,
     forward: Callable[..., Any],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Run ``forward`` on every batch and yield its ids and mask afterwards.
+    """Run ``forward`` on every batch; yield the ids and the mask after each run.
 
-    :raises LNSError: there was no batch, or none held a token.
+    :raises LNSError: no batch, or no token in any batch.
     """
     tokens = 0
     with evaluating(model):
@@ -130,13 +130,13 @@ def run(
             tokens += ids.numel() if mask is None else int(mask.sum())
             yield ids, mask
     if tokens == 0:
-        raise LNSError("the data holds no token: give a file or data set with at least one sequence")
+        raise LNSError("the data has no token: give a file or data set with at least one sequence")
 
 
 def run_observed(
     model: nn.Module, blocks: Sequence[nn.Module], batches: Batches, device: torch.device | str, seen: Any
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """:func:`run` the blocks; ``seen`` is called as :data:`Observer`, with the batch's mask as last argument."""
+    """:func:`run` the blocks; call ``seen`` like an :data:`Observer`, with the batch's mask as last argument."""
     forward = forward_of(model, logits=False)
 
     def watched(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -147,7 +147,7 @@ def run_observed(
 
 
 def token_loss(model: nn.Module) -> TokenLoss:
-    """Next-token loss of a decoder.
+    """Return the next-token loss of a decoder.
 
     :raises LNSError: an encoder such as BERT, which predicts masked tokens.
     """
@@ -157,7 +157,7 @@ def token_loss(model: nn.Module) -> TokenLoss:
 
     def next_token(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         real, pairs = real_tokens(ids, mask), zip(logits(ids, mask)[:, :-1], ids[:, 1:], strict=True)
-        # One sequence at a time: float32 logits of a whole batch can be larger than the model.
+        # One sequence at a time, since float32 logits of a whole batch can be larger than the model.
         losses = [F.cross_entropy(x.float(), y, reduction="none") for x, y in pairs]
         return torch.stack(losses), real[:, 1:] & real[:, :-1]
 

@@ -24,7 +24,7 @@ FIGURES = (".png", ".svg")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one diagnostic, or draw what some have found. Exit code 0, or 2 for wrong usage."""
+    """Run one diagnostic, or compare results. Exit code 0, or 2 for wrong usage."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     args = _parser().parse_args(argv)
     return compare(args) if args.what == "compare" else measure(args)
@@ -41,17 +41,17 @@ def _parser() -> argparse.ArgumentParser:
         add = made.add_argument
         if what == "layer-drop":
             add("--tasks", type=lambda text: text.split(","), help="lm-evaluation-harness tasks, comma-separated")
-            add("--task-path", help="folder with task files of your own")
+            add("--task-path", help="folder with your task files")
             add("--limit", type=at_least(1), help="examples a task")
             add("--num-fewshot", type=at_least(0), help="examples in the prompt")
-            add("--chat-template", action="store_true", help="the prompts by the model's chat template")
+            add("--chat-template", action="store_true", help="build prompts with the model's chat template")
         if what == "jacobian":
             add("--rows", type=at_least(1), help="rows to compute; default: all up to width 256, else 128")
-            add("--sequences", type=at_least(1), default=64, help="one position of each (default %(default)s)")
-    made = commands.add_parser("compare", help="results of one or more models on one figure and table")
+            add("--sequences", type=at_least(1), default=64, help="sequences to sample (default %(default)s)")
+    made = commands.add_parser("compare", help="show results of one or more models in one figure and table")
     add = made.add_argument
     add("results", nargs="+", type=Path, metavar="results.json", help="of one diagnostic")
-    add("-o", "--output", type=Path, action="append", default=[], help=".png or .svg; may be repeated")
+    add("-o", "--output", type=Path, action="append", default=[], help=".png or .svg; repeatable")
     add("--table", type=Path, help="CSV file with the rows of all models")
     return parser
 
@@ -60,31 +60,31 @@ def _add_common(command: argparse.ArgumentParser, what: str) -> None:
     """Options of every diagnostic."""
     add, tokens, longest = command.add_argument, MEASURES[what].tokens, MEASURES[what].longest
     default = f"{tokens:,}" if tokens else "all of --sequences"
-    add("--model", required=True, help="OLMo or OLMo-core checkpoint folder, or Hugging Face folder or name")
-    add("--scheme", help="what the model was trained with, where a stock folder doesn't say it: lns")
+    add("--model", required=True, help="OLMo or OLMo-core checkpoint folder, Hugging Face folder or name")
+    add("--scheme", help="scheme of a model whose folder does not name it: lns")
     add("-o", "--output", type=Path, help=f"result file, default {what}.json; a .csv is written beside it")
-    add("--plot", type=Path, action="append", default=[], help="also draw it: .png or .svg; may be repeated")
-    add("--label", help="name of the model in figures; that of a study's arm gives its colour")
+    add("--plot", type=Path, action="append", default=[], help="also draw a figure: .png or .svg; repeatable")
+    add("--label", help="name of the model in figures; a study arm's name sets its colour")
     add("--data", required=True, help="tokens.npy, text or JSON-lines file, or data set name[,config][:split]")
     add("--tokens", type=at_least(1), default=tokens, help=f"tokens to read (default {default})")
     add("--sequence-length", type=at_least(1), help=f"default: the model's, at most {longest}")
-    add("--batch-size", type=at_least(1), default=8, help="sequences a batch (default %(default)s)")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved, OLMo in fp32")
+    add("--batch-size", type=at_least(1), default=8, help="sequences per batch (default %(default)s)")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights; auto: as saved, OLMo in fp32")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
-    add("--blocks", help="dotted path of the list of blocks, for models outside the table")
+    add("--blocks", help="dotted path of the list of blocks, if it is not found")
     add("--tokenizer", help="tokenizer.json, folder or name; default: the model's own")
-    add("--token-dtype", help="of raw token files without a header (default: the checkpoint's, else uint16)")
-    add("--text-field", default="text", help="of JSON lines and data sets (default %(default)s)")
-    add("--seed", type=seed, default=0, help="of whatever is sampled (default %(default)s)")
+    add("--token-dtype", help="dtype of raw token files (default: the checkpoint's, else uint16)")
+    add("--text-field", default="text", help="field of JSON lines and data sets (default %(default)s)")
+    add("--seed", type=seed, default=0, help="seed of all sampling (default %(default)s)")
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
 def measure(args: argparse.Namespace) -> int:
-    """``olmo-lns analyze <what>``: measure, write, draw and print."""
+    """Run ``olmo-lns analyze <what>``: measure, write, draw and print."""
     from olmo_lns.diagnostics.data import check_source
     from olmo_lns.diagnostics.results import check_writable, table
 
-    # These checks come before the work, so that it isn't lost.
+    # Check before the work, so that its result is not lost.
     output = args.output or Path(f"{args.what}.json")
     check_writable(output, ".json")
     for path in args.plot:
@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> Measurement:
-    """The result of one diagnostic."""
+    """Run one diagnostic and return its result."""
     from rich.console import Console
     from rich.progress import track
 
@@ -121,7 +121,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
         return load_tokenizer(args.tokenizer or loaded.tokenizer, Path(args.model), loaded.eos_token_id)
 
     scores = None
-    if args.tasks:  # first: a download that fails does so before the losses are computed
+    if args.tasks:  # first, so that a failed download ends the command early
         from olmo_lns.diagnostics.tasks import harness_model, score_tasks, with_tasks
 
         how = {name: getattr(args, name) for name in ("limit", "num_fewshot", "chat_template")}
@@ -148,7 +148,7 @@ def _measure(args: argparse.Namespace) -> Measurement:
     settings |= {name: getattr(args, name) for name in ("batch_size", "seed")}
     found = with_tasks(result, scores) if scores else result
     label = args.label or "/".join(Path(args.model).parts[-2:])  # lns/step1000-unsharded, Qwen/Qwen2.5-0.5B
-    label = os.fsencode(label).decode(errors="replace")  # pandas takes no bytes that are not UTF-8
+    label = os.fsencode(label).decode(errors="replace")  # pandas accepts UTF-8 only
     return replace(found, label=label, model=args.model, data=args.data, settings=settings)
 
 
@@ -159,7 +159,7 @@ def _drawn(results: Sequence[Measurement], path: Path) -> Path:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """``olmo-lns analyze compare``: one or more results in one figure and table."""
+    """Run ``olmo-lns analyze compare``: show one or more results in one figure and table."""
     import pandas
 
     from olmo_lns.diagnostics.results import check_writable, read_results, table, write_csv
@@ -170,7 +170,7 @@ def compare(args: argparse.Namespace) -> int:
         check_writable(args.table, ".csv")
     results = read_results(args.results)
     print(table(results))
-    # Each file is of its own figure: a second one of the same has another layout in its last digits.
+    # A new figure for each file, since saving one figure twice changes the last digits of its layout.
     written = [_drawn(results, path) for path in args.output]
     if args.table:
         written.append(write_csv(args.table, pandas.concat(r.frame().assign(model=r.label) for r in results)))

@@ -1,4 +1,4 @@
-"""Batches from what ``--data`` names: token ids, text, JSON lines or a Hugging Face data set, all streamed."""
+"""Batches from ``--data``: token ids, text, JSON lines or a Hugging Face data set, all streamed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from olmo_lns.errors import LNSError, one_line
 
-#: Tokens of a file, or characters of a plain text, that are read at a time.
+#: Tokens of a file, or characters of a plain text, per read.
 BLOCK = 1 << 20
 #: Files of token ids, and of records.
 IDS, RECORDS = (".npy", ".bin"), (".jsonl", ".json")
@@ -32,14 +32,14 @@ def read_batches(
     token_dtype: str = "uint16",
     text_field: str = "text",
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches with ``input_ids`` (int64) and ``attention_mask`` (1 = real token), right-padded with 0.
+    """Yield batches of ``input_ids`` (int64) and ``attention_mask`` (1 = real token), right-padded with 0.
 
     :param source: a ``.npy`` file (NumPy's format or OLMo's raw ids), a text file, JSON lines with text, or a Hugging
         Face data set ``name[,config][:split]`` (also a local folder).
     :param length: tokens of a sequence. :param tokenizer: called once, only when there is text.
-    :param max_tokens: stop after this many (the last sequence is cut to fit); None reads everything.
-    :param token_dtype: of raw token files without a header (OLMo's). :param text_field: of JSON lines and data sets.
-    :raises LNSError: nothing there, no token in it, or an id outside ``vocabulary``.
+    :param max_tokens: token limit, to which the last sequence is cut; None reads everything.
+    :param token_dtype: dtype of raw token files (OLMo's). :param text_field: field of JSON lines and data sets.
+    :raises LNSError: no such data, no token, or an id outside ``vocabulary``.
     """
     check_source(source)
     path = Path(source)
@@ -54,23 +54,23 @@ def read_batches(
         elif number:
             return
         else:
-            raise LNSError(f"{source} holds no token: give a file or data set with at least one sequence")
+            raise LNSError(f"{source} has no token: give a file or data set with at least one sequence")
 
 
 def check_source(source: str) -> None:
     """Check ``--data`` before the model is loaded.
 
-    :raises LNSError: a file that is not there, or a data set without its package.
+    :raises LNSError: a missing file, or a data set without the package ``datasets``.
     """
     path = Path(source)
     if path.suffix in (*IDS, *RECORDS, ".txt") and not path.is_file():
         raise LNSError(f"--data: no such file: {path}")
     if not path.is_file() and importlib.util.find_spec("datasets") is None:
-        raise LNSError(f"--data: {source} isn't a file, and data sets need: pip install datasets")
+        raise LNSError(f"--data: {source} is not a file, and a data set needs: pip install datasets")
 
 
 def _sequences(chunks: Iterable[np.ndarray], length: int, left: int | None) -> Iterator[np.ndarray]:
-    """Full sequences of the chunks, one after the other, until the budget is reached; the last one may be shorter."""
+    """Yield the sequences of the chunks until the token limit; the last one may be shorter."""
     rest = np.empty(0, np.int64)
     for chunk in chunks:
         rest = np.concatenate([rest, chunk[:left].astype(np.int64)])
@@ -91,8 +91,8 @@ def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
             array = np.load(path, mmap_mode="r")
         else:  # an empty file cannot be mapped
             array = np.memmap(path, token_dtype, "r") if path.stat().st_size else np.empty(0, token_dtype)
-    except (TypeError, ValueError) as error:  # no such dtype, or another number of bytes
-        raise LNSError(f"{path}: not an array of token ids ({error}): see --token-dtype, or make it anew") from None
+    except (TypeError, ValueError) as error:  # unknown dtype, or a wrong number of bytes
+        raise LNSError(f"{path}: not an array of token ids ({error}): see --token-dtype, or rewrite it") from None
     if not np.issubdtype(array.dtype, np.integer):
         raise LNSError(f"{path}: found an array of {array.dtype}, expected integer token ids")
     for start in range(0, array.size, BLOCK):
@@ -100,7 +100,7 @@ def _ids(path: Path, token_dtype: str) -> Iterator[np.ndarray]:
 
 
 def _texts(source: str, field: str) -> Iterator[str]:
-    """The texts of a file or of a data set. A plain text comes in whole lines, about 1 MB at a time."""
+    """Yield the texts of a file or of a data set; of a plain text, whole lines of about 1 MB."""
     path = Path(source)
     try:
         if path.is_file() and path.suffix not in RECORDS:
@@ -115,7 +115,7 @@ def _texts(source: str, field: str) -> Iterator[str]:
                 found = sorted(record) if isinstance(record, dict) else type(record).__name__
                 raise LNSError(f"--data: record {number} has {found}, expected text in {field!r} (see --text-field)")
             yield text
-    except (OSError, ValueError, RuntimeError) as error:  # bad UTF-8 and JSON, and whatever the hub answers
+    except (OSError, ValueError, RuntimeError) as error:  # bad UTF-8 or JSON, errors of the hub
         raise LNSError(f"--data: {source} cannot be read: {one_line(error)}") from error
 
 
@@ -139,7 +139,7 @@ def _data_set(source: str) -> Iterable[Any]:
 
 
 def _encoded(texts: Iterable[str], tokenizer: Any, *, separate: bool) -> Iterator[np.ndarray]:
-    """The ids of each text. :param separate: the tokenizer's end token ends each text."""
+    """Yield the ids of each text. :param separate: end each text with the tokenizer's end token."""
     end = [tokenizer.eos_token_id] if separate and tokenizer.eos_token_id is not None else []
     for text in texts:
         yield np.asarray([*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end], np.int64)
@@ -150,7 +150,7 @@ def _collate(group: list[np.ndarray], vocabulary: int, source: str) -> dict[str,
     if low < 0 or high >= vocabulary:
         raise LNSError(
             f"{source}: found token id {low if low < 0 else high}, expected 0..{vocabulary - 1}: "
-            "the data was tokenised with another vocabulary than the model's (or has another --token-dtype)"
+            "the data was tokenised with another vocabulary (or has another --token-dtype)"
         )
     ids = [torch.from_numpy(sequence.astype(np.int64)) for sequence in group]
     mask = [torch.ones_like(sequence) for sequence in ids]

@@ -1,17 +1,17 @@
 """Diagnostics that need a backward pass: Jacobians of the blocks' residual maps, and gradient norms.
 
-**Jacobian**, averaged over tokens (The Curse of Depth). For block l and a token at position t, with everything before
-t held fixed,
+**Jacobian**, averaged over tokens (The Curse of Depth). For block l and a token at position t, with all earlier
+positions held fixed,
 
     J_t = d h_{l+1, t} / d h_{l, t}   (d x d)        J = mean over tokens of J_t
 
-is the whole residual map ``x -> x + Attn(Norm(x)) + ...``, so a block that does nothing has J = I. Its distance to the
-identity is ``|J - I|_F / |I|_F``, 0 for a block that does nothing; its diagonal dominance is the mean over rows of
+is the whole residual map ``x -> x + Attn(Norm(x)) + ...``, so a block that does nothing has J = I. The distance of J to
+the identity is ``|J - I|_F / |I|_F``, 0 for a block that does nothing; the diagonal dominance is the mean over rows of
 ``|J_ii| / sum_j |J_ij|``, 1 for a diagonal J.
 
-A row costs one backward pass through the block. All d rows are taken where d is small (``exact``), else a random
-sample of k coordinates (``projected``). Their rows are computed completely, so dominance is the mean over a sample of
-rows, and ``d/k * sum`` of their squared distances estimates the full one without bias.
+A row costs one backward pass through the block. For a small d all d rows are computed (``exact``), else the rows of a
+random sample of k coordinates (``projected``). Each sampled row is complete: dominance is the mean over the sample, and
+``d/k * sum`` of the rows' squared distances is an unbiased estimate of the full sum.
 
 **Gradient norm** per block and kind of parameter (Mix-LN). The gradient is that of the mean loss per token over all
 the data; norms are Euclidean, over all parameters of a block or of one kind in it.
@@ -40,9 +40,9 @@ from olmo_lns.diagnostics.results import Measurement
 from olmo_lns.diagnostics.structure import find_blocks
 from olmo_lns.errors import LNSError
 
-#: Widest model for which all rows are taken, unless asked otherwise.
+#: Widest model for which all rows are computed by default.
 EXACT_UP_TO = 256
-#: Rows of a wider model.
+#: Default number of rows for a wider model.
 SAMPLED_ROWS = 128
 #: Side of the sub-matrix kept for the heat map.
 HEAT_MAP = 64
@@ -60,12 +60,12 @@ def block_jacobians(
     """Average J of every block over one random real position of each sequence in ``batches``.
 
     The result's columns are ``identity_distance``, ``diagonal_dominance`` and ``diagonal_mean``; its details ``method``
-    (``exact`` or ``projected``), ``width`` d, the 0-based ``coordinates`` whose rows were computed, and for each block
-    a heat map, the sub-matrix of J on ``heat_map_coordinates``.
+    (``exact`` or ``projected``), ``width`` d, the 0-based ``coordinates`` of the computed rows, and for each block a
+    heat map, the sub-matrix of J on ``heat_map_coordinates``.
 
-    :param rows: coordinates to sample; None takes all up to a width of 256 and 128 beyond.
-    :param seed: of the positions and the coordinates.
-    :raises LNSError: no token, or a Jacobian that is not finite (the first such block is named).
+    :param rows: number of coordinates to sample; None: all up to a width of 256, else 128.
+    :param seed: seed of the positions and the coordinates.
+    :raises LNSError: no token, or a Jacobian that is not finite (the message names the first such block).
 
     Example: ``block_jacobians(model, None, [torch.arange(64)[None]]).blocks["identity_distance"]``.
     """
@@ -109,10 +109,10 @@ def token_jacobian_rows(
     coordinates: torch.Tensor,
     kept: torch.Tensor,
 ) -> torch.Tensor:
-    """Rows ``coordinates`` of J_t for one position of each sequence.
+    """Return the rows ``coordinates`` of J_t for one position of each sequence.
 
-    :param args, kwargs: of the call at which the block is linearised; its input is (batch, sequence, d).
-    :param positions: (sequences,) position t. :param kept: (batch,) which sequences count.
+    :param args, kwargs: arguments of the block at the linearisation; its input is (batch, sequence, d).
+    :param positions: (sequences,) position t. :param kept: (batch,) mask of the sequences that count.
     :returns: (sequences, rows, d), float32.
     """
     hidden = block_input(args, kwargs)
@@ -121,7 +121,7 @@ def token_jacobian_rows(
     with torch.enable_grad():
         leaf = hidden[at].detach().clone().requires_grad_()
         output = first_tensor(block(hidden.detach().index_put(at, leaf), *args[1:], **names))[at]
-        # One row at a time: hand-written backward passes (our norm's, fused attention's) cannot be vectorised.
+        # One row at a time: hand-written backward passes (of the norm, of fused attention) cannot be vectorised.
         rows = [
             torch.autograd.grad(output[:, coordinate].sum(), leaf, retain_graph=True)[0].float()
             for coordinate in coordinates.tolist()
@@ -151,7 +151,7 @@ def _summary(means: Sequence[torch.Tensor], coordinates: torch.Tensor, tokens: i
     return Measurement("jacobian", tokens, columns, details)
 
 
-#: Kind -> pattern on a parameter's name inside its block, first match wins: norms before the part they sit in.
+#: Kind -> pattern of a parameter's name in its block; the first match wins, so norms come before their sub-layer.
 PARTS = {
     "norm": re.compile(r"norm|\bln_", re.IGNORECASE),
     "attention": re.compile(r"att|\b[qkv]_proj|\bq_a|\bkv_"),
@@ -161,7 +161,7 @@ OTHER = "other"
 
 
 def kind_of(name: str) -> str:
-    """``norm``, ``attention``, ``mlp`` or ``other``, from a parameter's name inside its block."""
+    """Return ``norm``, ``attention``, ``mlp`` or ``other`` for a parameter's name in its block."""
     return next((kind for kind, pattern in PARTS.items() if pattern.search(name)), OTHER)
 
 
@@ -171,14 +171,14 @@ def gradient_norms(
     batches: Batches,
     device: torch.device | str = "cpu",
 ) -> Measurement:
-    """Gradient norms of the mean loss over ``batches``; the model's own gradients are left untouched.
+    """Measure the gradient norms of the mean loss over ``batches``, without changing the model's gradients.
 
-    Needs room for one gradient of every parameter, in its dtype. Dropout is off. The result's columns are ``total``,
-    each kind, and each parameter by its name in the block; its details the mean loss per token in nats, and the norms
-    of the parameters ``outside`` the blocks. ``tokens`` are those predicted.
+    Needs memory for one gradient of every parameter, in its dtype. Dropout is off. The result's columns are ``total``,
+    each kind, and each parameter by its name in the block; its details are the mean loss per token in nats, and the
+    norms of the parameters ``outside`` the blocks. ``tokens`` counts predicted tokens.
 
-    :raises LNSError: no token to predict, a loss that is not finite, or a gradient (the deepest such block is named:
-        from there the backward pass carries it to all before).
+    :raises LNSError: no token to predict, or a loss or gradient that is not finite. The message names the deepest such
+        block, from which the backward pass carries the values to all earlier blocks.
 
     Example: ``gradient_norms(model, None, [torch.arange(64)[None]]).blocks["total"]`` has one number per block.
     """
@@ -197,12 +197,12 @@ def gradient_norms(
                 scale = scale or count  # one divisor for all batches, so that sums do not overflow in fp16
                 summed = nll.masked_fill(~valid, 0).sum()
                 if not bool(torch.isfinite(summed)):
-                    raise LNSError("the loss is not finite: `olmo-lns analyze variance` shows which block is first")
+                    raise LNSError("the loss is not finite: `olmo-lns analyze variance` names the first such block")
                 if count:
                     (summed / scale).backward()
                 total, tokens = total + float(summed.detach()), tokens + count
         if not tokens:
-            raise LNSError("the data holds no token to predict: give sequences of at least two tokens")
+            raise LNSError("the data has no token to predict: give sequences of at least two tokens")
         norms = {
             name: float(torch.linalg.vector_norm(p.grad.float())) * scale / tokens if p.grad is not None else 0.0
             for name, p in named.items()
@@ -220,8 +220,8 @@ def _by_block(
     parameters = [{own: norms[names[p]] for own, p in block.named_parameters() if p in names} for block in blocks]
     if bad := [i for i, own in enumerate(parameters, start=1) if not all(map(math.isfinite, own.values()))]:
         raise LNSError(
-            f"block {bad[-1]} is the deepest of {len(bad)} whose gradient holds NaN or infinity, and the backward pass "
-            "carries it to those before: try fp32 or bf16"
+            f"block {bad[-1]} is the deepest of {len(bad)} whose gradient holds NaN or infinity; the backward pass "
+            "carries the values to earlier blocks: try fp32 or bf16"
         )
     columns: dict[str, list[Any]] = {"total": [math.hypot(*own.values()) for own in parameters]}
     for kind in (*PARTS, OTHER):

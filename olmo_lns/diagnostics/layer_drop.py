@@ -1,7 +1,7 @@
 """The cost of removing one block without fine-tuning, in loss and in scores of lm-evaluation-harness tasks.
 
-The block is bypassed where it stands: its input becomes its output. The other blocks keep their place and
-their layer numbers. Taking a block out of the list would shift every later LNS factor.
+The block is bypassed in place: its input becomes its output. The other blocks keep their layer numbers.
+Removing a block from the list would shift every later LNS factor.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from olmo_lns.errors import LNSError
 
 @contextmanager
 def bypassed(block: nn.Module) -> Iterator[None]:
-    """Inside, ``block`` runs, which fills its slot of a key-value cache, and then returns its input.
+    """Make ``block`` return its input; the block still runs, to fill its slot of a key-value cache.
 
-    :raises LNSError: it did not run: what it costs to remove cannot be asked of this data.
+    :raises LNSError: the block did not run on this data.
     """
     ran = False
 
     def give_input(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         nonlocal ran
         ran = True
-        first_tensor(output)  # raises on what no diagnostic can read
+        first_tensor(output)  # raises for an unknown output
         hidden = block_input(args, kwargs)
         return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
 
     handle = block.register_forward_hook(give_input, with_kwargs=True)
     try:
-        with mock.patch.object(block, "_compiled_call_impl", None):  # compiled code does not see a later hook
+        with mock.patch.object(block, "_compiled_call_impl", None):  # compiled code ignores a later hook
             yield
     finally:
         handle.remove()
     if not ran:
-        raise LNSError("a block did not run on this data: remove blocks that do, or give data for it")
+        raise LNSError("a block did not run on this data: give data that runs every block")
 
 
 def drop_layers(
@@ -50,11 +50,11 @@ def drop_layers(
     batches: Batches,
     device: torch.device | str = "cpu",
 ) -> Measurement:
-    """Loss on ``batches`` of the whole model and without each block in turn, in one pass over the data.
+    """Measure the loss on ``batches`` of the whole model and without each block, in one pass over the data.
 
-    Costs L + 1 forward passes a batch. Parameters as in ``block_output_variance``.
+    Costs L + 1 forward passes per batch. Parameters as in ``block_output_variance``.
     The result's columns, in nats per token: ``loss`` without the block, its ``increase`` over the detail
-    ``baseline_loss``, and the ``increase_stderr`` with the sequences as paired samples. ``tokens`` are those predicted.
+    ``baseline_loss``, and the ``increase_stderr`` with the sequences as paired samples. ``tokens`` are predicted ones.
 
     :raises LNSError: no token, or a loss that is not finite.
 
@@ -62,14 +62,14 @@ def drop_layers(
     """
     blocks = find_blocks(model) if blocks is None else blocks
     loss = token_loss(model)
-    sums: list[torch.Tensor] = []  # of each sequence: (models, sequences); and its number of tokens
+    sums: list[torch.Tensor] = []  # losses by sequence, (models, sequences); and the sequences' numbers of tokens
     counts: list[torch.Tensor] = []
 
     def one_batch(ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         nll, valid = loss(ids, mask)
         rows = [_per_sequence(nll, valid)]
         if not bool(torch.isfinite(rows[0]).all()):
-            raise LNSError("the loss of the whole model is not finite: run `olmo-lns analyze variance` to see where")
+            raise LNSError("the whole model's loss is not finite: `olmo-lns analyze variance` names the block")
         for number, block in enumerate(blocks, start=1):
             with bypassed(block):
                 rows.append(_per_sequence(*loss(ids, mask)))
@@ -82,7 +82,7 @@ def drop_layers(
         pass
     count = torch.cat(counts)
     if not (tokens := int(count.sum())):
-        raise LNSError("the data holds no token to predict: sequences need at least two tokens")
+        raise LNSError("the data has no token to predict: give sequences of at least two tokens")
     nll = torch.cat(sums, dim=1)
     baseline, *losses = (nll.sum(1) / tokens).tolist()
     columns = {
@@ -98,7 +98,7 @@ def _per_sequence(nll: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 
 def _paired_stderr(difference: torch.Tensor, count: torch.Tensor) -> list[float | None]:
-    """Of the ratio sum(difference) / sum(count) over sequences, by its linearisation; None for a single sequence.
+    """Return the standard error of sum(difference) / sum(count), by linearisation; None for a single sequence.
 
     :param difference: (blocks, sequences). :param count: (sequences,) tokens.
     """

@@ -1,9 +1,8 @@
 """Layerwise output variance during OLMo training, for the paper's variance-through-training figure.
 
 ``OLMO_LNS_MONITOR=every=100`` (or ``every=100,path=run1.csv``) on any OLMo launch writes a CSV file
-with one row per block every 100 steps. Nothing is hooked in the steps between; in a sampled step the
-blocks are watched during the forward pass only, so the recomputation of activation checkpointing in
-the backward pass is not counted twice.
+with one row per block every 100 steps. Other steps have no hooks. In a sampled step the hooks are active
+during the forward pass only; activation checkpointing's recomputation in the backward pass is not counted.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ FILE_NAME = "lns_variance.csv"
 
 
 def parse_setting(value: str) -> tuple[int, str | None]:
-    """``"every=100,path=x.csv"`` -> the steps between samples, and the file (None: in the run's save folder).
+    """Parse ``"every=100,path=x.csv"`` into the steps between samples and the file (None: in the save folder).
 
-    :raises LNSConfigError: an unknown key, a repeated one, or ``every`` no whole number from 1 on.
+    :raises LNSConfigError: an unknown or repeated key, or ``every`` is not a whole number >= 1.
     """
     items = [item.strip().partition("=") for item in value.split(",") if item.strip()]
     found = {key: text for key, _, text in items}
@@ -45,7 +44,7 @@ def parse_setting(value: str) -> tuple[int, str | None]:
 
 
 def register() -> None:
-    """Watch every ``Trainer`` that is fitted while the environment asks for it; inert otherwise. An OLMo plugin."""
+    """Monitor every ``Trainer`` that is fitted while ``OLMO_LNS_MONITOR`` is set. An OLMo plugin."""
     on_import("olmo.train", _extend)
 
 
@@ -64,16 +63,16 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Monitor:
-    """Samples the blocks of an ``olmo.train.Trainer`` that is about to ``fit()``, every so many steps of the run.
+    """Sample the blocks of an ``olmo.train.Trainer`` every so many steps, from its ``fit()`` on.
 
     :raises LNSError: the model's blocks are not found.
-    :raises LNSConfigError: the file cannot be written, or is not the monitor's.
+    :raises LNSConfigError: the file cannot be written, or is not a file of the monitor.
     """
 
     def __init__(self, trainer: Any, every: int, path: Path) -> None:
         self.every, self.path = every, path
         self._trainer = trainer
-        find_blocks(trainer.model)  # fails now rather than at the first sample
+        find_blocks(trainer.model)  # fail now, not at the first sample
         self._moments: Moments | None = None
         self._writes = not (torch.distributed.is_initialized() and torch.distributed.get_rank())
         self._train_step, self._model_forward = trainer.train_step, trainer.model_forward
@@ -83,10 +82,10 @@ class Monitor:
             log.info("LNS monitor: output variance of every block to %s every %d steps", path, every)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._trainer.global_step  # counted up by fit() before the step
+        step = self._trainer.global_step  # fit() increments it before the step
         if step % self.every:
             return self._train_step(*args, **kwargs)
-        # Found anew each time: FSDP and block groups may have been wrapped since the last sample.
+        # Found for each sample, since FSDP and block groups may be wrapped between samples.
         self._moments = Moments(len(find_blocks(self._trainer.model)))
         try:
             metrics = self._train_step(*args, **kwargs)
@@ -109,7 +108,7 @@ class Monitor:
         if not self._writes:
             return
         if bad := moments.first_bad_block():
-            log.warning("step %d: the output of block %d is the first that is not finite", step, bad)
+            log.warning("step %d: block %d is the first whose output is not finite", step, bad)
         found = moments.result(check=False)
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -119,7 +118,7 @@ class Monitor:
 
 
 def start_file(path: Path, step: int) -> None:
-    """Write the header, or keep an earlier file's rows up to ``step``: a resumed run measures later ones again."""
+    """Write the header, or keep an existing file's rows up to ``step``; a resumed run measures later rows again."""
     head = ",".join(COLUMNS)
     try:
         found, *rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [head]
@@ -128,7 +127,7 @@ def start_file(path: Path, step: int) -> None:
         lines = [head, *(row for row in rows if int(row.partition(",")[0]) <= step)]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "\n".join(lines) + "\n")
-    except ValueError as error:  # a step that is no number, a file that is no text
+    except ValueError as error:  # a step that is not a number, a file that is not text
         raise LNSConfigError(f"{MONITOR}: {path} is not a file of the monitor: {error}; move it away") from None
     except OSError as error:
         raise LNSConfigError(f"{MONITOR}: {path} cannot be written: {error.strerror}") from None

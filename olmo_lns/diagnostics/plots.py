@@ -1,4 +1,4 @@
-"""Figures from results: labels and units on every axis, 1-based layers, safe for colour-blind readers."""
+"""Figures from results: labels and units on every axis, 1-based layers, colour-blind safe."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from olmo_lns.schemes import parse
 from olmo_lns.study.arms import ARMS, Arm
 from olmo_lns.text import write_whole
 
-#: Heat maps of a Jacobian that are shown side by side at most.
+#: Maximum number of Jacobian heat maps side by side.
 SHOWN_BLOCKS = 6
-#: An axis is logarithmic by itself where the largest value is so many times the smallest.
+#: Ratio of the largest to the smallest value above which an axis is logarithmic.
 WIDE = 20
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure in our style, outside of pyplot: nothing has to be closed."""
+    """Return an empty figure in the common style, outside of pyplot, which needs no close."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # A fixed salt and no date give the same SVG file for the same numbers. With shorter handles dashes look alike.
+    # A fixed salt and no date make SVG files reproducible. With shorter handles, dashes look alike.
     matplotlib.rcParams.update({"svg.hashsalt": "olmo-lns", "legend.handlelength": 3.5})
     matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3})
     matplotlib.rcParams.update({"lines.markersize": 4, "legend.frameon": False})
@@ -33,7 +33,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write PNG or SVG, by the suffix of ``path``, whole."""
+    """Write PNG or SVG, by the suffix of ``path``, by rename."""
     content, kind = io.BytesIO(), path.suffix[1:]
     figure.savefig(
         content, format=kind, bbox_inches="tight", dpi=200, metadata={"Date": None} if kind == "svg" else None
@@ -42,12 +42,12 @@ def save(figure: Any, path: Path) -> Path:
 
 
 def draw(results: Sequence[Measurement]) -> Any:
-    """One figure of one diagnostic for one or several models."""
+    """Draw one diagnostic of one or several models."""
     return FIGURES[results[0].what](results)
 
 
 def arm_of(result: Measurement) -> Arm | None:
-    """The arm of the study's table that a model is: by its label, else by its scheme and initialization."""
+    """Return a model's arm in the study's table: by its label, else by its scheme and initialization."""
     scheme, drawn = parse(result.settings.get("scheme", "preln")), result.settings.get("initialization", "plain")
     for arm in ARMS.values():
         if result.label in (arm.name, arm.label):
@@ -56,20 +56,20 @@ def arm_of(result: Measurement) -> Arm | None:
 
 
 def styles(results: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """An arm's colour in every figure, that of Pre-LN for a model that is none; dash and marker tell models apart."""
+    """Return the styles of models: the colour of the arm (Pre-LN's without an arm), dash and marker of the model."""
     arms = [arm_of(result) or ARMS["preln"] for result in results]
     lines = list(ARMS.values())
     found = []
     for number, arm in enumerate(arms):
         shape = lines[(lines.index(arm) + arms[:number].count(arm)) % len(lines)]
-        # Models of one arm alone are told apart by colour, too.
+        # Models that all have the same arm also differ in colour.
         colour = shape if len(set(a.name for a in arms)) == 1 else arm
         found.append({"color": colour.colour, "linestyle": shape.line, "marker": shape.marker})
     return found
 
 
 def block_axis(axis: Any, blocks: int) -> None:
-    """Ticks at block 1 and at multiples of a round number."""
+    """Set ticks at block 1 and at multiples of a round number."""
     step = next(step for step in (1, 2, 4, 5, 8, 10, 20, 50, blocks) if blocks <= 8 * step or step == blocks)
     axis.set_xlabel("block l")
     axis.set_xticks(sorted({1, *range(step, blocks + 1, step)}))
@@ -88,7 +88,7 @@ def _lines(axis: Any, results: Sequence[Measurement], column: str, label: str) -
 
 
 def _legend(figure: Any, axis: Any) -> Any:
-    """Below the figure, never over the data: as wide as it is, and higher by what the rows take."""
+    """Add a legend below the figure, of the figure's width; the figure grows by the legend's height."""
     handles, labels = axis.get_legend_handles_labels()
     whole = figure.figure
     columns = max(1, min(4, len(labels), int(15 * whole.get_figwidth() / (8 + max(map(len, labels))))))
@@ -107,7 +107,7 @@ def _variance(results: Sequence[Measurement]) -> Any:
 
 def _angular(results: Sequence[Measurement]) -> Any:
     grids = [np.array(list(result.blocks.values()), dtype=float) for result in results]
-    # One scale for all models, so that colours compare, over what is there: most distances are far below 1.
+    # One scale for all models, up to their largest distance, since most distances are far below 1.
     low, high = min(map(np.nanmin, grids)), max(map(np.nanmax, grids))
     figure = new_figure(3 * (len(results) + 1) + 0.6, 3)
     *maps, last = figure.subplots(1, len(results) + 1, squeeze=False)[0]
@@ -125,7 +125,7 @@ def _angular(results: Sequence[Measurement]) -> Any:
 
 
 def _layer_drop(results: Sequence[Measurement]) -> Any:
-    """Block 1, which no model can spare, on its own axis: on one axis with it the others would look alike."""
+    """Draw block 1 on its own axis: its removal costs so much that the other blocks would look alike."""
     shown = {"increase": ("increase_stderr", "loss increase [nats/token]")}
     for result in results:
         for task, scores in result.details.get("tasks", {}).items():
@@ -155,7 +155,7 @@ def _errorbar(axis: Any, result: Measurement, column: str, error: str, part: sli
 def _jacobian(results: Sequence[Measurement]) -> Any:
     from matplotlib.colors import SymLogNorm
 
-    # Off-diagonal entries are a hundred times smaller than the diagonal's 1 and would not be seen on a linear scale.
+    # Off-diagonal entries are a hundred times smaller than the diagonal's 1 and would be invisible on a linear scale.
     scale = SymLogNorm(linthresh=0.01, vmin=-1, vmax=1, base=10)
     shown = []
     for result in results:
@@ -192,7 +192,7 @@ def _gradnorm(results: Sequence[Measurement]) -> Any:
     return _legend(figure, axes[0])
 
 
-#: Name of a diagnostic -> its figure.
+#: Name of a diagnostic -> the function that draws its figure.
 FIGURES: dict[str, Callable[[Sequence[Measurement]], Any]] = {
     "variance": _variance,
     "angular": _angular,

@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 
 #: Version of the file layout.
 FORMAT = 2
-#: Settings that change the numbers: a difference is logged, because it's then not only the models that differ.
+#: Settings that change the numbers; a difference between compared models is logged.
 MATTERS = ("sequence_length", "dtype", "seed")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The finding of a diagnostic in one model.
+    """The result of a diagnostic for one model.
 
-    :param what: a key of :data:`~olmo_lns.diagnostics.MEASURES`. :param tokens: averaged over, padding excluded.
-    :param blocks: column -> a number of every block, block 1 first; None where a block has none.
-    :param details: what isn't a number of a block, JSON values.
+    :param what: a key of :data:`~olmo_lns.diagnostics.MEASURES`. :param tokens: number of averaged tokens, no padding.
+    :param blocks: column -> a number for every block, block 1 first; None for a block without one.
+    :param details: other results, as JSON values.
     :param label: name of the model in figures and tables. :param settings: dtype, device and so on, as used.
 
-    Example: ``block_output_variance(model, None, batches).blocks["variance"][0]`` is that of block 1.
+    Example: ``block_output_variance(model, None, batches).blocks["variance"][0]`` is the variance of block 1.
     """
 
     what: str
@@ -47,11 +47,11 @@ class Measurement:
 
     @property
     def main(self) -> list[float]:
-        """The column that stands for the diagnostic in tables."""
+        """The diagnostic's column for tables."""
         return self.blocks[MEASURES[self.what].column]
 
     def frame(self) -> pandas.DataFrame:
-        """A table with a row per block: its 1-based number, its columns, and the details that are scalars."""
+        """Return a table with a row per block: its 1-based number, its columns, and the scalar details."""
         import pandas
 
         scalars = {name: value for name, value in self.details.items() if isinstance(value, (int, float, str))}
@@ -59,9 +59,9 @@ class Measurement:
         return pandas.DataFrame(numbers).assign(**scalars, tokens=self.tokens)
 
     def write(self, path: Path) -> list[Path]:
-        """Write ``path`` (JSON) and the same table as CSV beside it; returns both paths.
+        """Write ``path`` (JSON) and the same table as CSV beside it; return both paths.
 
-        :raises OSError: the folder cannot be made or written.
+        :raises OSError: the folder cannot be created or written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": FORMAT, **asdict(self)}, allow_nan=False)
@@ -69,7 +69,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
-        """:raises LNSError: not a result of this version, or one that something is missing from."""
+        """Read a result file. :raises LNSError: another version, or an incomplete file."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if (found := content.pop("format")) != FORMAT:
@@ -77,15 +77,15 @@ class Measurement:
             result = cls(**content)
             result.frame(), [float(value) for value in result.main], result.settings.get("dtype")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise LNSError(f"{path}: not a whole result file of `olmo-lns analyze`: {error}") from None
+            raise LNSError(f"{path}: not a complete result file of `olmo-lns analyze`: {error}") from None
         return result
 
 
 def check_writable(path: Path, *suffixes: str) -> None:
-    """Find out before the work whether its result can be written; makes the parent folder.
+    """Check before the work that its result can be written; create the parent folder.
 
-    :raises LNSError: another suffix, a folder in its place, or no permission.
-    :raises OSError: its folder cannot be made.
+    :raises LNSError: another suffix, a folder of this name, or no permission.
+    :raises OSError: the parent folder cannot be created.
     """
     if path.suffix not in suffixes or path.is_dir():
         raise LNSError(f"{path} cannot be written: expected a file that ends in {' or '.join(suffixes)}")
@@ -100,15 +100,15 @@ def write_csv(path: Path, frame: pandas.DataFrame) -> Path:
 
 
 def read_results(paths: Sequence[Path]) -> list[Measurement]:
-    """Result files of one diagnostic, under their labels, or under their paths where two labels are equal.
+    """Read result files of one diagnostic; equal labels are replaced by the paths.
 
-    A setting in which they differ is logged as a warning.
+    Different settings are logged as a warning.
 
-    :raises LNSError: of different diagnostics.
+    :raises LNSError: results of different diagnostics.
     """
     results = [Measurement.read(path) for path in paths]
     if len(kinds := sorted({result.what for result in results})) != 1:
-        raise LNSError(f"only results of one diagnostic can be compared: found {', '.join(kinds)}")
+        raise LNSError(f"found results of {', '.join(kinds)}, expected one diagnostic: compare each by itself")
     values = {name: [getattr(result, name) for result in results] for name in ("data", "tokens")}
     values |= {name: [result.settings.get(name) for result in results] for name in MATTERS}
     values["method"] = [result.details.get("method") for result in results]
@@ -122,7 +122,7 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """A row a block and a column a model, under a line that names the numbers; empty cells for missing blocks."""
+    """Return a table with a row per block and a column per model, under its title; missing blocks are empty cells."""
     import pandas
 
     columns = pandas.concat([pandas.Series(result.main, name=result.label) for result in results], axis=1)

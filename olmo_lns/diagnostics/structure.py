@@ -1,4 +1,4 @@
-"""The transformer blocks of a model, and one function that runs it."""
+"""Find the transformer blocks of a model, and a function that runs the model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
 def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
     """Return the transformer blocks of ``model`` in order; block ``l`` of the papers is element ``l - 1``.
 
-    They are the one outermost list of at least two modules of one class. OLMo's block groups count as their blocks,
-    under FSDP too.
+    The blocks are the only outermost list of at least two modules of one class. OLMo's block groups are resolved to
+    their blocks, also under FSDP.
 
-    :param path: dotted path of the list inside ``model``, when it is known.
-    :raises LNSError: not found, or not sure which: the candidates are listed; or a single block.
+    :param path: dotted path of the list in ``model``, if it is known.
+    :raises LNSError: no list, several candidates (the message lists them), or a single block.
     """
     lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -47,8 +47,8 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[nn.Module]:
 def forward_of(model: nn.Module, *, logits: bool) -> Forward:
     """Return a function that runs all blocks on token ids and mask.
 
-    :param logits: return them, (batch, sequence, vocabulary); else the head is left out where the model allows it.
-    :raises LNSError: raised by the function: no logits, or OLMo-core's model, which takes no mask, is given one.
+    :param logits: return logits, (batch, sequence, vocabulary); else the head is skipped if the model allows it.
+    :raises LNSError: when the function runs: no logits, or a mask for OLMo-core's model, which takes none.
     """
     target: Any = model
     how: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Scores of lm-evaluation-harness tasks with one block after another removed."""
+"""Scores of lm-evaluation-harness tasks without each block in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from olmo_lns.errors import LNSError, one_line
 if TYPE_CHECKING:
     from olmo_lns.diagnostics.loading import LoadedModel
 
-#: Metrics of which the first one that a task reports is read.
+#: Metrics by preference; the first that a task reports is read.
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
 #: Task -> its ``metric``, and ``score`` and ``stderr`` of the whole model, then without each block, block 1 first.
 Scores = dict[str, dict[str, Any]]
@@ -33,9 +33,9 @@ def score_tasks(
 ) -> Scores:
     """Run ``tasks`` on the whole model, then without each block in turn.
 
-    :param lm: lm-eval's model, such as :func:`harness_model` makes. :param blocks: those of its model, in order.
-    :param include_path: folder with task files of your own. :param limit: examples a task, None for all.
-    :returns: by the first of acc_norm, acc, exact_match and f1 that a task reports, else by its first metric.
+    :param lm: lm-eval's model, for example from :func:`harness_model`. :param blocks: the model's blocks, in order.
+    :param include_path: folder with the user's task files. :param limit: examples per task, None for all.
+    :returns: scores by the first of acc_norm, acc, exact_match and f1 that a task reports, else by its first metric.
     :raises LNSError: a task is unknown, its data cannot be had, or it reports no number.
 
     Example: ``score_tasks(HFLM(pretrained=model, tokenizer=tokenizer), model.model.layers, ["arc_easy"])``.
@@ -43,12 +43,12 @@ def score_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    # Indexing the harness's thousands of task files takes a minute: only for tasks that are not the user's own.
+    # Indexing the harness's thousands of task files takes a minute, so it is skipped for the user's tasks.
     manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
     if manager is None or any(task not in manager.all_tasks for task in tasks):
         manager = TaskManager(include_path=include_path)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise LNSError(f"lm-eval knows no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
+        raise LNSError(f"lm-eval has no task {', '.join(unknown)}: see `lm_eval --tasks list`, or give --task-path")
     settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat_template}
 
     @torch.no_grad()
@@ -56,10 +56,10 @@ def score_tasks(
         how = {"task_manager": manager, "log_samples": False, "bootstrap_iters": 1000, **settings}
         try:
             found: dict[str, dict[str, Any]] = simple_evaluate(model=lm, tasks=list(tasks), **how)["results"]
-        except OSError as error:  # a data set that is neither here nor to be reached
+        except OSError as error:  # a data set that is neither cached nor reachable
             raise LNSError(
-                f"--tasks {','.join(tasks)}: their data cannot be loaded ({one_line(error)}): run once with a network, "
-                "or give --task-path with tasks whose files are here"
+                f"--tasks {','.join(tasks)}: the data of the tasks cannot be loaded ({one_line(error)}): run once "
+                "with a network, or give --task-path with tasks whose files are local"
             ) from error
         return found
 
@@ -71,7 +71,7 @@ def score_tasks(
 
 
 def _collect(task: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The scores by one metric, whose key is ``name,filter``; its error's is ``name_stderr,filter``."""
+    """Collect the scores by one metric, under ``name,filter``; its error is under ``name_stderr,filter``."""
     numbers = [key for key, value in runs[0].items() if isinstance(value, (int, float))]
     keys = [key for key in numbers if "," in key and "_stderr" not in key]
     if not keys:
@@ -84,7 +84,7 @@ def _collect(task: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_tasks(result: Measurement, scores: Scores) -> Measurement:
-    """The result of removing blocks with columns ``<task>:<metric>``, ``:stderr`` and ``:drop`` for each task."""
+    """Add the columns ``<task>:<metric>``, ``:stderr`` and ``:drop`` for each task to a layer-drop result."""
     columns = dict(result.blocks)
     for name, task in scores.items():
         whole, *without = task["score"]
@@ -95,7 +95,7 @@ def with_tasks(result: Measurement, scores: Scores) -> Measurement:
 
 
 def harness_model(loaded: LoadedModel, tokenizer: Any, batch_size: int) -> Any:
-    """lm-eval's model around a loaded one.
+    """Return lm-eval's model around a loaded one.
 
     :raises LNSError: not a Hugging Face model, lm-eval cannot use it, or the tokenizer has no end-of-text token.
     """

@@ -1,12 +1,12 @@
-"""Layerwise output variance: how much the residual stream grows from block to block.
+"""Layerwise output variance: the growth of the residual stream from block to block.
 
 For a token ``t`` and the raw output ``h`` of a block with ``d`` features::
 
     mean_t = 1/d sum_i h_ti        variance_t = 1/d sum_i (h_ti - mean_t)^2
 
-in float32. Reported per block: the mean of ``variance_t`` over all tokens and its standard deviation
-over tokens, the RMS ``sqrt(mean h^2)`` and the largest ``|h|``. They are sums over tokens in float64, so
-neither the order nor the number of batches or ranks matters.
+in float32. Each block has the mean of ``variance_t`` over all tokens, its standard deviation over tokens,
+the RMS ``sqrt(mean h^2)`` and the largest ``|h|``. Sums over tokens are in float64: the order and number of
+batches or ranks do not matter.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from olmo_lns.errors import LNSError
 
 
 class Moments:
-    """Running sums over the tokens of block outputs; constant memory however many are added.
+    """Running sums over the tokens of block outputs, in constant memory.
 
-    One row per block: tokens, per-token variances, their squares, mean squares; and the largest absolute values. They
-    stay on their block's device until they are read.
+    One row per block: tokens, per-token variances, their squares, mean squares; and the largest absolute values. The
+    rows stay on the block's device until they are read.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -36,7 +36,7 @@ class Moments:
 
     @torch.no_grad()
     def add(self, block: int, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Add the output of one block: (batch, sequence, d_model), any floating dtype; mask True = real token."""
+        """Add a block's output: (batch, sequence, d_model), any floating dtype; mask True = real token."""
         tokens = hidden.detach().flatten(0, -2)
         if mask is not None:
             tokens = tokens[mask.to(hidden.device).flatten()]
@@ -44,7 +44,7 @@ class Moments:
             return
         tokens = tokens.float()
         mean = tokens.mean(dim=-1, keepdim=True)
-        centred = tokens - mean  # rather than var_mean, which is 5 times slower on a CPU
+        centred = tokens - mean  # var_mean is 5 times slower on a CPU
         variance = torch.linalg.vecdot(centred, centred) / tokens.shape[-1]
         low, high = tokens.aminmax()
         variance, mean = variance.double(), mean.squeeze(-1).double()
@@ -53,7 +53,7 @@ class Moments:
         self._largest[block] = torch.maximum(torch.maximum(-low, high), self._largest[block].to(rows))
 
     def pool_ranks(self) -> None:
-        """Pool with every other rank, if torch.distributed runs; all ranks then hold the same."""
+        """Sum over all ranks if torch.distributed runs."""
         if dist.is_available() and dist.is_initialized():
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
             sums, largest = (torch.stack([row.to(device) for row in some]) for some in (self._sums, self._largest))
@@ -62,16 +62,16 @@ class Moments:
             self._sums, self._largest = list(sums), list(largest)
 
     def first_bad_block(self) -> int | None:
-        """1-based number of the first block with NaN or infinite activations so far, or None."""
+        """Return the 1-based number of the first block with NaN or infinite activations, or None."""
         rows = torch.stack([row.to(self._sums[0].device) for row in self._sums])  # one synchronisation for all blocks
         bad = (~torch.isfinite(rows).all(dim=1)).nonzero()
         return int(bad[0]) + 1 if len(bad) else None
 
     def result(self, *, check: bool = True) -> Measurement:
-        """The pooled numbers, in the columns ``variance``, ``variance_std``, ``rms`` and ``max``.
+        """Return the result with the columns ``variance``, ``variance_std``, ``rms`` and ``max``.
 
-        :param check: False returns NaN for blocks whose activations are not finite instead of raising.
-        :raises LNSError: no token was added, or a block's activations are not finite (the first is named).
+        :param check: False returns NaN for blocks whose activations are not finite, instead of raising.
+        :raises LNSError: no token, or activations that are not finite (the message names the first such block).
         """
         if check and (bad := self.first_bad_block()):
             raise not_finite(f"block {bad} is the first whose output")
@@ -94,12 +94,12 @@ def block_output_variance(
     batches: Batches,
     device: torch.device | str = "cpu",
 ) -> Measurement:
-    """Variance of every block's raw output over all tokens of ``batches``.
+    """Measure the variance of every block's raw output over all tokens of ``batches``.
 
-    :param blocks: in order; None finds them.
+    :param blocks: the blocks in order; None finds them.
     :param batches: token ids (batch, sequence), or mappings with ``input_ids`` and an ``attention_mask``.
-    :param device: where the ids go. The model stays where it is, in its own dtype, and keeps its mode.
-    :raises LNSError: no token, or activations that are not finite (the first such block is named).
+    :param device: device of the ids. The model keeps its device, dtype and mode.
+    :raises LNSError: no token, or activations that are not finite (the message names the first such block).
 
     Example: ``block_output_variance(model, None, [torch.arange(64)[None]]).blocks["variance"]``.
     """

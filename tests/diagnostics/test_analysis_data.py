@@ -79,8 +79,8 @@ def test_a_split_of_a_hugging_face_data_set_is_read(tmp_path, monkeypatch):
 
 NUMBERS = {"ids": [1, 100, 3], "negative": [1, -1, 3], "float": [0.0, 1.0], "none": []}
 BAD = {
-    "raw.npy": (b"", "holds no token"),
-    "empty.jsonl": (b"\n", "holds no token"),
+    "raw.npy": (b"", "has no token"),
+    "empty.jsonl": (b"\n", "has no token"),
     "none.npy": (None, "expected integer token ids"),
     "ids.npy": (None, r"found token id 100, expected 0..99: the data was tokenised with another"),
     "negative.npy": (None, "found token id -1"),

@@ -209,13 +209,13 @@ def test_what_cannot_be_written_or_read_is_refused_before_the_model_is_loaded(ca
     ):
         assert said in fails(capsys, *command, *words)
     (tmp_path / "x.json").write_text('{"a": 1}')
-    assert "not a whole result file" in fails(capsys, "compare", "x.json")
+    assert "not a complete result file" in fails(capsys, "compare", "x.json")
     mixed = [results["variance", "olmo"], results["angular", "llama"]]
-    assert "only results of one diagnostic" in fails(capsys, "compare", *mixed)
+    assert "expected one diagnostic" in fails(capsys, "compare", *mixed)
     content = json.loads(results["variance", "olmo"].read_text())
     for change in ({"format": 1}, {"blocks": {"variance": [1, 2], "rms": [1]}}, {"blocks": {}}, {"what": "else"}):
         (tmp_path / "part.json").write_text(json.dumps({**content, **change}))
-        with pytest.raises(LNSError, match="not a whole result file"):
+        with pytest.raises(LNSError, match="not a complete result file"):
             Measurement.read(tmp_path / "part.json")
     (tmp_path / "missing.npy").write_bytes(b"\1\0" * 64)
     monkeypatch.setenv("WORLD_SIZE", "2")
