@@ -1,1 +1,1 @@
-"""Each folder brings the schemes to one framework, by that framework's own means where it has some."""
+"""One folder per framework: the schemes in it, by the framework's own extension points if it has some."""

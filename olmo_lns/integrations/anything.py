@@ -1,7 +1,7 @@
-"""``olmo_lns.apply``: a scheme on a built model of any framework, or of none.
+"""``olmo_lns.apply``: apply a scheme to a built model of any framework, or of none.
 
-A model whose blocks are Pre-LN and whose norms are modules is all that is needed: one forward on an example finds the
-blocks, the probe finds the norms in front of their two branches, and each norm is scaled and measured where it is.
+The blocks must be Pre-LN and the norms must be modules. One forward on an example finds the blocks, the probe finds
+the norms in front of their two branches, and each norm is scaled and measured in place.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _WRAPPERS = {"OptimizedModule", "DistributedDataParallel", "FullyShardedDataPara
 class Blocks:
     """The blocks of a model and the norms in front of their branches.
 
-    :param path: of the list in the model, ``""`` if it is none. :param width: the hidden size.
-    :param names: for each block, of its norms: attention's and feed-forward's, or one that both read.
-    :param cancelled: norms whose factor a norm behind them takes off again.
+    :param path: path of the list in the model, ``""`` for given blocks. :param width: the hidden size.
+    :param names: names of the norms of each block: attention's and feed-forward's, or one that both read.
+    :param cancelled: norms whose factor a later norm cancels.
     """
 
     path: str
@@ -48,21 +48,21 @@ class Blocks:
 def apply(
     model: nn.Module, scheme: str | Scheme = "lns", *, blocks: Sequence[nn.Module] | None = None, example: Any = None
 ) -> Any:
-    """Put a built model under ``scheme``, in place, measure what was built, and return the model.
+    """Apply ``scheme`` to a built model, in place, measure the result, and return the model.
 
-    It comes after the weights and before ``torch.compile``, DDP, FSDP and activation checkpointing; in a distributed
-    launch every process calls it. Parameters, state dict and hooks stay as they are. Applied again, the same scheme
-    is measured again.
+    Call it after the weights are set and before ``torch.compile``, DDP, FSDP and activation checkpointing; in a
+    distributed launch in every process. Parameters, state dict and hooks do not change. A second call with the same
+    scheme measures the model again.
 
-    :param model: of Megatron Core, OLMo or transformers, or any module with a list of Pre-LN blocks whose norms are
-        modules.
-    :param scheme: one that multiplies norms, such as ``"lns"`` or ``"lns:exponent=0.25"``.
-    :param blocks: the blocks in order, where the model has more than one list that could hold them.
-    :param example: what one forward takes: a tensor, a tuple of arguments, a dict of keywords, or a function of the
-        model that runs the forward. The default is 8 random token ids.
+    :param model: a model of Megatron Core, OLMo or transformers, or any module with a list of Pre-LN blocks whose norms
+        are modules.
+    :param scheme: a scheme that only multiplies norms, such as ``"lns"`` or ``"lns:exponent=0.25"``.
+    :param blocks: the blocks in order, if the model has several lists that could hold them.
+    :param example: input of one forward: a tensor, a tuple of arguments, a dict of keywords, or a function of the model
+        that runs the forward. The default is 8 random token ids.
     :raises LNSConfigError: the model is not Pre-LN, has a scheme, is wrapped already, or does not take the example.
-    :raises MeasurementError: a block cannot be run again, or does something else than the scheme says. In either case
-        the model is left as it was.
+    :raises MeasurementError: a block cannot be run again, or does not compute the scheme. In either case the model is
+        left unchanged.
 
     Example: ``olmo_lns.apply(GPT(config), "lns:exponent=0.25", example=torch.zeros(1, 8, dtype=torch.long))``.
     """
@@ -84,7 +84,7 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
     modules = [base.__module__ for base in type(model).__mro__]
     if any(module.startswith("megatron.core.") for module in modules):
         if scheme.name != "lns":
-            raise LNSConfigError(f"scheme {scheme}: the Megatron integration has lns and its exponent.")
+            raise LNSConfigError(f"scheme {scheme}: the Megatron integration supports lns and its exponent only.")
         from olmo_lns.integrations import megatron
 
         megatron.apply(model, exponent=scheme.parameters["exponent"])
@@ -102,7 +102,7 @@ def _apply(model: Any, scheme: Scheme, blocks: Any, example: Any) -> None:
 
 
 def require_unwrapped(model: nn.Module) -> None:
-    """:raises LNSConfigError: torch.compile, DDP or FSDP has wrapped the model or a part of it, or it is on meta."""
+    """Check that the model can be measured. :raises LNSConfigError: compiled, wrapped by DDP or FSDP, or on meta."""
     if not isinstance(model, nn.Module):
         raise LNSConfigError(f"apply expects a built model, a torch.nn.Module; found a {type(model).__name__}.")
     for module in model.modules():
@@ -113,15 +113,15 @@ def require_unwrapped(model: nn.Module) -> None:
                 "Apply first: build the model, apply the scheme, then compile and wrap."
             )
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise LNSConfigError("its weights are on the meta device: nothing can be measured. Apply once they are built.")
+        raise LNSConfigError("the weights are on the meta device and cannot be measured. Apply once they exist.")
 
 
 def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
-    """A function that runs one forward in eval mode; random numbers and modes are as before afterwards."""
+    """Return a function that runs one forward of ``model`` on ``example``."""
     if example is None:
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         if not rows:
-            raise LNSConfigError(f"{type(model).__name__} has no token embedding: give example=, what it takes.")
+            raise LNSConfigError(f"{type(model).__name__} has no token embedding: give example=, a forward's input.")
         ids = torch.randint(min(rows), (1, 8), generator=torch.Generator().manual_seed(0))
         example = ids.to(next(model.parameters()).device)
 
@@ -143,7 +143,7 @@ def forward(model: nn.Module, example: Any = None) -> Callable[[], Any]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards modes and random states are what they were."""
+    """Switch to eval mode without gradients; restore modes and random states afterwards."""
     training = {module: module.training for module in model.modules()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     model.eval()
@@ -156,7 +156,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module] | None = None) -> Blocks:
-    """Find the sites of a model by running it once and one block of each structure again and again.
+    """Find the sites of a model: run the model once, then one block of each structure repeatedly.
 
     :param run: runs one forward.
     :raises LNSConfigError: no list of Pre-LN blocks. :raises MeasurementError: a block cannot be run again.
@@ -174,8 +174,8 @@ def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module]
             wrong += [f"{name} {count} times" for name, count in times.items() if count != 1]
     if wrong:
         raise LNSConfigError(
-            f"one forward of the model runs the norms {', '.join(wrong)}, expected each once: something computes past "
-            "them, or another part of the model has the same norm. Give each place a norm of its own."
+            f"one forward of the model runs the norms {', '.join(wrong)}, expected each once: other code bypasses "
+            "them, or another part of the model shares the norm. Use a separate norm in each place."
         )
     cancelled = dict.fromkeys(name for kind in kinds.values() for name in kind.cancelled)
     return Blocks(ran.name, ran.blocks, names, ran.calls[0].stream.shape[-1], tuple(cancelled))
@@ -184,18 +184,18 @@ def locate(model: nn.Module, run: Callable[[], Any], blocks: Sequence[nn.Module]
 def attach(
     model: nn.Module, found: Blocks, scheme: Scheme, folded: Callable[[nn.Module], type | None] = lambda norm: None
 ) -> list[str]:
-    """Scale the norms that were found, or measure them again if they have the scheme.
+    """Scale the found norms, or measure them again if they have the scheme.
 
-    :param folded: the mixin for a norm whose arithmetic is known.
-    :returns: what was measured.
-    :raises LNSConfigError: a scheme that does more than multiply norms, or the model has another one.
-    :raises MeasurementError: a norm gives something else than its factor times what it gave. The model is as it was.
+    :param folded: norm -> the mixin for its arithmetic, None if that is unknown.
+    :returns: the measured parts.
+    :raises LNSConfigError: a scheme that does more than multiply norms, or a model with another scheme.
+    :raises MeasurementError: a norm does not give its factor times its former output. The model is left unchanged.
     """
     n_layers, present = len(found.blocks), sites.read_back(model)
     if scheme.is_pre_ln or not scheme.keeps_forward(n_layers):
-        raise LNSConfigError(f"scheme {scheme}: apply takes those that multiply norms, such as lns:exponent=0.25.")
+        raise LNSConfigError(f"scheme {scheme}: expected one that only multiplies norms, such as lns:exponent=0.25.")
     if not present.is_pre_ln and present != scheme:
-        raise LNSConfigError(f"{type(model).__name__} has scheme {present} already, not {scheme}: build it anew.")
+        raise LNSConfigError(f"{type(model).__name__} has scheme {present} already, not {scheme}: build a new model.")
     again = not present.is_pre_ln
     try:
         for number, (block, names) in enumerate(zip(found.blocks, found.names, strict=True), start=1):
@@ -219,15 +219,15 @@ def attach(
 
 
 def _measure(norm: Any, width: int, where: str) -> None:
-    """:raises MeasurementError: a scaled norm gives something else than its factor times the framework's own."""
+    """Measure a scaled norm. :raises MeasurementError: not its factor times the output of the stock norm."""
     stock = copy.deepcopy(norm)
     sites.restore(stock)
     if problem := probe.response(norm, width).problem(probe.response(stock, width), getattr(norm, "lns_scale", 1.0)):
-        raise MeasurementError(f"{where}: measured {problem}. Apply the scheme before norms are replaced.")
+        raise MeasurementError(f"{where}: measured {problem}. Apply the scheme after norms are replaced.")
 
 
 def report(model: nn.Module, found: Blocks, measured: Sequence[str], initialization: str = "") -> None:
-    """Write the start-up line of the first process: to the log if it has a handler, else to stderr."""
+    """Write the start-up line in the first process: to the log if it has a handler, else to stderr."""
     if os.environ.get("RANK", "0") != "0":
         return
     kinds = dict.fromkeys(type(module).__name__.removeprefix("LNS") for _, module, _ in sites.sites(model))
@@ -235,7 +235,7 @@ def report(model: nn.Module, found: Blocks, measured: Sequence[str], initializat
         model, len(found.blocks), measured=measured, norm=", ".join(kinds), initialization=initialization
     )
     if found.cancelled:
-        line += f"; a norm behind {', '.join(found.cancelled)} takes its factor off again"
+        line += f"; a later norm cancels the factor of {', '.join(found.cancelled)}"
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info("%s", line)
     else:

@@ -146,8 +146,8 @@ def _first_quantized(model):
         (lambda: _own(change=_first_quantized), {}, "before quantization"),
         (lambda: _own(change=_compiled), {}, "Apply first"),
         (lambda: torch.compile(_own()), {}, "Apply first"),
-        (_own, {"scheme": "deepnorm"}, "multiply norms"),
-        (_own, {"scheme": "preln"}, "multiply norms"),
+        (_own, {"scheme": "deepnorm"}, "multiplies norms"),
+        (_own, {"scheme": "preln"}, "multiplies norms"),
         (dict, {}, "torch.nn.Module"),
     ],
 )

@@ -1,7 +1,7 @@
 """LayerNorm Scaling for Megatron-LM and Megatron Core.
 
-``register()`` adds ``--layernorm-scaling`` and its relatives to an unmodified ``pretrain_gpt.py``;
-``apply()`` is the one call for those who build a model themselves. Importing them does not import Megatron.
+``register()`` adds ``--layernorm-scaling`` and related flags to an unmodified ``pretrain_gpt.py``;
+``apply()`` is for scripts that build a model. Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRAPPED = {
     "megatron.core.models.bert.bert_model:BertModel.__init__": ("model_init", False),
     "megatron.core.models.T5.t5_model:T5Model.__init__": ("model_init", False),
     f"megatron.training.argument_utils:{_CONFIG}": ("config_from_args", False),  # from 0.18 on
-    f"megatron.training.arguments:{_CONFIG}": ("config_from_args", True),  # where it may have been imported, wrapped
+    f"megatron.training.arguments:{_CONFIG}": ("config_from_args", True),  # may hold an import of the wrapped one
     "megatron.training.arguments:add_megatron_arguments": ("add_arguments", True),
     "megatron.training.training:get_model": ("model_built", True),
     "megatron.training.training:setup_model_and_optimizer": ("model_built", True),
@@ -36,9 +36,9 @@ MODELS = {path.split(":")[1].split(".")[0] for path in WRAPPED if path.endswith(
 
 
 def register() -> None:
-    """Arrange that each Megatron module is extended right after it is executed.
+    """Arrange that each Megatron module is extended right after it is executed. Idempotent.
 
-    It may be called twice, and changes nothing until ``--layernorm-scaling`` or ``--no-scaled-init`` is given.
+    Nothing changes until ``--layernorm-scaling`` or ``--no-scaled-init`` is given.
 
     Example: ``register()``, then ``from megatron.training import pretrain``.
     """
@@ -58,17 +58,17 @@ def wrap(module: Any) -> None:
 def apply(target: Any, *, exponent: float = DEFAULT_EXPONENT, keep_scaled_init: bool = False) -> int:
     """Switch LayerNorm Scaling on for a config, or for a built model.
 
-    Best on the config, before the model is built: then ``GPTModel`` and its relatives scale and measure their norms at
-    the end of their constructors, under any pipeline split, with plain initialization of the output projections. A
-    built model gets the factors only; its weights stay as they were initialized or loaded.
+    Prefer the config, before the model is built: ``GPTModel`` and the other language models then scale and measure
+    their norms at the end of their constructors, under any pipeline split, with plain initialization of the output
+    projections. A built model gets the factors only; its weights do not change.
 
     :param target: a ``TransformerConfig``, an object with one in ``.transformer`` (``GPTModelConfig``), a provider of
         Megatron Bridge; or a built model, a part of one, or a list of its pipeline chunks, before DDP or FSDP wrap it.
-    :param exponent: of the factor ``l ** -exponent``, dimensionless, 0.5 in the paper (arXiv 2502.05795, section 4).
+    :param exponent: exponent of ``l ** -exponent``, dimensionless, 0.5 in the paper (arXiv 2502.05795, section 4).
     :param keep_scaled_init: keep Megatron's std/sqrt(2L) for the output projections; for configs only.
-    :returns: how many norms are scaled now: 0 for a config, 2 per block otherwise.
+    :returns: the number of scaled norms: 0 for a config, 2 per block otherwise.
     :raises LNSConfigError: another scheme is on, or the config or a layer is not supported.
-    :raises MeasurementError: a scaled norm gives something else than the factor times its output before.
+    :raises MeasurementError: a scaled norm does not give the factor times its output before.
     :raises UpstreamChangedError: this Megatron lacks a function that is needed.
 
     Example: ``apply(config)``, then ``GPTModel(config, ...)``; or ``apply(model, exponent=0.25)``.
@@ -80,10 +80,10 @@ def apply(target: Any, *, exponent: float = DEFAULT_EXPONENT, keep_scaled_init: 
 
 
 def plain_initialization(config: Any) -> None:
-    """Have the residual output projections of a model drawn like every other matrix, without std/sqrt(2L).
+    """Initialize the residual output projections of a model like every other matrix, without std/sqrt(2L).
 
     :param config: a ``TransformerConfig`` or a provider, before its model is built.
-    :raises LNSConfigError: it asks for scaled initialization.
+    :raises LNSConfigError: the config keeps scaled initialization.
     :raises UpstreamChangedError: this Megatron lacks a function that is needed.
 
     Example: ``plain_initialization(config)``, then ``GPTModel(config, ...)``.
@@ -94,7 +94,7 @@ def plain_initialization(config: Any) -> None:
     config = getattr(config, "transformer", config)
     launch.require("megatron.core.")
     launch.mark(config, Settings(no_scaled_init=True))
-    if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge finalizes it later
+    if config.init_method is None and not getattr(config, "use_mup", False):  # Megatron Bridge sets init_method later
         from megatron.core.utils import init_method_normal
 
         config.init_method = init_method_normal(config.init_method_std)

@@ -1,8 +1,8 @@
-"""The functions of Megatron that are wrapped: arguments, config, the models' constructors, the set-up, checkpoints.
+"""Wrappers for functions of Megatron: arguments, config, the models' constructors, the set-up, checkpoints.
 
-A config that was marked, by :func:`apply` or by the flags, gets the scheme at the end of the constructor of the
-language model that is built from it: before mixed precision, DDP or FSDP wrap the model, and before weights are loaded.
-Towers that are built from copies of the config stay Megatron's own.
+:func:`apply` or the flags mark a config. A language model that is built from a marked config gets the scheme at the end
+of its constructor: before mixed precision, DDP or FSDP wrap the model, and before weights are loaded. Towers that are
+built from copies of the config do not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def model_init(original: Function) -> Function:
     """Choose the initialization before a language model is built; attach and measure afterwards."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Whatever the parameter is called in this version.
+        # The parameter's name differs between versions.
         config: Any = next((each for each in (*args, *kwargs.values()) if Settings.of(each) != Settings()), None)
         settings = Settings.of(config)
         if settings.layernorm_scaling:
@@ -40,7 +40,7 @@ def model_init(original: Function) -> Function:
             config.output_layer_init_method = config.init_method
         original(self, *args, **kwargs)
         if settings.layernorm_scaling:
-            if not any(sites.sites(self)):  # the constructor of its base class has attached otherwise
+            if not any(sites.sites(self)):  # unless the base class's constructor has attached
                 layers.attach(self, settings, drawn=True)
         elif settings.no_scaled_init:
             measured = ", ".join(layers.check_initialization(self, config))
@@ -50,7 +50,7 @@ def model_init(original: Function) -> Function:
 
 
 def add_arguments(original: Function) -> Function:
-    """Megatron's own options, then ours."""
+    """Add this package's options to Megatron's parser."""
     return lambda parser: add_flags(original(parser))
 
 
@@ -72,7 +72,7 @@ def config_from_args(original: Function) -> Function:
 
 
 def _is_teacher(args: Any) -> bool:
-    """Return true for the arguments of ModelOpt's teacher, a changed copy of the launch's."""
+    """Return true for the arguments of ModelOpt's teacher, a changed copy of the launch's arguments."""
     launched = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     return launched is not None and launched is not args and bool(getattr(args, "export_kd_teacher_load", None))
 
@@ -81,7 +81,7 @@ def _is_teacher(args: Any) -> bool:
 
 
 def model_built(original: Function) -> Function:
-    """Check that the flags had an effect, on all stages together; name in the arguments a scheme that was applied."""
+    """Check over all stages that the flags had an effect; store an applied scheme in the arguments."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
@@ -90,7 +90,7 @@ def model_built(original: Function) -> Function:
         model = result[0] if isinstance(result, tuple) else result
         chunks = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
         asked = Settings.of(get_args())
-        # From the configs: a pipeline stage without a layer has no site, and its arguments are compared all the same.
+        # From the configs, since a pipeline stage without a layer has no site and its arguments are compared too.
         configs = [module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")]
         marks = {found for found in map(Settings.of, configs) if found != Settings()}
         applied = [found for found in marks if found.layernorm_scaling]
@@ -100,25 +100,25 @@ def model_built(original: Function) -> Function:
         elif words and not marks:
             raise LNSConfigError(
                 f"{words} was given, but the config of this model was not made by core_transformer_config_from_args "
-                "(--yaml-cfg replaces every argument) and does not carry it: give Megatron's settings as flags, or "
+                "(--yaml-cfg replaces every argument) and is not marked: give Megatron's settings as flags, or "
                 "call olmo_lns.integrations.megatron.apply(config) before the model is built."
             )
         elif applied:
             _check_stages(chunks, applied[0])
             applied[0].store(get_args())
-            layers.say(f"{applied[0].words}: not given but applied to the model; checkpoints of this run name it")
+            layers.say(f"{applied[0].words}: not given, but applied to the model; checkpoints of this run record it")
         return result
 
     return build
 
 
 def _check_stages(chunks: list[Any], settings: Settings) -> None:
-    """:raises MeasurementError: on every rank, where the scheme of one is wrong or blocks are missing."""
+    """Check all stages. :raises MeasurementError, LNSConfigError: a wrong scheme, missing blocks; on every rank."""
     problem, found = "", []
     try:
         for chunk in chunks:
             if (scheme := sites.read_back(chunk)) not in (settings.scheme, PRE_LN):
-                problem = f"{settings.scheme} was asked for, but the model was built with {scheme}."
+                problem = f"{settings.scheme} was selected, but the model was built with {scheme}."
             found += [(site.layer_number, site.n_layers) for _, _, site in sites.sites(chunk)]
     except Exception as error:
         problem = str(error)
@@ -135,8 +135,8 @@ def _check_stages(chunks: list[Any], settings: Settings) -> None:
         return
     raise LNSConfigError(
         f"{FLAGS[0]} was given, but this model has scaled norms in the blocks {sorted(set(numbers)) or 'none'} over "
-        "all pipeline stages, expected each of its blocks equally often. Models of megatron.core attach by themselves. "
-        "--use-legacy-models, --yaml-cfg and a config made by hand do not: call "
+        "all pipeline stages, expected each of its blocks equally often. The flag reaches models of megatron.core "
+        "only, not with --use-legacy-models, --yaml-cfg or a config made by hand. Call "
         "olmo_lns.integrations.megatron.apply(config) before the model is built, or drop the flag."
     )
 
@@ -145,11 +145,11 @@ def _check_stages(chunks: list[Any], settings: Settings) -> None:
 
 
 def load_args(original: Function) -> Function:
-    """``--use-checkpoint-args``: where no setting was given, all come from the checkpoint."""
+    """Take all settings from the checkpoint under ``--use-checkpoint-args``, if none was given."""
 
     def load_args_from_checkpoint(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = original(args, *rest, **kwargs)
-        # Not a tuple: no checkpoint, or one without arguments. Who allows a mismatch means the command line.
+        # Not a tuple: no checkpoint, or one without arguments. If a mismatch is allowed, the command line wins.
         saved = Settings.of_saved(result[1]) if isinstance(result, tuple) else Settings()
         given = any(word.split("=")[0] in FLAGS for word in sys.argv[1:])
         if not given and Settings.of(args) == Settings() != saved and not is_set(ALLOW_MISMATCH):
@@ -161,14 +161,14 @@ def load_args(original: Function) -> Function:
 
 
 def load_base(original: Function) -> Function:
-    """Compare on every load of weights, also with ``--finetune``, which skips Megatron's own comparison."""
+    """Compare on every load of weights, also with ``--finetune``, which skips Megatron's comparison."""
     signature = inspect.signature(original)
 
     def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
         state, ours, folder = result[0], call["args"], call["load_dir"]
-        if call.get("rank0") or not state:  # rank0: only the common part, to look at; the weights follow
+        if call.get("rank0") or not state:  # rank0: a first look at the common part; the weights are loaded later
             return result
         is_teacher = folder is not None and folder == getattr(ours, "export_kd_teacher_load", None)
         compare(state.get("args"), Settings() if is_teacher else Settings.of(ours), result[1] or folder)
@@ -178,7 +178,7 @@ def load_base(original: Function) -> Function:
 
 
 def load_modelopt(original: Function) -> Function:
-    """Compare for ModelOpt's scripts, which read a sharded checkpoint past Megatron's loader."""
+    """Compare for ModelOpt's scripts, which read a sharded checkpoint without Megatron's loader."""
     signature = inspect.signature(original)
 
     def load_modelopt_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -196,8 +196,9 @@ def load_modelopt(original: Function) -> Function:
 
 
 def compare(saved: Any, running: Settings, source: object) -> None:
-    """Compare the saved arguments with the settings that run; None where the checkpoint holds none.
+    """Compare the saved arguments with the running settings.
 
+    :param saved: arguments in the checkpoint, None if it has none.
     :raises CheckpointMismatchError: the schemes differ.
     """
     settings = Settings.of_saved(saved)
@@ -206,19 +207,19 @@ def compare(saved: Any, running: Settings, source: object) -> None:
     require_same(scheme, running.scheme, source=source, setting=lambda scheme: words)
 
 
-# --- for those who build models themselves --------------------------------------------------------------------------
+# --- for scripts that build models ----------------------------------------------------------------------------------
 
 
 def require(prefix: str) -> None:
-    """:raises UpstreamChangedError: this Megatron lacks a function below ``prefix`` that a scheme needs."""
+    """Check for the needed functions below ``prefix``. :raises UpstreamChangedError: this Megatron lacks one."""
     for path, (name, needed) in WRAPPED.items():
         if needed and path.startswith(prefix) and importlib.util.find_spec(path.partition(":")[0]) is None:
-            hook.wrap(path, globals()[name])  # which notes that it is missing
+            hook.wrap(path, globals()[name])  # records that it is missing
     hook.require("megatron")
 
 
 def apply_to(target: Any, settings: Settings) -> int:
-    """Mark a config, or scale the norms of a built model or of its chunks; return how many are scaled now."""
+    """Mark a config, or scale the norms of a built model or of its chunks; return the number of scaled norms."""
     if isinstance(target, (list, tuple)):
         return sum(apply_to(each, settings) for each in target)
     require("megatron.core.")
@@ -229,7 +230,9 @@ def apply_to(target: Any, settings: Settings) -> int:
     for model in layers.models_in(target):
         present = sites.read_back(model)
         if not present.is_pre_ln and present != settings.scheme:
-            raise LNSConfigError(f"{type(model).__name__} has {present} already, and {settings.scheme} was asked for.")
+            raise LNSConfigError(
+                f"{type(model).__name__} has {present} already, not {settings.scheme}: build a new model."
+            )
         count += layers.attach(model, settings, drawn=False) if present.is_pre_ln else len(list(sites.sites(model)))
         if hasattr(model, "config"):
             settings.store(model.config)
@@ -237,7 +240,7 @@ def apply_to(target: Any, settings: Settings) -> int:
 
 
 def mark(target: Any, settings: Settings) -> None:
-    """Store the settings in a config, or in the one in ``target.transformer``."""
+    """Store the settings in a config, or in ``target.transformer``."""
     config = getattr(target, "transformer", target)
     if not hasattr(config, "output_layer_init_method"):
         raise LNSConfigError(

@@ -1,4 +1,4 @@
-"""Scale exactly the two norms in front of attention and MLP of each block of a built model, and measure what was built.
+"""Scale and measure the two norms in front of attention and MLP in each block of a built model.
 
 | spec                       | in front of attention                         | in front of the MLP       |
 |----------------------------|-----------------------------------------------|---------------------------|
@@ -27,15 +27,15 @@ from olmo_lns.integrations.megatron import MODELS, norms
 from olmo_lns.integrations.megatron.settings import Settings
 from olmo_lns.settings import check as check_environment
 
-#: Sub-layer -> the norm in front of it, the module that computes it, and where a norm is fused into that.
+#: Sub-layer -> the norm in front of it, the module of the sub-layer, and the places of a fused norm in that module.
 _PLACES = {
     "attn": ("input_layernorm", "self_attention", ("linear_qkv", "linear_qkv_down_proj")),
     "ff": ("pre_mlp_layernorm", "mlp", ("linear_fc1",)),
 }
-_PAST = "it reads the norm's parameters past its forward"
-_NO_STREAM = "with hyper-connections there is no single residual stream to scale in"
+_PAST = "it reads the norm's parameters without calling the norm"
+_NO_STREAM = "hyper-connections have no single residual stream"
 _NO_DEPTH = "heterogeneous blocks have no common depth"
-#: Attribute of the config -> why LayerNorm Scaling isn't right with it.
+#: Attribute of the config -> the reason against LayerNorm Scaling with it.
 _REFUSED = {
     "use_transformer_engine_op_fuser": _PAST,
     "inference_fuse_tp_communication": _PAST,
@@ -43,10 +43,10 @@ _REFUSED = {
     "enable_hyper_connections": _NO_STREAM,
     "heterogeneous_block_specs": _NO_DEPTH,
     "heterogeneous_layers_config_path": _NO_DEPTH,
-    "scale_layernorm_by_depth": "that is the patch of this method for Megatron, which would scale twice",
-    "batch_invariant_mode": "its RMSNorm takes the place of TE's forward, which a scaled norm does not run",
+    "scale_layernorm_by_depth": "this patch of Megatron is the same method, which would scale twice",
+    "batch_invariant_mode": "its RMSNorm replaces TE's forward, which a scaled norm does not run",
 }
-#: Modules of a layer that Pre-LN does not have: a third sub-layer, and norms besides those in front of two.
+#: Modules of a layer that Pre-LN lacks: a third sub-layer, and norms other than the two in front of a sub-layer.
 _OTHER = re.compile(
     r"^cross_attention$|^(?!(input|pre_mlp)_layernorm$)[^.]*norm[^.]*$|(linear_proj|linear_fc2)\..*norm"
 )
@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def check_config(config: Any) -> None:
-    """:raises LNSConfigError: a setting that LayerNorm Scaling isn't right with."""
+    """Check a config. :raises LNSConfigError: a setting that LayerNorm Scaling does not support."""
     check_environment()
     refused = {name: why for name, why in _REFUSED.items() if getattr(config, name, None)}
     if getattr(config, "transformer_impl", "") == "inference_optimized":
@@ -75,14 +75,14 @@ def check_config(config: Any) -> None:
 
 
 def layers_of(module: nn.Module) -> list[Any]:
-    """The ``TransformerLayer``s in ``module``, itself among them."""
+    """Return the ``TransformerLayer``s in ``module``, itself included."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     return [child for child in module.modules() if isinstance(child, TransformerLayer)]
 
 
 def models_in(module: nn.Module) -> list[Any]:
-    """The language models in ``module``, without the towers beside them; or ``module`` itself.
+    """Return the language models in ``module`` without other towers; ``module`` itself if there is none.
 
     :raises LNSConfigError: ``module`` is wrapped or compiled.
     """
@@ -93,17 +93,17 @@ def models_in(module: nn.Module) -> list[Any]:
 
 
 def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
-    """Scale and measure the norms of every block of ``model``, and say what was measured.
+    """Scale and measure the norms of every block of ``model``, and print the start-up line.
 
     :param model: a language model, or a part of one. :param drawn: its weights were just drawn under ``settings``.
-    :returns: how many norms were scaled.
-    :raises LNSConfigError: a layer or a setting that LayerNorm Scaling does not support; the model is as it was.
-    :raises MeasurementError: a norm or a draw measures otherwise than asked; the model is as it was.
+    :returns: the number of scaled norms.
+    :raises LNSConfigError: a layer or a setting that LayerNorm Scaling does not support; the model is left unchanged.
+    :raises MeasurementError: a wrong norm or initialization; the model is left unchanged.
     """
     layers = layers_of(model)
     config = next((m.config for m in (model, *layers) if hasattr(m, "config")), None)
     if config is None or not (layers or hasattr(model, "pre_process")):  # a pipeline stage may have no layer
-        raise LNSConfigError(f"{type(model).__name__} holds no TransformerLayer: nothing to scale.")
+        raise LNSConfigError(f"{type(model).__name__} has no TransformerLayer: nothing to scale.")
     check_config(config)
     places = [place for layer, number in _numbered(model, layers) for place in _places(layer, number)]
     blocks = _check_numbers(model, config, places)
@@ -134,9 +134,9 @@ def attach(model: Any, settings: Settings, *, drawn: bool) -> int:
 
 
 def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
-    """Each layer and its number: L + k in an MTP module, whose own number means something else in each version.
+    """Return each layer with its number; L + k in MTP module k, whose layer_number depends on the version.
 
-    :raises LNSConfigError: a stack holds Mamba or custom layers, or an MTP module more than one layer.
+    :raises LNSConfigError: Mamba or custom layers in a stack, or an MTP module with more than one layer.
     """
     numbers = {layer: int(layer.layer_number) for layer in layers}
     for stack in model.modules():
@@ -154,20 +154,20 @@ def _numbered(model: Any, layers: list[Any]) -> list[tuple[Any, int]]:
             elif layer not in numbers and getattr(layer, "module", None) not in numbers:
                 raise _refuse(
                     layer,
-                    f"of {type(stack).__name__} is no TransformerLayer: LayerNorm Scaling supports attention and MLP "
-                    "in turn (hybrid patterns: '*-' or '*E' repeated)",
+                    f"of {type(stack).__name__} is not a TransformerLayer: LayerNorm Scaling supports attention and "
+                    "MLP in turn (hybrid patterns: '*-' or '*E' repeated)",
                 )
     return list(numbers.items())
 
 
 def _places(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
-    """The norms of a layer, each with its block's number and its sub-layer: two, or one in a hybrid model."""
+    """Return the norms of a layer (two, or one in a hybrid model), each with its block number and sub-layer."""
     others = [name for name, module in layer.named_modules() if _OTHER.search(name) and not _is_absent(module)]
     if others:
         raise _refuse(
             layer,
             f"has {', '.join(others)}, expected attention and MLP with one norm in front of each: cross attention and "
-            "norms behind a sub-layer are not defined in LayerNorm Scaling",
+            "norms after a sub-layer are not defined in LayerNorm Scaling",
         )
     found = [name for name, (_, holder, _) in _PLACES.items() if not _is_absent(getattr(layer, holder, None))]
     if not found:
@@ -177,7 +177,7 @@ def _places(layer: Any, number: int) -> list[tuple[nn.Module, int, str]]:
 
 
 def _norm(layer: Any, sub_layer: str) -> nn.Module:
-    """The one norm in front of a sub-layer."""
+    """Return the norm in front of a sub-layer."""
     norm, holder, fused = _PLACES[sub_layer]
     inner = getattr(layer, holder)
     for module in (inner, *(getattr(inner, name, None) for name in fused)):
@@ -198,17 +198,17 @@ def _norm(layer: Any, sub_layer: str) -> nn.Module:
 
 
 def _check_numbers(model: Any, config: Any, places: list[tuple[nn.Module, int, str]]) -> int:
-    """Return how many blocks the whole model has.
+    """Return the number of blocks of the whole model.
 
-    :raises MeasurementError: the norms here are not those of attention and MLP in turn, numbered globally from 1 on.
+    :raises MeasurementError: the norms do not alternate between attention and MLP, numbered globally from 1 on.
     """
-    is_hybrid = len(places) < 2 * len(layers_of(model))  # its layers are halves of blocks
+    is_hybrid = len(places) < 2 * len(layers_of(model))  # each layer is half a block
     end = int(config.num_layers) * (1 if is_hybrid else 2)
     found = [2 * number - (sub_layer == "attn") for _, number, sub_layer in places]
     wrong = end % 2 == 1 or found != list(range(found[0], found[0] + len(found))) if found else False
     wrong |= is_hybrid and found != [int(layer.layer_number) for layer in layers_of(model)]
     if found and hasattr(model, "pre_process"):
-        # Such a first stage may hold the embedding alone, so that block 1 is in the second.
+        # With these layouts the first stage may hold only the embedding, and block 1 is in the second stage.
         layouts = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
         empty_first = any(getattr(config, name, None) for name in layouts)
         wrong |= found[0] != 1 if model.pre_process else found[0] == 1 and not empty_first
@@ -235,9 +235,9 @@ def _refuse(layer: Any, problem: str) -> LNSConfigError:
 
 
 def check_initialization(model: Any, config: Any) -> list[str]:
-    """Check how the residual output projections were drawn; return what was done, in words.
+    """Check the initialization of the residual output projections; return the check in words.
 
-    :raises MeasurementError: found and expected standard deviation.
+    :raises MeasurementError: the found and the expected standard deviation.
     """
     init = config.output_layer_init_method
     if not getattr(config, "perform_initialization", True) or not layers_of(model):
@@ -254,7 +254,7 @@ def check_initialization(model: Any, config: Any) -> list[str]:
 
 
 def _std(init: Callable[[torch.Tensor], object]) -> float:
-    """The standard deviation that ``init`` draws with; 0 where it depends on the matrix's shape (Xavier)."""
+    """Return the standard deviation of ``init``; 0 if it depends on the matrix's shape (Xavier)."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         small, large = (torch.zeros(64, width, device="cpu") for width in (64, 256))
         init(small), init(large)

@@ -1,12 +1,11 @@
-"""Scale one norm of a Megatron layer, whatever class it is, and measure that it is scaled.
+"""Scale and measure one norm of a Megatron layer, of any class.
 
 - :class:`FoldedFused`: while ``forward`` runs, instance attributes hide gain and bias behind ``s*gain`` and ``s*bias``.
-  Right for a forward that reads them once and whose backward uses the saved tensors: TE's LayerNormLinear. TE's
+  Right for a forward that reads each once and whose backward uses the saved tensors: TE's LayerNormLinear. TE's
   standalone norms read ``self.weight`` again in backward: dx and dgain would be off by s.
 - :class:`FoldedNorm`: torch's and TE's standalone norms run ``olmo_lns.norm`` on their parameters.
 
-:func:`olmo_lns.sites.scale` takes neither where it measures something else than the framework's own, and multiplies
-the output of the module instead.
+:func:`olmo_lns.sites.scale` multiplies the module's output instead if the folded norm measures a wrong output.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from olmo_lns.response import first
 
 
 class FoldedFused(sites.Scaled):
-    """The module's own forward, over scaled parameters."""
+    """The stock forward over scaled parameters."""
 
     lns_calls_forward = True
     lns_way = "folded into the fused kernel's gain"
@@ -39,7 +38,7 @@ class FoldedFused(sites.Scaled):
         shadow["layer_norm_weight"] = fold(gain, self.lns_scale, dtype=gain.dtype, zero_centered=centered)
         if bias is not None:
             shadow["layer_norm_bias"] = fold(bias, self.lns_scale, dtype=bias.dtype)
-        if centered:  # 1 + gain was folded as it is, since s(1+gain)-1 would cancel
+        if centered:  # 1 + gain was folded as a whole, since s(1+gain)-1 would cancel digits
             shadow["zero_centered_gamma"] = False
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -57,7 +56,7 @@ class FoldedNorm(sites.Scaled):
         kind: Any = type(self)
         names, y = _names(kind), x
         if "transformer_engine" in names and weight is not None:
-            # TE computes in the dtype of the parameters, or of autocast.
+            # TE computes in the dtype of the parameters or of autocast.
             device = x.device.type
             y = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype)
         dtype, eps = y.dtype, getattr(self, "eps", None)
@@ -73,7 +72,7 @@ class FoldedNorm(sites.Scaled):
 
 @functools.cache
 def _names(kind: type) -> frozenset[str]:
-    """The names of a class and its bases, and of the packages and modules that define them."""
+    """Return the names of a class and its bases, with those of their packages and modules."""
     modules = {base.__module__ for base in kind.__mro__}
     packages = {module.partition(".")[0] for module in modules}
     return frozenset({base.__name__ for base in kind.__mro__} | modules | packages)
@@ -88,7 +87,7 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
     """Multiply the norm's output in ``module`` by ``factor``, and measure it.
 
     :param module: a norm, y = Norm(x), or TE's LayerNormLinear, y = Linear(Norm(x)). :param width: the hidden size.
-    :raises MeasurementError: found and expected multiple; the module is as it was.
+    :raises MeasurementError: the found and the expected multiple; the module is left unchanged.
 
     Example: ``scale(layer.input_layernorm, 0.5, where="block 4, attn", width=4096)``.
     """
@@ -106,10 +105,10 @@ def scale(module: nn.Module, factor: float, *, where: object, width: int) -> Non
 def respond(module: nn.Module, width: int) -> probe.Response:
     """Run a norm, or a norm fused with a linear layer, on random rows with random parameters, outside FP8 and alone.
 
-    TE's norms read their weights again in backward, so the random ones stay until the gradient is there. A fused
-    linear layer runs without gradient, and without the collective of sequence parallelism. Its own bias is zero, and
-    one where the output is multiplied, which a bias must show. The module is left as it was: its parameters, its FP8
-    state, its count of micro-batches.
+    TE's norms read their weights again in backward, so the random weights stay until the gradient exists. A fused
+    linear layer runs without gradient and without the collective of sequence parallelism. Its linear bias is zero;
+    under ScaledOutput it is one, to expose a factor that wrongly includes the bias. Parameters, FP8 state and the count
+    of micro-batches are left unchanged.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator, fused = torch.Generator("cpu").manual_seed(4), is_fused(module)
@@ -128,7 +127,7 @@ def respond(module: nn.Module, width: int) -> probe.Response:
         x = torch.randn((4, 1, width), generator=generator, device="cpu").to(device, dtype).requires_grad_(not fused)
         output = first(module(x))
         if fused:
-            return probe.Response(output.double(), None, torch.bfloat16)  # of a matrix product in TF32
+            return probe.Response(output.double(), None, torch.bfloat16)  # the precision of a TF32 matrix product
         weights = torch.randn(output.shape, generator=generator, device="cpu").to(device, output.dtype)
         (gradient,) = torch.autograd.grad(output, x, weights)
     return probe.Response(output.detach().double(), gradient.double(), dtype)
@@ -136,7 +135,7 @@ def respond(module: nn.Module, width: int) -> probe.Response:
 
 @contextlib.contextmanager
 def _changed(module: nn.Module, values: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Give the module other parameters and no sequence parallelism or FP8 recipe, for a while."""
+    """Replace the module's parameters temporarily; switch sequence parallelism and the FP8 recipe off."""
     te = sys.modules.get("transformer_engine.pytorch")
     recipe = getattr(te, "autocast", None) or getattr(te, "fp8_autocast", None)
     attributes, parameters = dict(vars(module)), dict(module._parameters)

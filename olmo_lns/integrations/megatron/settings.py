@@ -1,4 +1,4 @@
-"""The settings, and how they travel: command line -> args -> TransformerConfig -> checkpoint.
+"""The settings on their way: command line -> args -> TransformerConfig -> checkpoint.
 
 The attribute names are the same on ``args``, on the config and in a saved checkpoint.
 """
@@ -21,15 +21,15 @@ FLAGS = (
     "--no-scaled-init",
 )
 
-#: A flag with a number above 1 -> Megatron asserts one connection for it, on GPUs up to Hopper.
+#: Flags; for a value above 1 Megatron asserts one connection, on GPUs up to Hopper.
 _ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
-#: With these it asserts more than one, or leaves the choice to the user.
+#: Flags for which Megatron asserts more than one connection, or leaves the choice to the user.
 _MORE_CONNECTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The scheme and the initialization that were asked for."""
+    """The selected scheme and initialization."""
 
     layernorm_scaling: bool = False
     layernorm_scaling_exponent: float = DEFAULT_EXPONENT
@@ -38,22 +38,22 @@ class Settings:
 
     @classmethod
     def of(cls, holder: Any) -> Settings:
-        """Read them from parsed arguments or a marked config."""
+        """Read the settings from parsed arguments or a marked config."""
         found = {each.name: getattr(holder, each.name, None) for each in fields(cls)}
         return cls(**{name: value for name, value in found.items() if value is not None})
 
     @classmethod
     def of_saved(cls, arguments: Any) -> Settings:
-        """Read them from the arguments of a checkpoint.
+        """Read the settings from the arguments of a checkpoint.
 
-        :raises LNSConfigError: a development version saved the name of another scheme there.
+        :raises LNSConfigError: another scheme, which a development version saved.
         """
         if other := getattr(arguments, "norm_scheme", ""):
-            raise LNSConfigError(f"norm_scheme={other!r} in Megatron is of a development version only.")
+            raise LNSConfigError(f"found norm_scheme={other!r} of a development version, expected LayerNorm Scaling.")
         return cls.of(arguments)
 
     def store(self, holder: Any) -> None:
-        """Write all of them as attributes."""
+        """Store the settings as attributes."""
         for name, value in vars(self).items():
             setattr(holder, name, value)
 
@@ -65,18 +65,18 @@ class Settings:
 
     @property
     def words(self) -> str:
-        """All options that give these settings, as a user types them."""
+        """The command-line options for these settings."""
         values = zip(FLAGS, vars(self).values(), vars(Settings()).values(), strict=True)
         given = [(flag, value) for flag, value, default in values if value != default]
         return " ".join(flag if value is True else f"{flag} {value:g}" for flag, value in given)
 
     @property
     def scaled_init_off(self) -> bool:
-        """True if the residual output projections get plain initialization."""
+        """True for plain initialization of the residual output projections."""
         return self.no_scaled_init or (self.layernorm_scaling and not self.layernorm_scaling_keep_scaled_init)
 
     def check(self) -> Settings:
-        """:raises LNSConfigError: the settings contradict each other."""
+        """Return the settings. :raises LNSConfigError: they contradict each other."""
         if self.layernorm_scaling_keep_scaled_init and self.no_scaled_init:
             raise LNSConfigError(f"{FLAGS[2]} and {FLAGS[3]} contradict each other: give one of them.")
         try:
@@ -89,7 +89,7 @@ class Settings:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our options to Megatron's, in a group of their own."""
+    """Add a group with this package's options to Megatron's."""
     add = parser.add_argument_group("LayerNorm Scaling", "olmo-lns: y = l**-exponent * Norm(x) in block l").add_argument
     add(
         FLAGS[0],
@@ -107,7 +107,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def variables(flags: Sequence[str]) -> dict[str, str]:
-    """Environment variables that a launch with these flags needs, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+    """Return the environment variables for a launch with these flags, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 
     >>> variables(["--tensor-model-parallel-size", "2"])
     {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}

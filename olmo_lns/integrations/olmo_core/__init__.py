@@ -1,7 +1,7 @@
 """The schemes in OLMo-core; the public names are in :mod:`olmo_lns.olmo_core`.
 
-A block config that ``_CLASS_`` names builds OLMo-core's own blocks and scales their norms. What is wrapped only looks:
-the complete model is checked, its fresh weights are measured, and a checkpoint's ``config.json`` is compared on load.
+A block config that ``_CLASS_`` names builds OLMo-core's blocks and scales their norms. The wrappers only check: the
+complete model is counted, its fresh weights are measured, and a checkpoint's ``config.json`` is compared on load.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from olmo_lns.hook import on_import, wrap
 
 __all__ = ["register"]
 
-#: Module of OLMo-core -> the function that is wrapped there, and the module and name of its wrapper here.
+#: Module of OLMo-core -> the wrapped function, and the module and name of its wrapper.
 _WRAPPED = {
     "olmo_core.nn.transformer.config": ("TransformerConfig.build", "model", "wrap_build"),
     "olmo_core.nn.transformer.model": ("Transformer.init_weights", "model", "wrap_init_weights"),
@@ -22,7 +22,7 @@ _WRAPPED = {
 
 
 def register() -> None:
-    """Check models and checkpoints once OLMo-core's modules for them are imported. Idempotent."""
+    """Arrange that models and checkpoints are checked once OLMo-core's modules are imported. Idempotent."""
     for name in _WRAPPED:
         on_import(name, _wrap)
 

@@ -1,6 +1,6 @@
-"""A scheme on each of OLMo-core's blocks: attached and measured when a block is built.
+"""Attach a scheme to OLMo-core's blocks, and measure it, when a block is built.
 
-The forward of a block stays OLMo-core's: only norms that it already has are multiplied.
+The forward of a block stays OLMo-core's: only the block's existing norms are multiplied.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger("olmo_lns")
 class Form:
     """The places of the norms in a type of block.
 
-    :param norms: sub-layer -> the norms that a scheme's factor multiplies; the first one carries the site.
-    :param field: name of that factor in a plan. :param usual: a scheme that fits.
+    :param norms: sub-layer -> the norms that a scheme's factor multiplies; the first has the site.
+    :param field: name of the factor in a plan. :param usual: a scheme that fits.
     """
 
     plan: Plan
@@ -43,7 +43,7 @@ class Form:
 
 
 _DENSE = {"attn": ("attention_norm",), "ff": ("feed_forward_norm",)}
-#: The experts and the dense feed-forward stand side by side, each behind a norm of its own.
+#: Experts and dense feed-forward are parallel, each after its own norm.
 _HYBRID = {"attn": ("attention_norm",), "ff": ("feed_forward_norm", "feed_forward_moe_norm")}
 
 
@@ -67,27 +67,25 @@ FORMS = {
 
 
 def require_supported(scheme: Scheme, name: Any, n_layers: int) -> Form:
-    """The form of the block type ``name``.
+    """Return the form of the block type ``name``.
 
-    :raises LNSConfigError: it has its norms elsewhere than the scheme wants them, or no scheme can be laid on it.
+    :raises LNSConfigError: the block has its norms in other places than the scheme, or supports no scheme.
     """
     if (form := FORMS.get(str(name))) is None:
-        raise LNSConfigError(
-            f"block.name={name}: no scheme can be laid on this block. Expected one of {', '.join(FORMS)}."
-        )
+        raise LNSConfigError(f"block.name={name} does not support schemes. Expected one of {', '.join(FORMS)}.")
     if not all(form.fits(plan) for _, _, plan in scheme.plans(n_layers)):
         paper = "" if form.usual == "lns" else " (not the method of the LayerNorm Scaling paper)"
         raise LNSConfigError(
-            f"scheme={scheme} does not only multiply the norms that block.name={name} has: expected a scheme for this "
-            f"block, which is {form.usual}{paper}, or another block.name ({', '.join(FORMS)})."
+            f"scheme={scheme} does more than multiply the norms of block.name={name}. Expected a scheme for this "
+            f"block, such as {form.usual}{paper}, or another block.name ({', '.join(FORMS)})."
         )
     return form
 
 
 def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_layers: int) -> None:
-    """Attach the scheme of a ``BlockConfig`` to the block that OLMo-core has just built from it, and measure it.
+    """Attach the scheme of a ``BlockConfig`` to the block that OLMo-core built from it, and measure the block.
 
-    :param block_idx: 0-based, global, as OLMo-core counts.
+    :param block_idx: 0-based, global, as in OLMo-core.
     """
     scheme = config.resolved_scheme
     form = require_supported(scheme, config.name, n_layers)
@@ -107,9 +105,9 @@ def attach_scheme(block: Any, config: Any, *, d_model: int, block_idx: int, n_la
 
 
 def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> bool:
-    """Measure the sites of a narrow block with the config's structure; whether it could be run on this machine.
+    """Measure the sites of a narrow block with the config's structure; return true if the block runs on this machine.
 
-    Each block by its own number: OLMo-core gives it to the block, which may ask for it.
+    Called for each block, since OLMo-core passes the number to the block, which may depend on it.
     """
     values = config.stock().as_config_dict()
     mixer = values["sequence_mixer" if "sequence_mixer" in values else "attention"]
@@ -120,15 +118,15 @@ def _probe(config: Any, width: int, block_idx: int, n_layers: int) -> bool:
 
 @functools.cache
 def _probe_twin(text: str, width: int, block_idx: int, n_layers: int) -> bool:
-    """:raises MeasurementError: the block of this config reads its stream through other norms than its two."""
+    """Measure a narrow block. :raises MeasurementError: the block reads its stream through other norms than its two."""
     expected = _DENSE["attn"] + _DENSE["ff"]
     try:
         config = TransformerBlockConfig.from_dict(json.loads(text))
-        with torch.random.fork_rng(devices=[]):  # the run's own draws stay what they are
+        with torch.random.fork_rng(devices=[]):  # keep the run's random state
             twin = config.build(d_model=width, block_idx=block_idx, n_layers=n_layers, init_device="cpu")
             call = probe.Call((torch.randn(2, 8, width),), {}, 0)
         found = probe.pre_ln_sites(twin, call, where=f"block {block_idx + 1}").names
-    except (MeasurementError, RuntimeError, NotImplementedError) as error:  # kernels for GPUs, such as a mixture's
+    except (MeasurementError, RuntimeError, NotImplementedError) as error:  # kernels for GPUs only, such as a mixture's
         log.debug("%s", error)
         return False
     if found != expected:

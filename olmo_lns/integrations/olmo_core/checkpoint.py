@@ -1,7 +1,7 @@
 """Compare an OLMo-core checkpoint's ``config.json`` with the built model before its weights are loaded.
 
-OLMo-core compares no config: a run that is resumed without the flags of its scheme would go on as Pre-LN. A config is
-read as a plain dict; OLMo-core itself is not imported.
+OLMo-core does not compare configs: a run that is resumed without its scheme's flags would continue as Pre-LN. A config
+is read as a plain dict; OLMo-core is not imported.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from olmo_lns.schemes import PRE_LN, Scheme, parse
 
 #: The block config's name in saved configs.
 CLASS = "olmo_lns.olmo_core.BlockConfig"
-#: A run's config, which OLMo-core's ConfigSaverCallback writes into each checkpoint.
+#: The run's config, which OLMo-core's ConfigSaverCallback writes into each checkpoint.
 CONFIG_FILE = "config.json"
-#: The weights' own folder in a checkpoint of OLMo-core's trainer.
+#: Folder of the weights in a checkpoint of OLMo-core's trainer.
 WEIGHTS = "model_and_optim"
 
 
@@ -29,7 +29,7 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
         from olmo_core.distributed.utils import broadcast_object, get_rank
 
         found: Any = None
-        if get_rank() == 0:  # one process reads, and all stop together
+        if get_rank() == 0:  # one process reads, all raise together
             try:
                 found = read_config(dir)
             except CheckpointMismatchError as error:
@@ -40,7 +40,7 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
         parts = getattr(train_module, "model_parts", None) or [getattr(train_module, "model", None)]
         running = {scheme_of_model(part) for part in parts if part is not None} or {PRE_LN}
         if len(running) > 1:
-            raise CheckpointMismatchError(f"found parts of one model with {', '.join(map(str, running))}, expected one")
+            raise CheckpointMismatchError(f"found one model with {', '.join(map(str, running))}, expected one scheme")
         saved = None if found is None else scheme_of_config(found, source=f"{dir}: {CONFIG_FILE}")
         require_same(saved, running.pop(), source=dir, setting=_setting)
         return load(self, dir, train_module, **kwargs)
@@ -49,9 +49,9 @@ def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_config(folder: Any) -> Any:
-    """Return the run's config of a checkpoint folder, or of its folder of weights, local or remote; None without one.
+    """Return the config in a checkpoint folder, or beside its folder of weights, local or remote; None without one.
 
-    :raises CheckpointMismatchError: it cannot be read.
+    :raises CheckpointMismatchError: the config cannot be read.
     """
     from olmo_core.io import file_exists, resource_path
 
@@ -60,7 +60,7 @@ def read_config(folder: Any) -> Any:
         try:
             if file_exists(f"{place}/{CONFIG_FILE}"):
                 return json.loads(resource_path(place, CONFIG_FILE).read_text(encoding="utf-8"))
-        except Exception as error:  # each store's client raises its own
+        except Exception as error:  # each store's client has its own errors
             raise CheckpointMismatchError(f"{place}/{CONFIG_FILE} cannot be read: {one_line(error)}") from error
     return None
 
@@ -72,9 +72,9 @@ def _setting(scheme: Scheme) -> str:
 
 
 def scheme_of_config(config: Any, *, source: object) -> Scheme:
-    """Return the scheme of a run's config, a plain dict (``model`` inside it, or the model's own).
+    """Return the scheme of a config, a plain dict: a run's with ``model`` in it, or a model's.
 
-    :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not know.
+    :raises CheckpointMismatchError: its blocks name different schemes, or one that this version does not have.
     """
     found = set()
     for block in blocks_of(config):
@@ -84,33 +84,33 @@ def scheme_of_config(config: Any, *, source: object) -> Scheme:
         except LNSError as error:
             raise CheckpointMismatchError(f"{source}: {error}") from None
         if block.get("scale_router") is False:
-            raise CheckpointMismatchError(f"{source}: a router without the factor, which this version does not have")
+            raise CheckpointMismatchError(f"{source}: found a router without the factor, which is not supported")
     if len(found) > 1:
-        raise CheckpointMismatchError(f"{source}: found blocks with {', '.join(sorted(map(str, found)))}, expected one")
+        raise CheckpointMismatchError(f"{source}: found the schemes {', '.join(sorted(map(str, found)))}, expected one")
     return found.pop() if found else PRE_LN
 
 
 def scheme_of(text: Any, exponent: Any = None) -> Scheme:
-    """Return the scheme of a block config's fields. :param text: its name, or its full spelling.
+    """Return the scheme of a block config's fields. :param text: name or full spelling of the scheme.
 
-    :raises LNSConfigError: an unknown scheme or value, an exponent given twice and differently, or stock Pre-LN.
+    :raises LNSConfigError: an unknown scheme or value, two different exponents, or stock Pre-LN.
     """
     scheme = parse(str(text))
     if scheme.is_pre_ln:
-        raise LNSConfigError("scheme=preln is OLMo-core's own block: leave _CLASS_ away")
+        raise LNSConfigError("scheme=preln is OLMo-core's own block: remove _CLASS_")
     if exponent is None:
         return scheme
-    # Also where it spells the default, which a scheme leaves out when it is written.
+    # Also for an exponent that spells the default, which a written scheme omits.
     if ":" in str(text) and scheme.parameters.get("exponent", exponent) != float(exponent):
-        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other")
+        raise LNSConfigError(f"scheme={text} and exponent={exponent} contradict each other: give one")
     return Scheme.of(scheme.name, **{**scheme.parameters, "exponent": exponent})
 
 
 def blocks_of(config: Any) -> list[dict[str, Any]]:
-    """The config of every block, as OLMo-core resolves it; none for a config without a model."""
+    """Return the config of every block, as OLMo-core resolves it; an empty list for a config without a model."""
     model = config.get("model", config) if isinstance(config, dict) else None
     model = model if isinstance(model, dict) else {}
     block, pattern, overrides = (model.get(f"block{end}") or {} for end in ("", "_pattern", "_overrides"))
     whose = [pattern[i % len(pattern)] if pattern else "" for i in range(model.get("n_layers", 0))]
-    overrides = {int(index): override for index, override in overrides.items()}  # JSON has words for keys
+    overrides = {int(index): override for index, override in overrides.items()}  # JSON keys are strings
     return [overrides.get(i, block[name] if name else block) for i, name in enumerate(whose)]

@@ -1,6 +1,6 @@
-"""A complete OLMo-core model: its blocks counted and its fresh weights measured; OLMo-core itself is not imported.
+"""Count the blocks of a complete OLMo-core model and measure its fresh weights; OLMo-core is not imported.
 
-A draw with a depth factor, which a scheme replaces (arXiv 2502.05795, footnote 1 and section 6), is refused.
+Initialization with a depth factor, which a scheme replaces (arXiv 2502.05795, footnote 1 and section 6), is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger("olmo_lns")
 
 
 def wrap_build(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``TransformerConfig.build``: a model whose config names a scheme has it in every block."""
+    """Wrap ``TransformerConfig.build``: check that a model whose config names a scheme has it in every block."""
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = build(self, *args, **kwargs)
@@ -32,17 +32,19 @@ def report(model: Any, n_layers: int) -> None:
     """Check a complete model under a scheme, and write the start-up line.
 
     :raises LNSConfigError: a block without the scheme, or with another.
-    :raises MeasurementError: a norm has another factor than its block's.
+    :raises MeasurementError: a norm with another factor than its block's.
     """
     schemes = {site.layer_number: site.scheme for _, _, site in sites.sites(model)}
     if missing := sorted(set(range(1, n_layers + 1)) - set(schemes)):
         raise LNSConfigError(
-            f"a scheme was asked for, but blocks {[number - 1 for number in missing]} of {n_layers} (counted from 0) "
-            "are OLMo-core's own: block_overrides and named blocks are configs of their own, and each needs the class "
-            "(olmo_lns.olmo_core.apply(config) gives it to all of them)."
+            f"a scheme was selected, but blocks {[number - 1 for number in missing]} of {n_layers} (counted from 0) "
+            "are OLMo-core's own. block_overrides and named blocks are separate configs, and each needs the class: "
+            "olmo_lns.olmo_core.apply(config) sets it in all of them."
         )
     if len(set(schemes.values())) > 1:
-        raise LNSConfigError(f"one model with two schemes: {sorted(set(map(str, schemes.values())))}. Give all one.")
+        raise LNSConfigError(
+            f"found {sorted(set(map(str, schemes.values())))} in one model: give all blocks one scheme."
+        )
     settings.check()
     sites.check(model, schemes[1], n_layers)
     blocks = built_blocks(model).values()
@@ -58,7 +60,7 @@ def report(model: Any, n_layers: int) -> None:
 
 
 def wrap_init_weights(init_weights: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Transformer.init_weights``: measure the residual projections that it has just drawn."""
+    """Wrap ``Transformer.init_weights``: measure the residual projections that it draws."""
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = init_weights(self, *args, **kwargs)
@@ -75,8 +77,9 @@ _PROJECTIONS = (("attention.w_q", "attention.w_out"), ("feed_forward.w1", "feed_
 
 
 def check_drawn(block: Any, number: int, init_method: str) -> None:
-    """:raises LNSConfigError: the last projections of a block were drawn with another standard deviation than the
-    first, beyond what ``fan_in`` makes of their shapes.
+    """Compare the draws of a block's first and last projections, under ``fan_in`` relative to their shapes.
+
+    :raises LNSConfigError: their standard deviations differ.
     """
     for first, last in _PROJECTIONS:
         try:
@@ -87,23 +90,23 @@ def check_drawn(block: Any, number: int, init_method: str) -> None:
         if weight.is_meta or weight.numel() < 1000:
             continue
         std = float(weight.detach().float().std())
-        if init_method == "fan_in":  # of each matrix's own number of inputs
+        if init_method == "fan_in":  # by each matrix's number of inputs
             std *= (one.in_features / two.in_features) ** 0.5
         try:
             probe.check_drawn({last: two.weight}, std, where=f"block {number}")
         except MeasurementError as error:
             raise LNSConfigError(
                 f"init_method={init_method} draws the residual projections with a depth factor, which a scheme "
-                f"replaces ({error}). Set init_method=normal or fan_in, or keep both knowingly with "
+                f"replaces ({error}). Set init_method=normal or fan_in, or keep both deliberately with "
                 "block.initialization=upstream."
             ) from None
 
 
 def scheme_of_model(model: Any) -> Scheme:
-    """Return the scheme of a built model, or of one stage of it, whose weights need not have been drawn here.
+    """Return the scheme of a built model, or of one stage of it, with or without drawn weights.
 
-    :raises MeasurementError: a site of its blocks is not there any more, a block is not in its place, or the norms of
-        one sub-layer have different factors.
+    :raises MeasurementError: a missing site, a block in the wrong place, or different factors on the norms of one
+        sub-layer.
     """
     scheme = sites.read_back(model)
     for number, block in () if scheme.is_pre_ln else built_blocks(model).items():
@@ -112,12 +115,12 @@ def scheme_of_model(model: Any) -> Scheme:
         if experts is not None and getattr(dense, "lns_scale", 1.0) != getattr(experts, "lns_scale", 1.0):
             raise MeasurementError(
                 f"block {number}: found different factors on feed_forward_norm and feed_forward_moe_norm, expected "
-                "one. Something has replaced a module since the block was built."
+                "one. A module was replaced after the block was built."
             )
     return scheme
 
 
 def built_blocks(model: Any) -> dict[int, Any]:
-    """The blocks in a model or a stage of it, by their numbers from 1."""
+    """Return the blocks in a model or a stage of it, by their numbers from 1."""
     names = ((name.split("."), each) for name, each in model.named_modules())
     return {int(name[-1]) + 1: each for name, each in names if name[-2:-1] == ["blocks"]}

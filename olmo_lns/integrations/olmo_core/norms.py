@@ -1,4 +1,4 @@
-"""OLMo-core's ``rms`` and ``default`` norms with the factor in gain and bias; any other has its output multiplied."""
+"""OLMo-core's ``rms`` and ``default`` norms with the factor in gain and bias; the outputs of others are multiplied."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from olmo_lns.sites import Scaled
 
 
 class _Folded(Scaled):
-    """Statistics in fp32, the result in the dtype of x, autocast off: as in the stock class."""
+    """A norm as the stock class computes it: statistics in fp32, the result in the dtype of x, autocast off."""
 
     def forward(self: Any, x: torch.Tensor) -> Any:
-        """``lns_scale * Norm(x)``; x of shape (..., d_model)."""
-        if isinstance(x, DTensor):  # of tensor parallelism, which OLMo-core's own forward can do
+        """Return ``lns_scale * Norm(x)``; x of shape (..., d_model)."""
+        if isinstance(x, DTensor):  # tensor parallelism, which OLMo-core's forward supports
             return super().forward(x) * self.lns_factor  # type: ignore[misc]
         with torch.autocast(x.device.type, enabled=False):
             return self._scaled(x).to(x.dtype)
@@ -33,5 +33,5 @@ class _RMSNorm(_Folded):
 
 
 def folded(kind: type) -> type | None:
-    """The mixin for a class of OLMo-core whose arithmetic is known; None for any other."""
+    """Return the mixin for a class of OLMo-core with known arithmetic; None for any other."""
     return {stock.LayerNorm: _LayerNorm, stock.RMSNorm: _RMSNorm}.get(kind)

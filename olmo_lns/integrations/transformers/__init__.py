@@ -1,8 +1,8 @@
 """LayerNorm Scaling in transformers, on every Pre-LN and parallel family.
 
-``register()`` adds the model types ``lns_<any type>`` to the auto classes, made when they are asked for, and compares
-the scheme when a ``Trainer`` resumes; nothing else changes. :func:`apply` puts a built model under a scheme,
-:func:`fold` makes it a stock model again.
+``register()`` adds the model types ``lns_<any type>`` to the auto classes, made on first use, and compares the scheme
+when a ``Trainer`` resumes; nothing else changes. :func:`apply` applies a scheme to a built model, :func:`fold` makes
+the model a stock one again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["apply", "fold", "register"]
 
 
 def register() -> None:
-    """Ask for the wrappers of transformers and PEFT; imports neither. Idempotent."""
+    """Request the wrappers of transformers and PEFT, without importing them. Idempotent."""
     from olmo_lns.hook import on_import
     from olmo_lns.integrations.transformers import wrapping
 
@@ -38,20 +38,20 @@ def apply(
     initialization: str = "",
     trained: bool | None = None,
 ) -> Any:
-    """Put a built transformers model under ``scheme``, in place, measure what was built, and return the model.
+    """Apply ``scheme`` to a built transformers model, in place, measure the result, and return the model.
 
-    The model's class becomes ours, and so does its config, a copy of the one that it was built from: what it saves
-    carries the scheme. Freshly drawn output projections lose GPT-2's factor 1/sqrt(2·L).
+    The model and a copy of its config get the ``lns_*`` classes, so that a saved model names the scheme. Freshly drawn
+    output projections lose GPT-2's factor 1/sqrt(2·L).
 
-    :param model: of any family whose blocks are Pre-LN or parallel, with any head.
+    :param model: a model of any family whose blocks are Pre-LN or parallel, with any head.
     :param scheme: such as ``"lns"`` or ``"lns:exponent=0.25"``.
-    :param blocks, example: as of :func:`olmo_lns.apply`.
-    :param initialization: ``plain`` (default), or ``upstream`` to keep the family's own draw.
-    :param trained: True: its weights were trained under ``scheme``, or are to be from here on; they stay as they are.
-        False: they were drawn just now. None: drawn, unless they were loaded and their norms have moved.
-    :raises LNSConfigError: its blocks are not Pre-LN, it has another scheme, or ``initialization`` is neither.
-    :raises CheckpointMismatchError: its weights were trained without a factor, as far as can be seen.
-    :raises MeasurementError: a block cannot be run again. In every case the model is left as it was.
+    :param blocks, example: as in :func:`olmo_lns.apply`.
+    :param initialization: ``plain`` (default), or ``upstream`` to keep the family's initialization.
+    :param trained: True: the weights were trained under ``scheme``, or training continues under it; they do not change.
+        False: they are freshly drawn. None: freshly drawn, unless loaded with norms that differ from their start.
+    :raises LNSConfigError: the blocks are not Pre-LN, another scheme is on, or ``initialization`` is neither.
+    :raises CheckpointMismatchError: the weights seem to be trained without a factor.
+    :raises MeasurementError: a block cannot be run again. In every case the model is left unchanged.
 
     Example: ``apply(AutoModelForCausalLM.from_config(LlamaConfig()), "lns:exponent=0.25").save_pretrained("folder")``.
     """
@@ -65,20 +65,20 @@ def apply(
     settings.check()
     wanted = parse(scheme) if isinstance(scheme, str) else scheme
     if initialization not in ("", "plain", "upstream"):
-        raise LNSConfigError(f"initialization {initialization!r}: in transformers expected plain or upstream.")
+        raise LNSConfigError(f"initialization {initialization!r}: expected plain or upstream.")
     if not isinstance(model, PreTrainedModel):
         raise LNSConfigError(f"apply expects a transformers model, found {type(model).__name__}.")
     anything.require_unwrapped(model)
     again = isinstance(model, models.SchemeModel)
     if not again and trained is None and _is_trained(model):
-        setting = "no apply, or trained=True if the weights go on under the scheme"
+        setting = "no apply, or trained=True to continue the weights under the scheme"
         require_same(PRE_LN, wanted, source=model.name_or_path, setting=lambda scheme: setting)
     drawn = None if again or trained else initialization or "plain"
     norms = models.measure(model, wanted, blocks, example, initialization=drawn)
     if not again:
         shared, own = model.config, copy.deepcopy(model.config)
         kind: Any = type(shared)
-        own.__class__, own.lns, own.lns_norms = models.ours(kind), str(wanted), norms
+        own.__class__, own.lns, own.lns_norms = models.scheme_class(kind), str(wanted), norms
         if initialization == "upstream":
             own.lns_initialization = initialization
         for module in model.modules():
@@ -89,21 +89,21 @@ def apply(
 
 
 def _is_trained(model: Any) -> bool:
-    """Return true for loaded weights in which a norm's weight has left its initial value."""
+    """Return true for loaded weights in which a norm's weight differs from its initial value."""
     gains = [p for p in model.parameters() if p.dim() == 1 and p.numel() > 1 and not p.is_meta]
     return bool(model.name_or_path) and any(bool((gain != gain[0]).any()) for gain in gains)
 
 
 def fold(model: Any, dtype: Any = None) -> Any:
-    """Multiply the factors of a model of ours into its weights, in place: it becomes a stock model and is returned.
+    """Multiply the factors of a model into its weights, in place, and return it as a stock model.
 
-    A norm's factor goes into its weight and bias (into 1 + weight where a family adds 1), or, for a norm without
-    them, into the weights of the projections that read it. Products are in fp64 and are rounded once, to the dtype of
-    the weight. Merge adapters first: one that was trained on the unfolded model does not fit the folded.
+    A norm's factor goes into its weight and bias (into 1 + weight if the family adds 1). For a norm without them, it
+    goes into the weights of the projections that read the norm. Products are computed in fp64 and rounded once, to the
+    dtype of the weight. Merge adapters first: an adapter of the unfolded model does not fit the folded one.
 
-    :param dtype: torch's, of the weights that are changed; None: their own.
-    :raises LNSConfigError: not a model of ours, weights that two sub-layers share, an adapter on a projection that a
-        factor goes into, or factors that have no place in the weights. The model is then as it was.
+    :param dtype: torch dtype of the changed weights; None keeps theirs.
+    :raises LNSConfigError: a model without a scheme, weights that two sub-layers share, an adapter on a projection that
+        gets a factor, or factors that cannot be folded. The model is then left unchanged.
 
     Example: ``fold(model).save_pretrained("folded")``.
     """
@@ -112,12 +112,12 @@ def fold(model: Any, dtype: Any = None) -> Any:
     from olmo_lns.integrations.transformers import models
 
     if not hasattr(model, "lns_made_of"):
-        raise LNSConfigError(f"{type(model).__name__} has no scheme of ours: there is nothing to fold.")
+        raise LNSConfigError(f"{type(model).__name__} has no scheme: there is nothing to fold.")
     models.check(model)
     with anything.undisturbed(model):
         fold_norms(model, anything.forward(model, models.usual_example(model)), dtype)
     for module in (model.config, *model.modules()):
-        if isinstance(module, models.Ours):
+        if isinstance(module, models.SchemeClass):
             module.__class__ = module.lns_made_of
     for name in ("lns", "lns_norms", "lns_initialization"):
         vars(model.config).pop(name, None)

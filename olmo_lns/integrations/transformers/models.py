@@ -1,9 +1,9 @@
 """Config and model classes under a scheme: ``lns_llama`` for ``llama``, ``LNSLlamaForCausalLM``, and so on.
 
-A class of ours is made when somebody asks for it, by the prefix of its model type, for any family of transformers.
-Only the construction of a model differs from transformers' own class: its norms get their factors. Forward, state
-dict, saving, loading and generation are transformers' own. ``config.json`` names the model type, the scheme (``lns``)
-and the norms that were found (``lns_norms``), by which a model on the meta device is built.
+A scheme class is made on first use, by the prefix of its model type, for any family of transformers. Only the
+construction of a model differs from the stock class: the norms get their factors. Forward, state dict, saving, loading
+and generation are transformers' own. ``config.json`` names the model type, the scheme (``lns``) and the found norms
+(``lns_norms``), from which a model on the meta device is built.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from olmo_lns.integrations.transformers.wrapping import PREFIX
 from olmo_lns.record import require_same
 from olmo_lns.schemes import PRE_LN, Scheme, parse
 
-#: ``config._attn_implementation`` of servers that put norms of their own into the model after it was built.
+#: ``config._attn_implementation`` of servers that replace the norms of a built model.
 _SERVERS = ("vllm", "sglang")
-#: Families that draw a residual output projection at std / sqrt(2·L), and its name in the module that draws it.
+#: Families that draw a residual output projection at std / sqrt(2·L), and the projection's name in its module.
 _DEPTH_SCALED = {"gpt2": "c_proj", "gpt_bigcode": "c_proj"}
 
 _loading: ContextVar[bool] = ContextVar("olmo_lns_loading", default=False)
 
 
-class Ours:
-    """Mixin of a class that :func:`ours` makes. :param lns_made_of: transformers' own class."""
+class SchemeClass:
+    """Mixin of the classes of :func:`scheme_class`. :param lns_made_of: the stock class."""
 
     lns_made_of: Any = None
 
@@ -44,22 +44,22 @@ class Ours:
         return _blank, (self.lns_made_of,), vars(self)
 
 
-class SchemeConfig(Ours):
+class SchemeConfig(SchemeClass):
     """Mixin of a config class."""
 
     lns = "lns"
-    auto_map: dict[str, str] = {}  # TRL asks a config without a class in transformers for it
+    auto_map: dict[str, str] = {}  # TRL reads it from a config without a class in transformers
 
 
-class SchemeModel(Ours):
+class SchemeModel(SchemeClass):
     """Mixin of a model class."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         asked = getattr(config, "_attn_implementation", None)
         if isinstance(asked, str) and asked.startswith(_SERVERS):
             raise LNSConfigError(
-                f"attn_implementation {asked!r}: this server replaces the norms of a transformers model by its own, "
-                "which know no factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
+                f"attn_implementation {asked!r}: this server replaces the norms of a transformers model by norms "
+                "without a factor. Serve the folded export (olmo-lns export FOLDER OUT --format hf)."
             )
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         convert(self)
@@ -77,7 +77,7 @@ class SchemeModel(Ours):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', then measured. :raises CheckpointMismatchError: another scheme than ``config=`` says."""
+        """Load as transformers does, then measure. :raises CheckpointMismatchError: another scheme in ``config=``."""
         if hasattr(kwargs.get("config"), "model_type") and name is not None:
             running = scheme_of(kwargs["config"])
             require_same(saved_scheme(name, **kwargs), running, source=name, setting=in_words)
@@ -91,24 +91,24 @@ class SchemeModel(Ours):
         return result
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'. :raises MeasurementError: norms or blocks were changed since the scheme was applied."""
+        """Save as transformers does. :raises MeasurementError: norms or blocks changed after the scheme was applied."""
         check(self)
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
 def _blank(stock: Any) -> Any:
-    kind = ours(stock)
+    kind = scheme_class(stock)
     return kind.__new__(kind)
 
 
 @functools.cache
-def ours(stock: Any) -> Any:
-    """The class of ours for a config or model class of transformers, in whose module transformers looks things up."""
+def scheme_class(stock: Any) -> Any:
+    """Return the scheme class of a stock config or model class, under the stock module, in which transformers looks."""
     name, members = f"LNS{stock.__name__}", {"lns_made_of": stock, "__module__": stock.__module__}
     if not issubclass(stock, nn.Module):
         return type(stock)(name, (SchemeConfig, stock), members | {"model_type": PREFIX + stock.model_type})
-    made = type(stock)(name, (SchemeModel, stock), members | {"config_class": ours(stock.config_class)})
-    # Where TRL looks for the class that config.json names, and transformers 5 for what output_hidden_states= records.
+    made = type(stock)(name, (SchemeModel, stock), members | {"config_class": scheme_class(stock.config_class)})
+    # TRL looks here for the class that config.json names, transformers 5 for the records of output_hidden_states=.
     setattr(importlib.import_module("transformers"), name, made)
     registry = getattr(sys.modules.get("transformers.modeling_utils"), "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
@@ -117,48 +117,48 @@ def ours(stock: Any) -> Any:
 
 
 def scheme_of(config: Any) -> Scheme:
-    """The scheme of a config of ours; Pre-LN for any other."""
+    """Return the scheme of a config; Pre-LN for a stock config."""
     return parse(config.lns) if isinstance(config, SchemeConfig) else PRE_LN
 
 
 def in_words(scheme: Scheme) -> str:
-    """Tell a user how to run ``scheme``."""
+    """Return the way to run ``scheme``, in words."""
     return "a stock class" if scheme.is_pre_ln else f'an Auto class, without config=, whose config says lns="{scheme}"'
 
 
 def saved_scheme(name: Any, **kwargs: Any) -> Scheme | None:
-    """The scheme in the ``config.json`` of a folder or of a name on the hub; None if there is none to be read."""
+    """Return the scheme in the ``config.json`` of a folder or of a name on the hub; None without a readable one."""
     from transformers import PretrainedConfig
 
     try:
         values, _ = PretrainedConfig.get_config_dict(name, **kwargs)
     except OSError:
         return None
-    if not values:  # as transformers 5 says of a folder without the file
+    if not values:  # transformers 5 returns {} for a folder without the file
         return None
-    ours = str(values.get("model_type", "")).startswith(PREFIX)
-    return parse(values.get("lns", SchemeConfig.lns)) if ours else PRE_LN
+    is_scheme = str(values.get("model_type", "")).startswith(PREFIX)
+    return parse(values.get("lns", SchemeConfig.lns)) if is_scheme else PRE_LN
 
 
 def check(model: Any) -> None:
-    """:raises MeasurementError: norms or blocks of a model of ours were changed since the scheme was applied."""
+    """Check a model. :raises MeasurementError: norms or blocks changed after the scheme was applied."""
     n_layers = max((site.n_layers for _, _, site in sites.sites(model)), default=1)
     sites.check(model, scheme_of(model.config), n_layers)
 
 
 def convert(model: Any) -> None:
-    """Make ``model`` and the models of the same config inside it (a head's base model) classes of ours, in place."""
+    """Set the scheme classes of ``model`` and of the models in it with the same config (a head's base model)."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
         same = isinstance(module, PreTrainedModel) and module.config is model.config
         if same and not isinstance(module, SchemeModel):
             kind: Any = type(module)
-            module.__class__ = ours(kind)
+            module.__class__ = scheme_class(kind)
 
 
 def _finish(model: Any, initialization: str | None) -> None:
-    """Measure a model that was built or loaded; where its weights cannot be run, its norms alone have been."""
+    """Measure a built or loaded model; weights that cannot be run keep the measurement of the norms alone."""
     scheme, names = scheme_of(model.config), getattr(model.config, "lns_norms", None)
     weights = list(model.parameters())  # here, not quantized, not sharded by tensor parallelism or DeepSpeed
     if all(p.is_floating_point() and not p.is_meta and p.numel() and not hasattr(p, "placements") for p in weights):
@@ -167,27 +167,27 @@ def _finish(model: Any, initialization: str | None) -> None:
         anything.report(model, by_names(model, names), ["output", "gradient"])
     else:
         raise LNSConfigError(
-            f"{type(model).__name__} is built without weights, or quantized, and its config has no lns_norms, which "
-            "say where its norms are. Build it once with weights (from_config on a CPU) and use that model's config."
+            f"{type(model).__name__} is built without weights, or quantized, and its config lacks lns_norms, the names "
+            "of its norms. Build the model once with weights (from_config on a CPU) and use that model's config."
         )
 
 
 def measure(
     model: Any, scheme: Scheme, blocks: Any = None, example: Any = None, *, initialization: str | None = None
 ) -> dict[str, Any]:
-    """Find the norms, scale them or measure them again, say so, and return them as :func:`by_path` does.
+    """Find the norms, scale or measure them, write the start-up line, and return the norms as in :func:`by_path`.
 
-    :param initialization: of freshly drawn weights that are here already, ``plain`` or ``upstream``.
+    :param initialization: ``plain`` or ``upstream`` for freshly drawn weights, None for loaded ones.
     """
     if getattr(model.config, "add_cross_attention", False):
-        raise LNSConfigError(f"{type(model).__name__} with cross-attention has a third sub-layer that no scheme names.")
+        raise LNSConfigError(f"{type(model).__name__} has cross-attention, a third sub-layer that no scheme supports.")
     example = usual_example(model) if example is None else example
     found = anything.locate(model, anything.forward(model, example), blocks)
     names = by_path(model, found)
     if getattr(model.config, "lns_norms", names) != names:
         raise MeasurementError(
             f"{type(model).__name__}: its config names the norms {model.config.lns_norms}, found {names}. This "
-            "transformers builds the family in another way: apply the scheme to a stock model of it."
+            "version of transformers builds the family in another way: apply the scheme to a stock model."
         )
     measured = anything.attach(model, found, scheme, folded)
     try:
@@ -196,14 +196,14 @@ def measure(
         sites.restore(model)
         raise
     for _, norm, _ in sites.sites(model):
-        if hasattr(norm, "kernel_layer_name"):  # `kernelize` would put a kernel there that knows no factor
+        if hasattr(norm, "kernel_layer_name"):  # `kernelize` would insert a kernel without the factor
             type(norm).kernel_layer_name = "LNSScaled"
     anything.report(model, found, [*measured, *(["initialization"] if words else [])], words)
     return names
 
 
 def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
-    """The arguments of one short forward."""
+    """Return the arguments of one short forward."""
     config, text = model.config, model.config.get_text_config()
     device = next(model.parameters()).device
     if getattr(model, "main_input_name", "") == "pixel_values":
@@ -217,19 +217,20 @@ def usual_example(model: Any) -> dict[str, torch.Tensor] | None:
 
 
 def by_path(model: Any, found: Blocks) -> dict[str, Any]:
-    """``{"layers": ["input_layernorm", "post_attention_layernorm"]}``: the list below the base model, and its norms;
-    where the blocks differ, a list of names for each.
+    """Return the list in the base model, and the norms; for blocks that differ, a list of names for each.
+
+    Example: ``{"layers": ["input_layernorm", "post_attention_layernorm"]}``.
     """
     base: nn.Module = model.base_model
     path = next((name for name, module in base.named_modules() if list(module.children()) == found.blocks), None)
     if path is None:
-        raise LNSConfigError(f"{type(model).__name__}: expected blocks= to be one of the model's own lists.")
+        raise LNSConfigError(f"{type(model).__name__}: expected blocks= to be one of the model's lists.")
     names = [list(each) for each in found.names]
     return {path: names[0] if all(each == names[0] for each in names) else names}
 
 
 def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
-    """The blocks and norms that a config names. :raises LNSConfigError: they are not there."""
+    """Return the blocks and norms that a config names. :raises LNSConfigError: the model lacks them."""
     ((path, names),) = norms.items()
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     matching = [name for name in lists if f".{name}".endswith(f".{path}")]
@@ -244,9 +245,9 @@ def by_names(model: Any, norms: dict[str, Any]) -> Blocks:
 
 
 def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
-    """Name the draw of the blocks' matrices; ``""`` for loaded weights and for an unknown rule.
+    """Name the initialization of the blocks' matrices; ``""`` for loaded weights and for an unknown rule.
 
-    :param plain: take the depth factor off the fresh weights of a family that is known to have it.
+    :param plain: remove the depth factor from the fresh weights of a family that is known to have it.
     :raises MeasurementError: such a family draws a matrix by another rule.
     """
     std = float(getattr(model.config.get_text_config(), "initializer_range", None) or 0.0)
@@ -255,7 +256,7 @@ def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
         for name, parameter in block.named_parameters():
             if parameter.dim() == 2 and parameter.is_floating_point() and not parameter.is_meta:
                 matrices.setdefault(name, []).append(parameter)
-    # In units of the config's, over all blocks.
+    # Standard deviations in units of initializer_range, over all blocks.
     found = {
         n: float(torch.stack([p.detach().float().std() for p in each]).mean()) / std for n, each in matrices.items()
     }
@@ -270,8 +271,8 @@ def drawn(model: Any, blocks: list[nn.Module], *, plain: bool = False) -> str:
             if not near(value, 1.0) and not near(value, depth):
                 raise MeasurementError(
                     f"{type(model).__name__}, {name}: found weights drawn at {value:.3g} times initializer_range, "
-                    f"expected 1 or {depth:.3g} times. This transformers draws them by another rule: "
-                    'apply(model, initialization="upstream") keeps it.'
+                    f"expected 1 or {depth:.3g} times. This version of transformers draws them by another "
+                    'rule: apply(model, initialization="upstream") keeps it.'
                 )
         for name in [name for name, value in found.items() if near(value, depth)]:
             _multiply(matrices[name], 1.0 / depth)
@@ -288,8 +289,8 @@ def _multiply(parameters: list[nn.Parameter], factor: float) -> None:
 
 
 def plain_initialization(model: Any) -> None:
-    """Take the depth factor off a freshly drawn stock model. :raises LNSConfigError: its draw is not known."""
+    """Remove the depth factor from a fresh stock model. :raises LNSConfigError: its initialization is not known."""
     with anything.undisturbed(model):
         blocks = probe.find_blocks(model, anything.forward(model, usual_example(model))).blocks
     if drawn(model, blocks, plain=True) != "scaled initialization off":
-        raise LNSConfigError(f"{type(model).__name__}: found weights that were not drawn just now, or by another rule.")
+        raise LNSConfigError(f"{type(model).__name__}: found weights that are not freshly drawn, or by another rule.")

@@ -1,6 +1,6 @@
-"""Norms of transformers whose arithmetic is known: their factor is folded into gain and bias.
+"""Norms of transformers with known arithmetic: the factor is folded into gain and bias.
 
-Each is measured against transformers' own forward when it is put in place; any other norm has its output multiplied.
+Each is measured against transformers' own forward when it is installed; the outputs of other norms are multiplied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from olmo_lns.sites import Scaled
 
 
 class FoldedLlamaRMSNorm(Scaled):
-    """With gain, as Llama, Qwen and Mistral have it."""
+    """RMSNorm with a gain, as in Llama, Qwen and Mistral."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.lns_backend.rms_norm(
@@ -23,7 +23,7 @@ class FoldedLlamaRMSNorm(Scaled):
 
 
 class FoldedTorchLayerNorm(Scaled):
-    """torch's, over the last dimension."""
+    """torch's LayerNorm over the last dimension."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.lns_backend.layer_norm(input, self.weight, self.bias, self.eps, self.lns_factor)
@@ -40,6 +40,6 @@ _KNOWN = {
 
 
 def folded(norm: Any) -> type | None:
-    """The mixin for a norm of known class, or None."""
+    """Return the mixin for a norm of known class, or None."""
     kind = type(norm)
     return _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")

@@ -13,20 +13,20 @@ _AUTO = "transformers.models.auto"
 
 
 def _stock_type(model_type: Any) -> str | None:
-    """``llama`` for ``lns_llama``; None for any other type."""
+    """Return ``llama`` for ``lns_llama``; None for any other type."""
     return model_type.removeprefix(PREFIX) if isinstance(model_type, str) and model_type.startswith(PREFIX) else None
 
 
 def name_configs(module: Any) -> None:
-    """Have transformers' table of configs answer for ``lns_<type>`` wherever it knows ``<type>``."""
+    """Extend transformers' table of configs: it has ``lns_<type>`` for every ``<type>``."""
 
     def get(original: Callable[..., Any]) -> Callable[..., Any]:
         def __getitem__(self: Any, key: Any) -> Any:
             if (stock := _stock_type(key)) is None or stock not in self:
                 return original(self, key)
-            from olmo_lns.integrations.transformers.models import ours  # torch: not before one is asked for
+            from olmo_lns.integrations.transformers.models import scheme_class  # imports torch, so only on use
 
-            return ours(original(self, stock))
+            return scheme_class(original(self, stock))
 
         return __getitem__
 
@@ -38,14 +38,14 @@ def name_configs(module: Any) -> None:
 
 
 def find_models(module: Any) -> None:
-    """Have the auto classes find the model class (or tokenizer) of a config of ours by transformers' own config."""
+    """Extend the auto classes: they find the model class or tokenizer of a scheme's config by the stock config."""
 
     def get(original: Callable[..., Any]) -> Callable[..., Any]:
         def __getitem__(self: Any, key: Any) -> Any:
             if (stock := getattr(key, "lns_made_of", None)) is None or key in self._extra_content:
                 return original(self, key)
             found = original(self, stock)
-            return tuple(map(_ours, found)) if isinstance(found, (tuple, list)) else _ours(found)
+            return tuple(map(_scheme_class, found)) if isinstance(found, (tuple, list)) else _scheme_class(found)
 
         return __getitem__
 
@@ -65,17 +65,17 @@ def find_models(module: Any) -> None:
     wrap(f"{_AUTO}.auto_factory:_LazyAutoMapping.keys", keys)
 
 
-def _ours(found: Any) -> Any:
-    """The class of ours for a model class; a tokenizer or processor is as it is."""
+def _scheme_class(found: Any) -> Any:
+    """Return the scheme class of a stock model class; a tokenizer or processor unchanged."""
     from transformers import PreTrainedModel
 
-    from olmo_lns.integrations.transformers.models import ours
+    from olmo_lns.integrations.transformers.models import scheme_class
 
-    return ours(found) if isinstance(found, type) and issubclass(found, PreTrainedModel) else found
+    return scheme_class(found) if isinstance(found, type) and issubclass(found, PreTrainedModel) else found
 
 
 def convert_weights(module: Any) -> None:
-    """Have transformers 5 convert the weights of a type of ours (fused experts) as those of the stock type."""
+    """Make transformers 5 convert the weights of ``lns_<type>`` (fused experts) like those of ``<type>``."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda name, *args, **kwargs: original(
@@ -86,16 +86,16 @@ def convert_weights(module: Any) -> None:
 
 
 def adapter_targets(module: Any) -> None:
-    """PEFT's default target modules of a family, for our type too."""
+    """Add PEFT's default target modules of each family for ``lns_<type>``."""
     for name, table in vars(module).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
             table.update({PREFIX + kind: targets for kind, targets in list(table.items())})
 
 
 def compare_on_resume(module: Any) -> None:
-    """A run resumes under the scheme that its checkpoint was trained with.
+    """Compare the scheme of a checkpoint with the model when a Trainer resumes.
 
-    Beside sharded weights (FSDP) the Trainer writes no config: the model's own is written there.
+    The Trainer writes no config beside sharded weights (FSDP); a callback saves the model's config there.
     """
 
     class SaveConfig(module.TrainerCallback):

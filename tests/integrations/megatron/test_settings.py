@@ -133,7 +133,7 @@ def test_a_scheme_that_a_provider_applies_is_in_the_arguments_of_the_checkpoint(
     apply(model := tiny.build(tiny.config()), exponent=0.25)
     built(model)
     assert Settings.of(arguments).scheme == parse_scheme("lns:exponent=0.25")
-    assert "not given but applied to the model" in capsys.readouterr().out
+    assert "not given, but applied to the model" in capsys.readouterr().out
 
 
 def restore(running, saved):
@@ -185,7 +185,7 @@ def test_checkpoints_that_load_and_those_that_cannot(monkeypatch):
     for words in ((), (LNS,), (LNS, KEEP), (PLAIN,)):
         assert load(parse(*words), parse(*words))[1] == "iter_7"
     assert load(parse(), None, model={})[1] == "iter_7"
-    with pytest.raises(CheckpointMismatchError, match="nothing beside it says"):
+    with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
         load(parse(LNS), None, model={})
     with pytest.raises(LNSConfigError, match="norm_scheme='sandwich'"):  # of a development version
         load(parse(), SimpleNamespace(norm_scheme="sandwich"))

@@ -57,7 +57,7 @@ def test_a_run_resumes_only_under_the_scheme_of_its_checkpoint(tmp_path, monkeyp
     with pytest.raises(CheckpointMismatchError, match="this run has preln"):
         checkpointer.load(weights, _train_module(made["preln"]), load_optim_state=False)
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointMismatchError, match="nothing beside it says"):
+    with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
         checkpointer.load(folder, _train_module(made["lns"]))
     monkeypatch.setenv("OLMO_LNS_ALLOW_MISMATCH", "1")
     saved["preln"][0].load(saved["preln"][1], _train_module(made["lns"]))

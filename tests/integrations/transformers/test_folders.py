@@ -151,7 +151,7 @@ def test_a_trainer_writes_the_config_beside_sharded_weights(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="but this run has"):
         sharded(stock("llama"), 6).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-3" / "config.json").unlink()
-    with pytest.raises(CheckpointMismatchError, match="nothing beside it says"):
+    with pytest.raises(CheckpointMismatchError, match="no config beside it names"):
         sharded(apply(stock("llama")), 6).train(resume_from_checkpoint=True)
 
 
