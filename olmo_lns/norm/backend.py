@@ -1,4 +1,4 @@
-"""The two norms, and the choice of the implementation that runs them, which is made once and has a reason."""
+"""The two norms, and the choice of their implementation, made once and with a reason."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from olmo_lns.norm import pytorch
 from olmo_lns.norm import transformer_engine as te
 from olmo_lns.settings import NORM_BACKEND, read
 
-#: What may be asked for. "torch" includes PyTorch's own fused kernel where there is one.
+#: Values of the setting. "torch" includes PyTorch's fused kernel if there is one.
 NAMES = ("auto", "te", "torch")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A decision: ``name`` (``te``, ``torch-fused`` or ``torch``) and the ``reason`` for it.
+    """The chosen implementation: ``name`` (``te``, ``torch-fused`` or ``torch``) and the ``reason`` for it.
 
-    Plain data: it pickles, copies and compares. Each takes every tensor: ``te`` hands those that its kernels are not
-    for to PyTorch, and ``torch-fused`` is what PyTorch's norms run on a CUDA device.
+    Plain data, which can be pickled, copied and compared. Each backend takes every tensor: ``te`` uses PyTorch for
+    tensors without a TE kernel, and ``torch-fused`` names PyTorch's norms on a CUDA device.
     """
 
     name: str
@@ -55,12 +55,12 @@ def rms_norm(
     :param scale: the layer's factor, a Python float, dimensionless (:func:`olmo_lns.lns_scale`).
     :param bias: (width,) or None.
     :param zero_centered: the gain is ``weight + 1`` (Megatron's ``apply_layernorm_1p``).
-    :param backend: a :class:`Backend`, or what :func:`choose_backend` takes: a name, or None. A module chooses once,
-        when it is built, and passes the object.
+    :param backend: a :class:`Backend`, or an argument of :func:`choose_backend`: a name, or None. A module chooses
+        once, when it is built, and passes the object.
     :returns: shape of ``x``, dtype of ``x * weight + bias`` as in OLMo's and Llama's RMSNorm, under autocast too.
         Statistics are fp32 (fp64 for fp64).
     :raises LNSConfigError: a parameter's shape is not (width,), or the backend's name is unknown.
-    :raises BackendUnavailableError: ``te`` was asked for and cannot run here.
+    :raises BackendUnavailableError: ``te`` was selected and cannot run here.
 
     Example: ``rms_norm(x, weight, 1e-6, lns_scale(7))`` is the norm of block 7.
     """
@@ -95,21 +95,21 @@ def _name(setting: str | None) -> str:
     return choose_backend(setting).name
 
 
-# All that torch.compiler.assume_constant_result does, without the 2 s of CPU that importing the compiler takes.
+# The effect of torch.compiler.assume_constant_result, without the 2 s of importing the compiler.
 _name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose_backend(name: str | None = None, *, device: torch.device | str | None = None) -> Backend:
-    """Choose the implementation for a model that will run on ``device``; decided once for each setting and device.
+    """Choose the implementation for a model on ``device``, once for each setting and device.
 
-    :param name: ``auto``, ``te`` or ``torch``; None reads ``OLMO_LNS_NORM_BACKEND``, else ``auto``. ``auto`` takes
+    :param name: ``auto``, ``te`` or ``torch``; None reads ``OLMO_LNS_NORM_BACKEND``, else ``auto``. ``auto`` selects
         Transformer Engine if it can be imported and the device is CUDA with compute capability 8.0 or more, else
         PyTorch's norms: a fused RMSNorm on CUDA with torch 2.9 or newer.
-    :param device: where the model will run; None means CUDA if this machine has it.
+    :param device: the model's device; None means CUDA if this machine has it.
     :raises LNSConfigError: ``name`` is unknown.
-    :raises BackendUnavailableError: ``te`` was asked for and cannot run; the message says why.
+    :raises BackendUnavailableError: ``te`` was selected and cannot run; the message has the reason.
 
-    Example: ``choose_backend("torch").reason`` says why it is ``torch`` or ``torch-fused``.
+    Example: ``choose_backend("torch").reason`` is the reason for ``torch`` or ``torch-fused``.
     """
     origin = "argument"
     if name is None:
@@ -120,25 +120,25 @@ def choose_backend(name: str | None = None, *, device: torch.device | str | None
     return _decide(name, origin, None if device is None else torch.device(device))
 
 
-@functools.cache  # each norm of a model asks
+@functools.cache  # called for each norm of a model
 def _decide(asked: str, origin: str, device: torch.device | None) -> Backend:
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if asked == "torch":
         return _torch_backend(device, f"asked for by {origin}")
     problem = _device_problem(device)
-    if asked == "auto" and problem:  # no import of Transformer Engine where it could not run
+    if asked == "auto" and problem:  # do not import a Transformer Engine that cannot run
         return _torch_backend(device, problem)
     imported = te.availability().problem
     if asked == "te" and (problem or imported):
         found = "; and ".join(dict.fromkeys(filter(None, (problem, imported))))
         raise BackendUnavailableError(
-            f"the norm backend 'te' was asked for by {origin} and cannot run: {found}. Install a "
+            f"the norm backend 'te' was selected by {origin} and cannot run: {found}. Install a "
             f"supported release (pip install --no-build-isolation 'olmo-lns[te]') on a machine with an NVIDIA GPU, "
             f"or set {NORM_BACKEND}=auto."
         )
     if imported:
         return _torch_backend(device, imported)
-    why = f"asked for by {origin}" if asked == "te" else "its fused kernels take the factor in gamma"
+    why = f"selected by {origin}" if asked == "te" else "its fused kernels take the factor in gamma"
     return Backend("te", f"Transformer Engine {te.availability().version}: {why}")
 
 

@@ -9,9 +9,9 @@ import torch
 from olmo_lns.arguments import DTYPES as NAMES
 from olmo_lns.errors import LNSConfigError
 
-#: What weights may be stored and computed in, by the word of the command lines.
+#: Dtypes of weights, by their names on a command line.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in NAMES.items()}
-#: Asked once, at import: Dynamo cannot trace the question before torch 2.8.
+#: Read once, at import: before torch 2.8 Dynamo cannot trace the call.
 _AUTOCAST_DEVICES = frozenset(
     device for device in ("cpu", "cuda", "mps", "xpu", "hpu", "xla") if torch.amp.is_autocast_available(device)
 )
@@ -27,15 +27,15 @@ def _under_autocast(x: torch.Tensor) -> bool:
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off where it is on; entering ``torch.autocast`` for nothing costs more than a small norm."""
+    """Switch autocast off if it is on; a needless ``torch.autocast`` costs more than a small norm."""
     return torch.autocast(x.device.type, enabled=False) if _under_autocast(x) else contextlib.nullcontext()
 
 
 def output_dtype(x: torch.Tensor, *parameters: torch.Tensor | None, centred: bool) -> torch.dtype:
-    """Dtype of the result, as upstream's norms have it.
+    """Return the dtype of the upstream norm's result.
 
-    torch's LayerNorm returns that of ``x``, and fp32 under autocast except on a CPU. OLMo's and Llama's RMSNorm
-    multiply by the parameters, whose dtype counts too.
+    torch's LayerNorm returns the dtype of ``x``, and fp32 under autocast except on a CPU. OLMo's and Llama's RMSNorm
+    multiply by the parameters and promote to their dtype.
     """
     if centred:
         wide = x.device.type != "cpu" and x.dtype != torch.float64 and _under_autocast(x)
@@ -48,12 +48,12 @@ def output_dtype(x: torch.Tensor, *parameters: torch.Tensor | None, centred: boo
 
 
 def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_centered: bool = False) -> torch.Tensor:
-    """``scale * parameter`` (``scale * (parameter + 1)`` if zero-centred), formed in fp32 and cast once to ``dtype``.
+    """Return ``scale * parameter`` (zero-centred: ``scale * (parameter + 1)``), computed in fp32, cast to ``dtype``.
 
-    Never kept from one call to the next: the optimizer changes ``parameter`` in place.
+    The result is not cached: the optimizer changes ``parameter`` in place.
     """
     if parameter.dtype == dtype and not zero_centered and not torch.compiler.is_compiling():
-        return parameter * scale  # a Python number times 16-bit ones is formed in fp32 and rounded once
+        return parameter * scale  # a Python float times 16-bit numbers is computed in fp32 and rounded once
     wide = parameter.to(compute_dtype(dtype))
     return ((wide + 1.0 if zero_centered else wide) * scale).to(dtype)
 
@@ -61,23 +61,23 @@ def fold(parameter: torch.Tensor, scale: float, *, dtype: torch.dtype, zero_cent
 def folded_gain(
     x: torch.Tensor, weight: torch.Tensor | None, scale: float, *, zero_centered: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """:func:`fold` of ``weight``; without one, the constant vector of ``scale`` as wide as ``x``."""
+    """Return :func:`fold` of ``weight``; for None, a vector of ``scale`` as wide as ``x``."""
     if weight is not None:
         return fold(weight, scale, dtype=dtype, zero_centered=zero_centered)
-    if torch.compiler.is_compiling():  # the factor may be a tensor there, which full does not take
+    if torch.compiler.is_compiling():  # the factor may be a tensor, which full does not accept
         return (torch.ones(x.shape[-1], dtype=compute_dtype(dtype), device=x.device) * scale).to(dtype)
     return torch.full(x.shape[-1:], scale, dtype=dtype, device=x.device)
 
 
 def check_shapes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-    """Refuse what broadcasting would accept in silence.
+    """Refuse shapes that broadcasting would accept silently.
 
-    :raises LNSConfigError: ``x`` has no last dimension or is not floating point, or a parameter is
-        not one number for each of its channels.
+    :raises LNSConfigError: ``x`` has no last dimension or is not floating point, or a parameter does
+        not have one number for each channel.
     """
     shape = x.shape[-1:]
     if not shape or not x.is_floating_point():
-        raise LNSConfigError(f"a norm needs floating-point input of shape (..., width), got {tuple(x.shape)} {x.dtype}")
+        raise LNSConfigError(f"expected floating-point input of shape (..., width), found {tuple(x.shape)} {x.dtype}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.shape != shape:
             raise LNSConfigError(

@@ -1,7 +1,7 @@
 """PyTorch backend of ``y = s * Norm(x)``: torch's own norms, with the factor folded into gain and bias.
 
-On CUDA they are fused kernels, elsewhere torch's formula, in fp32 for 16-bit input: its LayerNorm on CPU would sum the
-parameters' gradients in 16 bits, 7 % off over 8192 rows. Automatic differentiation does the rest.
+On CUDA the norms are fused kernels, elsewhere torch's formula, in fp32 for 16-bit input: torch's LayerNorm on a CPU
+would sum the parameters' gradients in 16 bits, 7 % off over 8192 rows. Automatic differentiation does the rest.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def norm(
     centred: bool,
     zero_centered: bool,
 ) -> torch.Tensor:
-    """:func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
+    """Compute :func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
     check_shapes(x, weight, bias)
     out = output_dtype(x, weight, bias, centred=centred)
     dtype = torch.promote_types(x.dtype, out) if x.is_cuda and (centred or _FUSED) else compute_dtype(x.dtype)
-    # Autocast would run the kernel in fp32; mixed dtypes would fall back to the formula, which rounds before the gain.
+    # Autocast would run the kernel in fp32; mixed dtypes would use the formula, which rounds before the gain.
     with without_autocast(x):
         gain, wide = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), x.to(dtype)
         if centred:

@@ -1,7 +1,7 @@
 """Transformer Engine backend: the factor folded into gamma of TE's fused norm kernels.
 
-The kernels are called through operators of our own, not through TE's modules: those read their
-weight again in the backward pass, so a gamma swapped for the forward gives wrong gradients.
+The kernels are called through custom operators, not through TE's modules. TE's modules read their
+weight again in the backward pass; a gamma swapped for the forward would give wrong gradients.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from packaging.version import InvalidVersion, Version
 from olmo_lns.norm import pytorch
 from olmo_lns.norm.dtypes import check_shapes, fold, folded_gain, output_dtype
 
-#: Oldest and first unsupported release: the kernels' signatures are the same in 2.1, 2.5, 2.11 and 2.20.
+#: Oldest supported and first unsupported release: the kernels' signatures are the same in 2.1, 2.5, 2.11 and 2.20.
 SUPPORTED = (Version("2.1"), Version("3"))
-#: Device types on which tensors are handed to TE (a test's stand-in adds "cpu").
+#: Device types of tensors for TE (a test's stand-in adds "cpu").
 DEVICE_TYPES = {"cuda"}
 _KERNEL_DTYPES = {torch.float32: "kFloat32", torch.bfloat16: "kBFloat16", torch.float16: "kFloat16"}
 
@@ -35,7 +35,7 @@ class Availability:
 
 @functools.cache
 def availability() -> Availability:
-    """Import Transformer Engine once and say whether its norm kernels can be called."""
+    """Import Transformer Engine once and report if its norm kernels can be called."""
     version = None
     try:
         version = str(importlib.import_module("transformer_engine").__version__)
@@ -43,7 +43,7 @@ def availability() -> Availability:
             return Availability(version, problem)
         importlib.import_module("transformer_engine.pytorch")
         tex = importlib.import_module("transformer_engine_torch")
-    except Exception as error:  # its failures are of many kinds: OSError, RuntimeError, AssertionError, ...
+    except Exception as error:  # OSError, RuntimeError, AssertionError, ...
         if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
             return Availability(None, "Transformer Engine is not installed (No module named 'transformer_engine')")
         failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -66,7 +66,7 @@ def _unsupported(version: str) -> str | None:
 
 @contextlib.contextmanager
 def _kernels(x: torch.Tensor) -> Iterator[Any]:
-    """TE's extension. It launches on the current device, which is made the tensor's."""
+    """Yield TE's extension, with the tensor's device as the current one, on which TE launches."""
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         yield importlib.import_module("transformer_engine_torch")
 
@@ -81,7 +81,7 @@ def norm(
     centred: bool,
     zero_centered: bool,
 ) -> torch.Tensor:
-    """:func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
+    """Compute :func:`olmo_lns.norm.layer_norm` if ``centred``, else :func:`olmo_lns.norm.rms_norm`."""
     if not _has_kernel(x):
         return pytorch.norm(x, weight, bias, eps, scale, centred=centred, zero_centered=zero_centered)
     check_shapes(x, weight, bias)
@@ -90,7 +90,7 @@ def norm(
     gain, shift = folded_gain(x, weight, scale, zero_centered=zero_centered, dtype=dtype), None
     if centred:
         shift = torch.zeros_like(gain) if bias is None else fold(bias, scale, dtype=dtype)
-    # 2-D and contiguous: the forward kernels do not check it and would read the wrong memory.
+    # 2-D and contiguous: the forward kernels do not check the layout and would read the wrong memory.
     rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()
     y = _norm_op(rows, gain, shift, eps, out)[0].view(x.shape)
     # No kernel adds a bias to an RMSNorm.
@@ -98,7 +98,7 @@ def norm(
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
-    """TE has no kernel for other devices, for fp64, or for no elements at all; functorch cannot transform one."""
+    """Return false for other devices, fp64, empty tensors and functorch, for which TE has no kernel."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
     return x.device.type in DEVICE_TYPES and x.dtype in _KERNEL_DTYPES and x.dim() > 0 and x.numel() > 0
@@ -108,13 +108,13 @@ def _has_kernel(x: torch.Tensor) -> bool:
 def _norm_op(
     x: torch.Tensor,
     gain: torch.Tensor,
-    shift: Optional[torch.Tensor],  # noqa: UP045 (torch before 2.7 reads no other)
+    shift: Optional[torch.Tensor],  # noqa: UP045 (torch before 2.7 reads no other form)
     eps: float,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """RMSNorm without ``shift``, LayerNorm with one: y, means (none of an RMSNorm) and 1 / standard deviations."""
+    """Run LayerNorm, or RMSNorm without ``shift``: return y, means (empty for RMSNorm) and 1 / standard deviations."""
     # Positional, as in every supported release: input, weight, (bias,) eps, ln_out, quantizer, otype, sm_margin,
-    # zero_centered_gamma (the +1 is in our gain already, in fp32).
+    # zero_centered_gamma (the +1 is in this gain already, in fp32).
     with _kernels(x) as tex:
         ending = (eps, None, None, getattr(tex.DType, _KERNEL_DTYPES[out_dtype]), 0, False)
         if shift is None:
@@ -155,7 +155,7 @@ def _(dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
 def _save(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
     ctx.save_for_backward(inputs[0], *output[1:], inputs[1])
     ctx.centred = inputs[2] is not None
-    ctx.set_materialize_grads(False)  # else every backward fills gradients of the statistics with zeros, for nothing
+    ctx.set_materialize_grads(False)  # else every backward would fill unused gradients of the statistics with zeros
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:

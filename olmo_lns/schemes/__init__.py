@@ -1,7 +1,7 @@
-"""Schemes as values, in pure Python: what each one does to a block, and how it is spelled.
+"""Schemes as values, in pure Python: the effect of each scheme on a block, and its spelling.
 
 :class:`Scheme` maps (layer_number, n_layers, sub_layer) to a :class:`Plan`. An integration builds plans
-in one framework; everything else asks the scheme.
+in one framework.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The LayerNorm Scaling factor: the one place where the formula is written."""
+"""The LayerNorm Scaling factor."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["DEFAULT_EXPONENT", "LARGEST_EXPONENT", "lns_scale"]
 
 #: The paper's exponent: 1/sqrt(l) (arXiv 2502.05795, section 4).
 DEFAULT_EXPONENT = 0.5
-#: With it the factor of block 10,000 is still a normal number in fp32; beyond it gains end as zeros.
+#: Up to this exponent the factor of block 10,000 is a normal fp32 number; above it gains become zeros.
 LARGEST_EXPONENT = 8.0
 
 
 def lns_scale(layer_number: int, *, exponent: float = DEFAULT_EXPONENT) -> float:
-    """Factor by which both norms of block ``layer_number`` are multiplied.
+    """Return the factor of both norms of block ``layer_number``.
 
     ``s(l) = l ** -exponent``; with the default exponent this is the paper's ``1/sqrt(l)``
     (arXiv 2502.05795, section 4).

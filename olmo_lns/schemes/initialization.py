@@ -1,8 +1,8 @@
-"""The draw of the residual output projections (attention's and feed-forward's last matrix).
+"""Initialization of the residual output projections (attention's and feed-forward's last matrix).
 
-A value of its own, beside the scheme: ``plain`` like every other matrix, ``scaled`` with the
-standard deviation times 1/sqrt(2·L), ``depth_scaled`` times 1/sqrt(2·l), ``upstream`` as the
-framework does it. L is the number of blocks, l the block's 1-based number.
+It is independent of the scheme: ``plain`` like every other matrix, ``scaled`` with the standard
+deviation times 1/sqrt(2·L), ``depth_scaled`` times 1/sqrt(2·l), ``upstream`` as in the framework.
+L is the number of blocks, l the block's 1-based number.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INITIALIZATIONS = ("plain", "scaled", "depth_scaled", "upstream")
 def factor(initialization: str, layer_number: int, n_layers: int) -> float:
     """Return the factor on the plain standard deviation in block ``layer_number``.
 
-    :raises LNSConfigError: ``upstream``, which only the framework can tell, or an unknown name.
+    :raises LNSConfigError: ``upstream``, whose factor only the framework knows, or an unknown name.
 
-    Example: ``factor("scaled", 3, 8)`` is 0.25, ``factor("depth_scaled", 8, 12)`` too.
+    Example: ``factor("scaled", 3, 8)`` and ``factor("depth_scaled", 8, 12)`` are 0.25.
     """
     if initialization == "plain":
         return 1.0
@@ -32,7 +32,7 @@ def factor(initialization: str, layer_number: int, n_layers: int) -> float:
 
 
 def resolve(asked: str, scheme: Scheme) -> str:
-    """``asked``, or what the scheme has when nothing was asked for (``""``): plain, and upstream without one.
+    """Return ``asked``, or for ``""`` the default: plain under a scheme, upstream for Pre-LN.
 
     :raises LNSConfigError: an unknown name.
     """

@@ -21,7 +21,7 @@ SUB_LAYERS = ("attn", "ff")
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned factor. :param per_channel: a vector of hidden_size, else one number. :param start: its first value."""
+    """A learned factor. :param per_channel: a vector of hidden_size, else one number. :param start: initial value."""
 
     per_channel: bool
     start: float
@@ -38,7 +38,7 @@ class Plan:
     :param post: a norm on the sum.
     :param gate: learned factor of the branch. :param omega: learned factor of the shortcut.
     :param gains: factors on freshly drawn weights, by role: ``qkv``, ``v``, ``o``, ``ff_in``, ``ff_out``.
-    :param groups: the norm's statistics are taken over hidden_size / groups channels of one token.
+    :param groups: number of groups; the norm's statistics are over hidden_size / groups channels of one token.
     """
 
     pre: bool = True
@@ -61,14 +61,14 @@ class Plan:
 
     @property
     def keeps_forward(self) -> bool:
-        """Only the norm in front is multiplied: the framework's own forward of the block serves."""
+        """True if only the norm in front is multiplied, so that the framework's forward of the block is right."""
         return replace(self, norm_scale=1.0) == Plan()
 
     @property
     def folds_into_pre_ln(self) -> bool:
-        """Constants and gates can be multiplied into the weights of a Pre-LN block that computes the same.
+        """True if constants and gates can be multiplied into the weights of an equivalent Pre-LN block.
 
-        Not a factor in front of a norm or on the stream: a norm cancels it up to eps only.
+        False for a factor in front of a norm or on the stream, which a norm cancels only up to eps.
         """
         other = (self.branch, self.post, self.omega is not None, self.groups != 1)
         return self.pre and not any(other) and self.alpha == self.pre_scale == self.stream_scale == 1.0

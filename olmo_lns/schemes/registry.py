@@ -1,7 +1,7 @@
-"""A scheme as a value: a row of the table with values for its parameters, and its one spelling.
+"""A scheme as a value: a row of the table with values for its parameters, and its spelling.
 
 ``lns``, ``lns:exponent=0.25``, ``name:key=value,key=value``: the same in environment variables,
-flags, configs and records. Parameters at their default are left out when a scheme is written.
+flags, configs and records. A written scheme omits parameters at their default.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["Definition", "Parameter", "Scheme", "define", "definition", "names",
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a scheme may be given.
+    """A numeric parameter of a scheme.
 
-    :param default: also says the type: an int or a float.
+    :param default: default value; its type, int or float, is the parameter's.
     :param check: raises ValueError for a number that is not allowed.
     """
 
@@ -32,7 +32,7 @@ class Parameter:
     help: str
 
     def read(self, value: Any) -> float:
-        """:param value: a number, or its text. :raises ValueError: no number of the right kind, or not allowed."""
+        """Return a number or its text as a value. :raises ValueError: a wrong type, or a number that is not allowed."""
         kind = type(self.default)
         wrong = f"expected {'an integer' if kind is int else 'a finite number'}, found {reprlib.repr(value)}"
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -52,10 +52,10 @@ class Definition:
     """A row of the table.
 
     :param plan: ``plan(layer_number, n_layers, sub_layer, **parameters)``, layer_number 1-based and global.
-    :param title: what the start-up line calls it. :param label: what figures and tables call it.
+    :param title: name in the start-up line. :param label: name in figures and tables.
     :param source: paper and equation.
-    :param initialization: of the residual output projections when the user says nothing (see
-        :mod:`olmo_lns.schemes.initialization`).
+    :param initialization: default initialization of the residual output projections
+        (:mod:`olmo_lns.schemes.initialization`).
     """
 
     name: str
@@ -73,7 +73,7 @@ _table: dict[str, Definition] = {}
 def define(definition: Definition) -> Definition:
     """Add a row to the table of schemes; docs/own-scheme.md has an example.
 
-    :raises ValueError: the name is taken, or it is not of lower-case letters and underscores.
+    :raises ValueError: the name is taken, or has other characters than lower-case letters and underscores.
     """
     if definition.name in _table or not definition.name.replace("_", "").isalpha() or not definition.name.islower():
         raise ValueError(f"scheme name {definition.name!r}: taken, or not lower-case letters")
@@ -92,21 +92,21 @@ def _load_entry_points() -> None:
             entry.load()
         except Exception as error:
             raise LNSConfigError(
-                f"entry point {entry.name!r} of group {GROUP} ({entry.value}) cannot be loaded: {error}. Mend or "
-                "uninstall the package that has it."
+                f"entry point {entry.name!r} of group {GROUP} ({entry.value}) cannot be loaded: {error}. Repair or "
+                "uninstall its package."
             ) from error
 
 
 def names() -> tuple[str, ...]:
-    """The known schemes, Pre-LN first, then those of installed packages."""
+    """Return the known schemes, Pre-LN first, those of installed packages last."""
     _load_entry_points()
     return tuple(_table)
 
 
 def definition(name: str) -> Definition:
-    """The row of a scheme: ``definition("lns").title`` is ``"LayerNorm Scaling"``.
+    """Return the row of a scheme: ``definition("lns").title`` is ``"LayerNorm Scaling"``.
 
-    :raises LNSConfigError: an unknown scheme, with the nearest known one.
+    :raises LNSConfigError: an unknown scheme; the message has the nearest known one.
     """
     if name not in _table:
         _load_entry_points()
@@ -119,7 +119,7 @@ def definition(name: str) -> Definition:
 class Scheme:
     """The normalisation of a model's blocks. Equal schemes give equal models.
 
-    Made by :func:`parse` or :meth:`of`; ``values`` holds every parameter, defaults included.
+    :func:`parse` and :meth:`of` make one; ``values`` holds every parameter, defaults included.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Scheme:
 
     @classmethod
     def of(cls, name: str, /, **parameters: Any) -> Scheme:
-        """``Scheme.of("lns", exponent=0.25)``; parameters that are not given have their default.
+        """Return a scheme with these parameters, the others at their default: ``Scheme.of("lns", exponent=0.25)``.
 
         :raises LNSConfigError: an unknown scheme or parameter, or a value that is not allowed.
         """
@@ -156,12 +156,12 @@ class Scheme:
 
     @property
     def is_pre_ln(self) -> bool:
-        """True for stock Pre-LN, for which nothing of a framework is touched."""
+        """True for stock Pre-LN, for which the framework is not changed."""
         return self.name == "preln"
 
     @property
     def arguments(self) -> str:
-        """The parameters that are not at their default, as they are spelled: ``exponent=0.25``."""
+        """The spelling of the parameters that are not at their default: ``exponent=0.25``."""
         defaults = self.definition.parameters
         return ",".join(f"{key}={value!r}" for key, value in self.values if value != defaults[key].default)
 
@@ -176,7 +176,7 @@ class Scheme:
         return self.definition.plan(layer_number, n_layers, sub_layer, **self.parameters)
 
     def plans(self, n_layers: int) -> Iterator[tuple[int, str, Plan]]:
-        """``(layer_number, sub_layer, plan)`` of every sub-layer, in the order in which they run."""
+        """Yield ``(layer_number, sub_layer, plan)`` for every sub-layer, in the order of their runs."""
         for layer_number in range(1, n_layers + 1):
             for sub_layer in SUB_LAYERS:
                 yield layer_number, sub_layer, self.plan(layer_number, n_layers, sub_layer)
@@ -193,9 +193,9 @@ class Scheme:
 
 
 def parse(text: str) -> Scheme:
-    """The scheme that a text spells: ``parse("lns:exponent=0.25").parameters`` is ``{"exponent": 0.25}``.
+    """Return the scheme that a text spells: ``parse("lns:exponent=0.25").parameters`` is ``{"exponent": 0.25}``.
 
-    :raises LNSConfigError: not of this form, or what :meth:`Scheme.of` refuses.
+    :raises LNSConfigError: another form, or an error of :meth:`Scheme.of`.
     """
     name, colon, rest = str(text).strip().partition(":")
     parameters: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""The schemes: one row each. A new one is a row here and a test of its equation.
+"""The schemes: one row each. A new scheme is a row here and a test of its equation.
 
 In the equations x is the stream, f the sub-layer, N a norm of the model's base type, l the 1-based number of the
-block, L how many there are. LNS is arXiv 2502.05795, Mix-LN arXiv 2412.13795. Defaults and what the published
-code does otherwise: docs/schemes.md.
+block, L the number of blocks. LNS is arXiv 2502.05795, Mix-LN arXiv 2412.13795. docs/schemes.md has the defaults and
+the deviations of the published code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _start(value: float) -> None:
         raise ValueError(f"expected a number >= 0, found {value!r}")
 
 
-EXPONENT = Parameter(DEFAULT_EXPONENT, _exponent, "of the factor layer_number ** -exponent; 0.5 is the paper's")
+EXPONENT = Parameter(DEFAULT_EXPONENT, _exponent, "p of the factor layer_number ** -p; 0.5 is the paper's")
 ALPHA = Parameter(0.25, _share, "share of the blocks, from the first, that are Post-LN; round(alpha * L), half up")
 GROUPS = Parameter(8, _count, "groups of d_model / groups channels over which a norm's statistics are taken")
 START = Parameter(0.0, _start, "first value of the learned factor; 0 is the scheme's own formula")
@@ -47,12 +47,12 @@ _POST_LN = Plan(pre=False, post=True)
 
 
 def _always(plan: Plan) -> _Plan:
-    """The same plan in every block."""
+    """Return a function that gives the same plan for every block."""
     return lambda layer_number, n_layers, sub_layer: plan
 
 
 def _with_factor(field: str, *sub_layers: str, **form: Any) -> _Plan:
-    """LNS's factor in the place ``field`` of a plan, in these sub-layers. :param form: the rest of the plan."""
+    """Return a plan function with LNS's factor in ``field``, in these sub-layers. :param form: rest of the plan."""
 
     def plan(layer_number: int, n_layers: int, sub_layer: str, *, exponent: float) -> Plan:
         scaled = sub_layer in (sub_layers or SUB_LAYERS)
@@ -64,13 +64,13 @@ def _with_factor(field: str, *sub_layers: str, **form: Any) -> _Plan:
 
 def _mix_ln(layer_number: int, n_layers: int, sub_layer: str, *, alpha: float) -> Plan:
     """Post-LN in the first round(alpha * L) blocks (half up), Pre-LN above; alpha 0.25, 0.0625 for 7B (table 7)."""
-    # Of the decimal that was written: in floats 0.29 * 50 is less than 14.5.
+    # In decimal arithmetic: in floats 0.29 * 50 is less than 14.5.
     posts = (Decimal(str(alpha)) * n_layers).to_integral_value(ROUND_HALF_UP)
     return _POST_LN if layer_number <= posts else Plan()
 
 
 def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
-    """N((2L)^(1/4) x + f(x)); v, o and both feed-forward matrices start times (8L)^(-1/4).
+    """N((2L)^(1/4) x + f(x)); v, o and both feed-forward matrices are drawn times (8L)^(-1/4).
 
     arXiv 2203.00555, decoder-only. The LNS and Mix-LN papers' code draws with the inverse of this gain.
     """
@@ -82,7 +82,7 @@ def _deep_norm(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
 def _admin(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
     """N(w * x + f(x)), w a learned vector from sqrt((2L + 1) / ln(2L + 1) - 1).
 
-    arXiv 2004.08249 in the closed form of its authors' admin-torch; the profiling pass is not built.
+    arXiv 2004.08249 in the closed form of its authors' admin-torch; the profiling pass is not implemented.
     """
     sub_layers = 2 * n_layers
     start = math.sqrt((sub_layers + 1) / math.log(sub_layers + 1) - 1)
@@ -92,7 +92,7 @@ def _admin(layer_number: int, n_layers: int, sub_layer: str) -> Plan:
 def _group_ln(layer_number: int, n_layers: int, sub_layer: str, *, groups: int) -> Plan:
     """x + f(G(x)), G a norm over groups of channels of one token, with one gain per channel.
 
-    Ours: the papers' code takes the statistics over all tokens of the sequence, future ones included.
+    The papers' code takes the statistics over all tokens of the sequence, future ones included; this is causal.
     """
     return Plan(groups=groups)
 
@@ -116,18 +116,18 @@ def _row(name: str, title: str, label: str, plan: _Plan, source: str, **more: An
     define(Definition(name, title, label, plan, source, **more))
 
 
-# x + f(N(x)), and with LNS's factor x + f(N(x) / sqrt(l))
+# x + f(N(x)); with LNS's factor: x + f(N(x) / sqrt(l))
 _row("preln", "Pre-LN", "Pre-LN", _always(Plan()), f"{_LNS_PAPER}, eq. 2-3", initialization="upstream")
 _row("lns", "LayerNorm Scaling", "Pre-LN + LNS", _with_factor("norm_scale"), f"{_LNS_PAPER}, eq. 12", parameters=_E)
-# N(x + f(x)); the model's final norm stays, so that it ends in two norms, as in the papers' code
+# N(x + f(x)); the model's final norm stays and the model ends in two norms, as in the papers' code
 _row("postln", "Post-LN", "Post-LN", _always(_POST_LN), f"{_MIX_LN_PAPER}, figure 1a")
 _row("mixln", "Mix-LN", "Mix-LN", _mix_ln, f"{_MIX_LN_PAPER}, section 4 and table 7", parameters={"alpha": ALPHA})
 _row("deepnorm", "DeepNorm", "DeepNorm", _deep_norm, "arXiv 2203.00555, figure 2")
-# x + N'(f(N(x))), the block of Peri-LN too, and x + l^-exponent N'(f(N(x)))
+# x + N'(f(N(x))), also Peri-LN's block; with the factor: x + l^-exponent N'(f(N(x)))
 _row("sandwich", "Sandwich-LN", "Sandwich-LN", _always(Plan(branch=True)), "arXiv 2105.13290; arXiv 2502.02732")
 _plan = _with_factor("branch_scale", branch=True)
 _row("sandwich_depth", "Sandwich-LN with depth factor", "Sandwich-LN / l^0.5", _plan, _IN_NO_PAPER, parameters=_E)
-# x + N(f(x)), which OLMo calls norm_after, and x + l^-exponent N(f(x))
+# x + N(f(x)), OLMo's norm_after; with the factor: x + l^-exponent N(f(x))
 _plan = _always(Plan(pre=False, branch=True))
 _row("branchln", "Branch-LN", "OLMo 2's order", _plan, "arXiv 2501.00656, section 3")
 _plan = _with_factor("branch_scale", pre=False, branch=True)
@@ -150,7 +150,7 @@ _row("lnsafterff", "LNS after feed-forward", "LNS after FFN", _plan, _TABLE_8, p
 _plan = _with_factor("stream_scale")
 _row("lnsafterresidual", "LNS after the residual addition", "LNS after residual", _plan, _TABLE_8, parameters=_E)
 
-#: Stock: nothing of a framework is touched.
+#: Stock Pre-LN: the framework is not changed.
 PRE_LN = Scheme.of("preln")
 #: LayerNorm Scaling with the paper's exponent.
 LNS = Scheme.of("lns")
